@@ -10,6 +10,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from wire.dialing import proxy_options
 from wire.frames import FRAME_BYTES
 from wire.identity.credentials import server_name_options
 
@@ -33,7 +34,6 @@ _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     # Channels with equal options would share one socket.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    ("grpc.enable_http_proxy", 0),
     # The timeout must exceed the time that a ping may wait behind bulk data.
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 30_000),
@@ -78,6 +78,7 @@ def open_channel(
     address: str, *, identity: LinkIdentity, server_name: str, unread_bytes: int | None = None
 ) -> grpc.aio.Channel:
     """A channel to `address`, on a socket of its own, to the one node whose certificate has `server_name`.
+    It goes through the environment's proxy, if that is for this address (see `wire.dialing`).
 
     Args:
         unread_bytes: how far a stream may run ahead of what was read here; None leaves it to gRPC, which
@@ -89,7 +90,12 @@ def open_channel(
         private_key=identity.key_pem,
         certificate_chain=identity.certificate_pem,
     )
-    options = (*_CLIENT_OPTIONS, *server_name_options(server_name), *_flow_control(unread_bytes))
+    options = (
+        *_CLIENT_OPTIONS,
+        *proxy_options(address),
+        *server_name_options(server_name),
+        *_flow_control(unread_bytes),
+    )
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from wire.channels import LinkIdentity
+from wire.dialing import connect
 from wire.errors import LinkError
 from wire.front import private_directory
-from wire.identity.names import split_address
 from wire.pacing import RECONNECT_SECONDS, Backoff
 from wire.relay import ACCEPT, DIAL, PROTOCOL_NAME, YES, keep_alive
 from wire.splice import Pipe, splice
@@ -170,23 +170,3 @@ class RelayClient:
         finally:
             if connection is not None:
                 connection.close()
-
-
-async def connect(address: str) -> socket.socket:
-    """A TCP connection to host:port that does not block. Raises OSError if no address of the host answers."""
-    loop = asyncio.get_running_loop()
-    host, port = split_address(address)
-    failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, place in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        connection = socket.socket(family, kind, protocol)
-        connection.setblocking(False)
-        try:
-            await loop.sock_connect(connection, place)
-        except BaseException as error:
-            connection.close()
-            if not isinstance(error, OSError):
-                raise
-            failure = error
-            continue
-        return connection
-    raise failure

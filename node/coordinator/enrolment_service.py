@@ -109,7 +109,7 @@ class EnrolmentService:
 
     def __init__(self, handler: EnrolmentHandler, front: Front) -> None:
         self.control_port = 0
-        """Where nodes that were admitted go next, on the host that answered them."""
+        """Where nodes that were admitted go next, on the host that answered them; 0: where they asked."""
         self._handler = handler
         self._front = front
         self._tokens = KnownTokens(handler.token_hashes)

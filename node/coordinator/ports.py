@@ -10,8 +10,6 @@ by then, so the port tells them to keep waiting.
 import contextlib
 import logging
 import socket
-import struct
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +38,7 @@ from wire.identity.names import (
     join_address,
     split_address,
 )
+from wire.interfaces import default_source, ipv4_addresses, ipv6_addresses
 from wire.relay import PROTOCOL_NAME, Relay
 from wire.tls_socket import mutual_context
 
@@ -52,8 +51,6 @@ STOP_SECONDS = 2.0
 SERVER_LIFETIME = timedelta(days=365)
 MOST_OWN = 4
 """Addresses of this machine in a join token, besides loopback."""
-SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP = 0x8915, 0x8913, 0x1
-"""Linux's requests for an interface's address and state."""
 _WAIT_SECONDS = 5.0
 _THREADS = 4
 
@@ -105,7 +102,9 @@ async def open_ports(
             door.serve_name(coordinator_server_name(authority.run_id), join.front)
             door.serve_name(control_server_name(authority.run_id), front)
             advice = "set [coordinator] listen to an address of this machine whose port is free"
-            join.service.control_port = port = listen_or_advise(door.front, settings.listen, advice)
+            # Nodes may dial another port than this one, which a router or a forwarding leads here.
+            join.service.control_port = 0
+            port = listen_or_advise(door.front, settings.listen, advice)
         yield Ports(port=port, door=door if settings.one_port else None, relay=relay)
     finally:
         await door.front.close()
@@ -165,6 +164,11 @@ def _check_port(host: str, port: int, advice: str) -> None:
             # As gRPC does: a port in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
+    except PermissionError:
+        raise UserError(
+            f"cannot listen at {join_address(host, port)}: ports below 1024 need a privilege, such as "
+            f"`sysctl net.ipv4.ip_unprivileged_port_start={port}`; or {advice}"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot listen at {join_address(host, port)} ({error.strerror}): {advice}") from None
 
@@ -206,40 +210,19 @@ def own_addresses(host: str, port: int) -> tuple[str, ...]:
 
 
 def own_hosts(host: str) -> tuple[str, ...]:
-    """`host` itself, or for "any" the address of the default route, those of all interfaces, and loopback."""
+    """`host` itself, or for "any" the addresses of the default routes, those of all interfaces, and loopback.
+
+    A socket of "any" serves IPv4 and IPv6 (`wire.front`).
+    """
     if host not in ("0.0.0.0", "::"):
         return (host,)
-    family = socket.AF_INET6 if host == "::" else socket.AF_INET
-    outside = "2001:db8::1" if host == "::" else "192.0.2.1"
+    families = [socket.AF_INET, socket.AF_INET6]
+    first = [default_source(family) for family in (families if host == "0.0.0.0" else families[::-1])]
+    six = ipv6_addresses()
+    first = [one for one in first if ":" not in one or one in six]
+    known = [one for one in (*first, *six[:1], *ipv4_addresses(), *six) if one]
     loopback = "::1" if host == "::" else "127.0.0.1"
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            # Sends nothing: connecting a datagram socket only selects the source address.
-            probe.connect((outside, 9))
-            own = probe.getsockname()[0]
-        except OSError:
-            own = ""
-    others = interface_addresses() if family == socket.AF_INET else ()
-    known = [one for one in (own, *others) if one and one != loopback]
-    return tuple(dict.fromkeys((*known[:MOST_OWN], loopback)))
-
-
-def interface_addresses() -> tuple[str, ...]:
-    """IPv4 addresses of this machine's interfaces that are up, without loopback. Linux; elsewhere empty."""
-    if not sys.platform.startswith("linux"):
-        return ()
-    import fcntl
-
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                flags = struct.unpack_from("H", fcntl.ioctl(asking, SIOCGIFFLAGS, request), 16)[0]
-                address = socket.inet_ntoa(fcntl.ioctl(asking, SIOCGIFADDR, request)[20:24])
-                if flags & IFF_UP and not address.startswith("127."):
-                    found.append(address)
-    return tuple(found)
+    return tuple(dict.fromkeys((*list(dict.fromkeys(known))[:MOST_OWN], loopback)))
 
 
 def where_reached(addresses: Sequence[str]) -> str:

@@ -315,7 +315,7 @@ async def _contact(addresses: tuple[str, ...], pin: bytes) -> list[Check]:
 
 
 async def _contact_one(address: str, pin: bytes) -> Check:
-    from wire.identity.bootstrap import fetch_authority
+    from wire.bootstrap import fetch_authority
 
     name = printable(f"coordinator {address}")
     began = time.perf_counter()

@@ -16,6 +16,8 @@ from cryptography import x509
 
 from node import faults
 from node.processes.patience import Patience
+from wire.bootstrap import fetch_authority
+from wire.dialing import proxy_options
 from wire.errors import (
     LinkError,
     ProtocolViolationError,
@@ -26,7 +28,6 @@ from wire.errors import (
     UserError,
 )
 from wire.identity.authority import authority_run_id, certificate_to_pem
-from wire.identity.bootstrap import fetch_authority
 from wire.identity.credentials import NodeIdentity, load_or_create_key, make_csr, server_name_options
 from wire.identity.enrolment import Hardware
 from wire.identity.files import write_private
@@ -155,8 +156,7 @@ async def _join_at(
     options: list[tuple[str, int | str]] = [
         *server_name_options(coordinator_server_name(token.run_id)),
         ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-        # First contact used no proxy either.
-        ("grpc.enable_http_proxy", 0),
+        *proxy_options(address),
     ]
     credentials = grpc.ssl_channel_credentials(ca_pem)
     async with grpc.aio.secure_channel(address, credentials, options) as channel:
@@ -176,8 +176,8 @@ async def _join_at(
     granted = reply.granted
     try:
         identity = NodeIdentity(granted.node_id, token.run_id, key_pem, granted.certificate_pem, ca_pem)
-        host, _ = split_address(address)
-        control_address = join_address(host, granted.control_port)
+        host, port = split_address(address)
+        control_address = join_address(host, granted.control_port or port)
         split_address(control_address)
     except ValueError as error:
         raise ProtocolViolationError(f"{address} granted what cannot be used: {error}") from None

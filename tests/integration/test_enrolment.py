@@ -22,9 +22,9 @@ from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.store import Member, Store
 from node.processes.enrol import enrol
 from tests.support.ports import free_port
+from wire.bootstrap import fetch_authority
 from wire.errors import LinkError, RefusalCode, Refused, RunError, TokenError, UserError
 from wire.identity.authority import CertificateAuthority, key_to_pem, public_key_hash
-from wire.identity.bootstrap import fetch_authority
 from wire.identity.credentials import (
     NodeIdentity,
     load_key,

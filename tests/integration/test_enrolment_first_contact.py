@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.support.ports import free_port
+from wire.bootstrap import fetch_authority
 from wire.errors import LinkError, TokenError
 from wire.identity.authority import CertificateAuthority, key_to_pem, read_certificate
-from wire.identity.bootstrap import fetch_authority
 
 DAY = timedelta(hours=24)
 

@@ -33,10 +33,10 @@ from tests.support.memory_pipeline import reference_run
 from tests.support.paths import python_path
 from tests.support.process import Coordinator, Launch, Process, StuckError
 from tests.support.run_harness import Expected, Run
+from wire.bootstrap import fetch_authority
 from wire.channels import open_channel
 from wire.errors import ThinwireError
 from wire.identity.authority import certificate_to_pem
-from wire.identity.bootstrap import fetch_authority
 from wire.identity.credentials import NodeIdentity, server_name_options
 from wire.identity.names import coordinator_server_name
 from wire.identity.token import JoinToken

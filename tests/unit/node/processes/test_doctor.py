@@ -258,7 +258,7 @@ def stub_contact(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Exception |
             raise error
         return b"pem"
 
-    monkeypatch.setattr("wire.identity.bootstrap.fetch_authority", fetch_authority)
+    monkeypatch.setattr("wire.bootstrap.fetch_authority", fetch_authority)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import time
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 
+from wire.dialing import ProxyError, connect
 from wire.errors import LinkError, TokenError
 from wire.identity.authority import (
     ISSUER_CERTIFICATE_OID,
@@ -57,7 +58,7 @@ async def fetch_authority(address: str, pin: bytes, seconds: float = 10.0) -> x5
 
 async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:
     try:
-        host, port = split_address(address)
+        split_address(address)
     except ValueError as error:
         raise TokenError(str(error)) from None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -66,7 +67,14 @@ async def _fetch_leaf(address: str, seconds: float) -> x509.Certificate:
     context.set_alpn_protocols(["h2"])
     try:
         async with asyncio.timeout(seconds):
-            _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=JOIN_NAME)
+            raw = await connect(address)
+            try:
+                _, writer = await asyncio.open_connection(sock=raw, ssl=context, server_hostname=JOIN_NAME)
+            except BaseException:
+                raw.close()
+                raise
+    except ProxyError as error:
+        raise LinkError(str(error)) from None
     except TimeoutError:
         raise LinkError(f"nothing answers at {address} within {seconds:g} s: is it reachable?") from None
     except ssl.SSLError as error:

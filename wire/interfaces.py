@@ -1,0 +1,68 @@
+"""This machine's own addresses, as others may dial them."""
+
+import contextlib
+import ipaddress
+import socket
+import struct
+import sys
+from pathlib import Path
+
+SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP = 0x8915, 0x8913, 0x1
+"""Linux's requests for an interface's address and state."""
+_TENTATIVE, _DEPRECATED, _TEMPORARY = 0x40, 0x20, 0x01
+"""Flags of an IPv6 address (IFA_F_...)."""
+_SIX = Path("/proc/net/if_inet6")
+
+
+def default_source(family: socket.AddressFamily) -> str:
+    """The address from which this machine dials the internet; "" without a default route."""
+    outside = "2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1"
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Sends nothing: connecting a datagram socket only selects the source address.
+            probe.connect((outside, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def ipv4_addresses() -> tuple[str, ...]:
+    """IPv4 addresses of this machine's interfaces that are up, without loopback. Linux; elsewhere empty."""
+    if not sys.platform.startswith("linux"):
+        return ()
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                flags = struct.unpack_from("H", fcntl.ioctl(asking, SIOCGIFFLAGS, request), 16)[0]
+                address = socket.inet_ntoa(fcntl.ioctl(asking, SIOCGIFADDR, request)[20:24])
+                if flags & IFF_UP and not address.startswith("127."):
+                    found.append(address)
+    return tuple(found)
+
+
+def ipv6_addresses() -> tuple[str, ...]:
+    """IPv6 addresses that others can dial: those of the whole internet first, then private ones; none of a
+    single wire, and privacy addresses, which change, last. Linux; elsewhere that of the default route."""
+    try:
+        lines = _SIX.read_text(encoding="ascii").splitlines()
+    except OSError:
+        source = default_source(socket.AF_INET6)
+        return (source,) if source and not ipaddress.ip_address(source).is_link_local else ()
+    return _usable(lines)
+
+
+def _usable(lines: list[str]) -> tuple[str, ...]:
+    """Of /proc/net/if_inet6: address, index, prefix, scope, flags (hexadecimal) and interface a line."""
+    found = []
+    for line in lines:
+        digits, _, _, scope, flags, _ = line.split()
+        address = ipaddress.IPv6Address(int(digits, 16))
+        if int(scope, 16) != 0 or int(flags, 16) & (_TENTATIVE | _DEPRECATED) or address.is_loopback:
+            continue
+        private = (address.packed[0] & 0xFE) == 0xFC
+        found.append((private, bool(int(flags, 16) & _TEMPORARY), str(address)))
+    return tuple(address for _, _, address in sorted(found, key=lambda one: one[:2]))
