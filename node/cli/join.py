@@ -135,7 +135,10 @@ def run(args: argparse.Namespace) -> int:
         wait_seconds=wait,
         json=args.json,
     )
+    from node.display.volunteer import VolunteerScreen
+
     set_up_logging()
+    VolunteerScreen(json_lines=args.json)("starting")  # the import below takes seconds
 
     from node.processes.node import run_node
 

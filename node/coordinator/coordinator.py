@@ -444,7 +444,7 @@ class Coordinator:
         def happening(now: float) -> list[Action]:
             known = self._machine.members.get(node_id)
             if known is None or known.process_nonce != hello.process_nonce:
-                self._emit(session.joined)
+                self._reporter.joined(session.joined)
             return self._machine.hello(
                 node_id,
                 address=session.address,

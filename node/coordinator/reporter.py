@@ -6,6 +6,7 @@ The reporter knows what this process has seen; the run's state is in the state m
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -24,7 +25,7 @@ from node.pipeline.snapshot_place import stage_state_bytes
 from node.telemetry import events
 from node.telemetry.costs import Place, bits_per_element, idle_by_stage, mbit_by_stage
 from node.telemetry.events import Notice, Recovered
-from node.telemetry.format import bytes_text, duration_text
+from node.telemetry.format import bytes_text, count_text, duration_text, named
 from node.telemetry.trace_files import TracedSteps, TraceWriter
 from wire.codecs.formats import codec_format, codec_names
 from wire.spec import Direction
@@ -72,6 +73,9 @@ class Reporter:
         self._emit = emit
         self._recovery = Recovery()
         self._tally = _Tally()
+        self._names: dict[str, str] = {}
+        self._taken_part: Counter[str] = Counter()
+        """Steps by node."""
         self._step_began = self._epoch_began = time.monotonic()
         self._commit: _Commit | None = None
         if unreported is not None:
@@ -83,6 +87,11 @@ class Reporter:
     def step_seconds(self) -> float:
         """Seconds since the running step began."""
         return time.monotonic() - self._step_began
+
+    def joined(self, joined: events.NodeJoined) -> None:
+        """A node is here."""
+        self._names[joined.node_id] = named(joined.node_id, joined.name)
+        self._emit(joined)
 
     def report(self, node_id: str, telemetry: Telemetry) -> None:
         """A node's newest totals."""
@@ -146,6 +155,7 @@ class Reporter:
         self._commit = None
         if commit.seconds is not None:
             seconds = commit.seconds
+        self._taken_part.update(self.accounting.hosts)
         costs = self.accounting.step(commit.step + 1, seconds)
         self._emit(costs)
         up_mbit, down_mbit = mbit_by_stage(costs)
@@ -222,6 +232,10 @@ class Reporter:
             stages=self.accounting.stage_times(),
             snapshot_path=self.snapshot_path,
             weights_sha256=self.weights_sha256,
+            machines=tuple(
+                f"{self._names.get(node, node)} ({count_text(steps)} steps)"
+                for node, steps in self._taken_part.most_common()
+            ),
         )
 
 

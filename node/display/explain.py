@@ -128,7 +128,7 @@ def _stage_lines(explanation: Explanation) -> list[str]:
     rows = [
         [
             str(plan.stage),
-            _units_text(plan.units),
+            units_text(plan.units),
             count_text(plan.parameters),
             str(plan.held_activations),
         ]
@@ -157,7 +157,7 @@ def _storage_lines(explanation: Explanation) -> list[str]:
     ]
 
 
-def _units_text(units: tuple[str, ...]) -> str:
+def units_text(units: tuple[str, ...]) -> str:
     """`embed, 3 blocks, head`."""
     blocks = sum(is_block(unit) for unit in units)
     if not blocks:

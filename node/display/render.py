@@ -272,6 +272,8 @@ def summary_lines(summary: RunSummary) -> list[str]:
         lines.append(printable(f"snapshot    {summary.snapshot_path}"))
     if summary.weights_sha256:
         lines.append(printable(f"weights     sha256 {summary.weights_sha256}"))
+    if summary.machines:
+        lines.append(printable(f"thanks to   {', '.join(summary.machines)}"))
     return lines + _time_lines(summary)
 
 

@@ -11,7 +11,7 @@ from node.telemetry.format import clock_text, printable
 
 FIRST_REPEAT_SECONDS = 30.0
 LONGEST_REPEAT_SECONDS = 300.0
-"""Without a terminal, a wait is reported again after these times: doubled, up to the longest."""
+"""Without a terminal, what goes on is reported again after these times: doubled, up to the longest."""
 
 
 class VolunteerScreen:
@@ -42,23 +42,28 @@ class VolunteerScreen:
         if self._live:
             self._show(f"{what}; {limit} left, Ctrl-C ends")
             return
+        if self._is_due(what):
+            self._line(f"{what}; {limit} left")
+
+    def now(self, what: str, detail: str = "") -> None:
+        """What the node is at, until the next call; `detail` changes often. Call it about once a second."""
+        text = f"{what}   {detail}" if detail else what
+        if self._live:
+            self._show(text)
+        elif self._is_due(what):
+            self._line(text)
+
+    def _is_due(self, what: str) -> bool:
+        """Whether a line of what goes on is to be printed: something else goes on, or it is time again."""
         now = self._clock()
         if what != self._told:
             self._told, self._repeat = what, FIRST_REPEAT_SECONDS
         elif now < self._tell_again:
-            return
+            return False
         else:
             self._repeat = min(2 * self._repeat, LONGEST_REPEAT_SECONDS)
         self._tell_again = now + self._repeat
-        self._line(f"{what}; {limit} left")
-
-    def now(self, text: str) -> None:
-        """What the node is at: in place on a terminal, else a line whenever it is another one."""
-        if self._live:
-            self._show(text)
-        elif text != self._told:
-            self._told = text
-            self._line(text)
+        return True
 
     def _line(self, text: str) -> None:
         line = json.dumps({"event": "node", "text": text}) if self._json else printable(text)

@@ -117,9 +117,11 @@ async def _serve(
         describe(chosen, tensor_parallel=options.tensor_parallel, most_bytes=note.most_bytes)
     )
     screen = VolunteerScreen(json_lines=options.json)
+    screen.now("enrolling")
     identity, control_address = await enrol(
         token, directory, hardware, Patience(options.wait_seconds, screen.waiting)
     )
+    screen.now("measuring this machine's speed")
     settings = NodeSettings(
         control_address=control_address,
         listen=options.listen,
@@ -161,6 +163,8 @@ async def _serve(
                     raise
                 finish, interrupted = Finish(reason=str(error), failed=True, paused=True), False
             screen(finish.reason)
+            if thanks := runtime.progress.thanks():
+                screen(thanks)
             if interrupted:
                 return INTERRUPTED
             seconds = max(options.wait_seconds, SOON_SECONDS if finish.soon else 0.0)

@@ -75,6 +75,8 @@ class CoordinatorClient:
         pacer: Pacer | None = None,
     ) -> None:
         self.address = address
+        self.layer_bytes_came: Callable[[int], None] = lambda count: None
+        """Called with the size of each part of a layer's file that arrives."""
         self._pacer = pacer
         self.outage_seconds = outage_seconds
         self._identity = identity
@@ -183,6 +185,7 @@ class CoordinatorClient:
                 f"layer {unit} of step {step}",
                 exact=False,
                 kept=kept,
+                came=self.layer_bytes_came,
             )
         )
         if not places:
@@ -397,10 +400,11 @@ async def _collect(
     *,
     exact: bool = True,
     kept: LayerFile | None = None,
+    came: Callable[[int], None] = lambda count: None,
 ) -> bytes:
     """Join a download; check the announced size first and the SHA-256 at the end.
 
-    A download without data means that the file is the same as `kept`.
+    A download without data means that the file is the same as `kept`. `came`: called with each part's size.
     """
     data = bytearray()
     total = -1
@@ -414,6 +418,7 @@ async def _collect(
         if len(data) + len(chunk.data) > total:
             raise ProtocolViolationError(f"{what} is longer than the {total} bytes that were announced")
         data += chunk.data
+        came(len(chunk.data))
     if not data and kept is not None and kept.sha256 == digest:
         return kept.data
     # Hash and copy on threads: layers may have gigabytes.

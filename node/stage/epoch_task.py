@@ -18,6 +18,7 @@ from node.pipeline.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
 from node.stage.executor import StageExecutor, StepOutcome
 from node.stage.inbox import ElementsSent, Inbox, LoopIO, StepInterrupted, TensorLink
+from node.stage.progress import Progress
 from node.stage.tensor_transfer import BadTensorError
 from node.training.serialization import as_frozen, deserialize_unit
 from wire.errors import (
@@ -82,6 +83,7 @@ class Services(Protocol):
     inbox: Inbox
     batches: Batches
     elements_sent: ElementsSent
+    progress: Progress
 
     def post(self, message: NodeMessage) -> None:
         """Queue a message for the coordinator."""
@@ -97,6 +99,10 @@ class Services(Protocol):
 
     async def fetch_weights(self, units: tuple[str, ...]) -> State:
         """The units' weights from the checkpoint that the run starts from, under their names in a state."""
+        ...
+
+    def state_bytes(self, units: Collection[str]) -> int:
+        """About what the state of these units takes in a snapshot."""
         ...
 
     def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
@@ -272,6 +278,7 @@ class EpochTask:
         own = self.placement.replica
         near = neighbours(self.stage, stages, chunks, executor.config.sums_tied_gradients)
         rows = [row for row in range(len(self.placement.rows)) if row != own]
+        services.progress.doing("connecting to its neighbours")
         peers = (*(Peer(own, stage) for stage in near), *(Peer(row, self.stage) for row in rows))
         self._links = await self._open.enter_async_context(services.open_links(self.placement, peers, self))
         missed = restore.missed
@@ -282,11 +289,15 @@ class EpochTask:
         if executor.state_step != step:
             files: dict[str, bytes] = {}
             weights: State = {}
+            adapters = executor.config.lora.rank > 0
+            from_checkpoint = bool(executor.config.model.from_) and (step == 0 or adapters)
+            if step > 0 or from_checkpoint:
+                services.progress.fetching(services.state_bytes(executor.sources))
             if step > 0:
                 files = await self._fetch(step, executor.sources)
-            adapters = executor.config.lora.rank > 0
-            if executor.config.model.from_ and (step == 0 or adapters):
+            if from_checkpoint:
                 weights = await services.fetch_weights(executor.units)
+            services.progress.doing("loading its state")
 
             def fetch(unit: str) -> Mapping[str, Tensor]:
                 state = {} if step == 0 else deserialize_unit(files[unit])
@@ -297,6 +308,7 @@ class EpochTask:
             await services.compute(lambda: executor.restore(step, fetch))
         executor.lineage = restore.lineage
         executor.uncompressed = restore.uncompressed
+        services.progress.doing("waiting for the other stages")
         self._step = step
         self._ready = True
 
@@ -319,6 +331,7 @@ class EpochTask:
     async def _run_step(self, begin: Begin) -> None:
         services, executor, step = self._services, self._services.executor, begin.step
         services.count_time()
+        services.progress.step_begins()
         self._step = step
         rows, batches = self.placement.rows, services.batches
         groups = rows[self.placement.replica].groups if len(rows) > 1 else ()
@@ -346,6 +359,7 @@ class EpochTask:
             return
         if done is None or (done.step, done.number) != (command.step, command.number):
             services.count_time()
+            services.progress.doing("measuring the held-out loss")
             rows = command.microbatches * executor.config.training.microbatch
             batches, batch = services.batches, command.number // 2
             inputs = await batches.held_out(batch, rows, labels=False) if executor.is_first else None
@@ -395,6 +409,7 @@ class EpochTask:
             await services.compute(lambda: executor.apply(commit.lr, commit.clip_coefficient))
             faults.reach(faults.Phase.APPLY, stage=self.stage, step=commit.step)
             self._step = commit.step + 1
+            services.progress.step_done(commit.step + 1)
         services.post(Applied(epoch=self.number, step=commit.step, telemetry=services.telemetry()))
 
     async def _take_snapshot(self, take: TakeSnapshot) -> None:

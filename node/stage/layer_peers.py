@@ -62,6 +62,8 @@ class LayerPeers:
 
     def __init__(self, identity: LinkIdentity) -> None:
         self._identity = identity
+        self.bytes_came: Callable[[int], None] = lambda count: None
+        """Called with the size of each part that arrives."""
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
 
     async def close(self) -> None:
@@ -126,6 +128,7 @@ class LayerPeers:
             if len(data) + len(chunk) > place.bytes:
                 raise NotHeldError("it sends more than the file has")
             data += chunk
+            self.bytes_came(len(chunk))
         if len(data) < place.bytes:
             raise LinkError(f"it ends at byte {len(data)} of {place.bytes}")
 

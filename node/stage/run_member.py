@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from node import faults
+from node.display.explain import units_text
+from node.model.lora_shapes import trained_specs
+from node.model.units import state_bytes as unit_bytes
 from node.pipeline.memory_plan import Room
+from node.pipeline.placement import stage_units
 from node.pipeline.routing import Peer
 from node.stage import out_of_memory
 from node.stage.coordinator_client import Batches, CoordinatorClient
@@ -20,6 +24,7 @@ from node.stage.inbox import ElementsSent, Inbox, TensorLink
 from node.stage.layer_peers import LayerPeers
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
+from node.stage.progress import Progress
 from node.stage.session import Session
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.snapshot_transfer import SnapshotTransfer
@@ -72,17 +77,20 @@ class RunMember:
         metrics: NodeMetrics,
         group: asyncio.TaskGroup,
         tell: Callable[[str], None],
+        progress: Progress,
     ) -> None:
         """
         Args:
             room: the memory that this node plans its stage for.
             group: runs the background tasks; their errors end the node.
             tell: shows the volunteer a line.
+            progress: gets what the node is at.
         """
         self.config_json = welcome.config_json
         self.executor = executor
         self.inbox = Inbox()
         self.elements_sent: ElementsSent = {}
+        self.progress = progress
         self.batches = Batches(executor.config, client, group)
         self._room = room
         self._snapshots = SnapshotTransfer(
@@ -124,6 +132,7 @@ class RunMember:
             case Abort():
                 if self._running is not None and self.epoch == message.epoch:
                     self._tell(f"epoch {message.epoch} is over: {message.reason}")
+                    self.progress.idle("waiting for the next placement")
                     await self._end_epoch()
             case Prefetch():
                 self._snapshots.prefetch(message)
@@ -170,6 +179,11 @@ class RunMember:
     async def fetch_weights(self, units: tuple[str, ...]) -> State:
         return await self._snapshots.fetch_weights(units)
 
+    def state_bytes(self, units: Collection[str]) -> int:
+        config = self.executor.config
+        specs = (trained_specs(config.model, config.lora, unit) for unit in units)
+        return sum(unit_bytes(one, config.training.moments) for one in specs)
+
     def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
         if self._session.leaving:
             faults.reach(faults.Phase.DRAIN, stage=self.executor.stage, step=take.step)
@@ -206,7 +220,9 @@ class RunMember:
         epoch = EpochTask(placement, self)
         self._running = epoch, self._group.create_task(epoch.run())
         stage, stages = placement.stage, len(placement.stages)
-        self._tell(f"stage {stage} of {stages} in epoch {placement.epoch}")
+        units = stage_units(self.executor.config, stages)[stage]
+        self._tell(f"stage {stage} of {stages} in epoch {placement.epoch}: {units_text(units)}")
+        self.progress.placed(f"stage {stage} of {stages}")
         if (stage, stages) != (self.executor.stage, self.executor.stages):
             self._group.create_task(self._tell_plan(stage, stages))
 

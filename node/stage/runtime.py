@@ -8,7 +8,6 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,11 +25,13 @@ from node.stage.layer_peers import LayerPeers, LayersHeld
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.out_of_memory import device_memory_text, exhausted, ran_out
+from node.stage.progress import LOOK_SECONDS, Progress, Reading, Shows, page_address
 from node.stage.run_member import RunMember
 from node.stage.session import IdentityHolder, Session, renew_certificates, short_reason
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.stage_model import StageDevices
 from node.stage.watchdog import ComputeThread, StuckError
+from node.telemetry.clock import TimeKind
 from node.telemetry.trace_files import TracedSteps
 from wire.errors import DeviceLostError, RunError, first_error
 from wire.identity.enrolment import Hardware, Refusal
@@ -47,6 +48,7 @@ LEAVE_SECONDS = 120.0
 """How long a leaving node waits for the step, the snapshot and the coordinator's goodbye."""
 LEAVE_IDLE_SECONDS = 2.0
 """The same for a node without a stage, which holds nothing."""
+COMPUTING = TimeKind.FORWARD, TimeKind.BACKWARD, TimeKind.OPTIMIZER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +74,8 @@ class NodeSettings:
 class NodeRuntime:
     """One node process. `run` returns when the run is over for this node. Create it on the event loop."""
 
-    def __init__(self, settings: NodeSettings, identity: IdentityHolder, tell: Callable[[str], None]) -> None:
-        """`tell` shows the volunteer a line."""
+    def __init__(self, settings: NodeSettings, identity: IdentityHolder, tell: Shows) -> None:
+        """`tell` shows the volunteer what the node is at."""
         self._settings = settings
         self._identity = identity
         self._tell = tell
@@ -92,6 +94,8 @@ class NodeRuntime:
             settings.control_address,
         )
         self._peers = LayerPeers(identity)
+        self.progress = Progress()
+        self._client.layer_bytes_came = self._peers.bytes_came = self.progress.came
         self._session = Session(self._client)
         self._compute = ComputeThread()
         self._tasks: list[asyncio.Task[None]] = []
@@ -110,13 +114,15 @@ class NodeRuntime:
         try:
             async with asyncio.TaskGroup() as group:
                 port = await self._links.start(self._settings.listen)
+                self._tell.now("measuring the line to the coordinator")
                 hello = self._hello(port, await self._client.measure_download())
                 session = self._session.run(
                     lambda: replace(hello, epoch=0 if self._member is None else self._member.epoch),
                     functools.partial(self._handle, group),
                 )
                 work = session, renew_certificates(self._identity, self._client)
-                for background in (*work, self._compute.watch(), devices.watch()):
+                watching = self._compute.watch(), devices.watch(), self._show_progress()
+                for background in (*work, *watching):
                     self._tasks.append(group.create_task(background))
                 await asyncio.wait([self._finish])
                 for task in self._tasks:
@@ -243,6 +249,8 @@ class NodeRuntime:
         self._tasks.append(group.create_task(self._heartbeats(welcome.heartbeat_seconds)))
         hardware = self._settings.hardware
         room = Room(devices=devices_of(hardware), memory_bytes=hardware.memory_bytes, windows=welcome.windows)
+        self.progress.joined(config.run.steps)
+        self.progress.doing("compiling codecs")
         executor = await self._compute.run(lambda: self._make_executor(config, room))
         self._client.outage_seconds = config.coordinator.outage_seconds
         cache = SnapshotCache(self._settings.cache_directory, self._settings.cache_bytes)
@@ -262,9 +270,13 @@ class NodeRuntime:
             metrics=self._metrics,
             group=group,
             tell=self._tell,
+            progress=self.progress,
         )
         self._member.offer_layers()
         self._tell(f"joined run {config.run.name} as {welcome.node_id}; waiting for a stage")
+        if page := page_address(config, self._settings.control_address):
+            self._tell(f"the run's page: {page}")
+        self.progress.idle("waiting for a stage")
 
     def _make_executor(self, config: RunConfig, room: Room) -> StageExecutor:
         """On the compute thread."""
@@ -282,6 +294,21 @@ class NodeRuntime:
             # The first one at once: its answer also gives the coordinator's clock.
             self._session.post(Heartbeat(telemetry=self._telemetry(), sent_at=time.monotonic()))
             await asyncio.sleep(seconds)
+
+    async def _show_progress(self) -> None:
+        while True:
+            clock = self._compute.clock.snapshot()
+            links = [stats for stats, _ in self._links.totals().values()]
+            self.progress.read(
+                Reading(
+                    computing=sum(clock.get(kind, 0.0) for kind in COMPUTING),
+                    sent=sum(link.bytes_sent for link in links),
+                    received=sum(link.bytes_received for link in links),
+                )
+            )
+            if any(line := self.progress.line()):
+                self._tell.now(*line)
+            await asyncio.sleep(LOOK_SECONDS)
 
     def _telemetry(self) -> Telemetry:
         if self._member is not None:

@@ -350,6 +350,8 @@ class RunSummary:
     stages: tuple[StageTimes, ...]
     snapshot_path: str
     weights_sha256: str
+    machines: tuple[str, ...] = ()
+    """What each machine is called, and in how many steps it took part."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,8 @@ def test_gpus_that_are_not_there_are_one_line(
     for command in (["doctor", "--run-file", str(run_file)], ["doctor"], ["join", token]):
         assert main([*command, *devices.split()]) == 2
         out, err = capsys.readouterr()
-        assert (out, err) == ("", f"thinwire: error: {line}\n")
+        assert out.splitlines() in ([], ["starting"])
+        assert err == f"thinwire: error: {line}\n"
 
 
 def test_one_device_may_be_whatever_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

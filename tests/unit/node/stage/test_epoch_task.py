@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -15,6 +15,7 @@ from node.stage.coordinator_client import Batches
 from node.stage.epoch_task import EpochTask, LinkEvents, State
 from node.stage.executor import StageExecutor, StepOutcome
 from node.stage.inbox import ElementsSent, Inbox, LoopIO, StepInterrupted, TensorLink
+from node.stage.progress import Progress
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
 from wire.errors import (
@@ -114,6 +115,7 @@ class Node:
         self.inbox = Inbox()
         self.batches = cast(Batches, None)  # neither the first nor the last stage
         self.elements_sent: ElementsSent = {}
+        self.progress = Progress()
         self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.uploads: list[tuple[int, int]] = []
         self.arrives = True
@@ -133,6 +135,9 @@ class Node:
             raise self.missing
         self.fetched.append((step, unit))
         return b""
+
+    def state_bytes(self, units: Collection[str]) -> int:
+        return len(units)
 
     def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
         self.uploads.append((epoch, take.step))

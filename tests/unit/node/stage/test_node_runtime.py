@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from node.config.schema import RunConfig
+from node.display.volunteer import VolunteerScreen
 from node.run_file.loader import to_json
 from node.stage import session as module
 from node.stage import watchdog
@@ -50,7 +51,8 @@ async def runtime(tmp_path: Path, authority: CertificateAuthority) -> NodeRuntim
         cache_directory=tmp_path,
         cache_bytes=0,
     )
-    return NodeRuntime(settings, IdentityHolder(new_node(authority), tmp_path), lambda _: None)
+    holder = IdentityHolder(new_node(authority), tmp_path)
+    return NodeRuntime(settings, holder, VolunteerScreen(json_lines=True))
 
 
 @pytest.fixture

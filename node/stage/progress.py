@@ -1,0 +1,180 @@
+"""What a node is at, for its owner: the stage, the step, its speed, what it computes, sends and receives.
+
+Before the first step it says what the node waits for: compilation, neighbours, so many bytes of its state.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from node.config.schema import RunConfig
+from node.run_file.validate import parse_listen
+from node.telemetry.format import bytes_text, count_text, duration_text
+from wire.identity.names import join_address, split_address
+
+LOOK_SECONDS = 1.0
+"""Between two looks at a node's clock and links."""
+WINDOW_SECONDS = 10.0
+"""Rates are means over about this long."""
+STEPS_REMEMBERED = 15
+FIRST_STEP = "computing its first step, which compiles kernels"
+
+
+class Shows(Protocol):
+    """Shows the owner of a machine what its node does (`node.display.volunteer`)."""
+
+    def __call__(self, text: str) -> None:
+        """A line of its own."""
+        ...
+
+    def now(self, what: str, detail: str = "") -> None:
+        """What the node is at, until the next call; `detail` changes often."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Totals of a node at one time: they grow, and begin at 0 with each epoch."""
+
+    computing: float
+    """Seconds of forward, backward and optimizer."""
+    sent: int
+    received: int
+    """Bytes over links to neighbours."""
+
+
+class Progress:
+    """Counts steps and bytes; `line` says what there is to say. Call it on the event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._steps = 0
+        self._place = ""
+        self._doing = ""
+        self._fetching: tuple[int, int] | None = None
+        """Bytes that came, and those that a fetch takes."""
+        self._done = 0
+        self._seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
+        self._last_step = 0.0
+        self._readings: deque[tuple[float, Reading]] = deque()
+        self._sent = self._received = 0
+        self.own_steps = 0
+        """Steps that this node has taken part in."""
+
+    def joined(self, steps: int) -> None:
+        """The run has so many steps."""
+        self._steps = steps
+
+    def placed(self, place: str) -> None:
+        """The node has a stage from now on, such as "stage 1 of 4"."""
+        self._place, self._doing, self._fetching = place, "", None
+        self._seconds.clear()
+        self._readings.clear()
+        self._last_step = 0.0
+
+    def idle(self, why: str) -> None:
+        """The node has no stage."""
+        self.placed("")
+        self._doing = why
+
+    def doing(self, what: str) -> None:
+        """Something else than a usual step is on."""
+        self._doing, self._fetching = what, None
+
+    def fetching(self, total: int) -> None:
+        """The stage's state, of about `total` bytes, is on its way."""
+        self._doing, self._fetching = "fetching its state", (0, total)
+
+    def came(self, count: int) -> None:
+        """So many bytes of a state have come."""
+        if self._fetching is not None:
+            self._fetching = self._fetching[0] + count, self._fetching[1]
+
+    def step_begins(self) -> None:
+        """The first step of an epoch takes longer."""
+        self._fetching = None
+        self._doing = "" if self._last_step else FIRST_STEP
+
+    def step_done(self, step: int) -> None:
+        """`step` steps of the run are done."""
+        now = self._clock()
+        if self._last_step:
+            self._seconds.append(now - self._last_step)
+        self._last_step, self._done, self._doing = now, step, ""
+        self.own_steps += 1
+
+    def read(self, reading: Reading) -> None:
+        """Totals of this moment."""
+        now = self._clock()
+        before = self._readings[-1][1] if self._readings else reading
+        self._sent += max(0, reading.sent - before.sent)
+        self._received += max(0, reading.received - before.received)
+        self._readings.append((now, reading))
+        while len(self._readings) > 2 and now - self._readings[1][0] >= WINDOW_SECONDS:
+            self._readings.popleft()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether steps go on, and nothing else does."""
+        return bool(self._place) and not self._doing and bool(self._last_step)
+
+    def line(self) -> tuple[str, str]:
+        """What the node is at, and how far; empty if there is nothing to say."""
+        if not self.is_training:
+            detail = ""
+            if self._fetching is not None and self._fetching[0]:
+                came, total = self._fetching
+                detail = f"{bytes_text(min(came, total))} of {bytes_text(total)}"
+            return ", ".join(part for part in (self._place, self._doing) if part), detail
+        parts = [f"step {self._done}/{self._steps}"]
+        if self._seconds:
+            parts.append(f"{duration_text(statistics.median_low(self._seconds))} a step")
+        parts += self._rates()
+        if self._seconds:
+            left = (self._steps - self._done) * statistics.median_low(self._seconds)
+            parts.append(f"{duration_text(left)} to go")
+        return self._place, "   ".join(parts)
+
+    def thanks(self) -> str:
+        """What this node gave, for the end; empty if it took part in no step."""
+        if not self.own_steps:
+            return ""
+        steps = f"{count_text(self.own_steps)} step{'' if self.own_steps == 1 else 's'}"
+        crossed = f", {bytes_text(self._sent)} sent, {bytes_text(self._received)} received"
+        return f"thank you: {steps} computed here{crossed if self._sent or self._received else ''}"
+
+    def _rates(self) -> list[str]:
+        if len(self._readings) < 2:
+            return []
+        (then, first), (now, last) = self._readings[0], self._readings[-1]
+        seconds = now - then
+        if seconds <= 0 or last.computing < first.computing:
+            return []
+        up, down = (
+            8e-6 * max(0, after - before) / seconds
+            for before, after in ((first.sent, last.sent), (first.received, last.received))
+        )
+        computing = min(1.0, (last.computing - first.computing) / seconds)
+        return [f"computing {computing:.0%}", f"up {up:.3g} down {down:.3g} Mbit/s"]
+
+
+def page_address(config: RunConfig, control_address: str) -> str:
+    """The URL of the run's page, as this node reaches the coordinator; empty if it does not."""
+    listen = config.dashboard.listen
+    scheme = "https" if config.dashboard.tls else "http"
+    if not listen:
+        return ""
+    host, port = split_address(control_address)
+    if listen == "auto":
+        if config.coordinator.one_port:
+            return f"{scheme}://{join_address(host, port)}/"
+        own_host, own_port = parse_listen(config.coordinator.listen)
+        page = own_host, own_port + 2 if own_port else 0
+    else:
+        page = parse_listen(listen)
+    if not page[1] or (page[0] in ("127.0.0.1", "::1", "localhost") and host not in ("127.0.0.1", "::1")):
+        return ""
+    return f"{scheme}://{join_address(host, page[1])}/"

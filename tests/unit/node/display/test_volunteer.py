@@ -1,0 +1,52 @@
+"""A volunteer's screen: lines where output is kept, one line that changes in place on a terminal."""
+
+import json
+
+import pytest
+
+from node.display.volunteer import FIRST_REPEAT_SECONDS, VolunteerScreen
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_goes_on_is_a_line_when_it_changes_and_then_ever_more_rarely(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    screen = VolunteerScreen(json_lines=False, clock=clock, live=False)
+    for second in range(200):
+        clock.now = float(second)
+        screen.now("enrolling" if second < 3 else "stage 1 of 2", "" if second < 3 else f"step {second}")
+    assert capsys.readouterr().out.splitlines() == [
+        "enrolling",
+        "stage 1 of 2   step 3",
+        f"stage 1 of 2   step {3 + FIRST_REPEAT_SECONDS:.0f}",
+        f"stage 1 of 2   step {3 + 3 * FIRST_REPEAT_SECONDS:.0f}",
+    ]
+
+
+def test_on_a_terminal_what_goes_on_is_replaced_and_lines_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = VolunteerScreen(json_lines=False, live=True)
+    screen.now("stage 1 of 2", "step 3")
+    screen.now("stage 1 of 2", "step 4")
+    screen("you have left the run")
+    assert capsys.readouterr().out == (
+        "\r\x1b[Kstage 1 of 2   step 3\r\x1b[Kstage 1 of 2   step 4\r\x1b[Kyou have left the run\n"
+    )
+
+
+def test_json_has_an_event_a_line_and_no_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = VolunteerScreen(json_lines=True, live=True)
+    screen("starting")
+    screen.now("stage 1 of 2", "step 3")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        {"event": "node", "text": "starting"},
+        {"event": "node", "text": "stage 1 of 2   step 3"},
+    ]
