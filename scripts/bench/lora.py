@@ -1,10 +1,11 @@
 """LoRA on a stage of a model of Llama 3's 8B shape: memory and tokens/s beside full training.
 
-    python -m scripts.bench.lora [--blocks 4] [--samples 1] [--length 4096] [--steps 4]
+    python -m scripts.bench.lora [--blocks 4] [--samples 1] [--length 4096] [--steps 4] [--only WORDS]
 
 On a GPU. A stage in the middle of the pipeline takes steps of four microbatches, two in flight, as a node
-does (CUDA graphs, autocast to bfloat16), without a network. Each setting runs in a process of its own. Also
-computes from shapes the size of a snapshot and of the gradients of the whole model.
+does (CUDA graphs, autocast to bfloat16), without a network. Each setting runs in a process of its own. It
+also counts the stage's bytes in a snapshot, and those of one gradient group as sent to another row, packed;
+for the whole model both follow from shapes.
 """
 
 import argparse
@@ -24,8 +25,10 @@ from node.lab.results import commit
 from node.model.lora_shapes import trained_specs
 from node.model.units import state_bytes, unit_names
 from node.pipeline.device_memory import Devices
+from node.pipeline.gradient_groups import model_pieces
 from node.pipeline.memory import stage_memory
 from node.stage.stage_model import StageModel
+from node.training.group_sums import CodecPacking, PieceSums
 from scripts.report import RESULTS, version
 
 OUT = RESULTS / "lora.json"
@@ -56,6 +59,7 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, default=4, help="timed steps, after three that compile and capture"
     )
+    parser.add_argument("--only", default="", help="measure settings whose name has these words")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--setting", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -78,7 +82,7 @@ def main() -> int:
         "steps": arguments.steps,
         "settings": {},
     }
-    for name in SETTINGS:
+    for name in (name for name in SETTINGS if arguments.only in name):
         command = [sys.executable, "-m", "scripts.bench.lora", "--setting", name]
         for key in ("blocks", "samples", "length", "steps"):
             command += [f"--{key}", str(getattr(arguments, key))]
@@ -104,7 +108,7 @@ def configured(setting: str, arguments: argparse.Namespace) -> RunConfig:
 
 
 def measure(config: RunConfig, steps: int) -> dict[str, float]:
-    """Bytes and speed of the stage."""
+    """Bytes and speed of the stage, and what it sends besides activations."""
     device = torch.device("cuda")
     model = StageModel(config, device)
     model.build(STAGE, 3)
@@ -138,13 +142,24 @@ def measure(config: RunConfig, steps: int) -> dict[str, float]:
         on_cpu=False, multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count
     )
     estimate = stage_memory(config, 3, devices)[STAGE]
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    units = model.optimizer.units
+    model.begin_step()
+    model.forward(0, 0, hidden.clone())
+    model.backward(0, 0, upstream.clone())
+    sums, pieces = PieceSums(config, CodecPacking(device)), model_pieces(config)
+    gradients = model.take_gradients(units)
+    sent = sum(sums.leaf(piece, gradients[unit]).nbytes for unit in units for piece in pieces[unit])
+    kept = sum(tensor.nbytes for unit in units for tensor in model.unit_state(unit).values())
     return {
         "seconds_a_step": seconds,
         "tokens_per_second": config.training.global_batch * config.model.sequence / seconds,
         "state_bytes": built,
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "peak_bytes": peak,
+        "reserved_bytes": reserved,
         "estimated_bytes": estimate.total - estimate.fixed,
+        "stage_snapshot_bytes": kept,
+        "stage_sync_bytes": sent,
     }
 
 
