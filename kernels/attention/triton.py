@@ -134,6 +134,7 @@ def _keys_kernel(
     grad_b,
     grad_h,
     grad_s,
+    out_s,
     D: tl.constexpr,
     N: tl.constexpr,
     M: tl.constexpr,
@@ -167,8 +168,8 @@ def _keys_kernel(
             sum_key, sum_value, keys, values, queries, grads, log_sums + place, inner + place,
             diagonal, length, owned, length, scale, query_s, grad_s, False, D, M,
         )  # fmt: skip
-    # Contiguous [B, S, K, D].
-    to = ((b * length + at) * kv_heads + k) * D + column[None, :]
+    # Heads of [B, S, K, D] in a row, tokens evenly spaced.
+    to = (b * length + at) * out_s + k * D + column[None, :]
     tl.store(of_key + to, (sum_key * scale).to(of_key.dtype.element_ty), mask=real[:, None])
     tl.store(of_value + to, sum_value.to(of_value.dtype.element_ty), mask=real[:, None])
 
@@ -235,6 +236,7 @@ def _queries_kernel(
     grad_b,
     grad_h,
     grad_s,
+    out_s,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -268,8 +270,8 @@ def _queries_kernel(
         total, queries, grads, log_sum, products, keys, values,
         begin, tl.minimum(begin + M, length), owned, length, scale, key_s, value_s, True, D, N,
     )  # fmt: skip
-    # Contiguous [B, S, H, D].
-    to = ((b * length + at) * heads + h) * D + column[None, :]
+    # Heads of [B, S, H, D] in a row, tokens evenly spaced.
+    to = (b * length + at) * out_s + h * D + column[None, :]
     tl.store(of_query + to, (total * scale).to(of_query.dtype.element_ty), mask=real[:, None])
 
 
@@ -284,7 +286,7 @@ def backward(
     of_keys: Blocks | None = None,
     of_queries: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values, each a transpose of a contiguous [B, S, heads, D].
+    """Gradients of queries, keys and values: the heads of each in one [B, S, H + 2 K, D], transposed.
 
     Args:
         sums: natural log-sum-exp of the scaled scores, float32 [B, H, S].
@@ -299,15 +301,13 @@ def backward(
     sums = sums.contiguous()
     keys, queries = of_keys or OF_KEYS[width], of_queries or OF_QUERIES[width]
     inner = torch.empty_like(sums)
-
-    def empty(count: int) -> torch.Tensor:
-        return torch.empty(batch, length, count, width, dtype=query.dtype, device=query.device)
-
-    of_query, of_key, of_value = empty(heads), empty(kv_heads), empty(kv_heads)
+    made = query.new_empty(batch, length, heads + 2 * kv_heads, width)
+    of_query, of_key, of_value = made.split((heads, kv_heads, kv_heads), dim=2)
     _inner_products[(triton.cdiv(length, 64), batch * heads)](
         out, grad, inner, length, heads, *out.stride()[:3], *grad.stride()[:3], D=width, M=64
     )
     strides = [stride for part in (query, key, value, grad) for stride in part.stride()[:3]]
+    strides.append(made.stride(1))
     scale = width**-0.5
     _keys_kernel[(triton.cdiv(length, keys.rows), batch * kv_heads)](
         query, key, value, grad, sums, inner, of_key, of_value, length, heads, kv_heads, scale, *strides,

@@ -65,10 +65,9 @@ def ffn_store(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Tensor, Tenso
     return layers.swiglu(gate, up), packed, blockfloat.pack(up, bits)
 
 
-def ffn_backward(
-    grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the stored inputs (the second empty without `packed_up`), in grad's dtype.
+def ffn_backward(grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int) -> Tensor:
+    """Gradients of the stored inputs, in grad's dtype: [..., 2 F], the gate's and then up's; [..., F] without
+    `packed_up`.
 
     `grad`, contiguous, is overwritten with the inner activations, computed again from what was stored.
     """
@@ -76,8 +75,8 @@ def ffn_backward(
     if packed_up is None:
         of_gate = layers.gelu_gradient(grad, gate)
         grad.copy_(layers.gelu(gate))
-        return of_gate, grad.new_empty(0)
+        return of_gate
     up = blockfloat.unpack(packed_up, grad.shape, bits, grad.dtype)
-    of_gate, of_up = layers.swiglu_gradient(grad, gate, up)
+    made = torch.cat(layers.swiglu_gradient(grad, gate, up), dim=-1)
     grad.copy_(layers.swiglu(gate, up))
-    return of_gate, of_up
+    return made

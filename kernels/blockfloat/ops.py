@@ -93,9 +93,7 @@ def ffn_store(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Tensor, Tenso
 
 
 @torch.library.custom_op("thinwire::ffn_backward", mutates_args=("grad",))
-def ffn_backward(
-    grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int
-) -> tuple[Tensor, Tensor]:
+def ffn_backward(grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int) -> Tensor:
     """`kernels.blockfloat.layers.ffn_backward`: `grad` becomes the inner activations."""
     if dispatch.has_kernels(grad.device.type):
         from kernels.blockfloat.triton import ffn as triton_store_ffn
@@ -156,6 +154,6 @@ def _(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tenso
 
 
 @ffn_backward.register_fake
-def _(grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
-    of_gate = torch.empty_like(grad)
-    return of_gate, grad.new_empty(0) if packed_up is None else torch.empty_like(grad)
+def _(grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int) -> Tensor:
+    width = grad.shape[-1]
+    return grad.new_empty(*grad.shape[:-1], width if packed_up is None else 2 * width)

@@ -43,13 +43,15 @@ def activation(gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 def activation_backward(grad: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-    """The activation again, and the gradients of its inputs. May overwrite `grad`, which is contiguous."""
+    """The activation again, and the gradients of its inputs, on a GPU columns of one tensor.
+
+    May overwrite `grad`, which is contiguous.
+    """
     if dispatch.has_kernels(grad.device.type):
         from kernels.blockfloat.triton import ffn
 
-        gate = gate.contiguous()
-        of_gate, of_up = ffn.ffn_backward(grad, gate, None if up is None else up.contiguous(), 0)
-        return grad, [of_gate] if up is None else [of_gate, of_up]
+        made = ffn.ffn_backward(grad, gate, up, 0)
+        return grad, [made] if up is None else list(made.chunk(2, dim=-1))
     if up is None:
         return reference.gelu(gate), [reference.gelu_gradient(grad, gate)]
     return reference.swiglu(gate, up), list(reference.swiglu_gradient(grad, gate, up))
@@ -66,5 +68,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
         return reference.rotate(x, cos[:length], sin[:length], back=back)
     from kernels.layers import triton
 
-    # A projection's result, before its heads are moved forward, is contiguous: no copy is made of it.
-    return triton.rotate_(x.transpose(1, 2).contiguous(), cos, sin, back=back).transpose(1, 2)
+    # A projection's result, before its heads are moved forward, has them in a row: no copy is made of it.
+    return triton.rotate_(x.transpose(1, 2), cos, sin, back=back).transpose(1, 2)

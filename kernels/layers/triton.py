@@ -34,8 +34,12 @@ def _rotate(
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-    """Turn x [B, S, H, D] in place. A token's heads are contiguous, and tokens are evenly spaced."""
+    """x [B, S, H, D] turned: in place where a token's heads are contiguous and tokens are evenly spaced, as
+    columns of a wider tensor too; else a turned copy."""
     batch, length, heads, width = x.shape
+    even = batch == 1 or x.stride(0) == length * x.stride(1)
+    if not even or x.stride()[2:] != (width, 1):
+        x = x.contiguous()
     if x.numel():
         _rotate[(batch * length,)](
             x,

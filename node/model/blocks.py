@@ -9,8 +9,9 @@ outside of attention and the feed-forward, and H, K and F inside are the rank's 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import pi
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +20,16 @@ from torch import Tensor, nn
 from kernels.attention.ops import has_flash, repeat_shared
 from kernels.common import dispatch
 from kernels.common import layers as reference
+from kernels.common.matrices import empty_together
 from kernels.layers import ops as layers
 from node.config.schema import ModelSection
+from node.model.products import AddProduct, Linear
 from node.model.storage import Storage
 from node.model.stored_layers import (
     AttentionParts,
     FfnParts,
     HeadLayout,
     Heads,
-    Linear,
     Norm,
     attention_half,
     ffn_half,
@@ -135,6 +137,26 @@ class Block(nn.Module, ABC):
         self.width = model.width
         self.norms_outputs = model.norm_place == "output"
         self.is_plain = model.is_plain
+        self._adds: Sequence[AddProduct | None] = (None,) * 4
+        """Where the gradients of each of `products` go; None leaves them to autograd."""
+
+    def products(self) -> tuple[tuple[nn.Linear, ...], ...]:
+        """The block's projections; those with the same input together."""
+        return self.attention_inputs(), (self.attention_output,), self.ffn_inputs(), (self.down,)
+
+    def add_weight_gradients(self, adding_to: Callable[[Sequence[nn.Parameter]], AddProduct]) -> None:
+        """Let products add weights' gradients to main gradients; `adding_to` gives what adds to these."""
+        self._adds = [
+            adding_to([cast(nn.Parameter, one.weight) for one in together]) for together in self.products()
+        ]
+
+    @torch.no_grad()
+    def lay_weights_together(self) -> None:
+        """Move weights that are multiplied as one under one another in memory."""
+        for together in self.products():
+            weights = [module.weight for module in together]
+            for weight, part in zip(weights, empty_together(weights, weights[0].dtype), strict=True):
+                weight.data = part.copy_(weight)
 
     @abstractmethod
     def attention_inputs(self) -> tuple[nn.Linear, ...]:
@@ -164,10 +186,15 @@ class Block(nn.Module, ABC):
         packs = self.is_plain and (not self.storage.is_off or self._is_fused(x_bsc))
         if not packs or not torch.is_grad_enabled():
             return self._plain(x_bsc)
+        add_inputs, add_output, add_wide, add_down = self._adds
         x_bsc = attention_half(
             x_bsc,
             AttentionParts(
-                storage=self.storage, layout=HeadLayout(split=self.split, join=self.join), rank=self.rank
+                storage=self.storage,
+                layout=HeadLayout(split=self.split, join=self.join),
+                rank=self.rank,
+                add_inputs=add_inputs,
+                add_output=add_output,
             ),
             Norm.of(self.attention_norm),
             [Linear.of(projection) for projection in self.attention_inputs()],
@@ -175,7 +202,7 @@ class Block(nn.Module, ABC):
         )
         return ffn_half(
             x_bsc,
-            FfnParts(storage=self.storage, rank=self.rank),
+            FfnParts(storage=self.storage, rank=self.rank, add_inputs=add_wide, add_down=add_down),
             Norm.of(self.ffn_norm),
             [Linear.of(projection) for projection in self.ffn_inputs()],
             Linear.of(self.down),

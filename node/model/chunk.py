@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from kernels.common import dispatch
 from node.config.schema import LoraSection, ModelSection
 from node.model.blocks import Block, Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
 from node.model.head_loss import head_loss
@@ -205,6 +206,8 @@ def build_chunk(
             freeze(module, unit, model, lora, adapters, source)
             if isinstance(module, Block):
                 module.fuses = False  # a fused half calls no projection, so it would miss the adapters
+        elif isinstance(module, Block) and dispatch.has_kernels(device.type) and weights_in != torch.float32:
+            module.lay_weights_together()
         modules.append(module)
     return Chunk(model, wanted, modules, lora, source if lora.dropout else None)
 

@@ -21,58 +21,17 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.attention.ops import attention, attention_backward
 from kernels.blockfloat import ops
 from kernels.layers import ops as layers
+from node.model.products import AddProduct, Linear, Projections
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
 from node.model.tensor_rank import TensorRank, compute_dtype
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [B, H, S, D], keys and values [B, K, S, D]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Linear:
-    """A projection's weight [outputs, inputs] and bias."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    @classmethod
-    def of(cls, module: nn.Linear) -> "Linear":
-        return cls(weight=module.weight, bias=cast(Tensor | None, module.bias))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        dtype = x.dtype
-        return F.linear(x, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """The gradient of the input."""
-        return grad @ self.weight.to(grad.dtype)
-
-    def gradients(self, grad: Tensor, x: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Those of weight and bias, in their own dtypes.
-
-        Args:
-            own: the rank's own positions of `grad`, for the bias of a row-parallel projection.
-        """
-        grads, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        of_weight = (grads.t() @ rows).to(self.weight.dtype)
-        if self.bias is None:
-            return of_weight, None
-        if own is not None:
-            grads = own.reshape(-1, own.shape[-1])
-        return of_weight, grads.sum(0).to(self.bias.dtype)
-
-    def row_parallel(self, x: Tensor, rank: TensorRank) -> Tensor:
-        """As `node.model.tensor_rank.row_parallel`."""
-        if rank.count == 1:
-            return self(x)
-        made = rank.reduce_scatter(F.linear(x, self.weight.to(x.dtype)))
-        return made if self.bias is None else made.add_(self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +100,9 @@ class AttentionParts:
     storage: Storage
     layout: HeadLayout
     rank: TensorRank
+    add_inputs: AddProduct | None = None
+    """Where the gradients of the projections' weights go, and that of the output's; None returns them."""
+    add_output: AddProduct | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +111,9 @@ class FfnParts:
 
     storage: Storage
     rank: TensorRank
+    add_inputs: AddProduct | None = None
+    """As for `AttentionParts`."""
+    add_down: AddProduct | None = None
 
 
 def attention_half(
@@ -171,12 +136,15 @@ def ffn_half(x_bsc: Tensor, parts: FfnParts, norm: Norm, inputs: Sequence[Linear
     return cast(Tensor, made)
 
 
-def _linears(tensors: Sequence[Tensor | None]) -> list[Linear]:
-    """Weights and biases in turn."""
-    return [
+def _projections(
+    tensors: Sequence[Tensor | None], add_out: AddProduct | None, add_in: AddProduct | None
+) -> tuple[Projections, Projections]:
+    """The projection out of the half, and those into it, from weights and biases in turn."""
+    out, *into = [
         Linear(weight=cast(Tensor, weight), bias=bias)
         for weight, bias in zip(tensors[::2], tensors[1::2], strict=True)
     ]
+    return Projections(linears=[out], add=add_out), Projections(linears=into, add=add_in)
 
 
 def _flat(heads_bhsd: Tensor) -> Tensor:
@@ -206,10 +174,10 @@ class _AttentionHalf(torch.autograd.Function):
         dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
             norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
-            output, *projections = _linears(tensors[2:])
+            output, projections = _projections(tensors[2:], parts.add_output, parts.add_inputs)
             normed, kept_x = norm.store(x, storage.norm_input, dtype)
             normed = parts.rank.gather(normed)
-            heads = parts.layout.split([projection(normed) for projection in projections])
+            heads = parts.layout.split(projections(normed))
             del normed
             head_shapes = [part.shape for part in heads]
             kept_heads = [
@@ -236,12 +204,12 @@ class _AttentionHalf(torch.autograd.Function):
         dtype, storage = ctx.dtype, parts.storage
         *tensors, kept_x, query, key, value, kept_output, sums = ctx.saved_tensors
         norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
-        output, *projections = _linears(tensors[2:])
+        output, projections = _projections(tensors[2:], parts.add_output, parts.add_inputs)
         normed: Tensor | None = None
         heads: Heads
         if storage.attention == RECOMPUTE:
             normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, ctx.shape, dtype))
-            heads = parts.layout.split([projection(normed) for projection in projections])
+            heads = parts.layout.split(projections(normed))
         else:
             heads = _all_heads((query, key, value), ctx.head_shapes, storage.attention, dtype)
         if storage.attention_output == RECOMPUTE:
@@ -252,8 +220,8 @@ class _AttentionHalf(torch.autograd.Function):
             attended = torch.unflatten(flat, 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
         own = grad.to(dtype)
         down = parts.rank.gather(own)
-        of_output = output.gradients(down, flat, own)
-        of_attended = torch.unflatten(output.backward(down), 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
+        of_output = output.gradients([down], flat, own)
+        of_attended = torch.unflatten(output.backward([down]), 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
         del own, down, flat
         of_heads = attention_backward(of_attended, *heads, attended, sums)
         del of_attended, heads, attended
@@ -261,11 +229,12 @@ class _AttentionHalf(torch.autograd.Function):
         del of_heads
         if normed is None:
             normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, ctx.shape, dtype))
-        of_normed, of_projections = _through(projections, of_projected, normed)
+        of_normed = projections.backward(of_projected)
+        of_weights = projections.gradients(of_projected, normed)
         del of_projected, normed
         of_normed = parts.rank.reduce_scatter(of_normed).to(dtype)
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
-        return of_x, None, None, of_weight, of_bias, *of_output, *of_projections
+        return of_x, None, None, of_weight, of_bias, *of_output, *of_weights
 
 
 class _FfnHalf(torch.autograd.Function):
@@ -274,10 +243,10 @@ class _FfnHalf(torch.autograd.Function):
         dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
             norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
-            down, *inputs = _linears(tensors[2:])
+            down, inputs = _projections(tensors[2:], parts.add_down, parts.add_inputs)
             normed, kept_x = norm.store(x, storage.norm_input, dtype)
             normed = parts.rank.gather(normed)
-            wide = [projection(normed) for projection in inputs]
+            wide = inputs(normed)
             del normed
             gate, up = wide[0], wide[1] if len(wide) > 1 else None
             if storage.ffn_input in (AS_COMPUTED, RECOMPUTE):
@@ -287,8 +256,8 @@ class _FfnHalf(torch.autograd.Function):
                 inner, *kept = ops.ffn_store(gate, up, PACKED[storage.ffn_input])
             del wide, gate, up
             result = x + down.row_parallel(inner, parts.rank)
-        ctx.parts, ctx.eps, ctx.dtype, ctx.inputs = parts, eps, dtype, len(inputs)
-        ctx.save_for_backward(*tensors, kept_x, *kept[: len(inputs)])
+        ctx.parts, ctx.eps, ctx.dtype, ctx.inputs = parts, eps, dtype, len(inputs.linears)
+        ctx.save_for_backward(*tensors, kept_x, *kept[: len(inputs.linears)])
         return result
 
     @staticmethod
@@ -300,23 +269,26 @@ class _FfnHalf(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: a block that runs again hands them out once
         tensors, (kept_x, *kept) = saved[:count], saved[count:]
         norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
-        down, *inputs = _linears(tensors[2:])
+        down, inputs = _projections(tensors[2:], parts.add_down, parts.add_inputs)
         normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype))
         own = grad.to(ctx.dtype)
         narrow = parts.rank.gather(own)
-        inner = down.backward(narrow)
+        inner = down.backward([narrow])
         of_wide: list[Tensor]
         if storage.ffn_input in (AS_COMPUTED, RECOMPUTE):
-            wide = kept if storage.ffn_input == AS_COMPUTED else [projection(normed) for projection in inputs]
+            wide = kept if storage.ffn_input == AS_COMPUTED else inputs(normed)
             inner, of_wide = layers.activation_backward(inner, wide[0], wide[1] if len(wide) > 1 else None)
             del wide
         else:
             up = kept[1] if len(kept) > 1 else None
             # Overwrites `inner`, until here its own gradient.
-            of_wide = list(ops.ffn_backward(inner, kept[0], up, PACKED[storage.ffn_input]))[: ctx.inputs]
-        of_down = down.gradients(narrow, inner, own)
+            of_wide = list(
+                ops.ffn_backward(inner, kept[0], up, PACKED[storage.ffn_input]).chunk(ctx.inputs, dim=-1)
+            )
+        of_down = down.gradients([narrow], inner, own)
         del inner, own, narrow
-        of_normed, of_inputs = _through(inputs, of_wide, normed)
+        of_normed = inputs.backward(of_wide)
+        of_inputs = inputs.gradients(of_wide, normed)
         del of_wide, normed
         of_normed = parts.rank.reduce_scatter(of_normed).to(ctx.dtype)
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
@@ -335,17 +307,3 @@ def _heads(kept: Tensor, shape: torch.Size, form: str, dtype: torch.dtype) -> Te
     batch, heads, length, width = shape
     flat = _kept(kept, form, (batch, length, heads * width), dtype)
     return torch.unflatten(flat, 2, (heads, width)).transpose(1, 2)
-
-
-def _through(
-    projections: Sequence[Linear], grads: Sequence[Tensor], normed: Tensor
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The gradient of projections' common input, and those of their weights and biases in turn."""
-    of_normed = projections[0].backward(grads[0])
-    flat = of_normed.view(-1, of_normed.shape[-1])
-    for projection, grad in zip(projections[1:], grads[1:], strict=True):
-        flat.addmm_(grad.reshape(-1, grad.shape[-1]), projection.weight.to(grad.dtype))
-    of_parameters: list[Tensor | None] = []
-    for projection, grad in zip(projections, grads, strict=True):
-        of_parameters += projection.gradients(grad, normed)
-    return of_normed, of_parameters

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from kernels.common.matrices import empty_together
+from node.model.blocks import Block
 from node.model.chunk import Chunk
 from node.stage.passes import AutogradPasses, ChunkCall
 from node.training.gradients import Gradients
@@ -236,34 +238,52 @@ class CapturedPasses:
 
     def _make_leaves(self, precision: str) -> dict[str, Tensor]:
         """Leaves that stand for the parameters: the same memory, or a copy in autocast's precision."""
-        cast = self._cast_names() if precision == "bfloat16" else set()
+        copies = self._copies() if precision == "bfloat16" else {}
         leaves: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters():
-            leaf = parameter.detach().to(torch.bfloat16 if name in cast else parameter.dtype).requires_grad_()
+            leaf = parameter.detach()
+            if name in copies:
+                leaf = copies[name].copy_(leaf)
+                self._casts.append((leaf, parameter.detach()))
+            leaf = leaf.detach().requires_grad_()
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch's
                 self._adding_to(parameter)
             )
             leaves[name] = leaf
-            if leaf.dtype != parameter.dtype:
-                self._casts.append((leaf.detach(), parameter.detach()))
         return leaves
 
-    def _cast_names(self) -> set[str]:
-        """Parameters of projections: autocast leaves embeddings and norms alone."""
-        return {
-            f"{path}.{name}"
-            for path, module in self._module.named_modules()
-            if isinstance(module, nn.Linear)
-            for name, _ in module.named_parameters(recurse=False)
+    def _copies(self) -> dict[str, Tensor]:
+        """Memory for bf16 copies of projections' parameters: autocast leaves embeddings and norms alone.
+
+        Weights that are multiplied together lie under one another, so that no product copies them again.
+        """
+        linears = {
+            module: path for path, module in self._module.named_modules() if isinstance(module, nn.Linear)
         }
+        copies = {
+            f"{path}.{name}": torch.empty_like(parameter, dtype=torch.bfloat16)
+            for module, path in linears.items()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.dtype != torch.bfloat16
+        }
+        for layer in self._module.chunk.layers:
+            for together in layer.products() if isinstance(layer, Block) else ():
+                if len(together) < 2 or not all(module in linears for module in together):
+                    continue  # one, or with adapters
+                weights = [module.weight for module in together]
+                if all(weight.dtype != torch.bfloat16 for weight in weights):
+                    parts = empty_together(weights, torch.bfloat16)
+                    for module, part in zip(together, parts, strict=True):
+                        copies[f"{linears[module]}.weight"] = part
+        return copies
 
     def _adding_to(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
         # Do not capture `self` in the hook: a cycle through a torch hook is never collected.
         gradients = self._gradients
 
         def add(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            gradients.add(parameter, leaf.grad)
-            leaf.grad = None
+            if leaf.grad is not None:  # else the product has added it
+                gradients.add(parameter, leaf.grad)
+                leaf.grad = None
 
         return add

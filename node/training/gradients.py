@@ -10,12 +10,13 @@ stochastically.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from kernels.common.matrices import following
 from kernels.fp8.layout import blocks
 from kernels.fp8.ops import accumulate_gradient
 from kernels.fp8.reference import Draw, Fp8Gradient, pack_gradient, unpack_gradient
@@ -61,6 +62,17 @@ class Gradients(Protocol):
         """
         ...
 
+    def add_product(self, parameters: Sequence[nn.Parameter], grads: Tensor, rows: Tensor) -> None:
+        """Add a microbatch's `grads.t() @ rows`, the gradients of these matrices under one another.
+
+        A CUDA graph may capture and replay this.
+
+        Args:
+            parameters: with the same number of columns; always the same together.
+            grads: [T, rows of all parameters], rows: [T, columns]; both in half precision, on a GPU.
+        """
+        ...
+
     def added(self, parameters: Iterable[nn.Parameter]) -> None:
         """A replay has added to these parameters' gradients."""
         ...
@@ -82,13 +94,14 @@ class Gradients(Protocol):
 def _after_adding(parameter: nn.Parameter, method: Callable[[Tensor], None]) -> None:
     """Make autograd call `method` after it has added to the parameter's `.grad`.
 
-    The hook holds the method's object weakly: a cycle through a torch hook is never collected.
+    Torch calls its hook also when a function gave no gradient, as where the product has added it. The hook
+    holds the method's object weakly: a cycle through a torch hook is never collected.
     """
     held = weakref.WeakMethod(method)
 
     def hook(changed: Tensor) -> None:
         there = held()
-        if there is not None:
+        if there is not None and changed.grad is not None:
             there(changed)
 
     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
@@ -158,6 +171,30 @@ class PlainGradients:
 
     def add(self, parameter: nn.Parameter, value: Tensor) -> None:
         self.get(parameter).add_(value)
+
+    def add_product(self, parameters: Sequence[nn.Parameter], grads: Tensor, rows: Tensor) -> None:
+        whole = self._together(parameters)
+        # The product adds: nothing is made, rounded and read again.
+        torch.addmm(whole, grads.t(), rows, out_dtype=torch.float32, out=whole)
+
+    def _together(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The matrix whose rows are these parameters' main gradients, which are moved into one if need be."""
+        kept = [self.unpacked(parameter) for parameter in parameters]
+        there = [main for main in kept if main is not None]
+        whole = following(there) if len(there) == len(kept) else None
+        if whole is not None:
+            return whole
+        rows = [len(parameter) for parameter in parameters]
+        first = parameters[0]
+        whole = torch.zeros(sum(rows), first.shape[1], dtype=torch.float32, device=first.device)
+        for parameter, main, part in zip(parameters, kept, torch.split(whole, rows), strict=True):
+            if main is not None:
+                part.copy_(main)
+            if parameter.dtype == torch.float32:
+                parameter.grad = part
+            else:
+                self._main[parameter] = part
+        return whole
 
     def added(self, parameters: Iterable[nn.Parameter]) -> None:
         pass
@@ -266,6 +303,13 @@ class Fp8Gradients:
             self._reached.add(parameter)
         else:
             self._vectors.add(parameter, value)
+
+    def add_product(self, parameters: Sequence[nn.Parameter], grads: Tensor, rows: Tensor) -> None:
+        made = torch.split(grads.t() @ rows, [len(parameter) for parameter in parameters])
+        for parameter, part in zip(parameters, made, strict=True):
+            self.add(parameter, part)
+            if self.when_added is not None:
+                self.when_added(self._main[parameter])
 
     def added(self, parameters: Iterable[nn.Parameter]) -> None:
         self._reached.update(parameter for parameter in parameters if parameter in self._main)

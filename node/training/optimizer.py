@@ -6,17 +6,21 @@ split. Moments are float32, or e4m3 for matrices (`[training] moments`, design s
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch._dynamo  # AdamW's constructor imports it, which takes over a second: do it before the run waits
 from torch import Tensor, nn
 
+from kernels.common import dispatch
 from kernels.fp8.layout import blocks
 from kernels.fp8.ops import adamw_step
 from kernels.fp8.reference import AdamWStep, Fp8Gradient, Moment
 from node.config.schema import TrainingSection
+from node.model.blocks import Block
 from node.model.chunk import Chunk
 from node.model.lora import DropoutSource
+from node.model.products import AddProduct
 from node.model.rng import salt
 from node.model.shard_shapes import pieces
 from node.model.tensor_rank import TensorRank
@@ -57,9 +61,12 @@ class StageOptimizer:
         self._rank = rank or TensorRank()
         self._dropouts: list[DropoutSource] = []
         self._sharded: set[nn.Parameter] = set()
+        adding: list[Block] = []
         for chunk in chunks:
             if chunk.dropout is not None:
                 self._dropouts.append(chunk.dropout)
+            if chunk.lora.rank == 0:
+                adding += [layer for layer in chunk.layers if isinstance(layer, Block)]
             for unit, parameters in chunk.named_units():
                 copy = tied_parameter(chunk.model, unit)
                 self._units[unit] = parameters
@@ -82,6 +89,9 @@ class StageOptimizer:
             self.gradients = Fp8Gradients(everything, in_place=gradients_in_place, salts=salts)
         else:
             self.gradients = PlainGradients(everything, in_place=gradients_in_place)
+        if training.precision == "bfloat16" and any(dispatch.has_kernels(p.device.type) for p in everything):
+            for block in adding:
+                block.add_weight_gradients(self._adding_to)
         self._steps = dict.fromkeys(self._units, 0)
         self._packed: dict[nn.Parameter, tuple[Moment, Moment]] = {}
         if training.moments == "fp8":
@@ -93,6 +103,9 @@ class StageOptimizer:
         self._matrices = _adamw(unpacked, training, training.weight_decay)
         self._vectors = _adamw(vectors, training, 0.0)
         self._moments = {**self._matrices.state, **self._vectors.state}
+
+    def _adding_to(self, weights: Sequence[nn.Parameter]) -> AddProduct:
+        return partial(self.gradients.add_product, weights)
 
     @property
     def units(self) -> tuple[str, ...]:

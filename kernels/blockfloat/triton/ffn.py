@@ -81,31 +81,46 @@ def _backward(
     n,
     width,
     per_row,
+    stride,
+    out_stride,
     BITS: tl.constexpr,
     GATED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Gradients of the stored inputs, and inner computed again; `inner` may be `grad`."""
+    """Gradients of the stored inputs, and inner computed again; `inner` may be `grad`.
+
+    `stride`: of the inputs' rows where BITS is 0, `out_stride` of their gradients'.
+    """
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     inside = block < n
     row, column = block_columns(block, per_row)
     columns = column[:, None] + tl.arange(0, 128)[None, :]
     real = inside[:, None] & (columns < width)
     where = (row * width)[:, None] + columns
+    source = (row * stride)[:, None] + columns
+    target = (row * out_stride)[:, None] + columns
     upstream = load_wide(grad + where, real)
-    g = load_blocks(packed_gate, n, block, inside, BITS) if BITS > 0 else load_wide(packed_gate + where, real)
+    g = (
+        load_blocks(packed_gate, n, block, inside, BITS)
+        if BITS > 0
+        else load_wide(packed_gate + source, real)
+    )
     if GATED:
-        u = load_blocks(packed_up, n, block, inside, BITS) if BITS > 0 else load_wide(packed_up + where, real)
+        u = (
+            load_blocks(packed_up, n, block, inside, BITS)
+            if BITS > 0
+            else load_wide(packed_up + source, real)
+        )
         share = _sigmoid(g)
         silu = g * share
         result = silu * u
-        store_rounded(of_up + where, upstream * silu, real)
+        store_rounded(of_up + target, upstream * silu, real)
         slope = u * (share * (1.0 + g * (1.0 - share)))
     else:
         tanh = _gelu_tanh(g)
         result = 0.5 * g * (1.0 + tanh)
         slope = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * _ROOT * (1.0 + 3.0 * _CUBE * g * g)
-    store_rounded(of_gate + where, upstream * slope, real)
+    store_rounded(of_gate + target, upstream * slope, real)
     store_rounded(inner + where, result, real)
 
 
@@ -163,29 +178,38 @@ def _run_forward(
 
 def ffn_backward(
     grad: torch.Tensor, packed_gate: torch.Tensor, packed_up: torch.Tensor | None, bits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """As `kernels.blockfloat.layers.ffn_backward`: `grad`, contiguous, becomes the inner activations.
 
-    `bits` of 0: `packed_gate` and `packed_up` are the inputs as they were, contiguous.
+    `bits` of 0: `packed_gate` and `packed_up` are the inputs as they were.
     """
-    count = blocks_of(grad.shape)
-    of_gate = torch.empty_like(grad)
-    of_up = grad.new_empty(0) if packed_up is None else torch.empty_like(grad)
+    count, width = blocks_of(grad.shape), grad.shape[-1]
+    gated = packed_up is not None
+    made = grad.new_empty(*grad.shape[:-1], 2 * width if gated else width)
+    gate, up = packed_gate, packed_gate if packed_up is None else packed_up
+    stride = width
+    if not bits and count:
+        gate, up = row_view(gate), row_view(up)
+        if gate.stride(0) != up.stride(0):
+            gate, up = gate.contiguous(), up.contiguous()
+        stride = gate.stride(0)
     if count:
         _backward[(triton.cdiv(count, BLOCKS),)](
             grad,
-            packed_gate,
-            packed_gate if packed_up is None else packed_up,
+            gate,
+            up,
             as_bits(grad),
-            as_bits(of_gate),
-            as_bits(of_gate if packed_up is None else of_up),
+            as_bits(made),
+            as_bits(made[..., width:] if gated else made),
             count,
-            grad.shape[-1],
-            -(-grad.shape[-1] // BLOCK),
+            width,
+            -(-width // BLOCK),
+            stride,
+            made.shape[-1],
             BITS=bits,
-            GATED=packed_up is not None,
+            GATED=gated,
             T=BLOCKS,
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
-    return of_gate, of_up
+    return made

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import layers as reference
+from kernels.common.matrices import side_by_side
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
 pytestmark = needs_triton
@@ -60,6 +61,8 @@ def test_gradients_of_attention_are_the_exact_ones(
         of_queries=Blocks(*of_queries, 4, 2),
     )
     assert all(near(one, other) for one, other in zip(found, wanted, strict=True))
+    # Columns of one tensor, so that one product takes all three back.
+    assert side_by_side([part.transpose(1, 2).flatten(2) for part in found]).data_ptr() == found[0].data_ptr()
 
 
 @inside
@@ -90,7 +93,22 @@ def test_activations_that_store_nothing(width: int, gated: bool) -> None:
     again = grad.clone()
     found = ffn.ffn_backward(again, gate, up if gated else None, 0)
     assert near(again, inner)
-    assert all(near(one, other) for one, other in zip(found, wanted, strict=False))
+    assert near(found, torch.cat(wanted, dim=-1))
+
+
+@inside
+def test_activations_of_columns_are_those_of_whole_tensors() -> None:
+    """One product makes the gate and up side by side; their gradients too are columns of one tensor."""
+    from kernels.blockfloat.triton import ffn
+
+    both, grad = drawn(3, 7, 2 * 130), drawn(3, 7, 130, seed=2)
+    gate, up = both.chunk(2, dim=-1)
+    assert torch.equal(ffn.activation(gate, up), ffn.activation(gate.contiguous(), up.contiguous()))
+    found, wanted = (
+        ffn.ffn_backward(grad.clone(), one, other, 0)
+        for one, other in ((gate, up), (gate.contiguous(), up.contiguous()))
+    )
+    assert torch.equal(found, wanted)
 
 
 @inside
@@ -104,3 +122,10 @@ def test_rotary_has_the_references_bits(dtype: torch.dtype, heads: int, width: i
     angles = drawn(5, width // 2, seed=2).repeat(1, 2)
     wanted = reference.rotate(x.transpose(1, 2), angles.cos(), angles.sin(), back=back).transpose(1, 2)
     assert torch.equal(rotate_(x.clone(), angles.cos(), angles.sin(), back=back), wanted)
+    # Columns of a wider tensor, as one product for queries, keys and values makes them: turned in place.
+    wide = torch.zeros(2, 5, 3 * heads, width, dtype=dtype)
+    columns = wide[:, :, heads : 2 * heads]
+    columns.copy_(x)
+    rotate_(columns, angles.cos(), angles.sin(), back=back)
+    assert torch.equal(columns, wanted)
+    assert not wide[:, :, :heads].any() and not wide[:, :, 2 * heads :].any()

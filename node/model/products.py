@@ -1,0 +1,113 @@
+"""A block's matrix products: projections with the same input are one product.
+
+Shape legend: T tokens, N outputs, K inputs.
+
+On a GPU in half precision the weights of projections with one input are multiplied as one matrix, so that a
+product fills the card and the input's gradient is one product too. Nothing is copied for it where the weights
+lie one after another in memory, as captured passes lay them. A weight's gradient goes to its main gradient
+(`AddProduct`), where the product itself adds in float32: what backward would make, round, read and add takes
+no pass of its own.
+
+On a CPU, and in float32, each projection is a product of its own and autograd adds its gradients.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.common import dispatch
+from kernels.common.matrices import side_by_side, stacked
+from node.model.tensor_rank import TensorRank
+
+AddProduct = Callable[[Tensor, Tensor], None]
+"""Adds `grads.t() @ rows`, of grads [T, N] and rows [T, K], to the main gradients of one projection's weight
+or of several together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """A projection's weight [outputs, inputs] and bias."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, module: nn.Linear) -> "Linear":
+        return cls(weight=module.weight, bias=cast(Tensor | None, module.bias))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projections:
+    """Projections with the same input."""
+
+    linears: Sequence[Linear]
+    add: AddProduct | None = None
+    """Where the weights' gradients go; None returns them."""
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """The outputs [..., N] of each; columns of one tensor where they are one product."""
+        if not self._are_one(x):
+            return [
+                F.linear(x, one.weight.to(x.dtype), None if one.bias is None else one.bias.to(x.dtype))
+                for one in self.linears
+            ]
+        made = F.linear(x, stacked([one.weight for one in self.linears], x.dtype), self._bias(x.dtype))
+        return list(torch.split(made, [len(one.weight) for one in self.linears], dim=-1))
+
+    def row_parallel(self, x: Tensor, rank: TensorRank) -> Tensor:
+        """Of a single projection, as `node.model.tensor_rank.row_parallel`."""
+        (one,) = self.linears
+        if rank.count == 1:
+            return self(x)[0]
+        made = rank.reduce_scatter(F.linear(x, one.weight.to(x.dtype)))
+        return made if one.bias is None else made.add_(one.bias)
+
+    def backward(self, grads: Sequence[Tensor]) -> Tensor:
+        """The gradient of the input, from those of the outputs."""
+        first = grads[0]
+        if self._are_one(first):
+            made = side_by_side(grads) @ stacked([one.weight for one in self.linears], first.dtype)
+            return made.view(*first.shape[:-1], -1)
+        of_input = first @ self.linears[0].weight.to(first.dtype)
+        flat = of_input.view(-1, of_input.shape[-1])
+        for one, grad in zip(self.linears[1:], grads[1:], strict=True):
+            flat.addmm_(grad.reshape(-1, grad.shape[-1]), one.weight.to(grad.dtype))
+        return of_input
+
+    def gradients(self, grads: Sequence[Tensor], x: Tensor, own: Tensor | None = None) -> list[Tensor | None]:
+        """Those of weights and biases in turn, in their own dtypes; of a weight None if it was added.
+
+        Args:
+            own: the rank's own positions of `grads`, for the bias of a row-parallel projection.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        of_weights: Sequence[Tensor | None]
+        if self.add is not None:
+            self.add(side_by_side(grads), rows)
+            of_weights = [None] * len(grads)
+        elif self._are_one(x):
+            joined = side_by_side(grads).t() @ rows
+            of_weights = torch.split(joined, [len(one.weight) for one in self.linears])
+        else:
+            of_weights = [grad.reshape(-1, grad.shape[-1]).t() @ rows for grad in grads]
+        found: list[Tensor | None] = []
+        for one, grad, of_weight in zip(self.linears, grads, of_weights, strict=True):
+            found.append(None if of_weight is None else of_weight.to(one.weight.dtype))
+            if one.bias is None:
+                found.append(None)
+                continue
+            summed = grad if own is None else own
+            found.append(summed.reshape(-1, summed.shape[-1]).sum(0).to(one.bias.dtype))
+        return found
+
+    def _are_one(self, x: Tensor) -> bool:
+        return len(self.linears) > 1 and x.dtype != torch.float32 and dispatch.has_kernels(x.device.type)
+
+    def _bias(self, dtype: torch.dtype) -> Tensor | None:
+        biases = [one.bias for one in self.linears if one.bias is not None]
+        assert len(biases) in (0, len(self.linears)), "projections with one input have all a bias or none"
+        return torch.cat([bias.to(dtype) for bias in biases]) if biases else None
