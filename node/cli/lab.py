@@ -78,9 +78,12 @@ def add_parser(commands: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     from node.lab.plan import check_only
     from node.lab.profile import load_profile
+    from node.lab.reach import is_reach_profile
 
     if not 0 <= args.time_limit < 1e9:
         raise UsageError(f"--time-limit must be a number of seconds of at least 0, got {args.time_limit:g}")
+    if is_reach_profile(args.profile):
+        return _run_reach(args)
     profile = load_profile(args.profile, args.overrides)
     check_only(profile, args.only)
     out = args.out or DEFAULT_PARENT / profile.lab.name
@@ -108,6 +111,51 @@ def _run(args: argparse.Namespace) -> int:
     if code == 0 and not args.no_plots:
         _draw(out / RESULTS_FILE, out, must=False)
     return code
+
+
+def _run_reach(args: argparse.Namespace) -> int:
+    """Train between every two ways of being joined to the internet."""
+    from node.lab.namespaces import run_inside
+    from node.lab.reach import load_reach_profile, names_of
+    from node.lab.tools import tool
+
+    if args.overrides or args.time_limit:
+        raise UsageError("a profile with [reach] takes no overrides and no --time-limit")
+    profile = load_reach_profile(args.profile)
+    known = {name for pair in profile.pairs for name in names_of(pair)}
+    for one in args.only:
+        if one not in known:
+            raise UsageError(f"--only {one}: expected a kind such as nat, or a pair such as nat-symmetric")
+    out = args.out or DEFAULT_PARENT / profile.reach.name
+    if args.inside:
+        return _run_reach_inside(args, out)
+    tool("nft")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make {out} ({error.strerror}); give another --out") from error
+    options = ["--out", str(out), "--inside", *(f"--only={words}" for words in args.only)]
+    return run_inside(["lab", "run", str(args.profile), *options])
+
+
+def _run_reach_inside(args: argparse.Namespace, out: Path) -> int:
+    import asyncio
+
+    from node.lab.laboratory import end_with_stdin
+    from node.lab.namespaces import furnish
+    from node.lab.reach import load_reach_profile, run_reach
+    from wire import event_loop
+
+    furnish()
+
+    async def run() -> bool:
+        async with asyncio.TaskGroup() as group:
+            lifeline = group.create_task(end_with_stdin())
+            same = await run_reach(load_reach_profile(args.profile), out, _tell, args.only)
+            lifeline.cancel()
+        return same
+
+    return 0 if event_loop.run(run()) else 1
 
 
 def _remove_empty(made: Sequence[Path]) -> None:
@@ -151,10 +199,21 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _table(args: argparse.Namespace) -> int:
+    from node.lab.reach import reach_table, read_reach_results
     from node.lab.results import read_results
     from node.lab.table import tables_text
 
-    sys.stdout.write(tables_text([(str(path), read_results(path)) for path in args.results]) + "\n")
+    texts, others = [], []
+    for path in args.results:
+        if (reach := read_reach_results(path)) is not None:
+            rows = reach_table(reach)
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            texts.append("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
+        else:
+            others.append((str(path), read_results(path)))
+    if others:
+        texts.append(tables_text(others))
+    sys.stdout.write("\n".join(texts) + "\n")
     return 0
 
 

@@ -137,7 +137,7 @@ class Profile:
     """As given, without the folders of absolute paths."""
 
 
-Section = TypeVar("Section", LabSection, NetworkSection, SweepSection)
+Section = TypeVar("Section")
 
 CHOICES = {
     "lab.device": ("cpu", "cuda"),
@@ -164,15 +164,15 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
     for name in raw:
         if name not in known:
             raise ConfigError(f"{where}: unknown section [{name}]{nearest(name, known)}")
-    lab = _section(LabSection, raw.get("lab", {}), "lab", where)
-    network = _section(NetworkSection, raw.get("network", {}), "network", where)
+    lab = read_section(LabSection, raw.get("lab", {}), "lab", where)
+    network = read_section(NetworkSection, raw.get("network", {}), "network", where)
     entries = raw.get("sweep", [])
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{where}: give at least one [[sweep]], with its rates and codecs")
-    sections = [_section(SweepSection, entry, f"sweep {i + 1}", where) for i, entry in enumerate(entries)]
+    sections = [read_section(SweepSection, entry, f"sweep {i + 1}", where) for i, entry in enumerate(entries)]
 
     base = path.parent / lab.base if lab.base else None
-    config = _run_config(raw, base, where)
+    config = read_run_sections(raw, base, where)
     _check_lab(lab, where)
     _check_network(network, config.pipeline.stages, where)
     matrix_path = path.parent / network.matrix if network.matrix else None
@@ -231,7 +231,8 @@ def _without_folders(override: str) -> str:
     return f"{name}{equals}{Path(path).name}" if path.startswith(("/", "~")) else override
 
 
-def _section(kind: type[Section], table: Any, name: str, where: str) -> Section:
+def read_section(kind: type[Section], table: Any, name: str, where: str) -> Section:
+    """A section of a profile as its dataclass. Raises ConfigError."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: [{name}] must be a section of keys")
     types = get_type_hints(kind)
@@ -249,15 +250,20 @@ def _section(kind: type[Section], table: Any, name: str, where: str) -> Section:
     return section
 
 
-def _run_config(raw: Mapping[str, Any], base: Path | None, where: str) -> RunConfig:
-    """The base run file with the profile's run sections applied, by the run file's own strict reader."""
+def read_run_sections(
+    raw: Mapping[str, Any], base: Path | None, where: str, owned: Sequence[str] = OWNED
+) -> RunConfig:
+    """The base run file with the profile's run sections applied, by the run file's own strict reader.
+
+    Raises ConfigError, also for a key of `owned`, which the lab sets itself.
+    """
     overrides = []
     for section in section_types():
         table = raw.get(section, {})
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: [{section}] must be a section of keys")
         for key, value in table.items():
-            if f"{section}.{key}" in OWNED or section == "coordinator":
+            if f"{section}.{key}" in owned or section == "coordinator":
                 raise ConfigError(
                     f"{where}: {section}.{key} is set by the lab itself (from [lab], [[sweep]] and its own "
                     "addresses): remove it"

@@ -96,7 +96,13 @@ def find_outside() -> list[Finding]:
             findings.append(Finding(name=name, works=True, detail=tools.tool(name), needed=True))
         except UserError as error:
             findings.append(Finding(name=name, works=False, detail=str(error), needed=True))
-    if all(finding.works for finding in findings):
+    usable = all(finding.works for finding in findings)
+    for name in tools.FOR_REACH:
+        try:
+            findings.append(Finding(name=name, works=True, detail=tools.tool(name), needed=False))
+        except UserError as error:
+            findings.append(Finding(name=name, works=False, detail=str(error), needed=False))
+    if usable:
         try:
             flags = namespaces.working_flags()
             how = (

@@ -1,4 +1,4 @@
-"""Call the programs and system calls of the lab: `ip`, `tc`, `unshare`, `nsenter`, `setns`."""
+"""Call the programs and system calls of the lab: `ip`, `tc`, `nft`, `unshare`, `nsenter`, `setns`."""
 
 import ctypes
 import json
@@ -21,6 +21,8 @@ PACKAGES = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
 }
+FOR_REACH = {"nft": "nftables"}
+"""Needed where the lab builds NAT and firewalls."""
 SBIN = ("/usr/sbin", "/sbin")
 """Debian's folders for them, which an ordinary user's PATH lacks."""
 SECONDS = 20.0
@@ -33,7 +35,7 @@ def tool(name: str) -> str:
     """The program's path. Raises UserError that names the package."""
     found = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *SBIN)))
     if found is None:
-        package = PACKAGES[name]
+        package = {**PACKAGES, **FOR_REACH}[name]
         raise UserError(
             f"the lab needs the program {name!r}, which is not here: install {package} "
             f"(Debian and Ubuntu: apt install {package})"

@@ -5,9 +5,9 @@ import contextlib
 
 import pytest
 
+from node.lab.proxy import http_proxy
 from tests.support.links import content, key, make_pair
 from tests.support.pki import new_authority, new_node
-from tests.support.proxy import http_proxy
 from wire import dialing
 from wire.bootstrap import fetch_authority
 from wire.dialing import ProxyError, connect

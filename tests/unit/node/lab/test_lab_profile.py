@@ -11,7 +11,7 @@ from wire.errors import ConfigError
 
 LAB = Path(__file__).parents[4] / "deploy" / "lab"
 MATRIX = LAB / "ten-regions.toml"
-PROFILES = sorted(path for path in LAB.glob("*.toml") if path != MATRIX)
+PROFILES = sorted(path for path in LAB.glob("*.toml") if path.name not in (MATRIX.name, "nat.toml"))
 SMALL = """
 [pipeline]
 stages = 3

@@ -1,0 +1,209 @@
+"""Ways of being joined to the internet, as namespaces, `ip` commands and rules of nftables. Pure.
+
+    coordinator ── internet ── router ── node 0
+                      └─────── router ── router ── node 1
+
+Site 0 is the coordinator's, site n + 1 node n's. A site's outermost machine has the public addresses
+198.18.SITE.2 and, where it has IPv6, 2001:db8:SITE::2.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from node.lab.topology import LAB
+
+INTERNET = "internet"
+COORDINATOR = "coordinator"
+COORDINATOR_PORT = 443
+PROXY_PORT = 3128
+IDLE_SECONDS = 30
+"""After which the firewall of that kind drops a flow."""
+
+Command = tuple[str, str, tuple[str, ...]]
+"""(namespace, program, arguments)"""
+Setting = tuple[str, str, str]
+"""(namespace, name below /proc/sys/net, value)"""
+
+
+@dataclass
+class Site:
+    """One machine and what stands between it and the internet."""
+
+    number: int
+    machine: str
+    """Its namespace."""
+    commands: list[Command] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
+    namespaces: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    proxy: tuple[str, str] | None = None
+    """(namespace, host:port) of an HTTP proxy to start."""
+
+    def __post_init__(self) -> None:
+        self._new(self.machine)
+
+    @property
+    def public(self) -> str:
+        return f"198.18.{self.number}.2"
+
+    @property
+    def moved(self) -> str:
+        """The public address after a change."""
+        return f"198.18.{self.number}.3"
+
+    @property
+    def public6(self) -> str:
+        return f"2001:db8:{self.number}::2"
+
+    # ---- parts
+
+    def uplink(self, namespace: str, *, four: bool = True, six: bool = False) -> None:
+        """Join `namespace` to the internet by its device `wan`."""
+        there = f"site{self.number}"
+        self._wire(namespace, "wan", INTERNET, there)
+        if four:
+            self._address(INTERNET, there, f"198.18.{self.number}.1/24")
+            self._address(namespace, "wan", f"{self.public}/24")
+            self._ip(namespace, "route", "add", "default", "via", f"198.18.{self.number}.1")
+        if six:
+            self._address(INTERNET, there, f"2001:db8:{self.number}::1/64", "nodad")
+            self._address(namespace, "wan", f"{self.public6}/64", "nodad")
+            self._ip(namespace, "-6", "route", "add", "default", "via", f"2001:db8:{self.number}::1")
+
+    def router(self, name: str, inner: str, network: str, *, out: str = "", how: str = "") -> None:
+        """A machine `name` between `inner` (by its device `wan`) and the internet, without its uplink.
+
+        Args:
+            network: the first three numbers of the inner network.
+            out: the condition of nftables for what is let out; empty: all, "drop": nothing.
+            how: words after `masquerade`.
+        """
+        self._new(name)
+        self._wire(inner, "wan", name, "lan")
+        self._address(name, "lan", f"{network}.1/24")
+        self._address(inner, "wan", f"{network}.2/24")
+        self._ip(inner, "route", "add", "default", "via", f"{network}.1")
+        self.settings.append((name, "ipv4/ip_forward", "1"))
+        let_out = "" if out == "drop" else f'iifname "lan" {out} accept'
+        known = "ct state established,related accept"
+        rules = f"""
+            table ip nat {{
+                chain out {{
+                    type nat hook postrouting priority 100
+                    oifname "wan" masquerade {how}
+                }}
+            }}
+            table ip filter {{
+                chain in {{
+                    type filter hook input priority 0; policy drop
+                    iifname != "wan" accept
+                    {known}
+                }}
+                chain through {{
+                    type filter hook forward priority 0; policy drop
+                    {let_out}
+                    {known}
+                }}
+            }}
+        """
+        self.commands.append((name, "nft", (rules,)))
+
+    # ---- small things
+
+    def _new(self, name: str) -> None:
+        self.namespaces.append(name)
+        self._ip(name, "link", "set", "lo", "up")
+
+    def _wire(self, one: str, device: str, other: str, far: str) -> None:
+        ends = ("name", device, "netns", one, "type", "veth", "peer", "name", far, "netns", other)
+        self._ip(LAB, "link", "add", *ends)
+        for namespace, name in ((one, device), (other, far)):
+            self._ip(namespace, "link", "set", name, "up")
+
+    def _address(self, namespace: str, device: str, address: str, *words: str) -> None:
+        self._ip(namespace, "address", "add", address, "dev", device, *words)
+
+    def _ip(self, namespace: str, *arguments: str) -> None:
+        self.commands.append((namespace, "ip", arguments))
+
+
+def _open(site: Site) -> None:
+    site.uplink(site.machine, six=True)
+
+
+def _nat(site: Site, how: str = "", out: str = "") -> str:
+    router = f"router{site.number}"
+    site.router(router, site.machine, f"192.168.{site.number}", how=how, out=out)
+    site.uplink(router)
+    return router
+
+
+def _symmetric(site: Site) -> None:
+    _nat(site, "random,fully-random")
+
+
+def _double(site: Site) -> None:
+    home, provider = f"router{site.number}", f"provider{site.number}"
+    site.router(home, site.machine, f"192.168.{site.number}")
+    site.router(provider, home, f"10.64.{site.number}")
+    site.uplink(provider)
+
+
+def _only_443(site: Site) -> None:
+    _nat(site, out="tcp dport 443")
+
+
+def _only_proxy(site: Site) -> None:
+    router = _nat(site, out="drop")
+    address = f"192.168.{site.number}.1:{PROXY_PORT}"
+    site.proxy = router, address
+    site.environment["HTTPS_PROXY"] = f"http://{address}"
+
+
+def _only_ipv6(site: Site) -> None:
+    site.uplink(site.machine, four=False, six=True)
+
+
+def _idle(site: Site) -> None:
+    router = _nat(site)
+    settings = {"nf_conntrack_tcp_timeout_established": IDLE_SECONDS, "nf_conntrack_tcp_loose": 0}
+    site.settings += [(router, f"netfilter/{name}", str(value)) for name, value in settings.items()]
+
+
+KINDS: dict[str, tuple[str, Callable[[Site], object]]] = {
+    "open": ("a public address, IPv4 and IPv6", _open),
+    "nat": ("NAT that keeps ports", _nat),
+    "symmetric": ("NAT with a random port for each connection", _symmetric),
+    "double": ("NAT behind NAT", _double),
+    "443": ("NAT that lets out port 443 alone", _only_443),
+    "proxy": ("an HTTP proxy alone", _only_proxy),
+    "ipv6": ("a public IPv6 address alone", _only_ipv6),
+    "idle": (f"NAT that forgets a flow after {IDLE_SECONDS} s of silence", _idle),
+    "moving": ("NAT whose public address changes in mid-run", _nat),
+}
+"""By name: what it is, and what builds it."""
+
+
+def node_name(number: int) -> str:
+    return f"node{number}"
+
+
+def lay_out_sites(kinds: Sequence[str]) -> list[Site]:
+    """The coordinator's site, which is open, and one for a node of each kind."""
+    sites = [Site(0, COORDINATOR)]
+    _open(sites[0])
+    for number, kind in enumerate(kinds):
+        site = Site(number + 1, node_name(number))
+        KINDS[kind][1](site)
+        sites.append(site)
+    return sites
+
+
+def moves(site: Site) -> list[Command]:
+    """Give the site's outermost machine another public address; its flows break."""
+    router, gateway = f"router{site.number}", f"198.18.{site.number}.1"
+    return [
+        (router, "ip", ("address", "flush", "dev", "wan")),
+        (router, "ip", ("address", "add", f"{site.moved}/24", "dev", "wan")),
+        (router, "ip", ("route", "replace", "default", "via", gateway)),
+    ]

@@ -1,0 +1,399 @@
+"""Train between every two ways of being joined to the internet, and note which path the neighbours came to.
+
+Runs inside the private namespaces of `node.lab.namespaces`. For each pair of kinds (`node.lab.access`) the
+internet is built anew; a coordinator and two nodes run in it as real processes, joined by the join line
+alone; and the weights at the end must be those of the run between two open machines.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from itertools import combinations_with_replacement
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from node.config.schema import RunConfig
+from node.display.watch import HistoryWatch
+from node.lab import tools
+from node.lab.access import COORDINATOR_PORT, INTERNET, KINDS, Command, Site, lay_out_sites, moves
+from node.lab.namespaces import SCRATCH
+from node.lab.profile import read_run_sections, read_section
+from node.lab.results import describe_machine
+from node.run_file.loader import read_toml, section_types, to_toml
+from node.telemetry.events import Event, JoinLine, NodeJoined, RunFinished, StepDone, from_json
+from wire.errors import ConfigError, RunError, nearest
+from wire.identity.names import join_address
+
+E = TypeVar("E", bound=Event)
+
+FORMAT = "thinwire-reach-1"
+RESULTS_FILE = "results.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReachSection:
+    """`[reach]`: which ways of being joined to the internet are tried."""
+
+    name: str = "nat"
+    """Names the output directory."""
+    kinds: tuple[str, ...] = tuple(KINDS)
+    """Every two of these are joined, each also with itself."""
+    idle_seconds: float = 35.0
+    """How long the first node waits for the second where a firewall forgets silent flows."""
+    start_seconds: float = 120.0
+    """Time limit for each start: the coordinator's, a node's."""
+    run_seconds: float = 180.0
+    """Time limit from the last join to the end of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReachProfile:
+    """A whole profile, checked."""
+
+    reach: ReachSection
+    config: RunConfig
+    sha256: str
+    file: str
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The first with itself first: its weights are those that the others must have."""
+        return list(combinations_with_replacement(self.reach.kinds, 2))
+
+
+def is_reach_profile(path: Path) -> bool:
+    """Whether a profile has a `[reach]` section. Raises ConfigError when it cannot be read."""
+    return "reach" in read_toml(path, "profile", "deploy/lab/")
+
+
+def load_reach_profile(path: Path) -> ReachProfile:
+    """Read a profile: `[reach]` and any section of a run file. Raises ConfigError in one line."""
+    raw, where = read_toml(path, "profile", "deploy/lab/"), str(path)
+    known = ("reach", *section_types())
+    for name in raw:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown section [{name}]{nearest(name, known)}")
+    reach = read_section(ReachSection, raw["reach"], "reach", where)
+    for kind in reach.kinds:
+        if kind not in KINDS:
+            raise ConfigError(f"{where}: reach.kinds has an unknown kind {kind!r}{nearest(kind, KINDS)}")
+    if len(set(reach.kinds)) < len(reach.kinds) or reach.kinds[:1] != ("open",):
+        raise ConfigError(f'{where}: reach.kinds must begin with "open" and name each kind once')
+    if min(reach.idle_seconds, reach.start_seconds, reach.run_seconds) <= 0:
+        raise ConfigError(f"{where}: the times of [reach] must be above 0")
+    config = read_run_sections(raw, None, where, owned=())
+    if config.pipeline.stages != 2:
+        raise ConfigError(f"{where}: pipeline.stages must be 2: a pair has two nodes")
+    return ReachProfile(
+        reach=reach, config=config, sha256=sha256(path.read_bytes()).hexdigest(), file=path.name
+    )
+
+
+async def run_reach(
+    profile: ReachProfile, out: Path, tell: Callable[[str], None], only: Sequence[str] = ()
+) -> bool:
+    """Train every pair that `out` does not hold yet, and write results after each.
+
+    Args:
+        only: pairs such as `nat-symmetric`, or single kinds; empty: all.
+
+    Returns whether all of them trained to the same weights.
+    """
+    tools.tool("nft")
+    path = out / RESULTS_FILE
+    values: dict[str, Any] = {
+        "format": FORMAT,
+        "profile": profile.file,
+        "profile_sha256": profile.sha256,
+        "machine": describe_machine(),
+        "kinds": {kind: KINDS[kind][0] for kind in profile.reach.kinds},
+        "model": asdict(profile.config.model),
+        "steps": profile.config.run.steps,
+        "pairs": [],
+    }
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        same = ("format", "profile_sha256")
+        if all(earlier.get(key) == values[key] for key in same):
+            values["pairs"] = earlier["pairs"]
+    for pair in profile.pairs:
+        if not _wanted(pair, only) or any(tuple(one["pair"]) == pair for one in values["pairs"]):
+            continue
+        found = await _train_pair(profile, pair, out)
+        values["pairs"].append(found)
+        reference = next((one["weights"] for one in values["pairs"] if one["pair"] == ["open", "open"]), "")
+        found["same_weights"] = bool(found["weights"]) and found["weights"] == reference
+        tell(f"{' - '.join(pair)}: {pair_words(found)}")
+        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    return all(one["same_weights"] for one in values["pairs"])
+
+
+def _wanted(pair: tuple[str, str], only: Sequence[str]) -> bool:
+    return not only or pair == ("open", "open") or any(one in names_of(pair) for one in only)
+
+
+def names_of(pair: tuple[str, str]) -> tuple[str, ...]:
+    """Words of `--only` that mean this pair."""
+    return "-".join(pair), "-".join(reversed(pair)), *pair
+
+
+def pair_words(found: dict[str, Any]) -> str:
+    if found["failure"]:
+        return f"FAILED: {found['failure']}"
+    same = "the same weights" if found["same_weights"] else "OTHER WEIGHTS"
+    why = f" ({found['why_not_direct']})" if found["why_not_direct"] else ""
+    return f"{found['path']}{why}, {same}, {found['seconds']:.0f} s"
+
+
+async def _train_pair(profile: ReachProfile, pair: tuple[str, str], out: Path) -> dict[str, Any]:
+    logs = out / "logs" / "-".join(pair)
+    logs.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    found: dict[str, Any] = {
+        "pair": list(pair),
+        "path": "",
+        "why_not_direct": "",
+        "weights": "",
+        "failure": "",
+    }
+    directory = SCRATCH / "reach"
+    directory.mkdir()
+    try:
+        with built(lay_out_sites(pair)) as sites:
+            async with PairRun(profile, pair, sites, directory, logs) as run:
+                found |= await run.train()
+    except RunError as error:
+        found["failure"] = str(error)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    found["seconds"] = round(time.monotonic() - began, 1)
+    return found
+
+
+@contextlib.contextmanager
+def built(sites: list[Site]) -> Iterator[list[Site]]:
+    """The internet with these sites, inside the block."""
+    names = [INTERNET, *(name for site in sites for name in site.namespaces)]
+    try:
+        for name in names:
+            tools.ip("", "netns", "add", name)
+        set_all(
+            (INTERNET, "ipv4/ip_forward", "1"),
+            (INTERNET, "ipv6/conf/all/forwarding", "1"),
+        )
+        for site in sites:
+            execute(site.commands)
+            set_all(*site.settings)
+        yield sites
+    finally:
+        for name in names:
+            with contextlib.suppress(RunError):
+                tools.ip("", "netns", "del", name)
+
+
+def execute(commands: Sequence[Command]) -> None:
+    for namespace, program, arguments in commands:
+        if program == "ip":
+            tools.ip(namespace, *arguments)
+        else:
+            tools.call("nsenter", *tools.prefix(namespace)[1:], tools.tool(program), *arguments)
+
+
+def set_all(*settings: tuple[str, str, str]) -> None:
+    for namespace, name, value in settings:
+        place = Path("/proc/sys/net", name)
+        tools.inside(namespace, lambda place=place, value=value: place.write_text(value))  # type: ignore[misc]
+
+
+class PairRun:
+    """A coordinator and two nodes in their sites. An async context manager; all have ended when it exits."""
+
+    def __init__(
+        self,
+        profile: ReachProfile,
+        pair: tuple[str, str],
+        sites: list[Site],
+        directory: Path,
+        logs: Path,
+    ) -> None:
+        self._reach = profile.reach
+        self._pair = pair
+        self._desk, *self._sites = sites
+        self._directory, self._logs = directory, logs
+        self.run_directory = directory / "run"
+        reached = (self._desk.public, self._desk.public6)
+        self._config = replace(
+            profile.config,
+            coordinator=replace(
+                profile.config.coordinator,
+                listen=f"0.0.0.0:{COORDINATOR_PORT}",
+                advertise=tuple(join_address(host, COORDINATOR_PORT) for host in reached),
+            ),
+        )
+        self._children: list[Process] = []
+        self._coordinator: Process | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for child in self._children:
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
+        for child in self._children:
+            await child.wait()
+
+    async def train(self) -> dict[str, Any]:
+        """Train to the end; path, reason and weights. Raises RunError."""
+        run_file = self._directory / "run.toml"
+        run_file.write_text(to_toml(self._config), encoding="utf-8")
+        for site in self._sites:
+            if site.proxy is not None:
+                await self._start_proxy(*site.proxy)
+        nodes = [
+            await self._spawn(site.machine, ["-m", "node.cli.lab_node", "cpu"], site.environment, stdin=PIPE)
+            for site in self._sites
+        ]
+        command = ["coordinator", str(run_file), "--run-dir", str(self.run_directory), "--json"]
+        desk = self._coordinator = await self._spawn(
+            self._desk.machine, ["-m", "node.cli.main", *command], {}, stdout=PIPE
+        )
+        events = self._events(desk)
+        line = await self._next(events, JoinLine, self._reach.start_seconds, "the join line")
+        for number, node in enumerate(nodes):
+            if number and "idle" in self._pair:
+                await asyncio.sleep(self._reach.idle_seconds)
+            self._join(node, line.line.split()[-1], number)
+            await self._next(events, NodeJoined, self._reach.start_seconds, f"the join of node {number}")
+        try:
+            async with asyncio.timeout(self._reach.run_seconds):
+                finished = await self._to_the_end(events)
+        except TimeoutError:
+            raise RunError(f"the run did not end within {self._reach.run_seconds:g} s") from None
+        if finished.failed or finished.summary is None:
+            raise RunError(finished.reason)
+        links = HistoryWatch(self.run_directory).view().links
+        path, why = next(((link.path, link.why_not_direct) for link in links), ("", ""))
+        return {"path": path, "why_not_direct": why, "weights": finished.summary.weights_sha256}
+
+    async def _to_the_end(self, events: AsyncIterator[Event]) -> RunFinished:
+        moved = False
+        async for event in events:
+            if isinstance(event, RunFinished):
+                return event
+            if isinstance(event, StepDone) and not moved and 3 * event.step >= self._config.run.steps:
+                moved = True
+                for site, kind in zip(self._sites, self._pair, strict=True):
+                    if kind == "moving":
+                        await asyncio.to_thread(execute, moves(site))
+        raise RunError("the coordinator ended without a word")
+
+    # ---- processes
+
+    def _join(self, node: Process, token: str, number: int) -> None:
+        state = self._directory / f"state{number}"
+        arguments = [
+            "join",
+            token,
+            "--state-dir",
+            str(state),
+            "--device",
+            "cpu",
+            "--threads",
+            "1",
+            "--wait",
+            "0",
+        ]
+        assert node.stdin is not None
+        node.stdin.write(json.dumps(arguments).encode() + b"\n")
+        node.stdin.close()
+
+    async def _start_proxy(self, namespace: str, address: str) -> None:
+        proxy = await self._spawn(namespace, ["-m", "node.lab.proxy", address], {}, stdout=PIPE)
+        assert proxy.stdout is not None
+        if (await proxy.stdout.readline()).strip() != b"ready":
+            raise RunError(f"the lab's proxy at {address} did not start; see {self._logs}")
+
+    async def _spawn(
+        self,
+        namespace: str,
+        arguments: list[str],
+        environment: dict[str, str],
+        *,
+        stdin: int = DEVNULL,
+        stdout: int | None = None,
+    ) -> Process:
+        names = ("HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy")
+        kept = {name: value for name, value in os.environ.items() if name not in names}
+        with (self._logs / f"{namespace}.log").open("ab") as log:
+            child = await asyncio.create_subprocess_exec(
+                *tools.prefix(namespace),
+                sys.executable,
+                *arguments,
+                stdin=stdin,
+                stdout=log if stdout is None else stdout,
+                stderr=log,
+                limit=1 << 22,
+                env={**kept, "OMP_NUM_THREADS": "1", **environment},
+                start_new_session=True,
+            )
+        self._children.append(child)
+        return child
+
+    # ---- events
+
+    async def _events(self, desk: Process) -> AsyncIterator[Event]:
+        assert desk.stdout is not None
+        while line := await desk.stdout.readline():
+            yield from_json(line.decode())
+
+    async def _next(self, events: AsyncIterator[Event], kind: type[E], seconds: float, what: str) -> E:
+        """The next event of `kind`. Raises RunError when it takes longer or a process has ended."""
+        ended = [asyncio.ensure_future(child.wait()) for child in self._children]
+        wanted = asyncio.ensure_future(_first(events, kind))
+        try:
+            await asyncio.wait([wanted, *ended], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if wanted.done():
+                return wanted.result()
+        finally:
+            for task in (wanted, *ended):
+                task.cancel()
+            await asyncio.gather(wanted, *ended, return_exceptions=True)
+        raise RunError(f"{what} did not come within {seconds:g} s, or a process ended; see {self._logs}")
+
+
+async def _first(events: AsyncIterator[Event], kind: type[E]) -> E:
+    async for event in events:
+        if isinstance(event, RunFinished):
+            raise RunError(f"the run ended: {event.reason}")
+        if isinstance(event, kind):
+            return event
+    raise RunError("the coordinator ended without a word")
+
+
+def read_reach_results(path: Path) -> dict[str, Any] | None:
+    """Results of `run_reach`, of a file or the folder that it wrote to; None if there are others or none."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((path / RESULTS_FILE if path.is_dir() else path).read_text(encoding="utf-8"))
+        if isinstance(found, dict) and found.get("format") == FORMAT:
+            return found
+    return None
+
+
+def reach_table(values: dict[str, Any]) -> list[list[str]]:
+    """Rows of a table: the path of each pair of kinds, the first row the head."""
+    kinds = list(values["kinds"])
+    paths = {}
+    for one in values["pairs"]:
+        words = "failed" if one["failure"] else one["path"] if one["same_weights"] else "other weights"
+        paths[tuple(one["pair"])] = paths[tuple(reversed(one["pair"]))] = words
+    return [["", *kinds], *([kind, *(paths.get((kind, other), "-") for other in kinds)] for kind in kinds)]
