@@ -68,7 +68,7 @@ class Gradients(Protocol):
         A CUDA graph may capture and replay this.
 
         Args:
-            parameters: with the same number of columns; always the same together.
+            parameters: with the same number of columns.
             grads: [T, rows of all parameters], rows: [T, columns]; both in half precision, on a GPU.
         """
         ...

@@ -6,7 +6,6 @@ split. Moments are float32, or e4m3 for matrices (`[training] moments`, design s
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch._dynamo  # AdamW's constructor imports it, which takes over a second: do it before the run waits
@@ -105,7 +104,12 @@ class StageOptimizer:
         self._moments = {**self._matrices.state, **self._vectors.state}
 
     def _adding_to(self, weights: Sequence[nn.Parameter]) -> AddProduct:
-        return partial(self.gradients.add_product, weights)
+        gradients = self.gradients
+
+        def add(numbers: Sequence[int], grads: Tensor, rows: Tensor) -> None:
+            gradients.add_product([weights[number] for number in numbers], grads, rows)
+
+        return add
 
     @property
     def units(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.common import dispatch
 from kernels.common.matrices import empty_together, following, side_by_side, stacked
 from node.config.schema import ModelSection, StorageSection, TrainingSection
-from node.model import blocks
+from node.model import blocks, products
 from node.model.chunk import build_chunk, compute_precision
 from node.model.storage import configured
 from node.training.optimizer import StageOptimizer
@@ -70,11 +70,13 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("gradients", ["float32", "fp8"])
 @pytest.mark.parametrize("preset", ["off", "agoq"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "filled"), [("llama", 0), ("llama", 1000), ("gpt2", 1000)])
 def test_a_block_adds_its_weight_gradients_to_main_gradients(
-    family: str, preset: str, gradients: str, monkeypatch: pytest.MonkeyPatch
+    family: str, filled: int, preset: str, gradients: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two microbatches of a fused block, against those of the plain block in float32."""
+    """Two microbatches of a fused block, against those of the plain block in float32. Projections are one
+    product where their results are few."""
+    monkeypatch.setattr(products, "FILLED", filled)
     model = ModelSection(family=family, layers=1, hidden=32, heads=4, kv_heads=2, ffn=48, sequence=9)
     training = TrainingSection(precision="bfloat16", gradients=gradients)
     x, upstream = torch.randn(2, 2, 9, 32), torch.randn(2, 2, 9, 32)
