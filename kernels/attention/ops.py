@@ -6,6 +6,9 @@ Torch's FlashAttention operators (FlashAttention-2, arXiv 2307.08691) run on CPU
 forward is cuDNN's, which repeats its bits. Its backward does not, so backward is our own
 (`kernels.attention.triton`).
 
+With a `Reach` that is limited, FlashAttention-2 runs on GPUs, by the list of documents and the window, so
+that what no query sees costs nothing; on CPUs and elsewhere the scores are masked.
+
 Backward takes queries, keys, values and result that may have been stored and restored in between; the
 log-sum-exp belongs to those that went forward. Where torch has no such operator (fp32 on a GPU, odd head
 widths) only queries, keys and values are used, and backward runs forward again. Keys and values that queries
@@ -21,6 +24,7 @@ import torch.nn.functional as F
 import torch.utils.deterministic
 from torch import Tensor
 
+from kernels.attention.reach import EVERYTHING, Reach
 from kernels.common import dispatch
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -64,20 +68,24 @@ def repeat_shared(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> t
     return key_bksd.repeat_interleave(shared, dim=1), value_bksd.repeat_interleave(shared, dim=1)
 
 
-def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> tuple[Tensor, Tensor]:
-    """The result [B, H, S, D] and its log-sum-exp, fp32 [B, H, S]; that is empty where nothing can use it.
+def attention(
+    query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: Reach = EVERYTHING
+) -> tuple[Tensor, Tensor]:
+    """The result [B, H, S, D] and its log-sum-exp in fp32; that is empty where nothing can use it.
 
-    The result's transpose to [B, S, H, D] is contiguous where `has_flash`.
+    The log-sum-exp is [B, H, S], or with documents on a GPU [H, B S]. The result's transpose to [B, S, H, D]
+    is contiguous where `has_flash`.
     """
     if not has_flash(query_bhsd):
-        key_bhsd, value_bhsd = repeat_shared(query_bhsd, key_bksd, value_bksd)
-        out = F.scaled_dot_product_attention(query_bhsd, key_bhsd, value_bhsd, is_causal=True)
+        out = _masked(query_bhsd, *repeat_shared(query_bhsd, key_bksd, value_bksd), reach)
         return out, query_bhsd.new_empty(0, dtype=torch.float32)
     if query_bhsd.device.type == "cpu":
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query_bhsd, key_bksd, value_bksd, 0.0, True
+            query_bhsd, key_bksd, value_bksd, 0.0, not reach.is_limited, **_mask(query_bhsd, reach)
         )
         return out, sums
+    if reach.is_limited:
+        return _limited(query_bhsd, key_bksd, value_bksd, reach)
     if has_fixed_order_kernels(query_bhsd):
         # cuDNN's forward repeats its bits; only its backward does not.
         made = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -95,6 +103,7 @@ def attention_backward(
     value_bksd: Tensor,
     out_bhsd: Tensor,
     sums: Tensor,
+    reach: Reach = EVERYTHING,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, summed in a fixed order: equal inputs give equal bits.
 
@@ -106,11 +115,13 @@ def attention_backward(
         leaves = [part.detach().requires_grad_() for part in (query_bhsd, key_bksd, value_bksd)]
         with torch.enable_grad():
             repeated = repeat_shared(leaves[0], leaves[1], leaves[2])
-            again = F.scaled_dot_product_attention(leaves[0], *repeated, is_causal=True)
+            again = _masked(leaves[0], *repeated, reach)
         query, key, value = torch.autograd.grad(again, leaves, grad_bhsd)
         return query, key, value
     if query_bhsd.device.type == "cpu":
-        return _backward_on_cpu(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums)
+        return _backward_on_cpu(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums, reach)
+    if reach.is_limited:
+        return _limited_backward(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums, reach)
     if has_fixed_order_kernels(query_bhsd):
         from kernels.attention import triton
 
@@ -138,14 +149,92 @@ def attention_backward(
     return query, key, value
 
 
+class _ReachAttention(torch.autograd.Function):
+    """Keeps queries, keys, values, the result and its log-sum-exp, and no mask."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> Tensor:
+        out, sums = attention(query, key, value, reach)
+        ctx.reach = reach
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, sums = ctx.saved_tensors
+        return *attention_backward(grads[0], query, key, value, out, sums, ctx.reach), None
+
+
+def differentiable(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: Reach) -> Tensor:
+    """`attention`'s result alone, for autograd."""
+    made: Tensor = _ReachAttention.apply(query_bhsd, key_bksd, value_bksd, reach)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _mask(query: Tensor, reach: Reach) -> dict[str, Tensor]:
+    """The CPU operator's argument."""
+    return {"attn_mask": reach.added(query.shape[-2], query)} if reach.is_limited else {}
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> Tensor:
+    if not reach.is_limited:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    seen = reach.allowed(query.shape[-2], query.device)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+
+def _limits(length: int, reach: Reach) -> tuple[Tensor | None, dict[str, int]]:
+    """FlashAttention's list of documents and its window, which counts the keys before a query's own."""
+    ends = None if reach.documents is None else reach.documents.ends
+    window = {"window_size_left": min(reach.window, length) - 1, "window_size_right": 0}
+    return ends, window if reach.window else {}
+
+
+def _rows(part: Tensor, ends: Tensor | None) -> Tensor:
+    """[B, H, S, D] as [B, S, H, D], or with documents [B S, H, D]."""
+    rows = part.transpose(1, 2)
+    return rows if ends is None else rows.flatten(0, 1)
+
+
+def _heads(rows: Tensor, batch: int, ends: Tensor | None) -> Tensor:
+    """The reverse of `_rows`."""
+    return (rows if ends is None else torch.unflatten(rows, 0, (batch, -1))).transpose(1, 2)
+
+
+def _limited(query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
+    batch, _, length, _ = query.shape
+    ends, window = _limits(length, reach)
+    parts = (_rows(part, ends) for part in (query, key, value))
+    made = torch.ops.aten._flash_attention_forward(
+        *parts, ends, ends, length, length, 0.0, True, False, **window
+    )
+    return _heads(made[0], batch, ends), made[1]
+
+
+def _limited_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, reach: Reach
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, _, length, _ = query.shape
+    ends, window = _limits(length, reach)
+    parts = (_rows(part, ends) for part in (grad, query, key, value, out))
+    # The state of a generator that only dropout would use.
+    unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    with _fixed_order():
+        made = torch.ops.aten._flash_attention_backward(
+            *parts, sums, ends, ends, length, length, 0.0, True, unused, unused, **window
+        )
+    of_query, of_key, of_value = (_heads(part, batch, ends) for part in made)
+    return of_query, of_key, of_value
+
+
 def _backward_on_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, reach: Reach
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads = query.shape[1], key.shape[1]
     # Not every version of torch sums over the queries of a head inside the operator.
     key, value = repeat_shared(query, key, value)
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, sums, 0.0, True
+        grad, query, key, value, out, sums, 0.0, not reach.is_limited, **_mask(query, reach)
     )
     if heads != kv_heads:
         grouped = (kv_heads, heads // kv_heads)

@@ -13,7 +13,8 @@ from node.config.schema import ModelSection
 from node.model.units import EMBED, HEAD, parameter_specs
 from wire.errors import ConfigError
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "gpt2")
+GEMMA = "gemma3_text"
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", GEMMA, "gpt2")
 _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -21,9 +22,10 @@ _CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    GEMMA: "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
-_TIED_BY_DEFAULT = ("gpt2", "smollm3")
+_TIED_BY_DEFAULT = ("gpt2", "smollm3", GEMMA)
 _EPS_BY_DEFAULT = {
     "llama": 1e-6,
     "mistral": 1e-6,
@@ -32,7 +34,11 @@ _EPS_BY_DEFAULT = {
     "smollm3": 1e-6,
     "olmo2": 1e-5,
 }
-_THETA_BY_DEFAULT = {"smollm3": 2_000_000.0}
+_THETA_BY_DEFAULT = {"smollm3": 2_000_000.0, GEMMA: 1_000_000.0}
+_WINDOW_BY_DEFAULT = {"mistral": 4096, GEMMA: 4096}
+_WIDTH_BY_DEFAULT = {"qwen3": 128, GEMMA: 256}
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
 LONGEST_DEFAULT_SEQUENCE = 1024
 """`sequence` of a run file that does not say it, if the model takes as many positions."""
 
@@ -50,6 +56,12 @@ _LLAMA = {
 _NORMS = {
     "input": {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
     "output": {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_output_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_output_norm": "post_feedforward_layernorm",
+    },
 }
 _GPT2 = {
     "attention_norm": "ln_1",
@@ -125,7 +137,7 @@ def read_config(config: Mapping[str, Any], where: str, sequence: int | None = No
         sequence = min(longest, LONGEST_DEFAULT_SEQUENCE)
     if sequence > longest:
         raise ConfigError(f"model.sequence is {sequence}, but {where} has positions for {longest}: lower it")
-    found = _gpt2(reader) if kind == "gpt2" else _llama(reader, kind, sequence)
+    found = _gpt2(reader) if kind == "gpt2" else _llama(reader, kind)
     return {
         **found,
         "vocab": reader.whole("vocab_size"),
@@ -178,17 +190,16 @@ def _gpt2(reader: _Reader) -> dict[str, Any]:
     }
 
 
-def _llama(reader: _Reader, kind: str, sequence: int) -> dict[str, Any]:
+def _llama(reader: _Reader, kind: str) -> dict[str, Any]:
     config = reader.config
     reader.must_be("hidden_act", "silu")
     reader.must_be("attention_bias", False, None)
     reader.must_be("mlp_bias", False, None)
     reader.must_be("partial_rotary_factor", 1.0, 1, None)
-    _check_window(reader, kind, sequence)
     hidden, heads, layers = (
         reader.whole(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
-    width = reader.whole("head_dim", 128 if kind == "qwen3" else hidden // heads)
+    width = reader.whole("head_dim", _WIDTH_BY_DEFAULT.get(kind, hidden // heads))
     return {
         "family": "llama",
         "layers": layers,
@@ -199,32 +210,71 @@ def _llama(reader: _Reader, kind: str, sequence: int) -> dict[str, Any]:
         "ffn": reader.whole("intermediate_size"),
         "norm_eps": float(config.get("rms_norm_eps", _EPS_BY_DEFAULT.get(kind, 1e-6))),
         "qkv_bias": kind == "qwen2",
-        "qk_norm": {"qwen3": "head", "olmo2": "full"}.get(kind, "none"),
-        "norm_place": "output" if kind == "olmo2" else "input",
+        "qk_norm": {"qwen3": "head", "olmo2": "full", GEMMA: "head"}.get(kind, "none"),
+        "norm_place": {"olmo2": "output", GEMMA: "both"}.get(kind, "input"),
         "no_rope": _no_rope(reader, layers) if kind == "smollm3" else (),
-        **_rope(reader, kind),
+        **_window(reader, kind, layers),
+        **(_gemma(reader, width) if kind == GEMMA else _rope(reader, kind)),
     }
 
 
-def _check_window(reader: _Reader, kind: str, sequence: int) -> None:
-    """A sliding window that no sample exceeds is full attention; any other is refused."""
+def _gemma(reader: _Reader, width: int) -> dict[str, Any]:
+    """What Gemma 3 has of its own: norms of 1 + weight, a GELU gate, scaled embeddings, two RoPE bases."""
     config = reader.config
-    window = config.get("sliding_window")
-    # Mistral always uses its window, the others if they say so.
-    slides = config.get("use_sliding_window", kind == "mistral")
-    layer_types = config.get("layer_types") or ()
-    if layer_types:
-        slides = "sliding_attention" in layer_types
-        for name in set(layer_types) - {"full_attention", "sliding_attention"}:
-            raise ConfigError(
-                f"{reader.where}: layer_types has {name!r}, which thinwire cannot train; expected "
-                "full_attention"
-            )
-    if slides and window is not None and sequence > window:
+    reader.must_be("hidden_activation", "gelu_pytorch_tanh")
+    reader.must_be("attn_logit_softcapping", None)
+    reader.must_be("final_logit_softcapping", None)
+    reader.must_be("use_bidirectional_attention", False, None)
+    scale = config.get("query_pre_attn_scalar", 256)
+    if type(scale) is not int or scale < 1:
+        raise reader.refused("query_pre_attn_scalar", "a whole number from 1")
+    both = config.get("rope_parameters")
+    if isinstance(both, dict) and _FULL in both:
+        # One set for each kind of block, as transformers 5 writes them.
+        of_windows = both.get(_SLIDING) or {}
+        if of_windows.get("rope_type", "default") != "default":
+            raise reader.refused("rope_parameters", f"rope_type default for {_SLIDING}")
+        local = of_windows.get("rope_theta", 10_000.0)
+        rope = _rope(_Reader({**config, "rope_parameters": both[_FULL]}, reader.where), GEMMA)
+    else:
+        local = config.get("rope_local_base_freq", 10_000.0)
+        rope = _rope(reader, GEMMA)
+    return {
+        "norm_offset": True,
+        "activation": "gelu",
+        "scaled_embedding": True,
+        "query_scale": 0 if scale == width else scale,
+        "window_theta": float(local),
+        **rope,
+    }
+
+
+def _window(reader: _Reader, kind: str, layers: int) -> dict[str, Any]:
+    """The sliding window, and the blocks without it."""
+    config = reader.config
+    window = config.get("sliding_window", _WINDOW_BY_DEFAULT.get(kind))
+    layer_types = config.get("layer_types")
+    for name in set(layer_types or ()) - {_FULL, _SLIDING}:
         raise ConfigError(
-            f"{reader.where}: sliding_window is {window}, shorter than model.sequence {sequence}: set "
-            f"model.sequence to {window} or less, where attention is the same"
+            f"{reader.where}: layer_types has {name!r}, which thinwire cannot train; expected {_FULL} or "
+            f"{_SLIDING}"
         )
+    if layer_types:
+        slides = [name == _SLIDING for name in layer_types]
+    elif kind == GEMMA:
+        every = reader.whole("sliding_window_pattern", 6)
+        slides = [(index + 1) % every != 0 for index in range(layers)]
+    elif kind == "mistral":  # always uses its window, the others if they say so
+        slides = [True] * layers
+    else:
+        used, first = bool(config.get("use_sliding_window", False)), config.get("max_window_layers", 28)
+        slides = [used and index >= first for index in range(layers)]
+    if window is None or not any(slides):
+        return {}
+    if len(slides) != layers:
+        raise reader.refused("layer_types", f"a list of {layers} names")
+    full = tuple(index for index, windowed in enumerate(slides) if not windowed)
+    return {"window": reader.whole("sliding_window", window), "no_window": full}
 
 
 def _no_rope(reader: _Reader, layers: int) -> tuple[int, ...]:
@@ -275,20 +325,46 @@ def model_type(model: ModelSection) -> str:
     """The family that has exactly a model's features. Raises ConfigError if none has."""
     if model.family == "gpt2":
         return "gpt2"
-    features = (model.qkv_bias, model.qk_norm, model.norm_place, bool(model.no_rope))
-    found = {
-        (False, "none", "input", False): "llama",
-        (True, "none", "input", False): "qwen2",
-        (False, "head", "input", False): "qwen3",
-        (False, "full", "output", False): "olmo2",
-        (False, "none", "input", True): "smollm3",
-    }.get(features)
-    if found is None:
-        raise ConfigError(
-            f"no Hugging Face family has model.qkv_bias {model.qkv_bias}, qk_norm {model.qk_norm}, "
-            f"norm_place {model.norm_place} and no_rope {list(model.no_rope)} together: no export is possible"
-        )
-    return found
+    own = {
+        "qkv_bias": model.qkv_bias,
+        "qk_norm": model.qk_norm,
+        "norm_place": model.norm_place,
+        "no_rope": bool(model.no_rope),
+        "window": model.window > 0,
+        "no_window": bool(model.no_window),
+        "norm_offset": model.norm_offset,
+        "activation": model.activation,
+        "scaled_embedding": model.scaled_embedding,
+        "window_theta": model.window_theta > 0,
+        "query_scale": model.query_scale > 0,
+    }
+    plain = {**dict.fromkeys(own, False), "qk_norm": "none", "norm_place": "input", "activation": "silu"}
+    gemma = {
+        "qk_norm": "head",
+        "norm_place": "both",
+        "norm_offset": True,
+        "activation": "gelu",
+        "scaled_embedding": True,
+        "window": True,
+        "window_theta": True,
+        # Either way.
+        "no_window": own["no_window"],
+        "query_scale": own["query_scale"],
+    }
+    families: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "mistral": {"window": True},
+        "qwen2": {"qkv_bias": True},
+        "qwen3": {"qk_norm": "head"},
+        "olmo2": {"qk_norm": "full", "norm_place": "output"},
+        "smollm3": {"no_rope": True},
+        GEMMA: gemma,
+    }
+    for kind, features in families.items():
+        if own == plain | features:
+            return kind
+    named = ", ".join(f"{key} {getattr(model, key)}" for key in own if own[key] != plain[key])
+    raise ConfigError(f"no Hugging Face family has all of model.{named}: no export is possible")
 
 
 def write_config(
@@ -328,8 +404,8 @@ def write_config(
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.width,
         "intermediate_size": model.ffn,
-        "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
+        **({"hidden_activation": "gelu_pytorch_tanh"} if kind == GEMMA else {"hidden_act": "silu"}),
     }
     if original is not None:
         return {**rest, **common, **sizes}
@@ -339,6 +415,14 @@ def write_config(
         "attention_bias": False,
         **dict(_written_rope(model)),
     }
+    if model.window:
+        extra["sliding_window"] = model.window
+    if kind == GEMMA:
+        extra |= {
+            "layer_types": [_FULL if index in model.no_window else _SLIDING for index in range(model.layers)],
+            "rope_local_base_freq": model.window_theta,
+            "query_pre_attn_scalar": model.query_scale or model.width,
+        }
     if kind == "smollm3":
         extra["no_rope_layers"] = [int(index not in model.no_rope) for index in range(model.layers)]
         extra["use_sliding_window"] = False

@@ -78,7 +78,24 @@ class ModelSection:
     qk_norm: str = "none"
     """RMSNorm of queries and keys (llama only): `none`, `head` (each head; Qwen3) or `full` (OLMo 2)."""
     norm_place: str = "input"
-    """Norms are at the `input` of attention and feed-forward, or at their `output` (llama only; OLMo 2)."""
+    """Norms are at the `input` of attention and feed-forward, at their `output` (llama only; OLMo 2), or at
+    `both` (Gemma 3)."""
+    norm_offset: bool = False
+    """RMSNorm multiplies by 1 + its weight, which starts at 0 (llama only; Gemma 3)."""
+    window: int = 0
+    """A query sees this many keys, its own and those just before it; 0 is all (llama only; Mistral, Gemma
+    3)."""
+    no_window: tuple[int, ...] = ()
+    """Blocks that see all keys in spite of `window`, counted from 0 (Gemma 3)."""
+    window_theta: float = 0.0
+    """Base of the rotary embedding, without scaling, of the blocks with a window; 0 is as the others (Gemma
+    3)."""
+    query_scale: int = 0
+    """Scores are divided by the square root of this; 0 is the width of a head (llama only; Gemma 3)."""
+    activation: str = "silu"
+    """Of the feed-forward's gate: `silu`, or `gelu` in its tanh form (llama only; Gemma 3)."""
+    scaled_embedding: bool = False
+    """Token embeddings are multiplied by the square root of `hidden` (llama only; Gemma 3)."""
     init_std: float = 0.02
     """Standard deviation of initial weights."""
 
@@ -94,8 +111,13 @@ class ModelSection:
 
     @property
     def is_plain(self) -> bool:
-        """Whether blocks support `[storage]`: no norms on queries, keys or outputs."""
-        return self.qk_norm == "none" and self.norm_place == "input"
+        """Whether blocks support `[storage]`: SwiGLU or GPT-2's, no norms on queries, keys or outputs."""
+        own = self.norm_offset or self.activation != "silu" or self.query_scale > 0
+        return self.qk_norm == "none" and self.norm_place == "input" and not own
+
+    def window_of(self, block: int) -> int:
+        """The window of a block; 0 if its queries see all keys of a sample."""
+        return self.window if self.window < self.sequence and block not in self.no_window else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,16 @@ outside of attention and the feed-forward, and H, K and F inside are the rank's 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from math import pi
+from functools import partial
+from math import pi, sqrt
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.attention.ops import has_flash, repeat_shared
+from kernels.attention.ops import differentiable, has_flash, repeat_shared
+from kernels.attention.reach import EVERYTHING, Documents, Reach
 from kernels.common import dispatch
 from kernels.common import layers as reference
 from kernels.common.matrices import empty_together
@@ -38,31 +40,38 @@ from node.model.tensor_rank import TensorRank, compute_dtype, gather, row_parall
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension."""
+    """x / rms(x) * weight over the last dimension; with `offset`, times 1 + weight."""
 
-    def __init__(self, hidden: int, eps: float) -> None:
+    def __init__(self, hidden: int, eps: float, *, offset: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden))
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x_bsc: Tensor) -> Tensor:
-        return F.rms_norm(x_bsc, self.weight.shape, self.weight, self.eps)
+        weight = 1.0 + self.weight if self.offset else self.weight
+        return F.rms_norm(x_bsc, self.weight.shape, weight, self.eps)
 
 
 def norm(model: ModelSection) -> nn.Module:
     """The family's norm: RMSNorm or LayerNorm."""
     if model.family == "llama":
-        return RMSNorm(model.hidden, model.norm_eps)
+        return RMSNorm(model.hidden, model.norm_eps, offset=model.norm_offset)
     return nn.LayerNorm(model.hidden, eps=model.norm_eps)
 
 
-def rotary_frequencies(model: ModelSection) -> Tensor:
+def rotary_frequencies(model: ModelSection, *, windowed: bool = False) -> Tensor:
     """Radians a position of each pair of a head's elements, float32 [D / 2], with the model's scaling.
 
     `llama3` divides low frequencies by the factor, leaves high ones and interpolates between (Llama 3.1).
     They are computed on the CPU whatever the device, so that every stage has the same bits.
+
+    Args:
+        windowed: of blocks with a window, which may have a base of their own and then no scaling.
     """
     exponents = torch.arange(0, model.width, 2, dtype=torch.float32, device="cpu") / model.width
+    if windowed and model.window_theta:
+        return 1.0 / model.window_theta**exponents
     frequencies: Tensor = 1.0 / model.rope_theta**exponents
     if model.rope_scaling == "none":
         return frequencies
@@ -104,8 +113,10 @@ class Rotary(nn.Module):
         return layers.rotate(grad_bhsd, self.cos_sd, self.sin_sd, back=True)
 
 
-def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> Tensor:
+def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: Reach = EVERYTHING) -> Tensor:
     """Causal attention; each key/value head serves H / K query heads. Returns [B, S, C]."""
+    if reach.is_limited:
+        return differentiable(query_bhsd, key_bksd, value_bksd, reach).transpose(1, 2).flatten(2)
     grouped = query_bhsd.shape[1] != key_bksd.shape[1]
     if grouped and not has_flash(query_bhsd):
         # Without FlashAttention torch makes and keeps S x S matrices for groups.
@@ -127,15 +138,20 @@ class Block(nn.Module, ABC):
     """False measures what autograd makes of a block with nothing packed."""
     attention_norm: nn.Module
     attention_output: nn.Linear
+    attention_output_norm: nn.Module
+    """With norms at both ends alone, as `ffn_output_norm`."""
     ffn_norm: nn.Module
+    ffn_output_norm: nn.Module
     down: nn.Linear
 
-    def __init__(self, model: ModelSection, storage: Storage, rank: TensorRank) -> None:
+    def __init__(self, model: ModelSection, storage: Storage, rank: TensorRank, window: int = 0) -> None:
+        """`window`: as for `kernels.attention.reach.Reach`."""
         super().__init__()
         self.storage = storage
         self.rank = rank
         self.width = model.width
-        self.norms_outputs = model.norm_place == "output"
+        self.window = window
+        self.norm_place = model.norm_place
         self.is_plain = model.is_plain
         self._adds: Sequence[AddProduct | None] = (None,) * 4
         """Where the gradients of each of `products` go; None leaves them to autograd."""
@@ -182,10 +198,12 @@ class Block(nn.Module, ABC):
         """Queries [B, H, S, D], keys and values [B, K, S, D]."""
         return self.split([projection(normed_bsc) for projection in self.attention_inputs()])
 
-    def forward(self, x_bsc: Tensor) -> Tensor:
+    def forward(self, x_bsc: Tensor, documents: Documents | None = None) -> Tensor:
+        """`documents`: attention does not cross them."""
+        reach = Reach(window=self.window, documents=documents)
         packs = self.is_plain and (not self.storage.is_off or self._is_fused(x_bsc))
         if not packs or not torch.is_grad_enabled():
-            return self._plain(x_bsc)
+            return self._plain(x_bsc, reach)
         add_inputs, add_output, add_wide, add_down = self._adds
         x_bsc = attention_half(
             x_bsc,
@@ -195,6 +213,7 @@ class Block(nn.Module, ABC):
                 rank=self.rank,
                 add_inputs=add_inputs,
                 add_output=add_output,
+                reach=reach,
             ),
             Norm.of(self.attention_norm),
             [Linear.of(projection) for projection in self.attention_inputs()],
@@ -213,17 +232,22 @@ class Block(nn.Module, ABC):
         half = compute_dtype(x_bsc) != torch.float32
         return self.fuses and half and dispatch.has_kernels(x_bsc.device.type)
 
-    def _plain(self, x_bsc: Tensor) -> Tensor:
+    def _plain(self, x_bsc: Tensor, reach: Reach) -> Tensor:
         """Through plain autograd."""
-        if self.norms_outputs:
-            x_bsc = x_bsc + self.attention_norm(self._attend(x_bsc))
+        attend = partial(self._attend, reach=reach)
+        if self.norm_place == "output":
+            x_bsc = x_bsc + self.attention_norm(attend(x_bsc))
             output_bsc: Tensor = self.ffn_norm(self._feed_forward(x_bsc))
             return x_bsc + output_bsc
-        x_bsc = x_bsc + self._attend(self.attention_norm(x_bsc))
+        if self.norm_place == "both":
+            x_bsc = x_bsc + self.attention_output_norm(attend(self.attention_norm(x_bsc)))
+            output_bsc = self.ffn_output_norm(self._feed_forward(self.ffn_norm(x_bsc)))
+            return x_bsc + output_bsc
+        x_bsc = x_bsc + attend(self.attention_norm(x_bsc))
         return x_bsc + self._feed_forward(self.ffn_norm(x_bsc))
 
-    def _attend(self, x_bsc: Tensor) -> Tensor:
-        attended_bsc = attention(*self.qkv(gather(x_bsc, self.rank)))
+    def _attend(self, x_bsc: Tensor, reach: Reach) -> Tensor:
+        attended_bsc = attention(*self.qkv(gather(x_bsc, self.rank)), reach)
         return row_parallel(self.attention_output, attended_bsc, self.rank)
 
     def _feed_forward(self, x_bsc: Tensor) -> Tensor:
@@ -235,17 +259,18 @@ class Block(nn.Module, ABC):
 class LlamaBlock(Block):
     """RMSNorm, rotary grouped-query attention, RMSNorm, SwiGLU.
 
-    `ModelSection` adds biases of queries, keys and values, norms of queries and keys, and norms of outputs.
+    `ModelSection` adds biases of queries, keys and values, norms of queries and keys, norms of outputs, a
+    window, another scale of the scores and a GELU gate.
     """
 
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
 
     def __init__(
-        self, model: ModelSection, rotary: Rotary | None, storage: Storage, rank: TensorRank
+        self, model: ModelSection, rotary: Rotary | None, storage: Storage, rank: TensorRank, window: int = 0
     ) -> None:
         """`rotary` is None for a block without position embedding."""
-        super().__init__(model, storage, rank)
+        super().__init__(model, storage, rank, window)
         q_width = model.q_width // rank.count
         kv_width = self.width * model.kv_heads // rank.count
         ffn = model.ffn // rank.count
@@ -257,9 +282,15 @@ class LlamaBlock(Block):
         self.norms_heads = model.qk_norm == "head"
         self.query_norm = self.key_norm = None
         if model.qk_norm != "none":
-            self.query_norm = RMSNorm(model.width if self.norms_heads else q_width, model.norm_eps)
-            self.key_norm = RMSNorm(model.width if self.norms_heads else kv_width, model.norm_eps)
+            widths = (model.width, model.width) if self.norms_heads else (q_width, kv_width)
+            self.query_norm, self.key_norm = (
+                RMSNorm(width, model.norm_eps, offset=model.norm_offset) for width in widths
+            )
+        self.query_factor = sqrt(model.width / model.query_scale) if model.query_scale else 1.0
+        self.has_gelu = model.activation == "gelu"
         self.attention_output = nn.Linear(q_width, model.hidden, bias=False)
+        if model.norm_place == "both":
+            self.attention_output_norm, self.ffn_output_norm = norm(model), norm(model)
         self.ffn_norm = norm(model)
         self.gate = nn.Linear(model.hidden, ffn, bias=False)
         self.up = nn.Linear(model.hidden, ffn, bias=False)
@@ -277,6 +308,8 @@ class LlamaBlock(Block):
         )
         if self.query_norm is not None and self.key_norm is not None and self.norms_heads:
             query_bhsd, key_bksd = self.query_norm(query_bhsd), self.key_norm(key_bksd)
+        if self.query_factor != 1.0:
+            query_bhsd = query_bhsd * self.query_factor
         if self.rotary is None:
             return query_bhsd, key_bksd, value_bksd
         return self.rotary(query_bhsd), self.rotary(key_bksd), value_bksd
@@ -292,7 +325,8 @@ class LlamaBlock(Block):
 
     def activation(self, *wide_bsf: Tensor) -> Tensor:
         gate_bsf, up_bsf = wide_bsf
-        return F.silu(gate_bsf) * up_bsf
+        gate_bsf = F.gelu(gate_bsf, approximate="tanh") if self.has_gelu else F.silu(gate_bsf)
+        return gate_bsf * up_bsf
 
 
 class Gpt2Block(Block):
@@ -329,20 +363,28 @@ class Gpt2Block(Block):
 
 
 class Embedding(nn.Module):
-    """Token ids [B, S] int64 to hidden [B, S, C]; GPT-2 adds learned positions."""
+    """Token ids [B, S] int64 to hidden [B, S, C]; GPT-2 adds learned positions, which begin again with each
+    of `documents`."""
 
     def __init__(self, model: ModelSection, rank: TensorRank) -> None:
         super().__init__()
         self.rank = rank
         self.tokens = nn.Embedding(model.vocab, model.hidden)
         self.positions = nn.Embedding(model.sequence, model.hidden) if model.family == "gpt2" else None
+        self.scale = sqrt(model.hidden) if model.scaled_embedding else 1.0
 
-    def forward(self, tokens_bs: Tensor) -> Tensor:
+    def forward(self, tokens_bs: Tensor, documents: Documents | None = None) -> Tensor:
         x_bsc: Tensor = self.tokens(tokens_bs).float()
+        if self.scale != 1.0:
+            x_bsc = x_bsc * self.scale
         if self.positions is None:
             return x_bsc
         length = tokens_bs.shape[1]
         first = self.rank.index * length
+        if documents is not None:
+            own = torch.arange(first, first + length, device=tokens_bs.device)
+            within: Tensor = self.positions(own - documents.first_bs[:, first : first + length])
+            return x_bsc + within.float()
         return x_bsc + self.positions.weight[first : first + length].float()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from kernels.attention.reach import Documents
 from kernels.common import dispatch
 from node.config.schema import LoraSection, ModelSection
 from node.model.blocks import Block, Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
@@ -62,18 +63,19 @@ class Chunk(nn.Module):
         self.masks_labels = False
         """Labels may be `IGNORED`, which counts as a loss of 0."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Run the units in order.
 
         Args:
             x: token ids [B, S] int64 if the chunk holds "embed", else hidden [B, S, C] float32.
+            documents: attention does not cross them.
 
         Returns:
             Logits [B, S, V] if the chunk holds "head", else hidden [B, S, C] float32.
         """
-        return self._through(self.layers, x)
+        return self._through(self.layers, x, documents)
 
-    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, x: Tensor, labels: Tensor, documents: Documents | None = None) -> Tensor:
         """Mean cross entropy over all labels of the microbatch, in nats, a float32 scalar.
 
         With `masks_labels`, ignored labels count as 0 in the mean; the step's `label_weight` corrects it.
@@ -81,12 +83,13 @@ class Chunk(nn.Module):
         Args:
             x: as for `forward`; the chunk must hold "head".
             labels: [B, S] int64.
+            documents: as for `forward`.
         """
         head, tokens = self.layers[-1], labels.numel()
         if isinstance(head, Head) and head_piece(tokens, self.model.vocab) < tokens:
-            x = self._through(self.layers[:-1], x)
+            x = self._through(self.layers[:-1], x, documents)
             return head_loss(head.norm(x).flatten(0, 1), head.output, labels.flatten())
-        logits_bsv = self(x)
+        logits_bsv = self(x, documents)
         logits = logits_bsv.float().flatten(0, 1)
         if not self.masks_labels:
             return F.cross_entropy(logits, labels.flatten())
@@ -94,10 +97,13 @@ class Chunk(nn.Module):
         return total / labels.numel()
 
     @staticmethod
-    def _through(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    def _through(layers: Iterable[nn.Module], x: Tensor, documents: Documents | None) -> Tensor:
         for layer in layers:
+            if isinstance(layer, Head):
+                x = layer(x)
+                continue
             again = isinstance(layer, Block) and layer.storage.again and torch.is_grad_enabled()
-            x = _keeping_input(layer, x) if again else layer(x)
+            x = _keeping_input(layer, x, documents) if again else layer(x, documents)
         return x
 
     def unit_parameters(self, unit: str) -> dict[str, nn.Parameter]:
@@ -133,13 +139,13 @@ class Chunk(nn.Module):
             yield unit, self.unit_parameters(unit)
 
 
-def _keeping_input(layer: nn.Module, x: Tensor) -> Tensor:
-    """`layer(x)`, run again in backward: nothing but x is kept."""
+def _keeping_input(layer: nn.Module, x: Tensor, documents: Documents | None) -> Tensor:
+    """`layer(x, documents)`, run again in backward: nothing but x is kept."""
     # Those of now: a captured pass replaces the parameters while it goes forward.
     parameters: dict[str, Tensor] = dict(layer.named_parameters())
 
     def run(x: Tensor) -> Tensor:
-        return cast(Tensor, functional_call(layer, parameters, (x,)))
+        return cast(Tensor, functional_call(layer, parameters, (x, documents)))
 
     # Nothing in a block draws from torch's generators.
     made = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
@@ -175,10 +181,14 @@ def build_chunk(
             f"a chunk of units {', '.join(wanted) or '(none)'} is not a contiguous run of embed, the "
             f"{model.layers} blocks and head, in order"
         )
-    rotary = None
+    rotaries: tuple[Rotary, Rotary] | None = None
     if model.family == "llama":
-        # Its tables hold no weights, so all blocks of a chunk share one.
-        rotary = Rotary(model.sequence, rotary_frequencies(model), device)
+        # Its tables hold no weights, so all blocks of a chunk share them.
+        everything = Rotary(model.sequence, rotary_frequencies(model), device)
+        windowed = everything
+        if model.window_theta:
+            windowed = Rotary(model.sequence, rotary_frequencies(model, windowed=True), device)
+        rotaries = everything, windowed
     rank, lora = rank or TensorRank(), lora or LoraSection()
     source = DropoutSource(device)
     modules: list[nn.Module] = []
@@ -187,7 +197,7 @@ def build_chunk(
         # On the meta device torch allocates nothing and draws no random numbers.
         with torch.device("meta"):
             own = storage.get(unit) if isinstance(storage, Mapping) else storage
-            module = _module(model, unit, rotary, own or Storage(), rank)
+            module = _module(model, unit, rotaries, own or Storage(), rank)
         # Cloned into torch's own 64-byte aligned memory: a matrix product's bits may depend on alignment.
         weights = {
             spec.name: shard(unit, spec, torch.from_numpy(next(drawn)), rank.index, rank.count)
@@ -254,13 +264,21 @@ def weight_dtype(name: str) -> torch.dtype:
 
 
 def _module(
-    model: ModelSection, unit: str, rotary: Rotary | None, storage: Storage, rank: TensorRank
+    model: ModelSection,
+    unit: str,
+    rotaries: tuple[Rotary, Rotary] | None,
+    storage: Storage,
+    rank: TensorRank,
 ) -> nn.Module:
+    """`rotaries`: of blocks that see all keys, and of those with a window."""
     if unit == EMBED:
         return Embedding(model, rank)
     if unit == HEAD:
         return Head(model)
-    if rotary is None:
+    if rotaries is None:
         return Gpt2Block(model, storage, rank)
-    turns = int(unit.partition(".")[2]) not in model.no_rope
-    return LlamaBlock(model, rotary if turns else None, storage, rank)
+    index = int(unit.partition(".")[2])
+    # Which base a block has does not depend on how long samples are.
+    rotary = rotaries[model.window > 0 and index not in model.no_window]
+    turns = index not in model.no_rope
+    return LlamaBlock(model, rotary if turns else None, storage, rank, model.window_of(index))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.attention.ops import attention, attention_backward
+from kernels.attention.reach import EVERYTHING, Reach
 from kernels.blockfloat import ops
 from kernels.layers import ops as layers
 from node.model.products import AddProduct, Linear, Projections
@@ -103,6 +104,7 @@ class AttentionParts:
     add_inputs: AddProduct | None = None
     """Where the gradients of the projections' weights go, and that of the output's; None returns them."""
     add_output: AddProduct | None = None
+    reach: Reach = EVERYTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +188,7 @@ class _AttentionHalf(torch.autograd.Function):
             ]
             if RECOMPUTE not in (storage.attention, storage.attention_output):
                 heads = _all_heads(kept_heads, head_shapes, storage.attention, dtype)
-            attended, sums = attention(*heads)
+            attended, sums = attention(*heads, parts.reach)
             flat = _flat(attended)
             result = x + output.row_parallel(flat, parts.rank)
             kept_output = _keep(flat, storage.attention_output)
@@ -213,7 +215,7 @@ class _AttentionHalf(torch.autograd.Function):
         else:
             heads = _all_heads((query, key, value), ctx.head_shapes, storage.attention, dtype)
         if storage.attention_output == RECOMPUTE:
-            attended, sums = attention(*heads)
+            attended, sums = attention(*heads, parts.reach)
             flat = _flat(attended)
         else:
             flat = _kept(kept_output, storage.attention_output, ctx.flat_shape, dtype)
@@ -223,7 +225,7 @@ class _AttentionHalf(torch.autograd.Function):
         of_output = output.gradients([down], flat, own)
         of_attended = torch.unflatten(output.backward([down]), 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
         del own, down, flat
-        of_heads = attention_backward(of_attended, *heads, attended, sums)
+        of_heads = attention_backward(of_attended, *heads, attended, sums, parts.reach)
         del of_attended, heads, attended
         of_projected = parts.layout.join(of_heads)
         del of_heads

@@ -22,7 +22,8 @@ FAMILIES = ("llama", "gpt2")
 CHOICES = {
     "rope_scaling": ("none", "linear", "llama3"),
     "qk_norm": ("none", "head", "full"),
-    "norm_place": ("input", "output"),
+    "norm_place": ("input", "output", "both"),
+    "activation": ("silu", "gelu"),
 }
 """Values of the keys that vary a `llama` block."""
 
@@ -83,6 +84,8 @@ def check_model(model: ModelSection) -> None:
             raise ConfigError(f"[model] kv_heads {model.kv_heads} must divide heads {model.heads}")
         if model.width % 2:
             raise ConfigError(f"[model] hidden / heads is {model.width}; rotary positions need it to be even")
+        if model.window < 0:
+            raise ConfigError(f"[model] window is {model.window}; it must be at least 0")
         for name, allowed in CHOICES.items():
             if getattr(model, name) not in allowed:
                 raise ConfigError(
@@ -169,8 +172,13 @@ def _bias(name: str, width: int) -> ParameterSpec:
     return ParameterSpec(f"{name}.bias", (width,), Initial.ZEROS)
 
 
+def _scale(name: str, width: int, model: ModelSection) -> ParameterSpec:
+    """An RMSNorm's weight, or LayerNorm's."""
+    return ParameterSpec(f"{name}.weight", (width,), Initial.ZEROS if model.norm_offset else Initial.ONES)
+
+
 def _norm(name: str, model: ModelSection) -> tuple[ParameterSpec, ...]:
-    weight = ParameterSpec(f"{name}.weight", (model.hidden,), Initial.ONES)
+    weight = _scale(name, model.hidden, model)
     return (weight,) if model.family == "llama" else (weight, _bias(name, model.hidden))
 
 
@@ -185,15 +193,18 @@ def _llama_block(model: ModelSection) -> tuple[ParameterSpec, ...]:
     if model.qk_norm != "none":
         for name in ("query", "key"):
             normed = model.width if model.qk_norm == "head" else widths[name]
-            inputs.append(ParameterSpec(f"{name}_norm.weight", (normed,), Initial.ONES))
+            inputs.append(_scale(f"{name}_norm", normed, model))
+    both = model.norm_place == "both"
     return (
         *_norm("attention_norm", model),
         *inputs,
         _matrix("attention_output", model.hidden, model.q_width, Initial.RESIDUAL),
+        *(_norm("attention_output_norm", model) if both else ()),
         *_norm("ffn_norm", model),
         _matrix("gate", model.ffn, model.hidden),
         _matrix("up", model.ffn, model.hidden),
         _matrix("down", model.hidden, model.ffn, Initial.RESIDUAL),
+        *(_norm("ffn_output_norm", model) if both else ()),
     )
 
 

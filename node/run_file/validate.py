@@ -165,6 +165,11 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
             yield f"model.heads ({model.heads}) must be a multiple of model.kv_heads ({model.kv_heads})"
         for key, allowed in CHOICES.items():
             yield from _name(f"model.{key}", getattr(model, key), allowed)
+    elif model.window:
+        yield "model.window is for model.family llama: gpt2 sees all keys"
+    yield from _at_least(0, {"model.window": model.window, "model.query_scale": model.query_scale})
+    if not 0 <= model.window_theta < math.inf:
+        yield f"model.window_theta must be a finite number of at least 0, got {model.window_theta}"
     if tokenizer == "bytes" and model.vocab < BYTE_VOCABULARY:
         yield f"model.vocab must be at least {BYTE_VOCABULARY} for byte tokens, got {model.vocab}"
 
@@ -173,8 +178,8 @@ def _stored_blocks(config: RunConfig) -> Iterator[str]:
     known = config.storage.preset in PRESETS
     if known and not config.model.is_plain and not configured(config.storage).is_off:
         yield (
-            "storage.preset must be off for a model with norms of queries and keys or of outputs "
-            "(model.qk_norm, model.norm_place)"
+            "storage.preset must be off for a model with norms of queries and keys or of outputs, or with "
+            "Gemma's (model.qk_norm, norm_place, norm_offset, activation, query_scale)"
         )
 
 

@@ -63,11 +63,29 @@ def test_import_then_export_gives_the_same_bytes(family: str, dtype: torch.dtype
         assert torch.equal(load(out, dtype=dtype)(tokens).logits, load(source, dtype=dtype)(tokens).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+SHAPE = ModelSection(layers=3, hidden=32, heads=4, kv_heads=4, ffn=48, sequence=64)
+GEMMA = replace(
+    SHAPE,
+    qk_norm="head",
+    norm_place="both",
+    norm_offset=True,
+    activation="gelu",
+    scaled_embedding=True,
+    window=6,
+    no_window=(1,),
+    window_theta=500.0,
+    query_scale=12,
+)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [SHAPE, replace(SHAPE, family="gpt2"), replace(SHAPE, window=6), GEMMA],
+    ids=["llama", "gpt2", "mistral", "gemma3"],
+)
 def test_a_model_of_ours_generates_the_same_tokens_in_transformers(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ModelSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = ModelSection(family=family, layers=3, hidden=32, heads=4, kv_heads=4, ffn=48, sequence=64)
     config = replace(RunConfig(), model=replace(model, init_std=0.3), data=DataSection(tokenizer="bytes"))
     snapshot(tmp_path / "run", config)
     monkeypatch.setattr(module, "SHARD_BYTES", 20_000)
@@ -108,6 +126,6 @@ def test_bad_requests_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path != run] == ["out"]
     strange = replace(RunConfig(), model=replace(ModelSection(layers=1), qkv_bias=True, qk_norm="head"))
     snapshot(tmp_path / "other", strange)
-    with pytest.raises(UserError, match=r"no Hugging Face family has model\.qkv_bias True"):
+    with pytest.raises(UserError, match=r"no Hugging Face family has all of model\.qkv_bias True, qk_norm head"):
         export(tmp_path / "other", tmp_path / "third")
     assert not (tmp_path / "third").exists() and not list(tmp_path.glob(".*"))

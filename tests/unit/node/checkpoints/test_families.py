@@ -52,11 +52,25 @@ LLAMA3 = {
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "mistral": ("Mistral", {"head_dim": 16, "sliding_window": 2048}),
+    "mistral": ("Mistral", {"head_dim": 16, "sliding_window": 50}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "smollm3": ("SmolLM3", {"tie_word_embeddings": True}),
     "olmo2": ("Olmo2", {}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 4.0},
+            },
+        },
+    ),
     "gpt2": (
         "GPT2",
         {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 2048, "tie_word_embeddings": True},
@@ -68,7 +82,8 @@ def make(family: str) -> Any:
     """A random model of a family, in evaluation mode and float32."""
     name, extra = CONFIGS[family]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **extra})
+    kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, kind)(**{**SIZES, **extra})
     model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -115,6 +130,37 @@ def run(stages: list[Chunk], tokens: Tensor) -> Tensor:
     for stage in stages:
         x = stage(x)
     return x
+
+
+def test_gemmas_older_configs_say_the_same() -> None:
+    """As the published checkpoints have it: no list of layers, two bases beside each other."""
+    config = {
+        **{key: value for key, value in SIZES.items() if value is not None},
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 13,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    }
+    found = read_config(config, "config.json", LENGTH)
+    expected = {
+        "window": 512,
+        "no_window": (5, 11),
+        "window_theta": 10_000.0,
+        "rope_theta": 1_000_000.0,
+        "rope_scaling": "linear",
+        "rope_factor": 8.0,
+        "query_scale": 0,
+        "norm_offset": True,
+    }
+    assert {key: found[key] for key in expected} == expected
+    theirs = transformers.Gemma3TextConfig(**config)
+    full = [index for index, name in enumerate(theirs.layer_types) if name == "full_attention"]
+    assert tuple(full) == found["no_window"]
 
 
 @pytest.mark.parametrize("stages", [1, 4])
@@ -225,7 +271,9 @@ def read(folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters is .*yarn"),
         ({"max_position_embeddings": 100}, "model.sequence is 1100"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
-        ({"model_type": "mistral", "sliding_window": 512}, "sliding_window is 512, shorter than"),
+        ({"model_type": "mistral", "sliding_window": "wide"}, "sliding_window is 'wide'"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"model_type": "gemma3_text", "hidden_activation": "relu"}, "hidden_activation is 'relu'"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
     ],
 )
