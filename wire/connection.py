@@ -30,8 +30,16 @@ class _Ended(Exception):
 class Connection:
     """Two streams that end together. `on_change` is called when the connection comes up and when it ends."""
 
-    def __init__(self, state: LinkState, attempt: int, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state: LinkState,
+        attempt: int,
+        on_change: Callable[[], None],
+        silent_seconds: float | None = None,
+    ) -> None:
+        """`silent_seconds`: in place of the link's, where there is another path; four round trips or more."""
         self.attempt = attempt
+        self._silent_seconds = silent_seconds
         self.error: LinkError | None = None
         self.finished = asyncio.Event()
         self._state = state
@@ -178,7 +186,7 @@ class Connection:
     async def _write_message(self, stream: ByteStream, message: link_pb2.LinkMessage) -> None:
         data = message.SerializeToString()
         try:
-            async with asyncio.timeout(self._state.settings.silent_seconds):
+            async with asyncio.timeout(self._silent_after):
                 await stream.write(data)
         except TimeoutError as error:
             raise self._silence() from error
@@ -187,7 +195,7 @@ class Connection:
     async def _read_control(self, stream: ByteStream) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._state.settings.silent_seconds):
+                async with asyncio.timeout(self._silent_after):
                     data = await stream.read()
             except TimeoutError as error:
                 raise self._silence() from error
@@ -200,8 +208,15 @@ class Connection:
                 ) from error
             self._handle(message)
 
+    @property
+    def _silent_after(self) -> float:
+        limit = self._state.settings.silent_seconds
+        if self._silent_seconds is None:
+            return limit
+        return min(limit, max(self._silent_seconds, 4 * self._state.stats.rtt_seconds))
+
     def _silence(self) -> LinkError:
-        return StreamDroppedError(f"the neighbour was silent for {self._state.settings.silent_seconds:g} s")
+        return StreamDroppedError(f"the neighbour was silent for {self._silent_after:g} s")
 
     def _handle(self, message: link_pb2.LinkMessage) -> None:
         state = self._state

@@ -21,6 +21,8 @@ from wire.identity.names import join_address, split_address
 
 HEAD_START_SECONDS = 0.25
 """Before the next address of a host is dialled beside those that have not answered (RFC 8305)."""
+TRY_SECONDS, PAUSE_SECONDS = 1.5, 0.05
+"""One of several attempts to dial the same address, and the pause after one that was refused."""
 PROXY_SECONDS = 10.0
 """For a proxy's answer, which comes after it has connected to its target."""
 _MOST_ANSWER = 16 * 1024
@@ -96,15 +98,15 @@ def proxy_options(address: str) -> tuple[tuple[str, int | str], ...]:
     return ("grpc.enable_http_proxy", 1), ("grpc.http_proxy", url)
 
 
-async def connect(address: str) -> socket.socket:
+async def connect(address: str, *, reused: bool = False) -> socket.socket:
     """A TCP connection to host:port that does not block, perhaps through a proxy.
 
-    Raises OSError if none of the host's addresses answers; ProxyError, which is one, if the proxy refuses.
-    The caller bounds the time.
+    With `reused` other connections may leave from its port too. Raises OSError if none of the host's
+    addresses answers; ProxyError, which is one, if the proxy refuses. The caller bounds the time.
     """
     proxy = proxy_for(address)
     if proxy is None:
-        return await _connect_host(*split_address(address))
+        return await _connect_host(*split_address(address), reused=reused)
     try:
         connection = await _connect_host(proxy.host, proxy.port)
     except OSError as error:
@@ -120,12 +122,12 @@ async def connect(address: str) -> socket.socket:
     return connection
 
 
-async def _connect_host(host: str, port: int) -> socket.socket:
+async def _connect_host(host: str, port: int, *, reused: bool = False) -> socket.socket:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     places = [(int(family), place) for family, _, _, _, place in found]
     if not places:
         raise OSError(f"{host} has no address")
-    connection, _ = await first_to_answer(in_turn(places))
+    connection, _ = await first_to_answer(in_turn(places), reused=reused)
     return connection
 
 
@@ -139,7 +141,7 @@ def in_turn(places: Sequence[Place]) -> list[Place]:
     return mixed
 
 
-async def first_to_answer(places: Sequence[Place]) -> tuple[socket.socket, int]:
+async def first_to_answer(places: Sequence[Place], *, reused: bool = False) -> tuple[socket.socket, int]:
     """The first connection of several and its place's number. Raises the OSError of the last failure.
 
     The next is dialled as soon as one fails, or has not answered for `HEAD_START_SECONDS`.
@@ -151,7 +153,7 @@ async def first_to_answer(places: Sequence[Place]) -> tuple[socket.socket, int]:
         while waiting or dials:
             if waiting:
                 number, place = waiting.pop(0)
-                dials[asyncio.create_task(_connect_place(place))] = number
+                dials[asyncio.create_task(_connect_place(place, reused))] = number
             done, _ = await asyncio.wait(
                 dials, timeout=HEAD_START_SECONDS if waiting else None, return_when=asyncio.FIRST_COMPLETED
             )
@@ -173,11 +175,31 @@ def _close_late(dial: "asyncio.Task[socket.socket]") -> None:
         dial.result().close()
 
 
-async def _connect_place(place: Place) -> socket.socket:
+async def again_and_again(family: socket.AddressFamily, own: Any, there: tuple[str, int]) -> socket.socket:
+    """Dial `there` from the address `own`, from which other connections leave too, until that succeeds.
+
+    The caller bounds the time.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(TRY_SECONDS):
+                return await _connect_place((family, there), reused=True, own=own)
+        except TimeoutError:
+            continue
+        except OSError:
+            await asyncio.sleep(PAUSE_SECONDS)
+
+
+async def _connect_place(place: Place, reused: bool = False, own: Any = None) -> socket.socket:
     family, address = place
     connection = socket.socket(family, socket.SOCK_STREAM)
-    connection.setblocking(False)
     try:
+        connection.setblocking(False)
+        if reused:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            # A port is shared only if all its sockets were bound to it by hand.
+            connection.bind(own or ("::" if family == socket.AF_INET6 else "0.0.0.0", 0))
         await asyncio.get_running_loop().sock_connect(connection, address)
     except BaseException as error:
         connection.close()

@@ -28,7 +28,7 @@ from wire.pacing import Backoff
 from wire.spec import TensorKey
 from wire.stream_receiver import Expect
 from wire.stream_sender import Payload
-from wire.telemetry import DIRECT
+from wire.telemetry import DIRECT, is_relayed
 from wire.version import PROTOCOL
 
 BULK_METHOD = "/thinwire.wire.v1.Link/Bulk"
@@ -40,6 +40,12 @@ PATIENCE_SECONDS = 2.0
 """A direct path that fails is tried again for this long before another is."""
 PATH_SECONDS = 3.0
 """Limit for one attempt to connect while there is another path."""
+RELAY_SILENT_SECONDS = 2.0
+"""A relay that is silent for this long is left, where there is another."""
+LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 300.0
+"""From coming to a path to looking for a better one; ten times as long the next time, and so on."""
+QUIET_SECONDS, QUIET_POLL_SECONDS = 30.0, 0.02
+"""How long a better path waits until nothing is on its way, and how often that is looked at."""
 _CLOSE_SECONDS = 5.0
 
 __all__ = ["DialledLink", "Link", "LinkPath", "LinkSettings", "LinkStats", "dial_link"]
@@ -209,8 +215,8 @@ class Link(ABC):
         if self._over.is_set():
             raise LinkError(f"the link to {self._peer} was closed here")
 
-    def _make_connection(self, attempt: int) -> Connection:
-        connection = Connection(self._state, attempt, self._connection_changed)
+    def _make_connection(self, attempt: int, silent_seconds: float | None = None) -> Connection:
+        connection = Connection(self._state, attempt, self._connection_changed, silent_seconds)
         self._connection = connection
         return connection
 
@@ -256,24 +262,44 @@ class LinkPath:
     """A way to a neighbour."""
 
     name: str
-    """`DIRECT` or `RELAY`."""
+    """As in `wire.telemetry`."""
     address: str
     """What gRPC dials: host:port, or unix:PATH."""
     shown: str
     """For people."""
     trouble: Callable[[], str] = str
     """Why the newest attempt beyond `address` failed; empty if it did not."""
+    seconds: float = PATH_SECONDS
+    """Limit for one attempt to connect while there is another path."""
+    in_background: bool = False
+    """It takes long to fail: tried last, and while another path carries the link."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A path that answers, with its open channels."""
+
+    path: LinkPath
+    bulk: grpc.aio.Channel
+    control: grpc.aio.Channel
 
 
 class DialledLink(Link):
-    """The link at the end that dials. After a failure it takes the next of its paths."""
+    """The link at the end that dials. After a failure it takes the next of its paths.
+
+    While it has another than the best, it looks for a better one from time to time. One that answers is taken
+    when nothing is on its way, that is, between two steps: its channels are open by then, so the change takes
+    two round trips.
+    """
 
     def __init__(
         self, *, identity: LinkIdentity, peer_node_id: str, paths: Sequence[LinkPath], state: LinkState
     ) -> None:
         """`paths`: one or more, the best first."""
         super().__init__(peer_node_id=peer_node_id, state=state)
-        self._paths = deque(paths)
+        self._ranked = tuple(paths)
+        self._paths = deque(sorted(paths, key=lambda path: path.in_background))
+        self._prepared: _Prepared | None = None
         self._identity = identity
         self.path = self._paths[0].name
         self.why_not: dict[str, str] = {}
@@ -284,16 +310,28 @@ class DialledLink(Link):
         return f"{super()._peer} at {self._paths[0].shown}"
 
     async def _keep_connected(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            looking = group.create_task(self._look_for_better())
+            try:
+                await self._dial()
+            finally:
+                looking.cancel()
+
+    async def _dial(self) -> None:
         settings = self._state.settings
         attempt, backoff = 0, Backoff(settings.backoff_seconds, settings.max_backoff_seconds)
         down_since = now()
         while not self._over.is_set():
             attempt += 1
-            connection = self._make_connection(attempt)
+            prepared, self._prepared = self._prepared, None
+            if prepared is not None and prepared.path is not self._paths[0]:
+                self._rotate_to(lambda other: other is prepared.path)  # noqa: B023 - called at once
             path = self._paths[0]
             self.path = path.name
+            leaves_soon = is_relayed(path.name) and self._relays > 1
+            connection = self._make_connection(attempt, RELAY_SILENT_SECONDS if leaves_soon else None)
             try:
-                await self._connect(connection, path.address)
+                await self._connect(connection, path, prepared)
             except StreamDroppedError as error:
                 connection.end(StreamDroppedError(path.trouble() or str(error), error.refusal))
             if isinstance(connection.error, StreamDroppedError) and connection.error.refusal:
@@ -301,14 +339,76 @@ class DialledLink(Link):
             if connection.was_up:
                 backoff.reset()
                 down_since = now()
+                if self._prepared is not None:
+                    continue
+                if leaves_soon:
+                    # Its relay died or froze: the next is there, and this one is tried again later.
+                    self._rotate_to(lambda other: is_relayed(other.name))
             else:
                 self.why_not[path.name] = str(connection.error or "")
                 if path.name != DIRECT or now() - down_since >= PATIENCE_SECONDS:
                     self._paths.rotate(-1)
             await wait_until(self._over, now() + backoff.advance())
 
-    async def _connect(self, connection: Connection, address: str) -> None:
-        state, name = self._state, self._identity.server_name(self.peer_node_id)
+    @property
+    def _relays(self) -> int:
+        return sum(is_relayed(path.name) for path in self._ranked)
+
+    def _rotate_to(self, wanted: Callable[[LinkPath], bool]) -> None:
+        self._paths.rotate(-1)
+        while not wanted(self._paths[0]):
+            self._paths.rotate(-1)
+
+    async def _look_for_better(self) -> None:
+        pause = LOOK_SECONDS
+        while not self._over.is_set():
+            await wait_until(self._over, now() + pause)
+            if not self.up or self._paths[0] is self._ranked[0]:
+                continue
+            pause = min(10 * pause, LONGEST_LOOK_SECONDS)
+            for path in self._ranked[: self._ranked.index(self._paths[0])]:
+                if (prepared := await self._prepare(path)) is not None:
+                    await self._take(prepared)
+                    break
+
+    async def _prepare(self, path: LinkPath) -> _Prepared | None:
+        """The path's channels, if it answers."""
+        bulk, control = self._channel(path.address), self._channel(path.address)
+        try:
+            async with asyncio.timeout(path.seconds):
+                await asyncio.gather(bulk.channel_ready(), control.channel_ready())
+        except BaseException as error:
+            await bulk.close()
+            await control.close()
+            if isinstance(error, TimeoutError):
+                self.why_not[path.name] = path.trouble() or f"no answer within {path.seconds:g} s"
+                return None
+            raise
+        return _Prepared(path, bulk, control)
+
+    async def _take(self, prepared: _Prepared) -> None:
+        """Change to this path once nothing is on its way."""
+        deadline = now() + QUIET_SECONDS
+        while self.queued_bytes and now() < deadline:
+            await wait_until(self._over, now() + QUIET_POLL_SECONDS)
+        if not self.up or self._over.is_set() or self._connection is None:
+            await prepared.bulk.close()
+            await prepared.control.close()
+            return
+        self._prepared = prepared
+        self._was_up = False  # what follows is no reconnect
+        self._connection.end(StreamDroppedError("a better path is there"))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        return open_channel(
+            address,
+            identity=self._identity,
+            server_name=self._identity.server_name(self.peer_node_id),
+            unread_bytes=self._state.settings.unread_bytes,
+        )
+
+    async def _connect(self, connection: Connection, path: LinkPath, prepared: _Prepared | None) -> None:
+        state = self._state
         numbers = {
             "protocol": PROTOCOL,
             "epoch": state.epoch,
@@ -317,16 +417,13 @@ class DialledLink(Link):
             "attempt": connection.attempt,
         }
         metadata = tuple((METADATA_PREFIX + key, str(value)) for key, value in numbers.items())
-        unread_bytes = state.settings.unread_bytes
-
-        def channel() -> grpc.aio.Channel:
-            return open_channel(address, identity=self._identity, server_name=name, unread_bytes=unread_bytes)
-
         seconds = state.settings.connect_seconds
         if len(self._paths) > 1:
-            seconds = min(seconds, PATH_SECONDS)
+            seconds = min(seconds, path.seconds)
+        one = prepared.bulk if prepared else self._channel(path.address)
+        other = prepared.control if prepared else self._channel(path.address)
 
-        async with channel() as bulk_channel, channel() as control_channel:
+        async with one as bulk_channel, other as control_channel:
             bulk = ClientStream(_call(bulk_channel, BULK_METHOD, metadata))
             control = ClientStream(_call(control_channel, CONTROL_METHOD, metadata))
             try:

@@ -82,7 +82,7 @@ class LinkStats:
     """Frames dropped because nobody expected their tensor."""
     reconnects: int = 0
     path: str = ""
-    """`direct` or `relay`: of the newest connection."""
+    """Of the newest connection; see `wire.telemetry`."""
     rtt_seconds: float = 0.0
     """Smoothed round trip of a ping on the control stream; 0 before the first."""
     least_rtt_seconds: float = 0.0

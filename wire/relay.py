@@ -5,7 +5,9 @@ to reach, or from whom they take a connection. The relay answers when both are t
 are plain, and the neighbours' own mutual TLS runs inside. The relay can neither read nor change nor forge it.
 
 A request is 16 bytes: `D` to dial or `A` to accept, and the peer's node id. The answer is `+`, or `-` before
-the relay hangs up.
+the relay hangs up. Two that ask with `S` are not joined: each is told, after `+`, from which address the
+other comes (its length in a byte, then host:port), so that both can dial at the same moment, which opens the
+NAT of each for the other.
 """
 
 import asyncio
@@ -13,23 +15,27 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from wire.admission import Limits
 from wire.descriptors import raise_limit
 from wire.front import Front
-from wire.identity.names import is_node_id
+from wire.identity.names import is_node_id, join_address
+from wire.pacing import Pacer
 from wire.splice import Pipe, splice
 from wire.tls_socket import TlsSocket
 
 PROTOCOL_NAME = "thinwire-relay"
 """Of TLS's ALPN."""
-DIAL, ACCEPT = b"D", b"A"
+DIAL, ACCEPT, TOGETHER = b"D", b"A", b"S"
+PARTNER = {DIAL: ACCEPT, ACCEPT: DIAL, TOGETHER: TOGETHER}
 YES, NO = b"+", b"-"
 NODE_ID_BYTES = 15
 REQUEST_SECONDS = 10.0
 """From a connection's first byte to its request."""
+TELL_SECONDS = 10.0
+"""How long two that were told each other's addresses may stay, so that their NAT keeps its mappings."""
 MOST_WAITING = 4
 """Connections of one member that wait for one other in one role; of more, the oldest is dropped."""
 MOST_OF_A_NODE = 64
@@ -40,11 +46,11 @@ MOST_OF_A_NODE = 64
 class _Wait:
     node: str
     peer: str
-    dials: bool
+    role: bytes
 
     @property
     def partner(self) -> "_Wait":
-        return _Wait(self.peer, self.node, not self.dials)
+        return _Wait(self.peer, self.node, PARTNER[self.role])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +81,11 @@ class Rendezvous:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def ask(self, number: int, node: str, peer: str, *, dials: bool) -> Answer:
-        """Connection `number` of `node` wants to be joined with one of `peer`."""
+    def ask(self, number: int, node: str, peer: str, role: bytes) -> Answer:
+        """Connection `number` of `node` wants one of `peer`; `role` is a request's letter."""
         if node == peer or not {node, peer} <= self.allowed:
             return Answer(refused=f"the placement does not name {node} and {peer}")
-        wait = _Wait(node, peer, dials)
+        wait = _Wait(node, peer, role)
         waiting = self._waiting.get(wait, [])
         dropped = tuple(waiting[:1]) if len(waiting) >= MOST_WAITING else ()
         for oldest in dropped:
@@ -121,17 +127,23 @@ class RelayTotals:
     bytes: int = 0
     """Carried, both ways together."""
     joined: int = 0
+    told: int = 0
+    """Pairs that were told each other's addresses."""
     refused: int = 0
 
 
 class Relay:
     """The service behind a front. Call everything on the event loop."""
 
-    def __init__(self, context: ssl.SSLContext, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, context: Callable[[], ssl.SSLContext], note: Callable[[str], None], rate: float = 0.0
+    ) -> None:
         """
         Args:
-            context: of `wire.tls_socket.mutual_context`, the server's side.
+            context: gives one of `wire.tls_socket.mutual_context`, the server's side; called for each
+                connection, so that a renewed certificate counts.
             note: called with the reason of a refusal.
+            rate: the most bytes a second that are carried, both ways together; 0 is no limit.
         """
         descriptors = raise_limit()
         loop = asyncio.get_running_loop()
@@ -141,6 +153,7 @@ class Relay:
         )
         self._context = context
         self._note = note
+        self._pacer = Pacer(rate) if rate else None
         self._rendezvous = Rendezvous(most=max(16, descriptors // 8))
         self._numbers = count()
         self._waiting: dict[int, TlsSocket] = {}
@@ -152,12 +165,17 @@ class Relay:
     def totals(self) -> RelayTotals:
         under_way = sum(pipe.carried for pipe in self._joined())
         totals = self._totals
-        return RelayTotals(bytes=totals.bytes + under_way, joined=totals.joined, refused=totals.refused)
+        return replace(totals, bytes=totals.bytes + under_way)
 
     @property
     def pairs(self) -> int:
         """Pairs of connections that are joined now."""
         return sum(1 for _ in self._joined())
+
+    @property
+    def waiting(self) -> int:
+        """Connections that wait for another, or for their ends to dial each other."""
+        return len(self._waiting)
 
     def allow(self, nodes: Collection[str]) -> None:
         """Nodes of the newest placement: any two of them may be joined, all other connections end."""
@@ -180,24 +198,24 @@ class Relay:
                 yield pipe
 
     async def _serve(self, connection: socket.socket) -> None:
-        tls = TlsSocket(connection, self._context)
         try:
+            tls = TlsSocket(connection, self._context())
             keep_alive(connection)
             await tls.handshake()
             request = await tls.read(1 + NODE_ID_BYTES)
             node, peer = tls.peer_node_id, request[1:].decode("ascii", "replace")
-            if request[:1] not in (DIAL, ACCEPT) or not (node and is_node_id(peer)):
+            if request[:1] not in PARTNER or not (node and is_node_id(peer)):
                 raise ConnectionError("no request")
         except BaseException as error:
             connection.close()
             if isinstance(error, OSError):
                 return
             raise
-        await self._ask(tls, node, peer, dials=request[:1] == DIAL)
+        await self._ask(tls, node, peer, request[:1])
 
-    async def _ask(self, tls: TlsSocket, node: str, peer: str, *, dials: bool) -> None:
+    async def _ask(self, tls: TlsSocket, node: str, peer: str, role: bytes) -> None:
         number = next(self._numbers)
-        answer = self._rendezvous.ask(number, node, peer, dials=dials)
+        answer = self._rendezvous.ask(number, node, peer, role)
         for oldest in answer.dropped:
             self._close(oldest)
         if answer.refused:
@@ -211,13 +229,33 @@ class Relay:
         if answer.joined_with is None:
             # It has nothing to say while it waits, so it is readable when it has ended.
             asyncio.get_running_loop().add_reader(tls.socket, self._close, number)
+        elif role == TOGETHER:
+            self._tell_both(number, answer.joined_with)
         else:
             await self._join(number, answer.joined_with)
+
+    def _tell_both(self, number: int, other: int) -> None:
+        """Tell each the other's address; they hang up when they have dialled."""
+        ends = self._waiting[number], self._waiting[other]
+        self._totals.told += 1
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ends[0].socket, self._close, number)
+        for end, peer in (ends, ends[::-1]):
+            try:
+                told = _address(peer.socket).encode()
+                end.write_now(YES + bytes([len(told)]) + told)
+            except OSError:
+                for one in (number, other):
+                    self._close(one)
+                return
+        for one in (number, other):
+            self._rendezvous.gone(one)
+            loop.call_later(TELL_SECONDS, self._close, one)
 
     async def _join(self, number: int, other: int) -> None:
         mine, theirs = self._waiting.pop(number), self._waiting.pop(other)
         asyncio.get_running_loop().remove_reader(theirs.socket)
-        pipe = Pipe(lambda: self._ended(number, other, pipe))
+        pipe = Pipe(lambda: self._ended(number, other, pipe), self._pacer)
         self._pipes[number] = self._pipes[other] = pipe
         self._totals.joined += 1
         try:
@@ -248,6 +286,12 @@ class Relay:
             numbers = [each for each, joined in self._pipes.items() if joined is pipe]
             self._ended(numbers[0], numbers[-1], pipe)
             pipe.abort()
+
+
+def _address(connection: socket.socket) -> str:
+    """host:port from which a connection comes."""
+    host, port, *_ = connection.getpeername()
+    return join_address(str(host).removeprefix("::ffff:"), port)
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -1,10 +1,16 @@
-"""A member's way through a relay: dial a neighbour, or take the connections that a neighbour dials.
+"""A member's ways to a neighbour with a relay's help: through it, or by dialling at the same moment.
 
 gRPC dials a Unix socket here, and its bytes go to the relay; connections that come from the relay go to the
 link port's front as if it had accepted them. So nothing needs to listen on the network.
+
+To dial at the same moment (TCP's simultaneous open, RFC 9293, figure 8), both ask the relay from a fresh
+port, learn from it where the other's NAT shows that connection to come from, and dial there from the same
+port again. That works where a NAT maps a port in the same way for every target. Each end's outgoing packet
+makes its own NAT let in the other's.
 """
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import socket
@@ -13,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from wire.channels import LinkIdentity
-from wire.dialing import connect
+from wire.dialing import again_and_again, connect, proxy_for
 from wire.errors import LinkError
 from wire.front import private_directory
+from wire.identity.names import split_address
 from wire.pacing import RECONNECT_SECONDS, Backoff
-from wire.relay import ACCEPT, DIAL, PROTOCOL_NAME, YES, keep_alive
+from wire.relay import ACCEPT, DIAL, PROTOCOL_NAME, TOGETHER, YES, keep_alive
 from wire.splice import Pipe, splice
 from wire.tls_socket import TlsSocket, mutual_context
 
@@ -27,6 +34,8 @@ CONNECT_SECONDS = 10.0
 """For the connection to the relay, TLS and the request."""
 PARTNER_SECONDS = 10.0
 """How long a dialler waits for the neighbour to come to the relay."""
+TOGETHER_SECONDS = 4.0
+"""How long two dial each other at the same moment."""
 SPARES = 2
 """Connections that wait at the relay for a neighbour: a link has two."""
 _BACKLOG = 16
@@ -49,14 +58,22 @@ class RelayClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pipes: set[Pipe] = set()
         self.trouble: dict[str, str] = {}
-        """By neighbour: why the newest attempt failed; empty after a success."""
+        """By neighbour: why the newest attempt through the relay failed; empty after a success."""
+        self.trouble_together: dict[str, str] = {}
+        """The same for dialling at the same moment."""
 
-    def local_address(self, peer: str) -> str:
-        """Where gRPC dials to reach `peer` through the relay."""
+    @property
+    def address(self) -> str:
+        """The relay's host:port."""
+        return self._address
+
+    def local_address(self, peer: str, *, together: bool = False) -> str:
+        """Where gRPC dials to reach `peer` through the relay, or `together` with it."""
         if not self._directory:
             self._directory = private_directory()
-        path = Path(self._directory, peer)
-        if peer not in self._listeners:
+        name = f"{peer}.s" if together else peer
+        path = Path(self._directory, name)
+        if name not in self._listeners:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 listener.bind(str(path))
@@ -65,15 +82,20 @@ class RelayClient:
             except OSError:
                 listener.close()
                 raise
-            self._listeners[peer] = listener
-            self._start(self._accept(peer, listener))
+            self._listeners[name] = listener
+            self._start(self._accept(peer, listener, together))
         return f"unix:{path}"
 
-    async def offer(self, peer: str, take: Callable[[socket.socket], None]) -> None:
-        """Wait at the relay for connections of `peer` and give each to `take`, until cancelled."""
+    async def offer(
+        self, peer: str, take: Callable[[socket.socket], None], *, together: bool = False
+    ) -> None:
+        """Wait at the relay for connections of `peer`, or to dial `together` with it, until cancelled.
+
+        `take` gets each connection.
+        """
         async with asyncio.TaskGroup() as group:
             for _ in range(SPARES):
-                group.create_task(self._offer_one(peer, take))
+                group.create_task(self._offer_one(peer, take, together))
 
     async def close(self) -> None:
         """Drop every connection."""
@@ -97,24 +119,28 @@ class RelayClient:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _accept(self, peer: str, listener: socket.socket) -> None:
+    async def _accept(self, peer: str, listener: socket.socket, together: bool) -> None:
         loop = asyncio.get_running_loop()
         while True:
             local, _ = await loop.sock_accept(listener)
             local.setblocking(False)
-            self._start(self._lead(peer, local))
+            self._start(self._lead(peer, local, together))
 
-    async def _lead(self, peer: str, local: socket.socket) -> None:
-        """Join a connection of this process's gRPC to the relay."""
+    async def _lead(self, peer: str, local: socket.socket, together: bool) -> None:
+        """Join a connection of this process's gRPC to one that leads to the neighbour."""
+        trouble = self.trouble_together if together else self.trouble
         try:
-            outer = await self._ask(DIAL, peer, PARTNER_SECONDS)
+            if together:
+                outer = await self._dial_together(peer, PARTNER_SECONDS)
+            else:
+                outer, _ = await self._ask(DIAL, peer, PARTNER_SECONDS)
         except BaseException as error:
             local.close()
             if isinstance(error, LinkError):
-                self.trouble[peer] = str(error)
+                trouble[peer] = str(error)
                 return
             raise
-        self.trouble[peer] = ""
+        trouble[peer] = ""
         pipe = Pipe(lambda: self._pipes.discard(pipe))
         self._pipes.add(pipe)
         try:
@@ -122,23 +148,53 @@ class RelayClient:
         except OSError:
             self._pipes.discard(pipe)
 
-    async def _offer_one(self, peer: str, take: Callable[[socket.socket], None]) -> None:
+    async def _offer_one(self, peer: str, take: Callable[[socket.socket], None], together: bool) -> None:
+        trouble = self.trouble_together if together else self.trouble
         backoff = Backoff(0.1, RECONNECT_SECONDS)
         while True:
             try:
-                connection = await self._ask(ACCEPT, peer, None)
+                if together:
+                    connection = await self._dial_together(peer, None)
+                else:
+                    connection, _ = await self._ask(ACCEPT, peer, None)
             except LinkError as error:
-                if self.trouble.get(peer) != str(error):
-                    self.trouble[peer] = str(error)
+                if trouble.get(peer) != str(error):
+                    trouble[peer] = str(error)
                     log.debug("no connection of %s by the relay: %s", peer, error)
                 await asyncio.sleep(backoff.advance())
                 continue
             backoff.reset()
-            self.trouble[peer] = ""
+            trouble[peer] = ""
             take(connection)
 
-    async def _ask(self, role: bytes, peer: str, seconds: float | None) -> socket.socket:
-        """A socket that is joined to one of `peer`. Raises LinkError."""
+    async def _dial_together(self, peer: str, seconds: float | None) -> socket.socket:
+        """A connection with `peer`, which dials too. Raises LinkError."""
+        if proxy_for(self._address) is not None:
+            raise LinkError("through a proxy nobody can dial at the same moment")
+        asking, there = await self._ask(TOGETHER, peer, seconds)
+        with contextlib.closing(asking):
+            try:
+                host, port = split_address(there)
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            except ValueError:
+                raise LinkError(f"the relay at {self._address} told no address of {peer}") from None
+            if family != asking.family:
+                raise LinkError("one end has IPv4 and the other IPv6, so they cannot dial at the same moment")
+            own = asking.getsockname()
+            try:
+                async with asyncio.timeout(TOGETHER_SECONDS):
+                    return await again_and_again(family, own, (host, port))
+            except TimeoutError:
+                raise LinkError(
+                    "dialling at the same moment did not help: one end's NAT has another port for each "
+                    "connection, or lets nothing in"
+                ) from None
+
+    async def _ask(self, role: bytes, peer: str, seconds: float | None) -> tuple[socket.socket, str]:
+        """A socket that is joined to one of `peer`, and "". Raises LinkError.
+
+        For `TOGETHER` the socket to the relay, whose port can be used again, and the address of `peer`.
+        """
         identity, name = self._identity, self._address
         context = mutual_context(
             server_side=False,
@@ -151,7 +207,7 @@ class RelayClient:
         late = f"the relay at {name} did not answer in time"
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                connection = await connect(self._address)
+                connection = await connect(self._address, reused=role == TOGETHER)
                 keep_alive(connection)
                 tls = TlsSocket(connection, context, server_name=self._server_name)
                 await tls.handshake()
@@ -161,8 +217,13 @@ class RelayClient:
                 answer = await tls.read(1)
             if answer != YES:
                 raise LinkError(f"the relay at {name} refused: it knows of no link to {peer}")
+            there = ""
+            if role == TOGETHER:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    length = (await tls.read(1))[0]
+                    there = (await tls.read(length)).decode("ascii", "replace")
             joined, connection = connection, None
-            return joined
+            return joined, there
         except TimeoutError:
             raise LinkError(late) from None
         except OSError as error:

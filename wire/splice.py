@@ -2,8 +2,11 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from typing import cast
+
+from wire.pacing import Pacer
 
 CLOSE_SECONDS = 5.0
 """A closed connection's last bytes may take this long."""
@@ -14,7 +17,9 @@ _BUFFER_BYTES = 256 * 1024
 class Pipe:
     """Give `outer` and `inner` to the two connections as their protocols. `on_close` is called once."""
 
-    def __init__(self, on_close: Callable[[], None]) -> None:
+    def __init__(self, on_close: Callable[[], None], pacer: Pacer | None = None) -> None:
+        """`pacer` limits what passes, both ways together; pipes may share one."""
+        self.pacer = pacer
         self.outer, self.inner = _End(self), _End(self)
         self.outer.other, self.inner.other = self.inner, self.outer
         self.carried = 0
@@ -47,6 +52,8 @@ class _End(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self._early = b""
         """What came before the other end was there."""
+        self._full = self._paced = False
+        """Why nothing is read here: the other end has much left to send; the pacer's rate is used up."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -60,6 +67,12 @@ class _End(asyncio.Protocol):
         if self.other.transport is not None:
             self._pipe.carried += len(data)
             self.other.transport.write(data)
+            if self._pipe.pacer is not None:
+                delay = self._pipe.pacer.reserve(len(data), time.monotonic())
+                if delay > 0:
+                    self._paced = True
+                    self._read_or_not()
+                    asyncio.get_running_loop().call_later(delay, self._go_on)
         else:
             self._early += data
             if self.transport is not None:
@@ -69,12 +82,24 @@ class _End(asyncio.Protocol):
         self._pipe.closed()
 
     def pause_writing(self) -> None:
-        if self.other.transport is not None and not self.other.transport.is_closing():
-            self.other.transport.pause_reading()
+        self.other._full = True
+        self.other._read_or_not()
 
     def resume_writing(self) -> None:
-        if self.other.transport is not None and not self.other.transport.is_closing():
-            self.other.transport.resume_reading()
+        self.other._full = False
+        self.other._read_or_not()
+
+    def _go_on(self) -> None:
+        self._paced = False
+        self._read_or_not()
+
+    def _read_or_not(self) -> None:
+        if self.transport is None or self.transport.is_closing():
+            return
+        if self._full or self._paced:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
 
 
 async def splice(one: socket.socket, other: socket.socket, pipe: Pipe) -> None:

@@ -6,8 +6,26 @@ from dataclasses import dataclass, field
 from wire.spec import Direction, TensorKey
 
 DIRECT = "direct"
+TOGETHER = "simultaneous open"
+"""Both ends dialled at the same moment, which opens the NAT of each for the other."""
 RELAY = "relay"
-"""Paths between neighbours."""
+"""The coordinator's. Of a volunteer's the node id follows: see `relay_path`."""
+
+
+def relay_path(node_id: str) -> str:
+    """The path by the relay of a volunteer."""
+    return f"{RELAY} {node_id}"
+
+
+def is_relayed(path: str) -> bool:
+    """Whether a link takes a relay, whosever."""
+    return path.partition(" ")[0] == RELAY
+
+
+def known_path(path: str) -> str:
+    """`path` if it is one; else empty."""
+    known = path in (DIRECT, TOGETHER, RELAY) or path == relay_path(path.removeprefix(f"{RELAY} "))
+    return path if known else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +63,7 @@ class LinkReport:
     peer_replica: int = 0
     """The neighbour's row."""
     path: str = ""
-    """`DIRECT` or `RELAY`; empty while not known."""
+    """`DIRECT`, `TOGETHER`, `RELAY` or a `relay_path`; empty while not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

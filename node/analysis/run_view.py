@@ -188,7 +188,7 @@ class LinkView:
     """Traffic is so low that `capacity_mbit` is unreliable and not shown: too high, as short bursts pass a
     rate limit, or too low, as few bytes do not bring a link to its speed."""
     path: str = ""
-    """`direct` or `relay`, which is the coordinator's; empty while unknown."""
+    """`direct`, `simultaneous open`, `relay` (the coordinator's) or `relay NODE`; empty while unknown."""
     why_not_direct: str = ""
     """For a relayed link, in words."""
 

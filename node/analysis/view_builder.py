@@ -26,7 +26,7 @@ from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
 from node.telemetry.costs import LinkKey, Place
 from node.telemetry.format import bytes_text, duration_text, named, printable, without_addresses
-from wire.telemetry import RELAY
+from wire.telemetry import is_relayed
 
 __all__ = ["RunView", "RunViewBuilder", "view"]
 
@@ -461,7 +461,7 @@ class RunViewBuilder:
     def _with_reason(self, link: LinkView) -> LinkView:
         """The link with the reason why it is not direct, if it is not."""
         placement = self._placement
-        if link.path != RELAY or placement is None:
+        if not is_relayed(link.path) or placement is None:
             return link
         reasons: dict[str, str] = {}
         places = sorted(((link.source_replica, link.source), (link.target_replica, link.target)))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from node.telemetry.costs import Ledger, LinkSums, Place, StageSums
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
-from wire.telemetry import DIRECT, RELAY, LinkReport, Telemetry
+from wire.telemetry import LinkReport, Telemetry, known_path
 
 CLOCK_RATIO = 1.01
 """How much faster than ours a node's clock may run."""
@@ -157,7 +157,7 @@ class Accounting:
             retransmits=sums.retransmits,
             rejects=sums.rejects,
             queued_bytes=newest.queued_bytes if newest else 0,
-            path=newest.path if newest and newest.path in (DIRECT, RELAY) else "",
+            path=known_path(newest.path) if newest else "",
         )
 
 

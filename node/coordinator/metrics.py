@@ -16,7 +16,7 @@ from node.coordinator.actions import AbortKind
 from node.telemetry import events
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
 from wire.relay import Relay, RelayTotals
-from wire.telemetry import RELAY
+from wire.telemetry import is_relayed
 from wire.version import PROTOCOL, VERSION
 
 COUNTED = (
@@ -162,4 +162,4 @@ def _links(families: Families, accounting: Accounting) -> None:
             families.set("link_capacity_bytes_per_second", report.capacity or None, *link)
             families.set("link_round_trip_seconds", report.rtt_seconds or None, *link)
             families.set("link_queued_bytes", report.queued_bytes, *link)
-            families.set("link_relayed", report.path == RELAY, *link)
+            families.set("link_relayed", is_relayed(report.path), *link)

@@ -124,7 +124,7 @@ def _make_relay(credentials: tuple[bytes, bytes], authority: CertificateAuthorit
         ca_pem=authority.certificate_pem,
         protocol=PROTOCOL_NAME,
     )
-    return Relay(context, lambda why: log.info("the relay refused a connection: %s", why))
+    return Relay(lambda: context, lambda why: log.info("the relay refused a connection: %s", why))
 
 
 def split_listen(listen: str) -> tuple[str, int]:

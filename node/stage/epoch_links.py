@@ -17,12 +17,12 @@ from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
 from wire.errors import LinkLostError, ThinwireError, first_error
 from wire.layer_exchange import LayerServer
-from wire.link import Link, LinkPath, LinkSettings, LinkStats, dial_link
+from wire.link import PATH_SECONDS, Link, LinkPath, LinkSettings, LinkStats, dial_link
 from wire.link_server import AcceptedLink, LinkServer
 from wire.messages import PlacedStage, Placement
-from wire.relay_client import RelayClient
+from wire.relay_client import TOGETHER_SECONDS, RelayClient
 from wire.spec import TensorKey
-from wire.telemetry import RELAY
+from wire.telemetry import RELAY, TOGETHER
 
 OFFER_SECONDS = 2.0
 """A neighbour that should dial this node and has not done so for this long may come by the relay."""
@@ -132,9 +132,10 @@ class EpochLinks:
                     group.create_task(link.run())
                 reachable = bool(placement.stages[placement.stage].address)
                 offers = [
-                    group.create_task(self._offer(relay, link, reachable))
+                    group.create_task(self._offer(relay, link, reachable, together))
                     for link in links.values()
                     if relay is not None and isinstance(link, AcceptedLink)
+                    for together in (False, True)
                 ]
                 self._links = links
                 try:
@@ -154,9 +155,10 @@ class EpochLinks:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
-    async def _offer(self, relay: RelayClient, link: AcceptedLink, reachable: bool) -> None:
-        """Take the neighbour's connections from the relay; if this node is reachable, while it needs that."""
-        take = functools.partial(self._server.adopt, path=RELAY)
+    async def _offer(self, relay: RelayClient, link: AcceptedLink, reachable: bool, together: bool) -> None:
+        """Take the neighbour's connections from the relay, or dial `together` with it; if this node is
+        reachable, once it needs that."""
+        take = functools.partial(self._server.adopt, path=TOGETHER if together else RELAY)
         down_since = time.monotonic()
         while reachable:
             await asyncio.sleep(LOOK_SECONDS)
@@ -164,7 +166,7 @@ class EpochLinks:
                 down_since = time.monotonic()
             elif time.monotonic() - down_since > OFFER_SECONDS:
                 break
-        await relay.offer(link.peer_node_id, take)
+        await relay.offer(link.peer_node_id, take, together=together)
 
     def _make(
         self,
@@ -188,7 +190,7 @@ class EpochLinks:
                 peer_node_id=other.node_id,
                 peer_stage=peer.stage,
                 peer_address=other.address,
-                paths=() if relay is None else (_path_by(relay, other.node_id),),
+                paths=() if relay is None else _paths_by(relay, other.node_id),
                 expect=expect,
                 on_tensor=events.arrived,
                 settings=settings,
@@ -204,12 +206,23 @@ class EpochLinks:
         )
 
 
-def _path_by(relay: RelayClient, node_id: str) -> LinkPath:
-    return LinkPath(
-        name=RELAY,
-        address=relay.local_address(node_id),
-        shown="the coordinator's relay",
-        trouble=lambda: relay.trouble.get(node_id, ""),
+def _paths_by(relay: RelayClient, node_id: str) -> tuple[LinkPath, ...]:
+    """The ways to a neighbour with the coordinator's relay, the better first."""
+    return (
+        LinkPath(
+            name=TOGETHER,
+            address=relay.local_address(node_id, together=True),
+            shown="simultaneous open",
+            trouble=lambda: relay.trouble_together.get(node_id, ""),
+            seconds=TOGETHER_SECONDS + PATH_SECONDS,
+            in_background=True,
+        ),
+        LinkPath(
+            name=RELAY,
+            address=relay.local_address(node_id),
+            shown="the coordinator's relay",
+            trouble=lambda: relay.trouble.get(node_id, ""),
+        ),
     )
 
 

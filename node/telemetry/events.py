@@ -244,7 +244,8 @@ class LinkCost:
     """The row of the stage that sent."""
     target_replica: int = 0
     path: str = ""
-    """`direct` or `relay` at the end of the step; empty while unknown."""
+    """At the end of the step: `direct`, `simultaneous open`, `relay` (the coordinator's) or `relay NODE`;
+    empty while unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

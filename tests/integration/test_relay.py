@@ -11,7 +11,8 @@ import pytest
 
 from tests.support.links import EPOCH, SECONDS, End, content, eventually, key, quick
 from tests.support.pki import RUN_ID, new_authority, new_node
-from tests.support.ports import listening
+from tests.support.ports import free_port, listening
+from wire import link as link_module
 from wire.admission import Limits
 from wire.door import Door
 from wire.errors import LinkError
@@ -19,7 +20,7 @@ from wire.identity.authority import CertificateAuthority
 from wire.identity.credentials import NodeIdentity
 from wire.link import DialledLink, LinkPath, dial_link
 from wire.link_server import AcceptedLink, LinkServer
-from wire.relay import PROTOCOL_NAME, Relay
+from wire.relay import PROTOCOL_NAME, TOGETHER, Relay
 from wire.relay_client import RelayClient
 from wire.telemetry import DIRECT, RELAY
 from wire.tls_socket import mutual_context
@@ -50,7 +51,7 @@ async def relaying(authority: CertificateAuthority = AUTHORITY, port: int = 0) -
         ca_pem=authority.certificate_pem,
         protocol=PROTOCOL_NAME,
     )
-    relay, door = Relay(context, refusals.append), Door(Limits.of_members(1000))
+    relay, door = Relay(lambda: context, refusals.append), Door(Limits.of_members(1000))
     door.serve_protocol(PROTOCOL_NAME, relay.front)
     relay.allow([LOWER.node_id, UPPER.node_id])
     try:
@@ -66,6 +67,8 @@ class Ends:
     upper: AcceptedLink
     at_lower: End
     at_upper: End
+    server: LinkServer
+    """Of the upper."""
 
 
 @contextlib.asynccontextmanager
@@ -107,7 +110,7 @@ async def linked(served: Served, *, address: str = "", listen: str = "") -> Asyn
             offer = group.create_task(taker.offer(LOWER.node_id, take))
             running = [group.create_task(link.run()) for link in (lower, upper)]
             try:
-                yield Ends(lower, upper, at_lower, at_upper)
+                yield Ends(lower, upper, at_lower, at_upper, server)
             finally:
                 offer.cancel()
                 await lower.close()
@@ -171,6 +174,48 @@ async def test_a_direct_path_that_fails_gives_way_to_the_relay() -> None:
             await ends.lower.ready(SECONDS)
             assert ends.lower.path == RELAY
             assert "refused" in ends.lower.why_not[DIRECT]
+
+
+async def test_a_better_path_is_taken_when_nothing_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The neighbour's port opens while the relay carries the link: no tensor is lost or sent again."""
+    monkeypatch.setattr(link_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(link_module, "LONGEST_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(link_module, "PATIENCE_SECONDS", 0.0)
+    address = f"127.0.0.1:{free_port()}"
+    async with relaying() as served, linked(served, address=address) as ends:
+        await ends.lower.ready(SECONDS)
+        assert ends.lower.path == RELAY
+        ends.lower.send(key(0), content(key(0), LENGTH))
+        await ends.at_upper.until(1)
+        assert ends.server._front is not None
+        ends.server._front.listen(address)
+        await eventually(lambda: ends.lower.path == DIRECT and ends.lower.up and ends.upper.up)
+        await eventually(lambda: served.relay.pairs == 0)
+        for number in (1, 2):
+            ends.lower.send(key(number), content(key(number), LENGTH))
+            ends.upper.send(key(number), content(key(number), LENGTH))
+        await ends.at_upper.until(3)
+        await ends.at_lower.until(2)
+        assert ends.at_upper.arrived == [key(number) for number in range(3)]
+        assert ends.lower.stats.path == ends.upper.stats.path == DIRECT
+        assert ends.lower.stats.reconnects == 0
+        assert ends.lower.stats.retransmits == ends.upper.stats.retransmits == 0
+
+
+async def test_two_that_dial_at_the_same_moment_learn_each_others_addresses() -> None:
+    """Over loopback no NAT holds a packet back, so the two only learn where to dial."""
+    async with relaying() as served:
+        clients = served.client(LOWER), served.client(UPPER)
+        peers = UPPER.node_id, LOWER.node_id
+        found = await asyncio.gather(
+            *(client._ask(TOGETHER, peer, SECONDS) for client, peer in zip(clients, peers, strict=True))
+        )
+        own = [f"127.0.0.1:{asking.getsockname()[1]}" for asking, _ in found]
+        assert [there for _, there in found] == own[::-1]
+        for asking, _ in found:
+            asking.close()
+        await eventually(lambda: served.relay.waiting == 0)
+        assert (served.relay.totals.told, served.relay.totals.joined) == (1, 0)
 
 
 async def ask(client: RelayClient, peer: str) -> str:
