@@ -312,12 +312,15 @@ class StreamReceiver:
         start = self._next if self._wanted is not None else min(self._next, self._retired)
         limit = start + self._window
         self._limit = max(self._limit, limit, max((t.end for t in self._incoming.values()), default=0))
-        news = max(self._next - self._told.next_sequence, self._limit - self._told.credit_limit)
-        if news == 0:
+        arrived, credit = self._next - self._told.next_sequence, self._limit - self._told.credit_limit
+        if not arrived and not credit:
             return
         # The sender must learn in time to keep the window full, and it measures the link by when a tensor is
         # complete: both go at once. Other acknowledgements are collected.
         low = self._told.credit_limit - self._highest < self._window // 4
         complete = self._complete > self._told.next_sequence
-        urgent = low or complete or news >= max(1, self._window // 4)
+        many = max(1, self._window // 4)
+        urgent = low or complete or max(arrived, credit) >= many
+        if not arrived and not urgent:
+            return  # the sender has credit for a while; more goes with the next arrival
         self._ack_at = min(self._ack_at, now if urgent else now + self._ack_seconds)

@@ -298,8 +298,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                 )
             except ThinwireError as error:
                 await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-            digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
-            await _write(context, len(data), digest, chunks(data))
+            # A thread costs more than the hash of a small batch.
+            small = len(data) <= SMALL_BYTES
+            digest = hashlib.sha256(data) if small else await asyncio.to_thread(hashlib.sha256, data)
+            await _write(context, len(data), digest.hexdigest(), chunks(data))
 
     async def GetLayer(self, request: control_pb2.GetLayerRequest, context: Context) -> None:
         node_id = await self._member(context)
@@ -484,6 +486,7 @@ async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoRet
 
 
 CHUNK_BYTES = 256 * 1024
+SMALL_BYTES = 64 * 1024
 MOST_CALLS = 2
 """Concurrent calls of one kind and node: inputs and labels, two snapshots, a needed and a prefetched
 layer."""

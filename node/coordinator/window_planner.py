@@ -14,6 +14,9 @@ from node.telemetry.costs import Place, row_costs
 from node.telemetry.events import StepCosts
 from wire.telemetry import LinkReport
 
+PLAN_SECONDS = 1.0
+"""Between two plans: a plan takes longer to make than a step of milliseconds."""
+
 
 class WindowPlanner:
     """Takes what steps cost, on the event loop; only the newest counts."""
@@ -25,22 +28,32 @@ class WindowPlanner:
         samples: int,
         link_report: Callable[[Place, Place], LinkReport | None],
         use: Callable[[int, Windows], None],
+        pause: float = PLAN_SECONDS,
     ) -> None:
         """
         Args:
             samples: of one pass over the text.
             link_report: the newest report of (source, target), if there is one.
             use: receives each plan, with the number of its epoch.
+            pause: seconds between the end of a plan and the next one.
         """
         self._config = config
         self._samples = samples
         self._link_report = link_report
         self._use = use
+        self._pause = pause
         self._measured = asyncio.Event()
-        self._work: tuple[int, Callable[[], Windows]] = (0, tuple)
+        self._newest: tuple[Epoch, Sequence[Candidate], StepCosts] | None = None
 
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
         """A step of `epoch`, which these nodes host, has cost this."""
+        self._newest = epoch, nodes, costs
+        self._measured.set()
+
+    def _work(
+        self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts
+    ) -> Callable[[], Windows] | None:
+        """What plans the windows, for a thread; None if nobody has measured the step."""
         config, stages = self._config, epoch.stages
         chunks, links = chunks_of(config, stages), hops(config, stages)
         current = epoch.planned_windows or (0,) * (epoch.rows * links)
@@ -56,7 +69,7 @@ class WindowPlanner:
                 head_share(config, stages),
             )
             if measures is None:
-                return
+                return None
             row = nodes[replica * stages : (replica + 1) * stages]
             plans.append(
                 functools.partial(
@@ -71,8 +84,7 @@ class WindowPlanner:
         def work() -> Windows:
             return tuple(window for plan in plans for window in plan())
 
-        self._work = epoch.number, work
-        self._measured.set()
+        return work
 
     def _report_of(self, replica: int, source: int, target: int) -> LinkReport | None:
         return self._link_report(Place(replica, source), Place(replica, target))
@@ -96,5 +108,8 @@ class WindowPlanner:
         while True:
             await self._measured.wait()
             self._measured.clear()
-            epoch, work = self._work
-            self._use(epoch, await asyncio.to_thread(work))
+            assert self._newest is not None, "it is set before the event"
+            epoch, nodes, costs = self._newest
+            if (work := self._work(epoch, nodes, costs)) is not None:
+                self._use(epoch.number, await asyncio.to_thread(work))
+                await asyncio.sleep(self._pause)

@@ -20,6 +20,7 @@ from node.telemetry.events import (
     SnapshotSetAside,
     SnapshotStored,
     StepAborted,
+    StepCosts,
     StepDone,
     from_json,
 )
@@ -131,7 +132,7 @@ class StatusWriter:
             return
         else:
             self._status = after(self._status, event)
-            if isinstance(event, StepDone) and 0 <= now - self._status.updated < WRITE_INTERVAL:
+            if isinstance(event, (StepDone, StepCosts)) and 0 <= now - self._status.updated < WRITE_INTERVAL:
                 return
         self._status = replace(self._status, updated=now)
         self._write(self._status)

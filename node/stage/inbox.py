@@ -5,7 +5,9 @@ never block a stage. The event loop puts, the compute thread takes; an interrupt
 """
 
 import asyncio
+import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -18,6 +20,8 @@ from wire.spec import Direction, TensorKey
 
 STALL_SECONDS = 600.0
 """A neighbour that answers pings but sends no tensor for this long counts as stuck."""
+WANT_SECONDS = 0.02
+"""A tensor that comes within this time is not asked for: a full window is the exception."""
 
 
 class StepInterrupted(Exception):
@@ -51,23 +55,27 @@ class Inbox:
             self.wait_any((key,), timeout)
             return self._buffers.pop(key)
 
-    def wait_any(self, keys: Sequence[TensorKey], timeout: float = STALL_SECONDS) -> None:
-        """Wait until one of these tensors is here.
-
-        Raises StepInterrupted when the step was called off, LinkLostError after `timeout` seconds.
-        """
+    def comes(self, keys: Sequence[TensorKey], timeout: float) -> bool:
+        """Whether one of these tensors is here within `timeout` seconds. Raises StepInterrupted."""
         with self._arrived:
             arrived = self._arrived.wait_for(
                 lambda: self._interruption is not None or any(key in self._buffers for key in keys), timeout
             )
             if self._interruption is not None:
                 raise self._interruption
-            if not arrived:
-                key = keys[0]
-                raise LinkLostError(
-                    f"no {key.direction.name.lower()} of microbatch {key.microbatch} came over boundary "
-                    f"{key.boundary} within {timeout:g} s: the neighbour's stage is stuck"
-                )
+            return arrived
+
+    def wait_any(self, keys: Sequence[TensorKey], timeout: float = STALL_SECONDS) -> None:
+        """Wait until one of these tensors is here.
+
+        Raises StepInterrupted when the step was called off, LinkLostError after `timeout` seconds.
+        """
+        if not self.comes(keys, timeout):
+            key = keys[0]
+            raise LinkLostError(
+                f"no {key.direction.name.lower()} of microbatch {key.microbatch} came over boundary "
+                f"{key.boundary} within {timeout:g} s: the neighbour's stage is stuck"
+            )
 
     def check(self) -> None:
         """Raise the pending interruption, if any; called between actions that never wait."""
@@ -132,6 +140,8 @@ class LoopIO:
         self._inbox = inbox
         self._elements_sent = elements_sent
         self._over = over
+        self._calls: deque[Callable[[], None]] = deque()
+        self._scheduled = False
 
     def holds(self, key: TensorKey) -> bool:
         return self._inbox.holds(key)
@@ -142,39 +152,58 @@ class LoopIO:
 
         A neighbour that sends several of them is asked for the first: that one always comes.
         """
+        if self._inbox.comes(keys, WANT_SECONDS):
+            return
         wanted: dict[int, TensorKey] = {}
         for key in keys:
             wanted.setdefault(source_stage(key, self._stages), key)
         for stage, key in wanted.items():
-            self._loop.call_soon_threadsafe(self._links[stage].want, key)
+            self._call(self._links[stage].want, key)
         self._inbox.wait_any(keys)
         for stage in wanted:
-            self._loop.call_soon_threadsafe(self._links[stage].want, None)
+            self._call(self._links[stage].want, None)
 
     def take(self, key: TensorKey) -> Tensor:
         """Called on the compute thread, or the sync thread. Raises what `Inbox.take` raises."""
         # Tensors between rows have their credit back when they arrive: nothing waits for one to be taken.
         if source_stage(key, self._stages) != BETWEEN_ROWS and not self._inbox.holds(key):
-            self._loop.call_soon_threadsafe(self._links[source_stage(key, self._stages)].want, key)
+            self._call(self._links[source_stage(key, self._stages)].want, key)
         return torch.frombuffer(self._inbox.take(key), dtype=torch.uint8)
 
     def release(self, key: TensorKey) -> None:
-        self._loop.call_soon_threadsafe(self._links[source_stage(key, self._stages)].release, key)
+        self._call(self._links[source_stage(key, self._stages)].release, key)
 
     def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
         payload = memoryview(packed.numpy().data)
         link = self._links[target_stage(key, self._stages)]
-        self._loop.call_soon_threadsafe(self._send, link, self._replica, key, payload, elements)
+        self._call(self._send, link, self._replica, key, payload, elements)
 
     def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
         payload = memoryview(packed.numpy().data)
-        self._loop.call_soon_threadsafe(self._send, self._rows[row], row, key, payload, elements)
+        self._call(self._send, self._rows[row], row, key, payload, elements)
 
     def interrupt(self, error: Exception) -> None:
         self._inbox.interrupt(str(error), error)
 
     def check(self) -> None:
         self._inbox.check()
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call on the event loop, in order. Calls that come before it runs wake it once."""
+        self._calls.append(functools.partial(function, *arguments))
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon_threadsafe(self._run_calls)
+
+    def _run_calls(self) -> None:
+        # Before the calls: what comes now wakes the loop again, if in vain.
+        self._scheduled = False
+        try:
+            while self._calls:
+                self._calls.popleft()()
+        finally:
+            if self._calls:  # one has failed, which the loop reports
+                self._loop.call_soon(self._run_calls)
 
     def _send(self, link: TensorLink, row: int, key: TensorKey, payload: memoryview, elements: int) -> None:
         try:

@@ -7,13 +7,15 @@ alone. As JSON an event is one object: `event` names its kind, the other keys ar
 import json
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hints
 
 from wire.errors import ProtocolViolationError
 
 _KINDS: dict[str, type["Event"]] = {}
+_newest_line: list[Any] = [None, ""]
+"""The event that was written last, and its line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,10 @@ class Event:
 
     def to_json(self) -> str:
         """One line of ASCII, without the newline. NaN and infinities (a diverged loss) become null."""
-        return json.dumps(finite({"event": self.event, **asdict(self)}))
+        # The history and `--json` write the same event, one after the other.
+        if _newest_line[0] is not self:
+            _newest_line[:] = [self, json.dumps({"event": self.event, **_plain(self)})]
+        return str(_newest_line[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,6 +444,19 @@ def read_value(value: Any, hint: Any, name: str) -> Any:
 
 def _optional(one: "Field[Any]") -> bool:
     return one.default is not MISSING or one.default_factory is not MISSING
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it: dataclasses as objects, NaN and infinities as null."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if is_dataclass(value):
+        return {key: _plain(item) for key, item in vars(value).items()}
+    return value
 
 
 def finite(value: Any) -> Any:

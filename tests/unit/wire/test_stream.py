@@ -210,6 +210,27 @@ def test_acknowledgement_is_repeated_so_that_none_can_be_missed() -> None:
     assert receiver.poll(2.0) == [Acknowledge(0, 4)]
 
 
+def test_credit_goes_with_the_next_arrival_while_the_sender_has_some_left() -> None:
+    receiver = make_receiver({key(i): PIECE for i in range(16)}, window=16)
+    receiver.poll(0.0)
+    for i in range(3):
+        receiver.receive(frame(i, i, 0, bytes(PIECE), PIECE), 0.1)
+    assert receiver.poll(0.1) == [Acknowledge(3, 16)]
+    for i in range(3):
+        receiver.release(key(i), 0.2)
+    assert receiver.poll(0.5) == []
+    receiver.receive(frame(3, 3, 0, bytes(PIECE), PIECE), 0.6)
+    assert receiver.poll(0.6) == [Acknowledge(4, 19)]
+    receiver.release(key(3), 0.7)
+    assert receiver.poll(0.7) == []
+    for i in range(4, 8):
+        receiver.receive(frame(i, i, 0, bytes(PIECE), PIECE), 0.8)
+    receiver.poll(0.8)
+    for i in range(4, 8):
+        receiver.release(key(i), 0.9)
+    assert receiver.poll(0.9) == [Acknowledge(8, 24)], "a quarter of the window is due at once"
+
+
 def test_stale_tensor_is_acknowledged_and_dropped() -> None:
     receiver = make_receiver({}, window=1)
     for i in range(5):

@@ -68,7 +68,7 @@ async def planning() -> AsyncIterator[tuple[WindowPlanner, "asyncio.Queue[Plan]"
     """A planner at work, and its plans."""
     plans: asyncio.Queue[Plan] = asyncio.Queue()
     planner = WindowPlanner(
-        CONFIG, samples=9, link_report=far_apart, use=lambda *plan: plans.put_nowait(plan)
+        CONFIG, samples=9, link_report=far_apart, use=lambda *plan: plans.put_nowait(plan), pause=0.0
     )
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
         running = group.create_task(planner.run())

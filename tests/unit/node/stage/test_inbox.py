@@ -1,14 +1,16 @@
 """Where tensors wait for the compute thread: any order, waits that end, nothing left behind."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import cast
 
 import pytest
 
 from node.pipeline.routing import neighbours, source_stage, target_stage
-from node.stage.inbox import Inbox, StepInterrupted
+from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
 from wire.errors import LinkLostError
 from wire.spec import Direction, TensorKey
 
@@ -55,6 +57,64 @@ def test_a_silent_neighbour_is_named_with_the_missing_tensor() -> None:
     assert str(stuck.value) == (
         "no gradient of microbatch 3 came over boundary 2 within 0 s: the neighbour's stage is stuck"
     )
+
+
+async def test_calls_of_a_stage_wake_the_event_loop_once_and_keep_their_order() -> None:
+    loop = asyncio.get_running_loop()
+    made: list[object] = []
+    woken: list[object] = []
+    asked = asyncio.Event()
+
+    class Link:
+        def want(self, key: TensorKey | None) -> None:
+            made.append(("want", key))
+            asked.set()
+
+        def release(self, key: TensorKey) -> None:
+            if key.microbatch == 1:
+                raise ValueError("not held")
+            made.append(("release", key))
+
+    class Loop:
+        def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
+            woken.append(call)
+            loop.call_soon_threadsafe(call)
+
+        def call_soon(self, call: Callable[[], None]) -> None:
+            loop.call_soon(call)
+
+    inbox, failed = Inbox(), []
+    loop.set_exception_handler(lambda _loop, context: failed.append(context["exception"]))
+    io = LoopIO(
+        loop=cast(asyncio.AbstractEventLoop, Loop()),
+        stages=2,
+        links=cast(dict[int, TensorLink], {0: Link()}),
+        inbox=inbox,
+        elements_sent={},
+        over=lambda: False,
+    )
+    for microbatch in range(3):
+        io.release(key(microbatch))
+    assert made == []
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert made == [("release", key(0)), ("release", key(2))]
+    assert [str(error) for error in failed] == ["not held"]
+    assert len(woken) == 1
+
+    inbox.put(key(3), bytearray(1))
+    io.wait_any([key(3)])
+    assert len(woken) == 1, "what is here is not asked for"
+    waiting = asyncio.to_thread(io.wait_any, [key(4)])
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(waiting)
+        async with asyncio.timeout(SECONDS):
+            await asked.wait()
+        assert made[-1] == ("want", key(4))
+        inbox.put(key(4), bytearray(1))
+        await task
+        await asyncio.sleep(0)
+    assert made[-1] == ("want", None)
 
 
 def test_an_interruption_ends_every_wait_at_once() -> None:
