@@ -1,0 +1,582 @@
+"""A coordinator with a thousand members: `python -m scripts.bench.many_nodes [--stages 250] [--rows 4] ...`.
+
+The coordinator is a real process. The members are *light*: they enrol with a token, keep a control session by
+the program's own client, send heartbeats, take places and answer every step, but have no model and no torch.
+Several hundred of them share a process. A vote has the same norms in every row, as honest nodes' have.
+
+Measured: how long enrolments take at a given rate; the coordinator's processor time and memory while all
+members compute for some seconds a step (heartbeats are most of its work then); seconds of a step that members
+answer at once; how long the page and `/metrics` take meanwhile. With `--churn`, members die without a goodbye
+and new processes of the same nodes come back; nobody may be evicted for it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import platform
+import random
+import resource
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from node.config.schema import RunConfig
+from node.lab.results import commit, hardware
+from node.model.units import unit_names
+from node.pipeline.placement import stage_units
+from node.processes.enrol import enrol
+from node.run_file.loader import from_json
+from node.stage.coordinator_client import CoordinatorClient
+from node.stage.session import Session
+from scripts.report import RESULTS, write
+from wire import event_loop
+from wire.errors import LinkError, ThinwireError
+from wire.identity.enrolment import Hardware
+from wire.identity.token import JoinToken
+from wire.messages import (
+    Applied,
+    Begin,
+    Commit,
+    CoordinatorMessage,
+    Finish,
+    Heartbeat,
+    Hello,
+    Placed,
+    Placement,
+    Ready,
+    Restore,
+    Validate,
+    Vote,
+    Welcome,
+)
+from wire.telemetry import Telemetry
+from wire.version import PROTOCOL, VERSION
+
+OUT = RESULTS / "many_nodes.json"
+LOSS = 2.0
+NORM = 1e-4
+"""Every layer unit's squared norm."""
+CORES, MEMORY = 4, 8 * 2**30
+LEAST_STEP = 0.05
+"""Seconds of compute in a step: no real stage is faster."""
+RUN_FILE = """
+[run]
+name = "many"
+steps = 1000000
+snapshot_every = 1000000
+[model]
+family = "llama"
+layers = {layers}
+hidden = 16
+heads = 2
+kv_heads = 2
+ffn = 32
+vocab = 256
+sequence = 16
+[data]
+path = "{text}"
+[training]
+global_batch = {batch}
+microbatch = 1
+[pipeline]
+stages = {stages}
+groups = {rows}
+forward_codec = "fp32"
+backward_codec = "fp32"
+window = 0
+[coordinator]
+listen = "127.0.0.1:0"
+heartbeat_seconds = {heartbeat}
+"""
+
+
+# ---- a light member
+
+
+@dataclass
+class Pace:
+    """What all members of a process do the same; the parent changes it by lines on stdin."""
+
+    step_seconds: float = LEAST_STEP
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the run may go on past its first step: until then newcomers make further rows at once."""
+
+
+@dataclass
+class LightNode:
+    """One member, over all its sessions. Without a goodbye its `run` may be cancelled and called again."""
+
+    token: JoinToken
+    directory: Path
+    pace: Pace
+    config: RunConfig | None = None
+    placement: Placement | None = None
+    held: int = -1
+    lineage: int = 0
+    steps: int = 0
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def enrol(self) -> float:
+        """Seconds that the enrolment took."""
+        began = time.perf_counter()
+        self.identity, self.address = await enrol(
+            self.token, self.directory, Hardware("light", CORES, MEMORY)
+        )
+        return time.perf_counter() - began
+
+    async def run(self) -> None:
+        """One life: its state is lost at the end."""
+        self.held, self.placement, nonce = -1, None, secrets.randbits(63)
+        client = CoordinatorClient(self.address, lambda: self.identity, 600.0)
+        session = Session(client)
+
+        def hello() -> Hello:
+            return Hello(
+                version=VERSION,
+                protocol=PROTOCOL,
+                peer_address="",
+                hardware=Hardware("light", CORES, MEMORY),
+                flops=1e12,
+                download_rate=1e8,
+                epoch=0,
+                process_nonce=nonce,
+            )
+
+        async def handle(message: CoordinatorMessage) -> None:
+            self._handle(session, message)
+
+        try:
+            await session.run(hello, handle)
+        finally:
+            for task in self.tasks:
+                task.cancel()
+            await session.close()
+
+    def _handle(self, session: Session, message: CoordinatorMessage) -> None:
+        match message:
+            case Welcome():
+                self.config = _config(message.config_json)
+                self._start(self._heartbeats(session, message.heartbeat_seconds))
+            case Placement():
+                self.placement = message
+                session.post(
+                    Placed(epoch=message.epoch, held_step=self.held, voted=False, lineage=self.lineage)
+                )
+            case Restore():
+                self.held, self.lineage = message.step, message.lineage
+                session.post(Ready(epoch=message.epoch, telemetry=self._telemetry()))
+            case Begin():
+                self._start(self._vote(session, message))
+            case Commit():
+                self.held, self.steps = message.step + 1, self.steps + 1
+                session.post(Applied(epoch=message.epoch, step=message.step, telemetry=self._telemetry()))
+            case Validate() | Finish():
+                raise LinkError(f"the run sent {type(message).__name__}")
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _heartbeats(self, session: Session, seconds: float) -> None:
+        # Members of a process do not beat together.
+        await asyncio.sleep(random.uniform(0, seconds))
+        while True:
+            session.post(Heartbeat(telemetry=self._telemetry(), sent_at=time.monotonic()))
+            await asyncio.sleep(seconds)
+
+    async def _vote(self, session: Session, begin: Begin) -> None:
+        await asyncio.sleep(self.pace.step_seconds)
+        await self.pace.open.wait()
+        place = self.placement
+        if place is None or place.epoch != begin.epoch or self.config is None:
+            return
+        stages, names = len(place.stages), unit_names(self.config.model)
+        units = _units(self.config, stages)[place.stage]
+        groups: dict[int, float] = {}
+        if place.stage == stages - 1:
+            row = place.rows[place.replica].groups if place.rows else range(self.config.pipeline.groups)
+            groups = dict.fromkeys(row, LOSS / self.config.pipeline.groups)
+        session.post(
+            Vote(
+                epoch=begin.epoch,
+                step=begin.step,
+                norms={names.index(unit): NORM for unit in units},
+                loss=sum(groups.values()) if groups and self.config.pipeline.groups == 1 else None,
+                group_losses=groups if self.config.pipeline.groups > 1 else {},
+            )
+        )
+
+    def _telemetry(self) -> Telemetry:
+        return Telemetry(epoch=0 if self.placement is None else self.placement.epoch, memory_bytes=10**8)
+
+
+_CONFIGS: dict[str, RunConfig] = {}
+_UNITS: dict[int, list[tuple[str, ...]]] = {}
+
+
+def _config(text: str) -> RunConfig:
+    if text not in _CONFIGS:
+        _CONFIGS[text] = from_json(text)
+    return _CONFIGS[text]
+
+
+def _units(config: RunConfig, stages: int) -> list[tuple[str, ...]]:
+    """The layer units of each stage; all members of a process are of one run."""
+    if stages not in _UNITS:
+        _UNITS[stages] = [tuple(units) for units in stage_units(config, stages)]
+    return _UNITS[stages]
+
+
+async def members(token: str, folder: Path, count: int, every: float) -> None:
+    """Run `count` members in this process; stdin has orders as lines of JSON, stdout gets events."""
+    pace, nodes = Pace(), [LightNode(JoinToken.parse(token), folder / str(n), Pace()) for n in range(count)]
+    lives: dict[int, asyncio.Task[None]] = {}
+
+    def begin(number: int) -> None:
+        lives[number] = asyncio.get_running_loop().create_task(_life(nodes[number]))
+
+    async def join(number: int) -> None:
+        nodes[number].pace = pace
+        nodes[number].directory.mkdir(parents=True)
+        try:
+            seconds = await nodes[number].enrol()
+        except ThinwireError as error:
+            _say(event="refused", reason=str(error))
+            return
+        _say(event="enrolled", seconds=round(seconds, 4))
+        begin(number)
+
+    async with asyncio.TaskGroup() as group:
+        began = time.monotonic()
+        for number in range(count):
+            await asyncio.sleep(max(0.0, began + number * every - time.monotonic()))
+            group.create_task(join(number))
+    _say(event="all-enrolled")
+    async for line in _lines():
+        order = json.loads(line)
+        pace.step_seconds = order.get("step_seconds", pace.step_seconds)
+        pace.open.set()
+        if (number := order.get("kill")) is not None and (life := lives.pop(number, None)) is not None:
+            life.cancel()
+            await asyncio.wait([life])
+            begin(number)
+    for life in lives.values():
+        life.cancel()
+
+
+async def _life(node: LightNode) -> None:
+    try:
+        await node.run()
+    except ThinwireError as error:
+        _say(event="ended", reason=str(error))
+
+
+async def _lines() -> AsyncIterator[str]:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    while line := await reader.readline():
+        yield line.decode()
+
+
+def _say(**event: Any) -> None:
+    print(json.dumps(event), flush=True)
+
+
+# ---- the bench
+
+
+class Output:
+    """A process's JSON lines, read on a thread as they come."""
+
+    def __init__(self, stream: IO[str], pool: ThreadPoolExecutor) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._done = pool.submit(self._read, stream)
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            with contextlib.suppress(ValueError):
+                self.lines.append(json.loads(line) | {"at": time.monotonic()})
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in list(self.lines) if line.get("event") == kind]
+
+    def wait(self, kind: str, count: int, seconds: float) -> None:
+        """Wait for so many events of a kind. Raises TimeoutError."""
+        deadline = time.monotonic() + seconds
+        while len(self.of(kind)) < count:
+            if time.monotonic() > deadline or self._done.done():
+                raise TimeoutError(f"{len(self.of(kind))} of {count} {kind} after {seconds:g} s")
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def started(command: list[str], log: Path, pool: ThreadPoolExecutor) -> Iterator[tuple[Any, Output]]:
+    """A process and its output; it is ended with the block."""
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
+        )
+        try:
+            yield process, Output(process.stdout, pool)  # type: ignore[arg-type]
+        finally:
+            process.kill()
+            process.wait()
+
+
+@dataclass
+class Sample:
+    """What a process had used at a moment."""
+
+    at: float
+    cpu: float
+    """Processor seconds."""
+    resident: int
+    """Bytes."""
+
+    @classmethod
+    def of(cls, pid: int) -> "Sample":
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        tick = os.sysconf("SC_CLK_TCK")
+        cpu = (int(fields[11]) + int(fields[12])) / tick
+        return cls(time.monotonic(), cpu, int(fields[21]) * resource.getpagesize())
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def timed_gets(url: str, count: int) -> list[float]:
+    found = []
+    for _ in range(count):
+        began = time.perf_counter()
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            reply.read()
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecutor) -> dict[str, Any]:
+    nodes = arguments.stages * arguments.rows
+    text = folder / "text.txt"
+    text.write_text("A thousand members share this text.\n" * 2000)
+    run_file = folder / "many.toml"
+    run_file.write_text(
+        RUN_FILE.format(
+            layers=arguments.stages,
+            text=text,
+            batch=2 * arguments.rows,
+            stages=arguments.stages,
+            rows=arguments.rows,
+            heartbeat=arguments.heartbeat,
+        )
+    )
+    run, python = folder / "run", [sys.executable, "-m"]
+    command = [*python, "node.cli.main", "coordinator", str(run_file), "--run-dir", str(run), "--json"]
+    with contextlib.ExitStack() as stack:
+        coordinator, output = stack.enter_context(started(command, folder / "coordinator.log", pool))
+        output.wait("join-line", 1, 60)
+        page = output.of("page")[0]["url"]
+        made = subprocess.run(
+            [*python, "node.cli.main", "token", "create", str(run), "--uses", str(2 * nodes), "--json"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        token = json.loads(made.stdout)["token"]
+        shares = [
+            nodes // arguments.processes + (n < nodes % arguments.processes)
+            for n in range(arguments.processes)
+        ]
+        every = arguments.processes / arguments.rate
+        crowds = [
+            stack.enter_context(
+                started(
+                    [
+                        *python,
+                        "scripts.bench.many_nodes",
+                        "--members",
+                        token,
+                        str(folder / f"crowd{n}"),
+                        str(share),
+                        str(every),
+                    ],
+                    folder / f"crowd{n}.log",
+                    pool,
+                )
+            )
+            for n, share in enumerate(shares)
+        ]
+
+        def order(**what: Any) -> None:
+            for process, _ in crowds:
+                process.stdin.write(json.dumps(what) + "\n")
+                process.stdin.flush()
+
+        def events(kind: str) -> list[dict[str, Any]]:
+            return [event for _, crowd in crowds for event in crowd.of(kind)]
+
+        began = Sample.of(coordinator.pid)
+        for _, crowd in crowds:
+            crowd.wait("all-enrolled", 1, 120 + 4 * nodes / arguments.rate)
+        enrolled = Sample.of(coordinator.pid)
+        seconds = [event["seconds"] for event in events("enrolled")]
+        report: dict[str, Any] = {
+            "nodes": nodes,
+            "enrolment": {
+                "rate": arguments.rate,
+                "refused": len(events("refused")),
+                "median": statistics.median(seconds),
+                "p99": percentile(seconds, 0.99),
+                "most": max(seconds),
+                "cpu_share": (enrolled.cpu - began.cpu) / (enrolled.at - began.at),
+            },
+        }
+        print(json.dumps(report["enrolment"]), flush=True)
+        full = arguments.stages * arguments.rows
+
+        def placed() -> bool:
+            return any(len(event["nodes"]) == full for event in output.of("placement"))
+
+        deadline = time.monotonic() + 300
+        while not placed() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        print("placed", [len(event["nodes"]) for event in output.of("placement")], flush=True)
+        order()
+        done = len(output.of("step"))
+        output.wait("step", done + 3, 300)
+        report["step"] = _steps(coordinator.pid, output, arguments.seconds, page)
+        print(json.dumps(report["step"]), flush=True)
+        order(step_seconds=arguments.step_seconds)
+        done = len(output.of("step"))
+        output.wait("step", done + 2, 60 + 4 * arguments.step_seconds)
+        report["heartbeats"] = {
+            "every": arguments.heartbeat,
+            "step_seconds": arguments.step_seconds,
+            **_steps(coordinator.pid, output, arguments.seconds, page),
+        }
+        print(json.dumps(report["heartbeats"]), flush=True)
+        if arguments.churn:
+            order(step_seconds=LEAST_STEP)
+            report["churn"] = _churn(arguments, crowds, shares, output, coordinator.pid)
+            print(json.dumps(report["churn"]), flush=True)
+        report["resident_bytes"] = Sample.of(coordinator.pid).resident
+        report["ended"] = len(events("ended"))
+        report["left"] = len(output.of("node-left"))
+        report["notices"] = [event["text"] for event in output.of("notice")][-20:]
+    return report
+
+
+def _steps(pid: int, output: Output, seconds: float, page: str) -> dict[str, Any]:
+    """What steps, the page and `/metrics` take for so many seconds."""
+    done, before = len(output.of("step")), Sample.of(pid)
+    time.sleep(seconds / 2)
+    calm = Sample.of(pid)
+    views, metrics = timed_gets(f"{page}api/view", 10), timed_gets(f"{page}metrics", 10)
+    time.sleep(seconds / 2)
+    steps = output.of("step")[done:]
+    return {
+        "steps": len(steps),
+        "step_median": statistics.median(event["seconds"] for event in steps) if steps else None,
+        "step_most": max((event["seconds"] for event in steps), default=None),
+        "cpu_share": (calm.cpu - before.cpu) / (calm.at - before.at),
+        "view_median": statistics.median(views),
+        "view_most": max(views),
+        "metrics_median": statistics.median(metrics),
+        "metrics_most": max(metrics),
+    }
+
+
+def _churn(
+    arguments: argparse.Namespace, crowds: Any, shares: list[int], output: Output, pid: int
+) -> dict[str, Any]:
+    """Members die at random and come back, `--churn` of all a minute."""
+    random.seed(0)
+    done, nodes, before = len(output.of("step")), sum(shares), Sample.of(pid)
+    pause = 60 / (arguments.churn * nodes)
+    end = time.monotonic() + arguments.churn_minutes * 60
+    deaths = 0
+    for number in itertools.count(1):
+        if (wait := before.at + number * pause - time.monotonic()) > 0:
+            time.sleep(wait)
+        if time.monotonic() > end:
+            break
+        crowd = random.randrange(len(crowds))
+        process, _ = crowds[crowd]
+        process.stdin.write(json.dumps({"kill": random.randrange(shares[crowd])}) + "\n")
+        process.stdin.flush()
+        deaths += 1
+    after = Sample.of(pid)
+    bad = [e["text"] for e in output.of("notice") if "evict" in e["text"] or "quarantin" in e["text"]]
+    return {
+        "minutes": arguments.churn_minutes,
+        "share_a_minute": arguments.churn,
+        "deaths": deaths,
+        "steps": len(output.of("step")) - done,
+        "aborted": len(output.of("step-aborted")),
+        "evicted": len(bad),
+        "cpu_share": (after.cpu - before.cpu) / (after.at - before.at),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A coordinator with a thousand light members.")
+    parser.add_argument("--stages", type=int, default=250)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=20.0, help="enrolments a second (default 20)")
+    parser.add_argument("--processes", type=int, default=4, help="that share the members (default 4)")
+    parser.add_argument("--heartbeat", type=float, default=2.0, help="seconds between heartbeats (default 2)")
+    parser.add_argument(
+        "--step-seconds", type=float, default=10.0, help="compute time of a slow step (default 10)"
+    )
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement (default 30)")
+    parser.add_argument(
+        "--churn", type=float, default=0.0, help="share of members that die a minute (default 0)"
+    )
+    parser.add_argument("--churn-minutes", type=float, default=30.0)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument(
+        "--members", nargs=4, metavar=("TOKEN", "FOLDER", "COUNT", "EVERY"), help=argparse.SUPPRESS
+    )
+    arguments = parser.parse_args()
+    if arguments.members:
+        token, folder, count, every = arguments.members
+        event_loop.run(members(token, Path(folder), int(count), float(every)))
+        return 0
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(arguments.processes + 1) as pool:
+        try:
+            found = measure(arguments, Path(made), pool)
+        except Exception:
+            for log in sorted(Path(made).glob("*.log")):
+                print(log.name, log.read_text()[-2000:], sep="\n", file=sys.stderr)
+            raise
+    report = {
+        "commit": commit(),
+        "hardware": hardware(),
+        "python": platform.python_version(),
+        "load_after": os.getloadavg()[0],
+        "runs": 1,
+        "stages": arguments.stages,
+        "rows": arguments.rows,
+        **found,
+    }
+    write(arguments.out, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
