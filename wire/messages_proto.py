@@ -238,16 +238,16 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
         case Welcome():
             return control_pb2.CoordinatorMessage(welcome=control_pb2.Welcome(**vars(message)))
         case Placement():
+            rows = _rows_to_proto(message.rows)
+            at = next((at for at, row in enumerate(message.rows) if row.stages is message.stages), None)
+            own = None if at is None else rows[at].stages
             return control_pb2.CoordinatorMessage(
                 placement=control_pb2.Placement(
                     epoch=message.epoch,
                     stage=message.stage,
-                    stages=_stages_to_proto(message.stages),
+                    stages=own if own is not None else _stages_to_proto(message.stages),
                     replica=message.replica,
-                    rows=[
-                        control_pb2.PlacedRow(stages=_stages_to_proto(row.stages), groups=row.groups)
-                        for row in message.rows
-                    ],
+                    rows=rows,
                 )
             )
         case Restore():
@@ -359,6 +359,18 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
 
 def _stages_to_proto(stages: tuple[PlacedStage, ...]) -> list[control_pb2.PlacedStage]:
     return [control_pb2.PlacedStage(**vars(stage)) for stage in stages]
+
+
+_newest_rows: tuple[tuple[PlacedRow, ...], list[control_pb2.PlacedRow]] = ((), [])
+
+
+def _rows_to_proto(rows: tuple[PlacedRow, ...]) -> list[control_pb2.PlacedRow]:
+    """The newest are kept: a placement sends the same rows to each of a thousand nodes."""
+    global _newest_rows
+    if rows is not _newest_rows[0]:
+        made = [control_pb2.PlacedRow(stages=_stages_to_proto(row.stages), groups=row.groups) for row in rows]
+        _newest_rows = rows, made
+    return _newest_rows[1]
 
 
 def _stages_from_proto(stages: Iterable[control_pb2.PlacedStage]) -> tuple[PlacedStage, ...]:

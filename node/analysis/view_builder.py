@@ -263,15 +263,15 @@ class RunViewBuilder:
         done = self._steps_done
         tokens = started.tokens_per_step if started else 0
         state = self._state(done, steps)
-        placed = self._placement.nodes if self._placement else ()
+        placed = {node: seat for seat, node in enumerate(self._placement.nodes)} if self._placement else {}
         across = max(1, self._placement.stages if self._placement else 1)
         members = tuple(
             MemberView(
                 node_id=node_id,
                 device=member.device,
                 name=self._names.get(node_id, ""),
-                stage=placed.index(node_id) % across if node_id in placed else None,
-                replica=placed.index(node_id) // across if node_id in placed else 0,
+                stage=placed[node_id] % across if node_id in placed else None,
+                replica=placed.get(node_id, 0) // across,
                 joined=member.joined,
             )
             for node_id, member in self._members.items()
@@ -413,12 +413,13 @@ class RunViewBuilder:
         if placement is None:
             return ()
         blocks = dict(enumerate(placement.blocks))
+        by_place: dict[tuple[int, int], list[events.StageCost]] = {}
+        for cost in (cost for one in self._recent for cost in one.stages):
+            by_place.setdefault((cost.replica, cost.stage), []).append(cost)
         views = []
         for index, node_id in enumerate(placement.nodes):
             replica, stage = place = divmod(index, placement.stages)
-            costs = [
-                cost for one in self._recent for cost in one.stages if (cost.replica, cost.stage) == place
-            ]
+            costs = by_place.get(place, [])
             wall = sum(cost.wall_seconds for cost in costs)
             shares: dict[str, float] = {}
             if wall > 0:

@@ -1,7 +1,7 @@
 """Turn the totals that nodes report into the cost of each step and of the run. Pure."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from node.telemetry.costs import Ledger, LinkSums, Place, StageSums
@@ -34,17 +34,19 @@ class Accounting:
         self._ready_wall: dict[str, float] = {}
         self._epoch_bytes: dict[str, int] = {}
         self._hosts: dict[Place, str] = {}
+        """Who hosted each place last, over the whole run."""
+        self._places: dict[Place, str] = {}
+        self._place_of: dict[str, Place] = {}
 
     def report(self, node_id: str, telemetry: Telemetry, elapsed: float = math.inf) -> None:
         """A node's newest totals.
 
         Args:
-            elapsed: seconds since `begin_epoch`. Reports of more time, or of more bytes than any link carries
-                in
-                that time, are capped.
+            elapsed: seconds since `begin_epoch`. Reports of more time, or of more bytes than any link
+                carries in that time, are capped.
         """
         self.newest[node_id] = telemetry
-        if node_id not in self.hosts or telemetry.epoch != self._epoch:
+        if (place := self._place_of.get(node_id)) is None or telemetry.epoch != self._epoch:
             return
         before = self._counted.get(node_id, Telemetry())
         most = self._ready_wall.get(node_id, 0.0) + CLOCK_RATIO * elapsed
@@ -53,7 +55,6 @@ class Accounting:
         sent = self._epoch_bytes.get(node_id, 0)
         room = FASTEST * (elapsed + SLACK_SECONDS) - sent
         stages = len(self.hosts) // self.rows
-        place = Place(*divmod(self.hosts.index(node_id), stages))
         for ledger in (self.run, self._step):
             counted = ledger.add(place, stages, before, telemetry, room, self.rows)
         self._epoch_bytes[node_id] = sent + counted
@@ -64,12 +65,13 @@ class Accounting:
 
     def begin_epoch(self, epoch: int, hosts: Sequence[str], rows: int = 1) -> None:
         """Count from each stage's report at `Ready`; earlier totals belong to no step."""
-        self._epoch, self.hosts, self.rows = epoch, tuple(hosts), rows
+        self._epoch = epoch
+        self._place(hosts, rows)
         ready = {node: self.newest[node] for node in hosts if node in self.newest}
         self._counted = {node: report for node, report in ready.items() if report.epoch == epoch}
         self._ready_wall = {node: report.wall_seconds for node, report in self._counted.items()}
         self._epoch_bytes = {}
-        self._hosts.update(self.places())
+        self._hosts.update(self._places)
         self._step = Ledger(self._codecs)
 
     def step(self, step: int, seconds: float, *, aborted: bool = False) -> StepCosts:
@@ -84,7 +86,7 @@ class Accounting:
             aborted=aborted,
             stages=tuple(
                 self._stage_cost(place, node, ledger.stages.get(place, StageSums()))
-                for place, node in self.places().items()
+                for place, node in self._places.items()
             ),
             links=tuple(
                 self._link_cost(source, target, sums)
@@ -92,13 +94,12 @@ class Accounting:
             ),
         )
         if aborted:
-            self.hosts = ()
+            self._place((), self.rows)
         return costs
 
-    def places(self) -> dict[Place, str]:
+    def places(self) -> Mapping[Place, str]:
         """Who hosts what in the epoch that runs, row after row."""
-        stages = len(self.hosts) // self.rows
-        return {Place(*divmod(index, stages)): node for index, node in enumerate(self.hosts)}
+        return self._places
 
     def stage_times(self) -> tuple[StageTimes, ...]:
         """Each stage's time by kind, over the whole run."""
@@ -115,10 +116,16 @@ class Accounting:
 
     def link_report(self, source: Place, target: Place) -> LinkReport | None:
         """The sender's newest report of this direction of a link, if the link is in use."""
-        links = self.newest.get(self.places().get(source, ""), Telemetry()).links
+        links = self.newest.get(self._places.get(source, ""), Telemetry()).links
         return next((one for one in links if (one.peer_replica, one.peer_stage) == target), None)
 
     # ---- inside
+
+    def _place(self, hosts: Sequence[str], rows: int) -> None:
+        self.hosts, self.rows = tuple(hosts), rows
+        stages = len(hosts) // rows
+        self._places = {Place(*divmod(index, stages)): node for index, node in enumerate(hosts)}
+        self._place_of = {node: place for place, node in self._places.items()}
 
     def _stage_cost(self, place: Place, node_id: str, sums: StageSums) -> StageCost:
         newest = self.newest.get(node_id, Telemetry())

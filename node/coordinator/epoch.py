@@ -10,6 +10,7 @@
 A message with another epoch's number never reaches this object: `RunMachine` drops it.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -140,6 +141,7 @@ class Epoch:
         """
         self.number = number
         self.hosts = hosts
+        self._seats = {node: seat for seat, node in enumerate(hosts)}
         self.groups = groups
         self.rows = len(groups)
         self.stages = len(hosts) // len(groups)
@@ -184,11 +186,11 @@ class Epoch:
         return self.hosts[replica * self.stages : (replica + 1) * self.stages]
 
     def stage_of(self, node_id: str) -> int:
-        return self.hosts.index(node_id) % self.stages
+        return self._seats[node_id] % self.stages
 
     def replica_of(self, node_id: str) -> int:
         """The row of a node."""
-        return self.hosts.index(node_id) // self.stages
+        return self._seats[node_id] // self.stages
 
     @property
     def loss_stage(self) -> int:
@@ -203,7 +205,7 @@ class Epoch:
     def may_fetch(self, node_id: str, groups: Collection[int], *, labels: bool) -> bool:
         """Whether a node has use for inputs or labels: of these groups, or of the whole step if empty."""
         stage = self.loss_stage if labels else 0
-        if node_id not in self.hosts[stage :: self.stages]:
+        if node_id not in self._seats or self.stage_of(node_id) != stage:
             return False
         return set(groups) <= set(self.groups[self.replica_of(node_id)])
 
@@ -211,6 +213,9 @@ class Epoch:
     def asked(self) -> tuple[str, ...]:
         """Nodes that the phase waits for."""
         return self.row(0) if self.phase is Phase.VALIDATING else self.hosts
+
+    def _is_asked(self, node_id: str) -> bool:
+        return self.phase is not Phase.VALIDATING or self.replica_of(node_id) == 0
 
     # ---- what goes out
 
@@ -291,7 +296,7 @@ class Epoch:
     # ---- what comes in
 
     def placed(self, node_id: str, placed: Placed) -> list[Action]:
-        if self.phase is not Phase.PLACING or node_id not in self.hosts:
+        if self.phase is not Phase.PLACING or node_id not in self._seats:
             return []
         self._placed[node_id] = placed
         if len(self._placed) < len(self.hosts):
@@ -322,7 +327,7 @@ class Epoch:
         return [RecordRestored(epoch=self.number, step=self.step, nodes=self.hosts, groups=self.groups)]
 
     def vote(self, node_id: str, vote: Vote) -> Outcome:
-        if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self.hosts:
+        if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self._seats:
             return []
         groups = self.groups[self.replica_of(node_id)] if self._group_count > 1 else None
         if (why := self._history.refusal(vote, self.stage_of(node_id), self.stages, groups)) is not None:
@@ -450,7 +455,7 @@ class Epoch:
         return states
 
     def _all_answered(self, node_id: str, phase: Phase) -> bool:
-        if self.phase is not phase or node_id not in self.asked:
+        if self.phase is not phase or node_id not in self._seats or not self._is_asked(node_id):
             return False
         self._answered.add(node_id)
         return len(self._answered) == len(self.asked)
@@ -471,15 +476,19 @@ class Epoch:
             lr=committed.lr,
         )
 
-    def _placement(self, node_id: str) -> Placement:
+    @functools.cached_property
+    def _rows(self) -> tuple[PlacedRow, ...]:
         places = [
             PlacedStage(node_id=node, address=address)
             for node, address in zip(self.hosts, self.addresses, strict=True)
         ]
-        rows = tuple(
+        return tuple(
             PlacedRow(stages=tuple(places[row * self.stages : (row + 1) * self.stages]), groups=groups)
             for row, groups in enumerate(self.groups)
         )
+
+    def _placement(self, node_id: str) -> Placement:
+        rows = self._rows
         replica = self.replica_of(node_id)
         return Placement(
             epoch=self.number,

@@ -405,7 +405,8 @@ class Stragglers:
             return Late()
         beyond = now - max(self._last, self._began + usual)
         work = "load its state" if epoch.phase is Phase.RESTORING else f"end step {epoch.step + 1}"
-        extra = max((loading[epoch.hosts.index(node)] for node in missing), default=0.0) if loading else 0.0
+        late_nodes = set(missing) if loading else ()
+        extra = max((loading[at] for at, node in enumerate(epoch.hosts) if node in late_nodes), default=0.0)
         if epoch.phase is not Phase.RESTORING:
             extra = 0.0
         if len(missing) == 1:
@@ -434,7 +435,8 @@ class Stragglers:
         if len(missing) < 2:
             return None
         waits = {node: self._waits_for(epoch, node) for node in missing}
-        stuck = [node for node in missing if waits[node] is None and node in waits.values()]
+        waited_for = set(waits.values())
+        stuck = [node for node in missing if waits[node] is None and node in waited_for]
         least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
         late = now - self._began - usual
         idle = [node for node in stuck if self._does.get(node, (0.0, ""))[1] in _IDLE]

@@ -101,12 +101,12 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0) -> RunPlan:
         reconnect_seconds=RECONNECT_SECONDS,
         regroup_seconds=settings.regroup_seconds,
         min_stages=pipeline.min_stages or pipeline.stages,
-        units=functools.partial(stage_units, config),
+        units=functools.cache(functools.partial(stage_units, config)),
         stage_bytes=stage_needs(config, windows),
         sharing=sharing(config),
         unit_numbers=functools.cache(functools.partial(_unit_numbers, config)),
-        neighbours=functools.partial(_neighbours, config),
-        state_bytes=functools.partial(stage_state_bytes, config),
+        neighbours=functools.cache(functools.partial(_neighbours, config)),
+        state_bytes=functools.cache(functools.partial(stage_state_bytes, config)),
     )
 
 

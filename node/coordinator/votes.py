@@ -58,6 +58,8 @@ class VoteHistory:
         self._norms: dict[int, deque[float]] = {}
         """Logarithms of squared norms."""
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
+        self._loss_stages: dict[int, int] = {}
+        """By number of stages: which one has the head."""
         self._step = -1
         self._confirmed: set[int] = set()
         """Units whose norms another node confirmed to be far above the others'."""
@@ -69,7 +71,10 @@ class VoteHistory:
 
     def loss_stage(self, stages: int) -> int:
         """The stage that says losses: it has the head, which is the last layer unit."""
-        return max(range(stages), key=lambda stage: max(self._units(stages)[stage]))
+        if stages not in self._loss_stages:
+            units = self._units(stages)
+            self._loss_stages[stages] = max(range(stages), key=lambda stage: max(units[stage]))
+        return self._loss_stages[stages]
 
     def refusal(
         self, vote: Vote, stage: int, stages: int, groups: Collection[int] | None = None

@@ -40,6 +40,7 @@ from node.processes.enrol import enrol
 from node.run_file.loader import from_json
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.session import Session
+from node.telemetry.clock import TimeKind
 from scripts.report import RESULTS, write
 from wire import event_loop
 from wire.errors import LinkError, ThinwireError
@@ -61,7 +62,8 @@ from wire.messages import (
     Vote,
     Welcome,
 )
-from wire.telemetry import Telemetry
+from wire.spec import Direction
+from wire.telemetry import DIRECT, FlowReport, LinkReport, Telemetry
 from wire.version import PROTOCOL, VERSION
 
 OUT = RESULTS / "many_nodes.json"
@@ -69,6 +71,7 @@ LOSS = 2.0
 NORM = 1e-4
 """Every layer unit's squared norm."""
 CORES, MEMORY = 4, 8 * 2**30
+STEP_BYTES = 4096
 LEAST_STEP = 0.05
 """Seconds of compute in a step: no real stage is faster."""
 RUN_FILE = """
@@ -123,9 +126,11 @@ class LightNode:
     pace: Pace
     config: RunConfig | None = None
     placement: Placement | None = None
+    placed_at: float = 0.0
     held: int = -1
     lineage: int = 0
     steps: int = 0
+    """In this epoch."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def enrol(self) -> float:
@@ -170,7 +175,7 @@ class LightNode:
                 self.config = _config(message.config_json)
                 self._start(self._heartbeats(session, message.heartbeat_seconds))
             case Placement():
-                self.placement = message
+                self.placement, self.placed_at, self.steps = message, time.monotonic(), 0
                 session.post(
                     Placed(epoch=message.epoch, held_step=self.held, voted=False, lineage=self.lineage)
                 )
@@ -220,7 +225,38 @@ class LightNode:
         )
 
     def _telemetry(self) -> Telemetry:
-        return Telemetry(epoch=0 if self.placement is None else self.placement.epoch, memory_bytes=10**8)
+        """Of an ordinary stage: all kinds of time, and a link to each neighbour."""
+        if (place := self.placement) is None:
+            return Telemetry(memory_bytes=10**8)
+        wall = time.monotonic() - self.placed_at
+        near = [stage for stage in (place.stage - 1, place.stage + 1) if 0 <= stage < len(place.stages)]
+        return Telemetry(
+            epoch=place.epoch,
+            times={kind.value: wall / len(TimeKind) for kind in TimeKind},
+            wall_seconds=wall,
+            links=tuple(self._link(stage, forward=stage > place.stage) for stage in near),
+            memory_bytes=10**8,
+        )
+
+    def _link(self, stage: int, *, forward: bool) -> LinkReport:
+        flow = FlowReport(
+            direction=Direction.ACTIVATION if forward else Direction.GRADIENT,
+            codec="fp32",
+            bytes_sent=self.steps * STEP_BYTES,
+            elements_sent=self.steps * STEP_BYTES // 4,
+        )
+        return LinkReport(
+            peer_stage=stage,
+            bytes_sent=self.steps * STEP_BYTES,
+            bytes_received=self.steps * STEP_BYTES,
+            retransmits=0,
+            rejects=0,
+            rtt_seconds=0.02,
+            capacity=1e7,
+            flows=(flow,),
+            peer_replica=0 if self.placement is None else self.placement.replica,
+            path=DIRECT,
+        )
 
 
 _CONFIGS: dict[str, RunConfig] = {}
