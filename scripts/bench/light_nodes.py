@@ -1,0 +1,293 @@
+"""Members of a run without a model: `python -m scripts.bench.light_nodes TOKEN FOLDER COUNT EVERY`.
+
+COUNT members in one process, one enrolled every EVERY seconds. They keep a control session by the program's
+own client, send heartbeats, take places and answer every step. Orders come as lines of JSON on stdin:
+`{"step_seconds": S}` changes how long a step takes them (the first order lets them end their first step),
+`{"kill": N}` ends a member without a goodbye and starts it again. Events go to stdout.
+"""
+
+import asyncio
+import json
+import random
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from node.config.schema import RunConfig
+from node.model.units import unit_names
+from node.pipeline.placement import stage_units
+from node.processes.enrol import enrol
+from node.run_file.loader import from_json
+from node.stage.coordinator_client import CoordinatorClient
+from node.stage.session import Session
+from node.telemetry.clock import TimeKind
+from wire import event_loop
+from wire.errors import LinkError, ThinwireError
+from wire.identity.enrolment import Hardware
+from wire.identity.token import JoinToken
+from wire.messages import (
+    Applied,
+    Begin,
+    Commit,
+    CoordinatorMessage,
+    Finish,
+    Heartbeat,
+    Hello,
+    Placed,
+    Placement,
+    Ready,
+    Restore,
+    Validate,
+    Vote,
+    Welcome,
+)
+from wire.spec import Direction
+from wire.telemetry import DIRECT, FlowReport, LinkReport, Telemetry
+from wire.version import PROTOCOL, VERSION
+
+LOSS = 2.0
+NORM = 1e-4
+"""Every layer unit's squared norm."""
+CORES, MEMORY = 4, 8 * 2**30
+STEP_BYTES = 4096
+LEAST_STEP = 0.05
+"""Seconds of compute in a step: no real stage is faster."""
+
+
+@dataclass
+class Pace:
+    """What all members of a process do the same; the parent changes it by lines on stdin."""
+
+    step_seconds: float = LEAST_STEP
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the run may go on past its first step: until then newcomers make further rows at once."""
+
+
+@dataclass
+class LightNode:
+    """One member, over all its sessions. Without a goodbye its `run` may be cancelled and called again."""
+
+    token: JoinToken
+    directory: Path
+    pace: Pace
+    config: RunConfig | None = None
+    placement: Placement | None = None
+    placed_at: float = 0.0
+    held: int = -1
+    lineage: int = 0
+    steps: int = 0
+    """In this epoch."""
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def enrol(self) -> float:
+        """Seconds that the enrolment took."""
+        began = time.perf_counter()
+        self.identity, self.address = await enrol(
+            self.token, self.directory, Hardware("light", CORES, MEMORY)
+        )
+        return time.perf_counter() - began
+
+    async def run(self) -> None:
+        """One life: its state is lost at the end."""
+        self.held, self.placement, nonce = -1, None, secrets.randbits(63)
+        client = CoordinatorClient(self.address, lambda: self.identity, 600.0)
+        session = Session(client)
+
+        def hello() -> Hello:
+            return Hello(
+                version=VERSION,
+                protocol=PROTOCOL,
+                peer_address="",
+                hardware=Hardware("light", CORES, MEMORY),
+                flops=1e12,
+                download_rate=1e8,
+                epoch=0,
+                process_nonce=nonce,
+            )
+
+        async def handle(message: CoordinatorMessage) -> None:
+            self._handle(session, message)
+
+        try:
+            await session.run(hello, handle)
+        finally:
+            for task in self.tasks:
+                task.cancel()
+            await session.close()
+
+    def _handle(self, session: Session, message: CoordinatorMessage) -> None:
+        match message:
+            case Welcome():
+                self.config = _config(message.config_json)
+                self._start(self._heartbeats(session, message.heartbeat_seconds))
+            case Placement():
+                self.placement, self.placed_at, self.steps = message, time.monotonic(), 0
+                session.post(
+                    Placed(epoch=message.epoch, held_step=self.held, voted=False, lineage=self.lineage)
+                )
+            case Restore():
+                self.held, self.lineage = message.step, message.lineage
+                session.post(Ready(epoch=message.epoch, telemetry=self._telemetry()))
+            case Begin():
+                self._start(self._vote(session, message))
+            case Commit():
+                self.held, self.steps = message.step + 1, self.steps + 1
+                session.post(Applied(epoch=message.epoch, step=message.step, telemetry=self._telemetry()))
+            case Validate() | Finish():
+                raise LinkError(f"the run sent {type(message).__name__}")
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _heartbeats(self, session: Session, seconds: float) -> None:
+        # Members of a process do not beat together.
+        await asyncio.sleep(random.uniform(0, seconds))
+        while True:
+            session.post(Heartbeat(telemetry=self._telemetry(), sent_at=time.monotonic()))
+            await asyncio.sleep(seconds)
+
+    async def _vote(self, session: Session, begin: Begin) -> None:
+        await asyncio.sleep(self.pace.step_seconds)
+        await self.pace.open.wait()
+        place = self.placement
+        if place is None or place.epoch != begin.epoch or self.config is None:
+            return
+        stages, names = len(place.stages), unit_names(self.config.model)
+        units = _units(self.config, stages)[place.stage]
+        groups: dict[int, float] = {}
+        if place.stage == stages - 1:
+            row = place.rows[place.replica].groups if place.rows else range(self.config.pipeline.groups)
+            groups = dict.fromkeys(row, LOSS / self.config.pipeline.groups)
+        session.post(
+            Vote(
+                epoch=begin.epoch,
+                step=begin.step,
+                norms={names.index(unit): NORM for unit in units},
+                loss=sum(groups.values()) if groups and self.config.pipeline.groups == 1 else None,
+                group_losses=groups if self.config.pipeline.groups > 1 else {},
+            )
+        )
+
+    def _telemetry(self) -> Telemetry:
+        """Of an ordinary stage: all kinds of time, and a link to each neighbour."""
+        if (place := self.placement) is None:
+            return Telemetry(memory_bytes=10**8)
+        wall = time.monotonic() - self.placed_at
+        near = [stage for stage in (place.stage - 1, place.stage + 1) if 0 <= stage < len(place.stages)]
+        return Telemetry(
+            epoch=place.epoch,
+            times={kind.value: wall / len(TimeKind) for kind in TimeKind},
+            wall_seconds=wall,
+            links=tuple(self._link(stage, forward=stage > place.stage) for stage in near),
+            memory_bytes=10**8,
+        )
+
+    def _link(self, stage: int, *, forward: bool) -> LinkReport:
+        flow = FlowReport(
+            direction=Direction.ACTIVATION if forward else Direction.GRADIENT,
+            codec="fp32",
+            bytes_sent=self.steps * STEP_BYTES,
+            elements_sent=self.steps * STEP_BYTES // 4,
+        )
+        return LinkReport(
+            peer_stage=stage,
+            bytes_sent=self.steps * STEP_BYTES,
+            bytes_received=self.steps * STEP_BYTES,
+            retransmits=0,
+            rejects=0,
+            rtt_seconds=0.02,
+            capacity=1e7,
+            flows=(flow,),
+            peer_replica=0 if self.placement is None else self.placement.replica,
+            path=DIRECT,
+        )
+
+
+_CONFIGS: dict[str, RunConfig] = {}
+_UNITS: dict[int, list[tuple[str, ...]]] = {}
+
+
+def _config(text: str) -> RunConfig:
+    if text not in _CONFIGS:
+        _CONFIGS[text] = from_json(text)
+    return _CONFIGS[text]
+
+
+def _units(config: RunConfig, stages: int) -> list[tuple[str, ...]]:
+    """The layer units of each stage; all members of a process are of one run."""
+    if stages not in _UNITS:
+        _UNITS[stages] = [tuple(units) for units in stage_units(config, stages)]
+    return _UNITS[stages]
+
+
+async def members(token: str, folder: Path, count: int, every: float) -> None:
+    """Run `count` members in this process; stdin has orders as lines of JSON, stdout gets events."""
+    pace, nodes = Pace(), [LightNode(JoinToken.parse(token), folder / str(n), Pace()) for n in range(count)]
+    lives: dict[int, asyncio.Task[None]] = {}
+
+    def begin(number: int) -> None:
+        lives[number] = asyncio.get_running_loop().create_task(_life(nodes[number]))
+
+    async def join(number: int) -> None:
+        nodes[number].pace = pace
+        nodes[number].directory.mkdir(parents=True)
+        try:
+            seconds = await nodes[number].enrol()
+        except ThinwireError as error:
+            _say(event="refused", reason=str(error))
+            return
+        _say(event="enrolled", seconds=round(seconds, 4))
+        begin(number)
+
+    async with asyncio.TaskGroup() as group:
+        began = time.monotonic()
+        for number in range(count):
+            await asyncio.sleep(max(0.0, began + number * every - time.monotonic()))
+            group.create_task(join(number))
+    _say(event="all-enrolled")
+    async for line in _lines():
+        order = json.loads(line)
+        pace.step_seconds = order.get("step_seconds", pace.step_seconds)
+        pace.open.set()
+        if (number := order.get("kill")) is not None and (life := lives.pop(number, None)) is not None:
+            life.cancel()
+            await asyncio.wait([life])
+            begin(number)
+    for life in lives.values():
+        life.cancel()
+
+
+async def _life(node: LightNode) -> None:
+    try:
+        await node.run()
+    except ThinwireError as error:
+        _say(event="ended", reason=str(error))
+
+
+async def _lines() -> AsyncIterator[str]:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    while line := await reader.readline():
+        yield line.decode()
+
+
+def _say(**event: Any) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def main() -> int:
+    token, folder, count, every = sys.argv[1:]
+    event_loop.run(members(token, Path(folder), int(count), float(every)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
