@@ -1,6 +1,11 @@
-"""How many blocks e4m3 numbers take. Imports no torch; `kernels.fp8.reference` has the arithmetic."""
+"""How many blocks e4m3 numbers take, and what products of them need. Imports no torch; the arithmetic is in
+`kernels.fp8.reference` and `kernels.fp8.rows`."""
 
 BLOCK = 128
+MULTIPLE = 16
+"""What cuBLAS needs the inputs and outputs of a product in e4m3 to be a multiple of."""
+CAPABILITY = (8, 9)
+"""The first CUDA capability with such products."""
 
 
 def blocks(elements: int) -> int:

@@ -1,25 +1,27 @@
-"""`kernels.fp8.reference` on GPUs: one pass over memory for each function.
+"""`kernels.fp8.reference` and `kernels.fp8.rows` on GPUs: one pass over memory for each function.
 
-A program handles rows of 128 elements, one block of e4m3 numbers each. Conversion to and from e4m3 uses
-integers, so the interpreter gives the same bits.
+A program handles rows of 128 elements, one block of e4m3 numbers each, or a whole row of a matrix. Conversion
+to and from e4m3 uses integers, so the interpreter gives the same bits; matrices' rows are coded by GPUs that
+convert themselves.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from kernels.common.triton.numbers import (
-    INTERPRETED,
-    MAGIC,
-    MAGIC_BITS,
-    wrapped,
-)
+from kernels.common.triton.e4m3 import encode, exponent_of, power_of_two
+from kernels.common.triton.numbers import INTERPRETED, wrapped
+from kernels.common.triton.tiles import widened
 from kernels.fp8.layout import blocks
 from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
+from kernels.fp8.rows import Coded
 
 ROWS = 4
 WARPS = 2
+CHUNK = 4096
+"""Columns of a matrix that a program reads at a time; of longer rows, what it reads again is in the cache."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 # Triton compiles again for sizes that are 1 or multiples of 16. Only for the number of elements does that
@@ -115,6 +117,25 @@ def adamw_step(
     )
 
 
+def code_rows(x: Tensor, into: Coded, *, chunk: int = CHUNK) -> None:
+    """As `kernels.fp8.rows.code_rows`; rows of x may lie apart."""
+    rows, width = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    chunk = min(chunk, triton.next_power_of_2(width))
+    if rows:
+        _code_rows[(rows,)](
+            x,
+            into.codes.view(torch.uint8),
+            into.scales,
+            width,
+            x.stride(0),
+            CHUNK=chunk,
+            num_warps=min(max(chunk // 512, 1), 8),
+            enable_fp_fusion=False,
+        )
+
+
 @triton.jit(do_not_specialize=("parameter", "count"))
 def _accumulate(
     codes,
@@ -170,11 +191,9 @@ def _store_gradient(codes, exponents, value, noise, row, place, inside, count, S
     """To nearest, or by `noise`, 20 random bits an element, int32 [ROWS, 128]."""
     magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, 1)
-    # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
-    exponent = (largest >> 23) - 126 - 9 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
-    exponent = tl.maximum(exponent, -126)
-    scaled = value * _power_of_two(-exponent[:, None])
-    code = _encode_stochastically(scaled, noise) if STOCHASTIC else _encode(scaled)
+    exponent = exponent_of(largest)
+    scaled = value * power_of_two(-exponent[:, None])
+    code = _encode_stochastically(scaled, noise) if STOCHASTIC else encode(scaled)
     finite = largest < 0x7F800000
     tl.store(codes + place, tl.where(finite[:, None], code, 0).to(tl.uint8), mask=inside)
     tl.store(exponents + row, tl.where(finite, exponent, -128).to(tl.int8), mask=row < count)
@@ -237,7 +256,7 @@ def _gradient(codes, exponents, row, place, inside, count):
     """fp32 [ROWS, 128] of a gradient's codes, 0 outside."""
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
     exponent = tl.load(exponents + row, mask=row < count, other=0).to(tl.int32)[:, None]
-    value = _decode(code) * _power_of_two(tl.maximum(exponent, -126))
+    value = _decode(code) * power_of_two(tl.maximum(exponent, -126))
     return tl.where((exponent == -128) & inside, float("nan"), value)
 
 
@@ -278,7 +297,7 @@ def _store_moment(codes, scales, powers, value, row, place, inside, real):
     power = tl.where(some, tl.minimum(tl.maximum(power, 1.0), 255.0), 16.0)
     exponent = (_log2(magnitude) - top[:, None]) * (power * 0.0625)[:, None] + 8.807354922057604
     # The logarithm of 0 is minus infinity, and its code 0.
-    code = _encode(tl.exp2(exponent)) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    code = encode(tl.exp2(exponent)) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
     tl.store(codes + place, tl.where(magnitude > 0, code, 0).to(tl.uint8), mask=inside)
     tl.store(scales + row, largest.to(scales.dtype.element_ty), mask=real)
     tl.store(powers + row, power.to(tl.uint8), mask=real)
@@ -292,17 +311,6 @@ def _decode(code):
 
 
 @triton.jit
-def _encode(value):
-    """The e4m3 codes, int32, of fp32 numbers, clamped; to nearest, ties to even."""
-    bits = value.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(tl.abs(value), 448.0)
-    whole = magnitude.to(tl.int32, bitcast=True)
-    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - 960
-    subnormal = (magnitude * 512.0 + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
-    return tl.where(magnitude >= 0.015625, normal, subnormal) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
 def _encode_stochastically(value, noise):
     """As in `kernels.fp8.reference`, for values up to 448; codes of values that are not finite are not
     kept."""
@@ -310,11 +318,6 @@ def _encode_stochastically(value, noise):
     normal = magnitude.to(tl.int32, bitcast=True) - 0x3C000000
     subnormal = (magnitude + 0.015625).to(tl.int32, bitcast=True) - 0x3C800000
     return ((tl.maximum(normal, subnormal) + noise) >> 20) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
-
-
-@triton.jit
-def _power_of_two(exponent):
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -329,3 +332,49 @@ def _mixed(x):
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
+
+
+@triton.jit
+def magnitude_bits(value):
+    """The bits of |value|, int32: integers order infinities and NaNs above all numbers."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def store_codes(pointers, value, peak, mask):
+    """The codes, as bytes, of fp32 values of a row whose largest magnitude has the bits `peak`."""
+    scaled = value * power_of_two(-exponent_of(peak))
+    scaled = tl.where(peak < 0x7F800000, scaled, 0.0)
+    if _INTERPRETED:
+        code = encode(scaled).to(tl.uint8)
+    else:
+        code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(pointers, code, mask=mask)
+
+
+@triton.jit
+def scale_of(peak):
+    """A row's scale; not a number if the row is not finite."""
+    return tl.where(peak < 0x7F800000, power_of_two(exponent_of(peak)), float("nan"))
+
+
+@triton.jit(do_not_specialize=("width",))
+def _code_rows(x, codes, scales, width, stride, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, CHUNK)
+    if width <= CHUNK:
+        value = widened(tl.load(x + row * stride + column, mask=column < width, other=0.0))
+        peak = tl.max(magnitude_bits(value), 0)
+        store_codes(codes + row * width + column, value, peak, column < width)
+    else:
+        peaks = tl.zeros((CHUNK,), tl.int32)
+        for start in range(0, width, CHUNK):
+            real = start + column < width
+            value = widened(tl.load(x + row * stride + start + column, mask=real, other=0.0))
+            peaks = tl.maximum(peaks, magnitude_bits(value))
+        peak = tl.max(peaks, 0)
+        for start in range(0, width, CHUNK):
+            real = start + column < width
+            value = widened(tl.load(x + row * stride + start + column, mask=real, other=0.0))
+            store_codes(codes + row * width + start + column, value, peak, real)
+    tl.store(scales + row, scale_of(peak))

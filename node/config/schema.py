@@ -194,6 +194,10 @@ class TrainingSection:
     """Clip the global gradient norm to this; 0 turns clipping off."""
     precision: str = "float32"
     """Compute in `float32`, or in `bfloat16` (autocast)."""
+    compute: str = "precision"
+    """Multiply blocks' matrices in `precision`, or in `fp8`: forward and for inputs' gradients in e4m3, with
+    a scale a row; weights' gradients, attention, embedding and head stay in bfloat16. Needs `precision`
+    bfloat16, and GPUs of compute capability 8.9 or later; CPUs emulate it, slowly."""
     weights: str = "float32"
     """Store weights in `float32`, or in `bfloat16` with stochastic rounding (needs `precision` bfloat16 and
     `moments` fp8)."""

@@ -10,6 +10,7 @@ outside of attention and the feed-forward, and H, K and F inside are the rank's 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import pi, sqrt
 from typing import cast
@@ -22,10 +23,11 @@ from kernels.attention.ops import differentiable, has_flash, repeat_shared
 from kernels.attention.reach import EVERYTHING, Documents, Reach
 from kernels.common import dispatch
 from kernels.common import layers as reference
-from kernels.common.matrices import empty_together
+from kernels.common.matrices import empty_together, stacked
+from kernels.fp8.products import CodedWeight
 from kernels.layers import ops as layers
 from node.config.schema import ModelSection
-from node.model.products import AddProduct, Linear
+from node.model.products import AS_IT_IS, AddProduct, Linear, Way
 from node.model.storage import Storage
 from node.model.stored_layers import (
     AttentionParts,
@@ -153,8 +155,8 @@ class Block(nn.Module, ABC):
         self.window = window
         self.norm_place = model.norm_place
         self.is_plain = model.is_plain
-        self._adds: Sequence[AddProduct | None] = (None,) * 4
-        """Where the gradients of each of `products` go; None leaves them to autograd."""
+        self._ways: Sequence[Way] = (AS_IT_IS,) * 4
+        """How each of `products` computes."""
 
     def products(self) -> tuple[tuple[nn.Linear, ...], ...]:
         """The block's projections; those with the same input together."""
@@ -162,9 +164,28 @@ class Block(nn.Module, ABC):
 
     def add_weight_gradients(self, adding_to: Callable[[Sequence[nn.Parameter]], AddProduct]) -> None:
         """Let products add weights' gradients to main gradients; `adding_to` gives what adds to these."""
-        self._adds = [
-            adding_to([cast(nn.Parameter, one.weight) for one in together]) for together in self.products()
+        self._ways = [
+            replace(way, add=adding_to([cast(nn.Parameter, one.weight) for one in together]))
+            for way, together in zip(self._ways, self.products(), strict=True)
         ]
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether products are in FP8."""
+        return self._ways[0].coded is not None
+
+    @torch.no_grad()
+    def code_weights(self) -> None:
+        """Multiply in FP8 from now on, by codes of the weights as they are now; again after they change."""
+        if not self.is_coded:
+            self._ways = [
+                replace(way, coded=CodedWeight.empty(*_size(together), together[0].weight.device))
+                for way, together in zip(self._ways, self.products(), strict=True)
+            ]
+        for way, together in zip(self._ways, self.products(), strict=True):
+            assert way.coded is not None
+            # In place: captured passes read these addresses.
+            way.coded.write(stacked([one.weight for one in together], together[0].weight.dtype))
 
     @torch.no_grad()
     def lay_weights_together(self) -> None:
@@ -202,17 +223,17 @@ class Block(nn.Module, ABC):
         """`documents`: attention does not cross them."""
         reach = Reach(window=self.window, documents=documents)
         packs = self.is_plain and (not self.storage.is_off or self._is_fused(x_bsc))
-        if not packs or not torch.is_grad_enabled():
+        if not self.is_coded and not (packs and torch.is_grad_enabled()):
             return self._plain(x_bsc, reach)
-        add_inputs, add_output, add_wide, add_down = self._adds
+        ways = self._ways
         x_bsc = attention_half(
             x_bsc,
             AttentionParts(
                 storage=self.storage,
                 layout=HeadLayout(split=self.split, join=self.join),
                 rank=self.rank,
-                add_inputs=add_inputs,
-                add_output=add_output,
+                inputs=ways[0],
+                output=ways[1],
                 reach=reach,
             ),
             Norm.of(self.attention_norm),
@@ -221,7 +242,7 @@ class Block(nn.Module, ABC):
         )
         return ffn_half(
             x_bsc,
-            FfnParts(storage=self.storage, rank=self.rank, add_inputs=add_wide, add_down=add_down),
+            FfnParts(storage=self.storage, rank=self.rank, inputs=ways[2], down=ways[3]),
             Norm.of(self.ffn_norm),
             [Linear.of(projection) for projection in self.ffn_inputs()],
             Linear.of(self.down),
@@ -254,6 +275,11 @@ class Block(nn.Module, ABC):
         gathered_bsc = gather(x_bsc, self.rank)
         inner_bsf = self.activation(*(projection(gathered_bsc) for projection in self.ffn_inputs()))
         return row_parallel(self.down, inner_bsf, self.rank)
+
+
+def _size(together: Sequence[nn.Linear]) -> tuple[int, int]:
+    """Outputs and inputs of projections with one input."""
+    return sum(one.out_features for one in together), together[0].in_features
 
 
 class LlamaBlock(Block):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from kernels.common import dispatch
 from kernels.common.matrices import side_by_side, stacked
+from kernels.fp8.products import CodedWeight, code_rows, product
 from node.model.tensor_rank import TensorRank
 
 AddProduct = Callable[[Sequence[int], Tensor, Tensor], None]
@@ -45,34 +46,62 @@ class Linear:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Way:
+    """How projections with one input compute."""
+
+    add: AddProduct | None = None
+    """Where the weights' gradients go; None returns them."""
+    coded: CodedWeight | None = None
+    """Their weights under one another in e4m3: they are multiplied so forward and for the input's gradient.
+    Weights' gradients are not: their errors would add up in the weights."""
+
+
+AS_IT_IS = Way()
+"""In the input's dtype, gradients for autograd."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Projections:
     """Projections with the same input."""
 
     linears: Sequence[Linear]
-    add: AddProduct | None = None
-    """Where the weights' gradients go; None returns them."""
+    way: Way = AS_IT_IS
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """The outputs [..., N] of each; columns of one tensor where they are one product."""
+        widths = [len(one.weight) for one in self.linears]
+        if self.way.coded is not None:
+            made, bias = self._coded(x), self._bias(x.dtype)
+            return list(torch.split(made if bias is None else made.add_(bias), widths, dim=-1))
         if not self._are_one(x):
             return [
                 F.linear(x, one.weight.to(x.dtype), None if one.bias is None else one.bias.to(x.dtype))
                 for one in self.linears
             ]
         made = F.linear(x, stacked([one.weight for one in self.linears], x.dtype), self._bias(x.dtype))
-        return list(torch.split(made, [len(one.weight) for one in self.linears], dim=-1))
+        return list(torch.split(made, widths, dim=-1))
 
     def row_parallel(self, x: Tensor, rank: TensorRank) -> Tensor:
         """Of a single projection, as `node.model.tensor_rank.row_parallel`."""
-        (one,) = self.linears
         if rank.count == 1:
             return self(x)[0]
-        made = rank.reduce_scatter(F.linear(x, one.weight.to(x.dtype)))
+        (one,) = self.linears
+        partial = F.linear(x, one.weight.to(x.dtype)) if self.way.coded is None else self._coded(x)
+        made = rank.reduce_scatter(partial)
         return made if one.bias is None else made.add_(one.bias)
+
+    def _coded(self, x: Tensor) -> Tensor:
+        """All outputs side by side, without biases."""
+        assert self.way.coded is not None
+        rows = code_rows(x.reshape(-1, x.shape[-1]))
+        return product(rows, self.way.coded.forward, x.dtype, fast=True).view(*x.shape[:-1], -1)
 
     def backward(self, grads: Sequence[Tensor]) -> Tensor:
         """The gradient of the input, from those of the outputs."""
         first = grads[0]
+        if self.way.coded is not None:
+            made = product(code_rows(side_by_side(grads)), self.way.coded.back, first.dtype)
+            return made.view(*first.shape[:-1], -1)
         if self._are_one(first):
             made = side_by_side(grads) @ stacked([one.weight for one in self.linears], first.dtype)
             return made.view(*first.shape[:-1], -1)
@@ -93,8 +122,8 @@ class Projections:
         of_weights: list[Tensor | None] = []
         for together in [numbers] if self._are_one(x) else [[number] for number in numbers]:
             joined = side_by_side([grads[number] for number in together])
-            if self.add is not None:
-                self.add(together, joined, rows)
+            if self.way.add is not None:
+                self.way.add(together, joined, rows)
                 of_weights += [None] * len(together)
             else:
                 widths = [len(self.linears[number].weight) for number in together]

@@ -27,7 +27,7 @@ from kernels.attention.ops import attention, attention_backward
 from kernels.attention.reach import EVERYTHING, Reach
 from kernels.blockfloat import ops
 from kernels.layers import ops as layers
-from node.model.products import AddProduct, Linear, Projections
+from node.model.products import AS_IT_IS, Linear, Projections, Way
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
 from node.model.tensor_rank import TensorRank, compute_dtype
 
@@ -101,9 +101,9 @@ class AttentionParts:
     storage: Storage
     layout: HeadLayout
     rank: TensorRank
-    add_inputs: AddProduct | None = None
-    """Where the gradients of the projections' weights go, and that of the output's; None returns them."""
-    add_output: AddProduct | None = None
+    inputs: Way = AS_IT_IS
+    """How the projections into attention compute, and the one out of it."""
+    output: Way = AS_IT_IS
     reach: Reach = EVERYTHING
 
 
@@ -113,9 +113,9 @@ class FfnParts:
 
     storage: Storage
     rank: TensorRank
-    add_inputs: AddProduct | None = None
-    """As for `AttentionParts`."""
-    add_down: AddProduct | None = None
+    inputs: Way = AS_IT_IS
+    """How the projections into the feed-forward compute, and the one out of it."""
+    down: Way = AS_IT_IS
 
 
 def attention_half(
@@ -139,14 +139,14 @@ def ffn_half(x_bsc: Tensor, parts: FfnParts, norm: Norm, inputs: Sequence[Linear
 
 
 def _projections(
-    tensors: Sequence[Tensor | None], add_out: AddProduct | None, add_in: AddProduct | None
+    tensors: Sequence[Tensor | None], out_way: Way, into_way: Way
 ) -> tuple[Projections, Projections]:
     """The projection out of the half, and those into it, from weights and biases in turn."""
     out, *into = [
         Linear(weight=cast(Tensor, weight), bias=bias)
         for weight, bias in zip(tensors[::2], tensors[1::2], strict=True)
     ]
-    return Projections(linears=[out], add=add_out), Projections(linears=into, add=add_in)
+    return Projections(linears=[out], way=out_way), Projections(linears=into, way=into_way)
 
 
 def _flat(heads_bhsd: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class _AttentionHalf(torch.autograd.Function):
         dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
             norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
-            output, projections = _projections(tensors[2:], parts.add_output, parts.add_inputs)
+            output, projections = _projections(tensors[2:], parts.output, parts.inputs)
             normed, kept_x = norm.store(x, storage.norm_input, dtype)
             normed = parts.rank.gather(normed)
             heads = parts.layout.split(projections(normed))
@@ -206,7 +206,7 @@ class _AttentionHalf(torch.autograd.Function):
         dtype, storage = ctx.dtype, parts.storage
         *tensors, kept_x, query, key, value, kept_output, sums = ctx.saved_tensors
         norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
-        output, projections = _projections(tensors[2:], parts.add_output, parts.add_inputs)
+        output, projections = _projections(tensors[2:], parts.output, parts.inputs)
         normed: Tensor | None = None
         heads: Heads
         if storage.attention == RECOMPUTE:
@@ -245,7 +245,7 @@ class _FfnHalf(torch.autograd.Function):
         dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
             norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
-            down, inputs = _projections(tensors[2:], parts.add_down, parts.add_inputs)
+            down, inputs = _projections(tensors[2:], parts.down, parts.inputs)
             normed, kept_x = norm.store(x, storage.norm_input, dtype)
             normed = parts.rank.gather(normed)
             wide = inputs(normed)
@@ -271,7 +271,7 @@ class _FfnHalf(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: a block that runs again hands them out once
         tensors, (kept_x, *kept) = saved[:count], saved[count:]
         norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
-        down, inputs = _projections(tensors[2:], parts.add_down, parts.add_inputs)
+        down, inputs = _projections(tensors[2:], parts.down, parts.inputs)
         normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype))
         own = grad.to(ctx.dtype)
         narrow = parts.rank.gather(own)

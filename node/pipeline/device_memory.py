@@ -80,7 +80,9 @@ class Share:
         """A microbatch's tokens in the row of devices that shares blocks."""
         self._tokens = self._row_tokens // devices.tensor_parallel
         self._half = config.training.precision == "bfloat16"
+        self._coded = config.training.compute == "fp8"
         fused = self._half and not devices.on_cpu and config.model.is_plain and config.lora.rank == 0
+        fused = fused or self._coded
         self.plain = storage.is_off and not fused
         """Whether autograd decides what is kept. GPUs in half precision run the fused halves of a block."""
         self.captures = devices.captures(config.training)
@@ -110,7 +112,8 @@ class Share:
             ):
                 # What the all-reduce sends and receives.
                 total += 2 * _GRADIENT_BYTES * elements
-        return int(total) + (self._copies(units) if self.captures else 0)
+        codes = sum(2 * n for unit in units if self._coded and is_block(unit) for n in self._matrices(unit))
+        return int(total) + codes + (self._copies(units) if self.captures else 0)
 
     def gradients(self, units: Sequence[str]) -> int:
         """A copy of these units' main gradients."""
@@ -122,11 +125,16 @@ class Share:
         return self._devices.on_cpu
 
     def _copies(self, units: Sequence[str]) -> int:
-        """Autocast's copies of the projections' weights. Frozen ones are cast where they are used."""
+        """Autocast's copies of the projections' weights. Frozen ones are cast where they are used, and those
+        of products in FP8 are coded, once for each way."""
         if not self._half or self._training.weights == "bfloat16" or self._lora.rank:
             return 0
-        projecting = self._parameters([unit for unit in units if unit != EMBED])
-        return sum(2 * elements for elements, is_matrix, _ in projecting if is_matrix)
+        projecting = [unit for unit in units if unit != EMBED and not (self._coded and is_block(unit))]
+        return sum(2 * elements for unit in projecting for elements in self._matrices(unit))
+
+    def _matrices(self, unit: str) -> list[int]:
+        """Elements of each of a unit's matrices."""
+        return [elements for elements, is_matrix, _ in self._parameters([unit]) if is_matrix]
 
     def snapshot(self, units: Sequence[str]) -> int:
         """Copies of these units' state for snapshots, whole whatever the share, and a layer as a file."""
@@ -273,7 +281,9 @@ class Share:
         if self._devices.on_cpu and not self.plain:
             # The references compute in float32, on one input of GELU or two of SwiGLU.
             wide, narrow, element = (9 if model.family == "llama" else 6), 2, 4
-        return self._row_tokens * element * (wide * model.ffn // ranks + narrow * model.hidden)
+        # Codes of the gradients of the widest product's outputs.
+        codes = (2 * model.ffn // ranks + model.hidden) if self._coded else 0
+        return self._row_tokens * (element * (wide * model.ffn // ranks + narrow * model.hidden) + codes)
 
     @property
     def _has_flash(self) -> bool:

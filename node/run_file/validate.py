@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 
+from kernels.fp8.layout import MULTIPLE
 from node.config.schema import (
     CoordinatorSection,
     DashboardSection,
@@ -36,6 +37,7 @@ from wire.frames import MAX_TENSOR_BYTES
 from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
 
 PRECISIONS = ("float32", "bfloat16")
+COMPUTES = ("precision", "fp8")
 STORES = ("float32", "fp8")
 FORMATS = ("text", "chat")
 ORDERS = ("auto", "whole", "shards")
@@ -70,6 +72,7 @@ def problems(config: RunConfig) -> list[str]:
         *_training(config.training, config.run.steps),
         *_storage(config.storage, config.pipeline),
         *_stored_blocks(config),
+        *_compute(config),
         *_lora(config.lora, config),
         *_pipeline(config),
         *_groups(config),
@@ -183,6 +186,36 @@ def _stored_blocks(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _compute(config: RunConfig) -> Iterator[str]:
+    """What products in FP8 need."""
+    model = config.model
+    if config.training.compute != "fp8":
+        return
+    if config.training.precision != "bfloat16":
+        yield (
+            'training.compute = "fp8" needs training.precision = "bfloat16", got '
+            f"{config.training.precision!r}"
+        )
+    if config.lora.rank:
+        yield (
+            'training.compute = "fp8" cannot train adapters: set lora.rank = 0, or '
+            'training.compute = "precision"'
+        )
+    if not model.is_plain:
+        yield (
+            'training.compute must be "precision" for a model with norms of queries and keys or of outputs '
+            "(model.qk_norm, model.norm_place)"
+        )
+    if min(model.heads, model.kv_heads) < 1:
+        return
+    widths = {"hidden": model.hidden, "ffn": model.ffn, "heads times the width of one": model.q_width}
+    if model.family == "llama":
+        widths["kv_heads times the width of one"] = model.width * model.kv_heads
+    for name, width in widths.items():
+        if width % MULTIPLE:
+            yield f'training.compute = "fp8" needs model.{name} to be a multiple of {MULTIPLE}, got {width}'
+
+
 def _data(data: DataSection, pipeline: PipelineSection) -> Iterator[str]:
     yield from _name("data.format", data.format, FORMATS)
     yield from _name("data.order", data.order, ORDERS)
@@ -256,6 +289,7 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
         if not 0 <= getattr(training, key) < math.inf:
             yield f"training.{key} must be a finite number of at least 0, got {getattr(training, key)}"
     yield from _name("training.precision", training.precision, PRECISIONS)
+    yield from _name("training.compute", training.compute, COMPUTES)
     yield from _name("training.weights", training.weights, PRECISIONS)
     yield from _name("training.gradients", training.gradients, STORES)
     yield from _name("training.moments", training.moments, STORES)

@@ -260,14 +260,19 @@ class CapturedPasses:
         linears = {
             module: path for path, module in self._module.named_modules() if isinstance(module, nn.Linear)
         }
+        blocks = [layer for layer in self._module.chunk.layers if isinstance(layer, Block)]
+        # In FP8 they are multiplied by codes of their own.
+        coded = {
+            one.weight for block in blocks if block.is_coded for group in block.products() for one in group
+        }
         copies = {
             f"{path}.{name}": torch.empty_like(parameter, dtype=torch.bfloat16)
             for module, path in linears.items()
             for name, parameter in module.named_parameters(recurse=False)
-            if parameter.dtype != torch.bfloat16
+            if parameter.dtype != torch.bfloat16 and parameter not in coded
         }
-        for layer in self._module.chunk.layers:
-            for together in layer.products() if isinstance(layer, Block) else ():
+        for block in blocks:
+            for together in () if block.is_coded else block.products():
                 if len(together) < 2 or not all(module in linears for module in together):
                     continue  # one, or with adapters
                 weights = [module.weight for module in together]

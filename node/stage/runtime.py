@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.fp8.products import lacks_products
 from node import faults
 from node.config.schema import RunConfig
 from node.pipeline.device_memory import devices_of
@@ -241,6 +242,11 @@ class NodeRuntime:
             self._member.offer_layers()
             return
         config = from_json(welcome.config_json)
+        if config.training.compute == "fp8" and lacks_products(self._settings.devices.first):
+            raise RunError(
+                "this run multiplies in FP8 ([training] compute), which this node's "
+                f"{self._settings.hardware.device} cannot: join with a GPU of compute capability 8.9 or later"
+            )
         traced = TracedSteps.parse(config.telemetry.trace)
         self._meter.trace(traced)
         if traced:

@@ -60,12 +60,13 @@ class StageOptimizer:
         self._rank = rank or TensorRank()
         self._dropouts: list[DropoutSource] = []
         self._sharded: set[nn.Parameter] = set()
-        adding: list[Block] = []
+        blocks_by_unit: dict[str, Block] = {}
         for chunk in chunks:
             if chunk.dropout is not None:
                 self._dropouts.append(chunk.dropout)
             if chunk.lora.rank == 0:
-                adding += [layer for layer in chunk.layers if isinstance(layer, Block)]
+                named = zip(chunk.units, chunk.layers, strict=True)
+                blocks_by_unit |= {unit: layer for unit, layer in named if isinstance(layer, Block)}
             for unit, parameters in chunk.named_units():
                 copy = tied_parameter(chunk.model, unit)
                 self._units[unit] = parameters
@@ -89,8 +90,11 @@ class StageOptimizer:
         else:
             self.gradients = PlainGradients(everything, in_place=gradients_in_place)
         if training.precision == "bfloat16" and any(dispatch.has_kernels(p.device.type) for p in everything):
-            for block in adding:
+            for block in blocks_by_unit.values():
                 block.add_weight_gradients(self._adding_to)
+        self._coded = blocks_by_unit if training.compute == "fp8" else {}
+        """Blocks whose products are in FP8."""
+        self.weights_changed()
         self._steps = dict.fromkeys(self._units, 0)
         self._packed: dict[nn.Parameter, tuple[Moment, Moment]] = {}
         if training.moments == "fp8":
@@ -134,6 +138,11 @@ class StageOptimizer:
     def zero_grad(self) -> None:
         """Drop all gradients: before a step, and when one is aborted."""
         self.gradients.clear()
+
+    def weights_changed(self) -> None:
+        """Code the weights of products in FP8 again."""
+        for block in self._coded.values():
+            block.code_weights()
 
     def begin_forward(self, microbatch: int, rank: int = 0) -> None:
         """The next forward is this microbatch's: adapters drop elements by its salt. `rank` as for
@@ -244,6 +253,7 @@ class StageOptimizer:
                     adamw.step()
                     parameter.grad = None
             adamw.step()
+        self.weights_changed()
         self.zero_grad()
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
@@ -287,6 +297,8 @@ class StageOptimizer:
                 for moment in _MOMENTS:
                     moments[moment].copy_(tensors[f"{moment}.{name}"])
                 moments[STEP].fill_(self._steps[unit])
+        if unit in self._coded:
+            self._coded[unit].code_weights()
 
     def _expected_state(self, unit: str) -> dict[str, tuple[torch.dtype, torch.Size]]:
         expected: dict[str, tuple[torch.dtype, torch.Size]] = {STEP: (torch.int64, torch.Size(()))}

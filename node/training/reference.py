@@ -140,6 +140,7 @@ class ReferenceTrainer:
                     continue
                 for name, parameter in parameters.items():
                     parameter.copy_(torch.from_numpy(weights[unit][name]))
+        self.optimizer.weights_changed()
 
     def restore(self, directory: Path) -> None:
         """Go on from a complete snapshot, of any split.

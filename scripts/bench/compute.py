@@ -3,6 +3,7 @@
 Times a middle stage's forward and backward of a microbatch in bf16. The methods take turns in one process:
 
     plain, agoq            our stage, CUDA graphs, with nothing packed and with `storage.preset = "agoq"`
+    fp8; fp8, agoq         the same with `training.compute = "fp8"`
     compiled, fastest      transformers' layers under torch.compile, with the attention torch prefers
     compiled, fixed order  the same with torch's deterministic algorithms, which a run that replays needs
     products               its matrix products and attention alone, as a CUDA graph, each tensor in place
@@ -18,7 +19,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ SHAPES = (
 )
 
 
-def ours(shape: Shape, preset: str) -> Way:
+def ours(shape: Shape, preset: str, compute: str = "precision") -> Way:
     small = {"gradients": "fp8", "moments": "fp8", "weights": "bfloat16"} if preset != "off" else {}
     config = RunConfig(
         model=shape.model,
@@ -83,6 +84,7 @@ def ours(shape: Shape, preset: str) -> Way:
             global_batch=MICROBATCHES * shape.microbatch,
             microbatch=shape.microbatch,
             precision="bfloat16",
+            compute=compute,
             **small,
         ),
         storage=StorageSection(preset=preset),
@@ -205,14 +207,19 @@ def timed(way: Way) -> float:
     return (time.perf_counter() - began) / MICROBATCHES
 
 
-def measure(shape: Shape, runs: int) -> dict[str, Any]:
-    ways = {
-        "plain": ours(shape, "off"),
-        "agoq": ours(shape, "agoq"),
-        "compiled, fastest": compiled(shape, fixed_order=False),
-        "compiled, fixed order": compiled(shape, fixed_order=True),
-        "products": products(shape),
-    }
+WAYS: dict[str, Callable[[Shape], Way]] = {
+    "plain": lambda shape: ours(shape, "off"),
+    "agoq": lambda shape: ours(shape, "agoq"),
+    "fp8": lambda shape: ours(shape, "off", "fp8"),
+    "fp8, agoq": lambda shape: ours(shape, "agoq", "fp8"),
+    "compiled, fastest": lambda shape: compiled(shape, fixed_order=False),
+    "compiled, fixed order": lambda shape: compiled(shape, fixed_order=True),
+    "products": products,
+}
+
+
+def measure(shape: Shape, chosen: Sequence[str], runs: int) -> dict[str, Any]:
+    ways = {name: WAYS[name](shape) for name in chosen}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(runs):
         for name, way in ways.items():
@@ -230,6 +237,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure how fast a stage computes.")
     parser.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU")
@@ -243,8 +252,8 @@ def main() -> int:
         "torch": torch.__version__,
         "rows": [],
     }
-    for shape in SHAPES:
-        report["rows"].append(measure(shape, arguments.runs))
+    for shape in SHAPES[: arguments.shapes]:
+        report["rows"].append(measure(shape, arguments.ways, arguments.runs))
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(report["rows"][-1]), flush=True)
         gc.collect()

@@ -17,6 +17,11 @@ _WHOLE = {
     "agoq": (PLAIN, StorageSection(preset="agoq")),
     "compact": (PLAIN, StorageSection(preset="compact")),
     "recompute": (PLAIN, StorageSection(preset="agoq", attention="recompute", ffn_input="recompute")),
+    "products in fp8": (replace(PLAIN, compute="fp8"), StorageSection()),
+    "products in fp8, agoq, bf16": (
+        replace(FP8, compute="fp8", weights="bfloat16"),
+        StorageSection(preset="agoq"),
+    ),
     "agoq, fp8, bf16": (replace(FP8, weights="bfloat16"), StorageSection(preset="agoq")),
 }
 CASES = {name: (*sections, LoraSection()) for name, sections in _WHOLE.items()} | {

@@ -11,6 +11,8 @@ from node.run_file.validate import parse_listen, problems, validate
 from wire.errors import ConfigError
 from wire.identity.token import JoinToken
 
+IN_FP8 = {"training.compute": "fp8", "training.precision": "bfloat16"}
+
 
 def changed(values: dict[str, Any]) -> RunConfig:
     config = RunConfig()
@@ -69,6 +71,12 @@ def test_the_most_that_is_allowed() -> None:
         ({"model.window": 8, "model.family": "gpt2"}, "model.window is for model.family llama"),
         ({"model.activation": "relu"}, "model.activation 'relu' is unknown"),
         ({"training.export_every": -1}, "training.export_every must be at least 0"),
+        ({"training.compute": "fp4"}, "training.compute"),
+        ({"training.compute": "fp8"}, 'needs training.precision = "bfloat16"'),
+        (IN_FP8 | {"model.ffn": 684}, "needs model.ffn to be a multiple of 16, got 684"),
+        (IN_FP8 | {"model.kv_heads": 1, "model.head_width": 8}, "model.kv_heads times the width of one"),
+        (IN_FP8 | {"model.qk_norm": "head"}, "for a model with norms of queries and keys"),
+        (IN_FP8 | {"lora.rank": 4}, "cannot train adapters"),
         ({"model.layers": 0}, "model.layers must be at least 1"),
         ({"model.hidden": 250}, "model.hidden (250) must be a multiple of model.heads (8)"),
         ({"model.hidden": 24, "model.heads": 8, "model.kv_heads": 8}, "must be even"),

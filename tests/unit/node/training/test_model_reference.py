@@ -24,7 +24,9 @@ LLAMA = RunConfig(
     training=TrainingSection(global_batch=6, microbatch=2, lr=1e-2, warmup_steps=4),
 )
 GPT2 = replace(LLAMA, model=replace(LLAMA.model, family="gpt2", tied=True))
+IN_FP8 = replace(LLAMA, training=replace(LLAMA.training, precision="bfloat16", compute="fp8"))
 BOTH = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2-tied"])
+ALL = pytest.mark.parametrize("config", [LLAMA, GPT2, IN_FP8], ids=["llama", "gpt2-tied", "products in fp8"])
 
 
 def corpus(config: RunConfig) -> Corpus:
@@ -55,7 +57,7 @@ def test_the_loss_falls_and_the_run_repeats(config: RunConfig) -> None:
     assert again.weights_sha256() == trainer.weights_sha256()
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_boundaries_without_codecs_change_no_bit(config: RunConfig, chunks: int) -> None:
     data = corpus(config)
@@ -119,15 +121,17 @@ def test_gradients_pass_straight_through() -> None:
         assert below_halved[unit] == exact[unit]
 
 
-def test_bfloat16_follows_float32() -> None:
+@pytest.mark.parametrize("compute", ["precision", "fp8"])
+def test_bfloat16_follows_float32(compute: str) -> None:
     data = corpus(LLAMA)
-    rough = ReferenceTrainer(replace(LLAMA, training=replace(LLAMA.training, precision="bfloat16")), data)
+    training = replace(LLAMA.training, precision="bfloat16", compute=compute)
+    rough = ReferenceTrainer(replace(LLAMA, training=training), data)
     exact = ReferenceTrainer(LLAMA, data)
     for first, second in zip(rough.train(10), exact.train(10), strict=True):
         assert first.loss == pytest.approx(second.loss, rel=0.02)
 
 
-@BOTH
+@ALL
 def test_resumed_from_a_snapshot_it_ends_with_the_same_bits(config: RunConfig, tmp_path: Path) -> None:
     data = corpus(config)
     straight = ReferenceTrainer(config, data)

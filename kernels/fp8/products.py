@@ -1,0 +1,62 @@
+"""Products in e4m3 by device: cuBLAS on GPUs that have them, the reference elsewhere.
+
+Shape legend: T tokens, N outputs, K inputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.common import dispatch
+from kernels.fp8 import rows
+from kernels.fp8.layout import CAPABILITY
+from kernels.fp8.rows import Coded
+
+
+def lacks_products(device: torch.device) -> bool:
+    """Whether this is a GPU without products in e4m3. CPUs compute them by the reference, for tests."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY
+
+
+def code_rows(x: Tensor, into: Coded | None = None) -> Coded:
+    """x [rows, columns] in e4m3 (`kernels.fp8.rows.code_rows`)."""
+    if into is None:
+        into = Coded.empty(x.shape[0], x.shape[1], x.device)
+    if dispatch.has_kernels(x.device.type):
+        from kernels.fp8 import triton
+
+        triton.code_rows(x, into)
+    else:
+        rows.code_rows(x, into)
+    return into
+
+
+def product(a: Coded, b: Coded, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """a @ b.T in `dtype`, of a [T, K] and b [N, K] (`kernels.fp8.rows.product`).
+
+    Args:
+        fast: let the tensor cores sum with fewer digits, which Hopper's do faster.
+    """
+    if a.codes.device.type != "cuda":
+        return rows.product(a, b, dtype)
+    return torch._scaled_mm(
+        a.codes, b.codes.t(), a.scales, b.scales.t(), out_dtype=dtype, use_fast_accum=fast
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """A weight [N, K] for both ways: its rows, and those of its transpose, each with scales of their own."""
+
+    forward: Coded
+    back: Coded
+
+    @classmethod
+    def empty(cls, outputs: int, inputs: int, device: torch.device) -> "CodedWeight":
+        return cls(Coded.empty(outputs, inputs, device), Coded.empty(inputs, outputs, device))
+
+    def write(self, weight: Tensor) -> None:
+        """Code `weight` again, in place."""
+        code_rows(weight, self.forward)
+        code_rows(weight.t().contiguous(), self.back)

@@ -1,0 +1,62 @@
+"""Matrices in e4m3 with a scale a row, and their products, in plain torch.
+
+The reference for `kernels.fp8.products`. Operands of a product are rows that are multiplied with rows, as
+`torch._scaled_mm` takes them: of activations [T, K] a row is a token, of weights [N, K] an output. A row's
+scale is the smallest power of two, from 2**-126 on, that leaves its largest magnitude at most 448: it follows
+from the row alone, without a history, and dividing by it is exact. A row with values that are not finite has
+a scale that is not a number, and so have its products.
+
+COAT (papers/coat.txt, section 5.2) has a scale a tensor, which takes a pass of its own to find. A scale a row
+needs none, errs less, and cuBLAS multiplies by it as fast (scripts/results/compute_parts.json).
+
+Shape legend: T tokens, N outputs, K inputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGEST = 448.0
+SMALLEST_EXPONENT = -126
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A matrix: codes e4m3 [rows, columns] and scales float32 [rows, 1]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "Coded":
+        return cls(
+            torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(rows, 1, dtype=torch.float32, device=device),
+        )
+
+
+def code_rows(x: Tensor, into: Coded) -> None:
+    """Write x [rows, columns], of any float dtype, over `into`, rounded to nearest, ties to even."""
+    wide = x.float()
+    largest = wide.abs().amax(dim=1, keepdim=True)
+    finite = torch.isfinite(largest)
+    mantissa, exponent = torch.frexp(torch.where(finite, largest, 1.0))
+    # largest <= 448 * 2**e = 0.875 * 2**(e + 9)
+    exponent = exponent - 9 + (mantissa > LARGEST / 512).int()
+    exponent = torch.where(largest > 0, exponent, SMALLEST_EXPONENT).clamp(min=SMALLEST_EXPONENT)
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    coded = torch.where(finite, wide / scale, 0.0).clamp_(-LARGEST, LARGEST)
+    into.codes.copy_(coded.to(torch.float8_e4m3fn))
+    into.scales.copy_(torch.where(finite, scale, torch.nan))
+
+
+def decoded(x: Coded) -> Tensor:
+    """float32 [rows, columns]."""
+    return x.codes.float() * x.scales
+
+
+def product(a: Coded, b: Coded, dtype: torch.dtype) -> Tensor:
+    """a @ b.T in `dtype`, of a [T, K] and b [N, K]: codes multiplied and summed in float32, then scaled."""
+    made = (a.codes.float() @ b.codes.float().t()) * a.scales * b.scales.t()
+    return made.to(dtype)
