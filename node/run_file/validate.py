@@ -203,8 +203,8 @@ def _compute(config: RunConfig) -> Iterator[str]:
         )
     if not model.is_plain:
         yield (
-            'training.compute must be "precision" for a model with norms of queries and keys or of outputs '
-            "(model.qk_norm, model.norm_place)"
+            'training.compute must be "precision" for blocks with norms or activations that plain Llama and '
+            "GPT-2 do not have (model.qk_norm, norm_place, norm_offset, activation, query_scale)"
         )
     if min(model.heads, model.kv_heads) < 1:
         return

@@ -2,7 +2,8 @@
 
 For each shape of `scripts.bench.compute`:
 
-    kernels     what the device runs in a microbatch, by kernel: our stage (plain, `agoq`) and compiled layers
+    kernels     what the device runs in a microbatch, by kernel: our stage (plain, `agoq`, FP8) and compiled
+                layers
     products    each matrix product of a block, together or apart: in bf16, with the weight gradient in bf16,
                 in float32, or added to a float32 matrix by the product itself; in e4m3 with a scale a tensor
                 or a row, with cuBLAS' fast accumulation and without
@@ -61,14 +62,6 @@ def kernels(way: Work) -> list[tuple[str, float, float]]:
         if event.self_device_time_total > 0
     ]
     return sorted(found, key=lambda row: -row[2])
-
-
-def stage_kernels(shape: Shape, preset: str) -> list[tuple[str, float, float]]:
-    return kernels(ours(shape, preset))
-
-
-def compiled_kernels(shape: Shape) -> list[tuple[str, float, float]]:
-    return kernels(compiled(shape, fixed_order=False))
 
 
 def coded(x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
@@ -184,6 +177,16 @@ def attentions(shape: Shape, runs: int) -> dict[str, float | str]:
     return found
 
 
+PARTS: dict[str, Callable[[Shape, int], Any]] = {
+    "products": products,
+    "attention": attentions,
+    "kernels, off": lambda shape, runs: kernels(ours(shape, "off")),
+    "kernels, agoq": lambda shape, runs: kernels(ours(shape, "agoq")),
+    "kernels, fp8": lambda shape, runs: kernels(ours(shape, "off", "fp8")),
+    "kernels, compiled": lambda shape, runs: kernels(compiled(shape, fixed_order=False)),
+}
+
+
 def measured(report: dict[str, Any], name: str, work: Work) -> None:
     """Put what `work` finds, or its failure, into the report."""
     began = time.perf_counter()
@@ -199,6 +202,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what a stage's time is made of.")
     parser.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU")
@@ -216,11 +220,8 @@ def main() -> int:
     for shape in SHAPES:
         one: dict[str, Any] = {"name": shape.name}
         report["shapes"].append(one)
-        measured(one, "products", partial(products, shape, arguments.runs))
-        measured(one, "attention", partial(attentions, shape, arguments.runs))
-        for preset in ("off", "agoq"):
-            measured(one, f"kernels, {preset}", partial(stage_kernels, shape, preset))
-        measured(one, "kernels, compiled", partial(compiled_kernels, shape))
+        for name in arguments.parts:
+            measured(one, name, partial(PARTS[name], shape, arguments.runs))
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 

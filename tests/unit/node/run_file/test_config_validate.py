@@ -75,7 +75,7 @@ def test_the_most_that_is_allowed() -> None:
         ({"training.compute": "fp8"}, 'needs training.precision = "bfloat16"'),
         (IN_FP8 | {"model.ffn": 684}, "needs model.ffn to be a multiple of 16, got 684"),
         (IN_FP8 | {"model.kv_heads": 1, "model.head_width": 8}, "model.kv_heads times the width of one"),
-        (IN_FP8 | {"model.qk_norm": "head"}, "for a model with norms of queries and keys"),
+        (IN_FP8 | {"model.qk_norm": "head"}, "for blocks with norms or activations"),
         (IN_FP8 | {"lora.rank": 4}, "cannot train adapters"),
         ({"model.layers": 0}, "model.layers must be at least 1"),
         ({"model.hidden": 250}, "model.hidden (250) must be a multiple of model.heads (8)"),
