@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hi
 from wire.errors import ProtocolViolationError
 
 _KINDS: dict[str, type["Event"]] = {}
-_newest_line: list[Any] = [None, ""]
-"""The event that was written last, and its line."""
+_newest_line: list[tuple["Event | None", str]] = [(None, "")]
+"""The event that was written last, and its line, as one object: events may be written on any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,10 @@ class Event:
     def to_json(self) -> str:
         """One line of ASCII, without the newline. NaN and infinities (a diverged loss) become null."""
         # The history and `--json` write the same event, one after the other.
-        if _newest_line[0] is not self:
-            _newest_line[:] = [self, json.dumps({"event": self.event, **_plain(self)})]
-        return str(_newest_line[1])
+        newest = _newest_line[0]
+        if newest[0] is not self:
+            newest = _newest_line[0] = self, json.dumps({"event": self.event, **_plain(self)})
+        return newest[1]
 
 
 @dataclass(frozen=True, kw_only=True)
