@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kernels.common.loops import run
+from kernels.trellis import dither
 from kernels.trellis.code import Coded
 from kernels.trellis.grid import Grid
 from kernels.trellis.loops import decode as trellis_loops_decode
@@ -17,8 +18,20 @@ from kernels.trellis.loops import encode as trellis_loops
 from kernels.trellis.tables import tables
 
 
-def encode(residual: torch.Tensor, classes: torch.Tensor, gain: float, where: Grid, family: int) -> Coded:
-    """Code fp32 `[E]` with the classes uint8 `[E]`; `gain` is 64 over the step, an fp32 number."""
+def encode(
+    residual: torch.Tensor,
+    classes: torch.Tensor,
+    gain: float,
+    where: Grid,
+    family: int,
+    salt: int | None = None,
+) -> Coded:
+    """Code fp32 `[E]` with the classes uint8 `[E]`; `gain` is 64 over the step, an fp32 number.
+
+    With a salt, elements get their dither (`kernels.trellis.dither`).
+    """
+    if salt is not None:
+        residual, gain = dither.added(residual, gain, salt), 1.0
     states = np.empty((where.groups, where.lanes), dtype=np.int32)
     words = np.empty((where.groups, where.capacity), dtype=np.uint16)
     values, numbers, codes = residual.numpy(), classes.numpy(), tables(family).codes

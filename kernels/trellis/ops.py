@@ -13,13 +13,20 @@ from kernels.trellis.factors import Factors
 from kernels.trellis.grid import Grid
 
 
-def encode(residual: torch.Tensor, classes: torch.Tensor, gain: float, where: Grid, family: int) -> Coded:
+def encode(
+    residual: torch.Tensor,
+    classes: torch.Tensor,
+    gain: float,
+    where: Grid,
+    family: int,
+    salt: int | None = None,
+) -> Coded:
     """`kernels.trellis.lanes.encode`, on the device of `residual`, without waiting for it."""
     if dispatch.has_kernels(residual.device.type):
         from kernels.trellis.triton import lanes as triton_trellis
 
-        return triton_trellis.encode(residual, classes, gain, where, family)
-    coded = trellis_lanes.encode(residual.cpu(), classes.cpu(), gain, where, family)
+        return triton_trellis.encode(residual, classes, gain, where, family, salt)
+    coded = trellis_lanes.encode(residual.cpu(), classes.cpu(), gain, where, family, salt)
     return Coded(*(part.to(residual.device) for part in (coded.states, coded.counts, coded.words)))
 
 
@@ -67,12 +74,19 @@ def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return trellis.classes(row, column)
 
 
-def restore(n: torch.Tensor, code: int, factors: Factors | None, exponent: int, out: torch.Tensor) -> None:
-    """Fill contiguous `out` `[..., C]`: reconstruct n, int32 `[E]`, by a step's code and a prediction, times
-    2**exponent. Overwrites n."""
+def restore(
+    n: torch.Tensor,
+    code: int,
+    factors: Factors | None,
+    exponent: int,
+    out: torch.Tensor,
+    salt: int | None = None,
+) -> None:
+    """Fill contiguous `out` `[..., C]`: reconstruct n, int32 `[E]`, by a step's code and a prediction, less a
+    salt's dither, times 2**exponent. Overwrites n."""
     if dispatch.has_kernels(n.device.type):
         from kernels.trellis.triton import restore as triton_trellis_restore
 
-        triton_trellis_restore.restore(n, code, factors, exponent, out)
+        triton_trellis_restore.restore(n, code, factors, exponent, out, salt)
     else:
-        trellis.restore(trellis.reconstruct(n, code, factors), exponent, out)
+        trellis.restore(trellis.reconstruct(n, code, factors, salt), exponent, out)

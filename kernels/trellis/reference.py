@@ -10,7 +10,8 @@ One step for the whole tensor gives every element the same noise, which minimize
 of bits; an outlier channel costs bits in its own column only. Indices too long for their class are escaped to
 26 bits.
 
-The decoded value is n * step (rounded to fp32) plus the prediction (rounded to fp32). Torch computes what is
+The decoded value is n * step (rounded to fp32) plus the prediction (rounded to fp32), minus the dither of
+`kernels.trellis.dither`, if there is one, times step (both rounded). Torch computes what is
 done per element, on a CPU loops do (`kernels.trellis.loops.matrices`): exactly or with one rounding per
 operation, so that every device gives the same bits. Numpy on the host computes the rest.
 """
@@ -24,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.common import tiles
+from kernels.trellis import dither
 from kernels.trellis import factors as trellis_factors
 from kernels.trellis.factors import Factors, predict
 from kernels.trellis.loops import matrices as trellis_matrix_loops
@@ -181,8 +183,13 @@ def gain(code: int) -> float:
     return float(np.float32(64) / np.float32(step_of(code)))
 
 
-def reconstruct(n: torch.Tensor, code: int, factors: Factors | None) -> torch.Tensor:
+def reconstruct(n: torch.Tensor, code: int, factors: Factors | None, salt: int | None = None) -> torch.Tensor:
     """The normalised tensor, fp32 `[E]`. Overwrites n, int32 `[E]`."""
+    values = _reconstruct(n, code, factors)
+    return values if salt is None else dither.subtract(values, step_of(code), salt)
+
+
+def _reconstruct(n: torch.Tensor, code: int, factors: Factors | None) -> torch.Tensor:
     if n.device.type == "cpu":
         prediction = None if factors is None else trellis_factors.prediction(factors)
         return trellis_matrix_loops.reconstruct(n, step_of(code), prediction)

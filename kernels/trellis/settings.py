@@ -33,6 +33,8 @@ class Settings:
     """Share of the budget to leave free, because costs are estimates."""
     too_free: int
     """With more bytes than this left over, another attempt is made."""
+    first_family: int = 0
+    """Of `kernels.trellis.tables`, those with dither or those without."""
 
     @property
     def grid(self) -> Grid:

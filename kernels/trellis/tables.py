@@ -33,6 +33,8 @@ MAX_CLASS = CLASSES + 4 * MAX_SHIFT - 1
 # Shapes that a tensor's elements may have, one for all of it: normal, or with longer tails.
 GAUSSIAN, LAPLACE = range(2)
 FAMILIES = 2
+# The same shapes for elements with dither (`kernels.trellis.dither`): families from here on.
+DITHERED = FAMILIES
 
 # The class of standard deviation 1.
 _UNIT_CLASS = 12
@@ -100,7 +102,7 @@ def divided_codes(device: torch.device) -> torch.Tensor:
     frequency rounded up, shift 31 and the frequency's binary logarithm rounded up. (Granlund and Montgomery,
     1994, theorem 4.2.)
     """
-    codes = np.concatenate([tables(family).codes for family in range(FAMILIES)]).astype(np.int64)
+    codes = np.concatenate([tables(family).codes for family in range(2 * FAMILIES)]).astype(np.int64)
     frequency = np.maximum(codes >> PRECISION, 1)
     shift = 31 + sum((frequency > 1 << power).astype(np.int64) for power in range(PRECISION))
     inverse = ((1 << shift) + frequency - 1) // frequency
@@ -128,11 +130,12 @@ def _deviation(number: int) -> Decimal:
 def _frequencies(family: int, number: int, odd: int) -> list[int]:
     """Frequencies of one table. Index k of the odd quantizer stands for k + 1/2."""
     # What is quantized carries the noise of choosing a path, too.
-    deviation = (_deviation(number) ** 2 + _PATH_NOISE).sqrt()
+    noise = _PATH_NOISE + (_DITHER_NOISE if family >= DITHERED else 0)
+    deviation = (_deviation(number) ** 2 + noise).sqrt()
     limit = reach(number)
     indices = range(-limit, limit + 1 - odd)
     edges = [Decimal(k) - Decimal("0.5") * (1 - odd) for k in (*indices, limit + 1 - odd)]
-    distribution = (_gaussian, _laplace)[family]
+    distribution = (_gaussian, _laplace)[family % FAMILIES]
     below = [distribution(edge / deviation) for edge in edges]
     room = TOTAL - len(indices) - 1
     row = [0] * SYMBOLS
@@ -145,6 +148,8 @@ def _frequencies(family: int, number: int, odd: int) -> list[int]:
 
 
 _PATH_NOISE = Decimal("0.07")
+# The variance of dither of two steps, which are one index.
+_DITHER_NOISE = 1 / Decimal(12)
 
 
 def _gaussian(z: Decimal) -> Decimal:

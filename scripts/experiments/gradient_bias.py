@@ -3,9 +3,10 @@
     python3 -m scripts.experiments.gradient_bias --tokens FOLDER [--ways none plain-3 dither-3 ...]
 
 A Llama-style model of 8 blocks, 1024 wide, trains in one process. After each of the first seven blocks the
-gradient that crosses is replaced by its quantized form, and with `--both` the activation too. Bits are what
-an ideal entropy coder takes that knows the scale of each row and column; a controller keeps every boundary's
-step where the bits meet the rate. `codec:NAME` packs with a codec of the product instead.
+gradient that crosses is replaced by its quantized form. Bits are what an ideal entropy coder takes that knows
+the scale of each row and column; a controller keeps every boundary's step where the bits meet the rate.
+`codec:NAME` packs with a codec of the product instead. `A/G` quantizes activations by way A and gradients by
+way G.
 
 FOLDER holds `books-train.npy` and `books-valid.npy`, token ids in uint16. The held-out loss is measured
 without quantizers. Runs end with the budget of seconds; each is written when it ends.
@@ -28,7 +29,9 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,7 @@ from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
 OUT = RESULTS / "gradient_bias.json"
-WAYS = ("none", "plain-3", "dither-3", "lowrank-3", "lowrankdither-3", "dither-2", "token-3", "stochastic-3")
+WAYS = ("none", "lowrankdither-3", "dither-3", "plain-3", "dither-2", "lowrank-3", "token-3", "stochastic-3")
 RANK = 32
 """Dimensions of a prediction."""
 FACTOR_BITS = 5
@@ -96,7 +99,7 @@ class Quantizer:
         """`x` as the receiver gets it, of the same shape and dtype."""
         self.calls += 1
         if self.way.kind.startswith("codec:"):
-            which = codec(self.way.kind.removeprefix("codec:"))
+            which = codec(self.way.kind.removeprefix("codec:")).salted(mixed(self.salt + 7919 * self.calls))
             whole = x.contiguous()
             packed = which.encode(whole)
             got = which.decode(packed, TensorSpec(x.dtype, tuple(x.shape)))
@@ -213,17 +216,24 @@ def loss_of(
         return head_loss(head.norm(x).flatten(0, 1), head.output, rows[:, 1:].flatten())
 
 
+@cache
+def _initial(model: ModelSection, seed: int, device: torch.device) -> Chunk:
+    """The model before its first step, drawn once for all runs."""
+    return build_chunk(model, unit_names(model), seed, device)
+
+
 def train(name: str, seed: int, model: ModelSection, arguments: argparse.Namespace) -> dict[str, Any]:
     """One run: its held-out loss, and the bits and errors of its tensors."""
     device = torch.device(arguments.device)
-    chunk = build_chunk(model, unit_names(model), seed, device)
-    way = Way.named(name)
+    chunk = deepcopy(_initial(model, seed, device))
+    ways = [Way.named(part) for part in name.split("/")]
 
     def quantizer(number: int, kind: int) -> Quantizer | None:
+        way = ways[kind - 2 if len(ways) > 1 else 0]
         return None if way is None else Quantizer(way, mixed(seed * 4096 + number * 2 + kind + 1))
 
     boundaries = range(model.layers - 1)
-    crossings = [(quantizer(j, 0) if arguments.both else None, quantizer(j, 1)) for j in boundaries]
+    crossings = [(quantizer(j, 0) if len(ways) > 1 else None, quantizer(j, 1)) for j in boundaries]
     matrices = [p for p in chunk.parameters() if p.ndim >= 2]
     vectors = [p for p in chunk.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -232,6 +242,12 @@ def train(name: str, seed: int, model: ModelSection, arguments: argparse.Namespa
     length = model.sequence + 1
     windows = len(text) // length
     order = np.random.default_rng(seed).permutation(windows)
+    # All of the run's text is on the device before the clock starts.
+    picked = order[np.arange(arguments.steps * arguments.batch) % windows]
+    rows = text[: windows * length].reshape(windows, length)[picked].astype(np.int64)
+    data = torch.from_numpy(rows).to(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     began = time.monotonic()
     losses = []
     for step in range(arguments.steps):
@@ -241,9 +257,7 @@ def train(name: str, seed: int, model: ModelSection, arguments: argparse.Namespa
             group["lr"] = rate
         for piece in range(arguments.batch // arguments.microbatch):
             first = step * arguments.batch + piece * arguments.microbatch
-            some = [order[(first + k) % windows] for k in range(arguments.microbatch)]
-            rows = np.stack([text[w * length : (w + 1) * length] for w in some]).astype(np.int64)
-            loss = loss_of(chunk, torch.from_numpy(rows).to(device), crossings)
+            loss = loss_of(chunk, data[first : first + arguments.microbatch], crossings)
             (loss * (arguments.microbatch / arguments.batch)).backward()
         torch.nn.utils.clip_grad_norm_(chunk.parameters(), 1.0)
         optimizer.step()
@@ -260,7 +274,6 @@ def train(name: str, seed: int, model: ModelSection, arguments: argparse.Namespa
         ]
     row: dict[str, Any] = {
         "way": name,
-        "both_directions": arguments.both,
         "seed": seed,
         "held_out_loss": sum(parts) / len(held),
         "training_loss_last_10": sum(trained[-10:]) / len(trained[-10:]),
@@ -279,7 +292,6 @@ def main() -> int:
     parser.add_argument("--tokens", type=Path, required=True, help="folder of books-*.npy")
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--both", action="store_true", help="quantize activations the same way")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=32, help="sequences a step")
     parser.add_argument("--microbatch", type=int, default=32)

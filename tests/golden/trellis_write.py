@@ -18,7 +18,7 @@ from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
 HERE = Path(__file__).resolve().parent
-RATES = ("trellis-2", "trellis-3.45", "trellis-4.41", "trellis-8.125")
+RATES = ("trellis-2", "trellis-3.45", "trellis-4.41", "trellis-8.125", "dither-2", "dither-3.45")
 
 
 def noise(*shape: int, seed: int) -> NDArray[np.float32]:

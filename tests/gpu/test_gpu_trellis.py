@@ -21,7 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "golden"))
 import trellis_write
 
 GOLDEN = trellis_write.inputs()
-RATES = ("trellis-2", "trellis-3.45", "trellis-4.41", "trellis-8.125", "trellis-10")
+RATES = (
+    "trellis-2",
+    "trellis-3.45",
+    "trellis-4.41",
+    "trellis-8.125",
+    "trellis-10",
+    "dither-2",
+    "dither-3.45",
+)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -76,6 +76,10 @@ class Codec(ABC):
         self.name = known.name
         self.parameters = known.parameters
 
+    def salted(self, salt: int) -> "Codec":
+        """The codec of one tensor, whose salt, of 32 bits, both ends have; this one, unless it draws."""
+        return self
+
     def packed_bytes(self, spec: TensorSpec) -> int:
         """Bytes of a packed tensor, header included. `CodecError` for a spec that cannot be packed."""
         wire_header.check_spec(spec)

@@ -1,8 +1,8 @@
 """The format of every codec, by the names that run files use: wire number, parameters, sizes. Without torch.
 
 The coordinator counts bytes and checks names with formats alone; `wire.codecs.base.Codec` does the packing.
-`trellis-R` stands for one codec at every rate R. `aqsgd-b` packs nothing by itself: `wire.codecs.aqsgd` makes
-a codec of it for each tensor.
+`trellis-R` and `dither-R` each stand for one codec at every rate R. `aqsgd-b` packs nothing by itself:
+`wire.codecs.aqsgd` makes a codec of it for each tensor.
 """
 
 import math
@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Self
 
 from kernels.common.tile_layout import LOW_PLANES, TILE, tiles_per_row
 from wire.errors import CodecError, ConfigError, nearest
@@ -175,9 +176,8 @@ class TrellisFormat(Format):
     PREFIX = "trellis-"
     MIN_RATE = 2.0
     MAX_RATE = 10.0
-    RANGE = f"{PREFIX}{MIN_RATE:g} to {PREFIX}{MAX_RATE:g}"
 
-    _NAME = re.compile(r"trellis-(\d{1,2}(?:\.\d{1,3})?)", re.ASCII)
+    _RATE = re.compile(r"\d{1,2}(?:\.\d{1,3})?", re.ASCII)
     _RATE_UNIT = 1000
     # A tensor with fewer elements gets its header, and as much again for the fixed parts, on top of its rate.
     _SMALL = 4096
@@ -185,15 +185,20 @@ class TrellisFormat(Format):
     def __init__(self, rate: float) -> None:
         thousandths = round(rate * self._RATE_UNIT) if math.isfinite(rate) else 0
         if not self.MIN_RATE * self._RATE_UNIT <= thousandths <= self.MAX_RATE * self._RATE_UNIT:
-            raise ConfigError(f"{self.PREFIX}{rate:g} is no codec: {self.RANGE} are")
+            raise ConfigError(f"{self.PREFIX}{rate:g} is no codec: {self.range()} are")
         self.name = f"{self.PREFIX}{thousandths / self._RATE_UNIT:g}"
         self.parameters = Parameters(codec=self.NUMBER, bits=0, share=thousandths)
 
     @classmethod
-    def named(cls, name: str) -> "TrellisFormat | None":
+    def named(cls, name: str) -> Self | None:
         """The format for a name such as `trellis-4.41` (at most three decimals); None for other names."""
-        match = cls._NAME.fullmatch(name)
-        return cls(float(match[1])) if match else None
+        rate = name.removeprefix(cls.PREFIX)
+        return cls(float(rate)) if rate != name and cls._RATE.fullmatch(rate) else None
+
+    @classmethod
+    def range(cls) -> str:
+        """The names that there are, for messages."""
+        return f"{cls.PREFIX}{cls.MIN_RATE:g} to {cls.PREFIX}{cls.MAX_RATE:g}"
 
     @property
     def rate(self) -> float:
@@ -205,6 +210,13 @@ class TrellisFormat(Format):
         at_rate = rate * math.prod(shape) // (8 * self._RATE_UNIT)
         small = min(at_rate, rate * self._SMALL // (8 * self._RATE_UNIT)) + HEADER_BYTES
         return max(at_rate - HEADER_BYTES, small)
+
+
+class DitherFormat(TrellisFormat):
+    """`dither-R`: as `trellis-R`, with dither that is subtracted."""
+
+    NUMBER = 10
+    PREFIX = "dither-"
 
 
 class AqsgdFormat(Format):
@@ -251,7 +263,7 @@ FP16 = RawFormat("fp16", 8, 16)
 
 WIRE_NUMBERS = (
     *(raw.parameters.codec for raw in (FP32, BF16, FP16)),
-    *(kind.NUMBER for kind in (FixedFormat, TahFormat, TrellisFormat, AqsgdFormat)),
+    *(kind.NUMBER for kind in (FixedFormat, TahFormat, TrellisFormat, AqsgdFormat, DitherFormat)),
 )
 """Every codec's number in the header. A number that was used once is never given to another codec."""
 
@@ -265,28 +277,30 @@ _FORMATS: dict[str, Format] = {
         TahFormat(),
         # One of many rates, for callers that go through all codecs.
         TrellisFormat(4.0),
+        DitherFormat(4.0),
     )
 }
 
 
 def codec_names() -> tuple[str, ...]:
-    """Every name that `codec_format` knows, except `aqsgd-b`, and with one rate of `trellis-R`."""
+    """Every name that `codec_format` knows, except `aqsgd-b`; of `trellis-R` and `dither-R` one rate each."""
     return tuple(_FORMATS)
 
 
 @lru_cache(maxsize=1024)
 def codec_format(name: str) -> Format:
     """The format of the codec called `name`. `ConfigError` for an unknown name."""
-    found = _FORMATS.get(name) or TrellisFormat.named(name) or AqsgdFormat.named(name)
+    kinds = TrellisFormat, DitherFormat, AqsgdFormat
+    found = _FORMATS.get(name) or next(filter(None, (kind.named(name) for kind in kinds)), None)
     if found is not None:
         return found
-    if name.startswith(TrellisFormat.PREFIX):
-        raise ConfigError(f"unknown codec {name!r}: {TrellisFormat.RANGE} are, with at most three decimals")
+    for kind in (TrellisFormat, DitherFormat):
+        if name.startswith(kind.PREFIX):
+            raise ConfigError(f"unknown codec {name!r}: {kind.range()} are, with at most three decimals")
     if name.startswith(AqsgdFormat.PREFIX):
         raise ConfigError(f"unknown codec {name!r}: {AqsgdFormat.RANGE} are")
     if bits := re.fullmatch(r"fixed-([0-9]{1,4})", name):
         closest = max(FixedFormat.MIN_BITS, min(FixedFormat.MAX_BITS, int(bits[1])))
         raise ConfigError(f"unknown codec {name!r}; did you mean 'fixed-{closest}'?")
-    raise ConfigError(
-        f"unknown codec {name!r}{nearest(name, (*_FORMATS, AqsgdFormat.RANGE, TrellisFormat.RANGE))}"
-    )
+    known = *_FORMATS, AqsgdFormat.RANGE, TrellisFormat.range(), DitherFormat.range()
+    raise ConfigError(f"unknown codec {name!r}{nearest(name, known)}")

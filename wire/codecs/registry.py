@@ -12,6 +12,7 @@ from wire.codecs.formats import (
     FP16,
     FP32,
     AqsgdFormat,
+    DitherFormat,
     FixedFormat,
     TahFormat,
     TrellisFormat,
@@ -20,7 +21,7 @@ from wire.codecs.formats import (
 )
 from wire.codecs.raw import HalfCodec, RawCodec
 from wire.codecs.tah import TahCodec
-from wire.codecs.trellis import TrellisCodec
+from wire.codecs.trellis import DitherCodec, TrellisCodec
 
 __all__ = ["codec", "codec_names"]
 
@@ -39,6 +40,8 @@ def codec(name: str) -> Codec:
             return FixedCodec(parameters.bits)
         case TahFormat():
             return TahCodec()
+        case DitherFormat(rate=rate):
+            return DitherCodec(rate)
         case TrellisFormat(rate=rate):
             return TrellisCodec(rate)
         case AqsgdFormat(parameters=parameters):

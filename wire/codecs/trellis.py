@@ -25,10 +25,10 @@ from kernels.trellis.grid import grid, trial_grid
 from kernels.trellis.reference import Scales
 from kernels.trellis.scales import scales
 from kernels.trellis.settings import LANE_BITS, Settings
-from kernels.trellis.tables import FAMILIES
+from kernels.trellis.tables import DITHERED, FAMILIES
 from wire.codecs import trellis_payload
 from wire.codecs.base import Codec
-from wire.codecs.formats import TrellisFormat
+from wire.codecs.formats import DitherFormat, TrellisFormat
 from wire.codecs.trellis_payload import Payload, Widths, group_bytes
 
 # (rank, bits) of the predictions to try, and the rows to try them on.
@@ -57,7 +57,12 @@ class TrellisCodec(Codec):
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
     def __init__(self, rate: float) -> None:
-        super().__init__(TrellisFormat(rate))
+        self._use(TrellisFormat(rate), None)
+
+    def _use(self, known: TrellisFormat, salt: int | None) -> None:
+        """Be the codec of this format; with a salt, elements have its dither."""
+        super().__init__(known)
+        self._salt = salt
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         if dispatch.has_kernels(tensor.device.type):
@@ -65,24 +70,46 @@ class TrellisCodec(Codec):
 
             rows, columns = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
             x = tensor.reshape(rows, columns).contiguous()
-            return triton_trellis_encode.encode(x, payload, settings(rows, columns, payload.numel()))
+            return triton_trellis_encode.encode(
+                x, payload, settings(rows, columns, payload.numel(), self._salt), self._salt
+            )
         exponent, y = trellis.normalised(tensor.reshape(-1, tensor.shape[-1]))
         if exponent.item() == NON_FINITE:
             payload.zero_()
         else:
-            _encode(y, payload)
+            _encode(y, payload, self._salt)
         return exponent
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         columns = out.shape[-1]
-        decoded = trellis_payload.read(payload, out.numel() // columns, columns)
+        first = first_family(self._salt)
+        decoded = trellis_payload.read(payload, out.numel() // columns, columns, first)
         if decoded is None:
             out.zero_()
             return
-        trellis_ops.restore(decoded.n, decoded.step_code, decoded.factors, exponent, out)
+        trellis_ops.restore(decoded.n, decoded.step_code, decoded.factors, exponent, out, self._salt)
 
 
-def settings(rows: int, columns: int, size: int) -> Settings:
+class DitherCodec(TrellisCodec):
+    """`dither-R`: `trellis-R` whose error has no mean, whatever is coded (`kernels.trellis.dither`).
+
+    `salted` gives the codec of one tensor: both ends have its salt. The registry's has salt 0.
+    """
+
+    def __init__(self, rate: float, salt: int = 0) -> None:
+        self._use(DitherFormat(rate), salt)
+        self._rate = rate
+
+    def salted(self, salt: int) -> Codec:
+        return DitherCodec(self._rate, salt)
+
+
+def first_family(salt: int | None) -> int:
+    """The first of the families of tables for elements with a salt's dither, or without any."""
+    return 0 if salt is None else DITHERED
+
+
+def settings(rows: int, columns: int, size: int, salt: int | None = None) -> Settings:
     """Settings with which `kernels.trellis.triton.encode` encodes as this module does, into `size` bytes."""
     every = _every(rows)
     return Settings(
@@ -97,6 +124,7 @@ def settings(rows: int, columns: int, size: int) -> Settings:
         enough=_enough(rows * columns),
         free=_FREE,
         too_free=int(size * _TOO_FREE),
+        first_family=first_family(salt),
     )
 
 
@@ -165,25 +193,25 @@ def _fixed_bits(widths: Widths, rows: int, columns: int) -> int:
     return 8 * widths.side_bytes(rows, columns) + where.groups * (32 + where.lanes * LANE_BITS)
 
 
-def _encode(y: torch.Tensor, payload: torch.Tensor) -> None:
+def _encode(y: torch.Tensor, payload: torch.Tensor, salt: int | None = None) -> None:
     """Fill `payload` with the best code of fp32 `[R, C]`, below 2**13 in magnitude.
 
     Zeros for a tensor of zeros, and if nothing else fits.
     """
     budget = 8 * payload.numel()
-    plan = _best_plan(y, budget)
+    plan = _best_plan(y, budget, first_family(salt))
     model = None if plan is None else _model(y, plan)
-    if model is None or not _fill(model, payload):
+    if model is None or not _fill(model, payload, salt):
         trellis_payload.write_zeros(payload)
 
 
-def _fill(model: _Model, payload: torch.Tensor) -> bool:
+def _fill(model: _Model, payload: torch.Tensor, salt: int | None) -> bool:
     """Fill the payload with the code of the smallest step found to fit. False if none does."""
     size = payload.numel()
     budget = 8 * size
     elements = model.residual.numel()
     where = grid(elements)
-    family, share = _measure(model, budget)
+    family, share = _measure(model, budget, salt)
     enough = _enough(elements)
     found = False
     free = 2 * _FREE
@@ -195,11 +223,11 @@ def _fill(model: _Model, payload: torch.Tensor) -> bool:
         code = min(max(code, low + 1), high - 1)
         row, column = model.scales.classes(code)
         number = _classes(row, column, flat.device)
-        coded = trellis_ops.encode(flat, number, trellis.gain(code), where, family)
+        coded = trellis_ops.encode(flat, number, trellis.gain(code), where, family, salt)
         words = int(coded.counts.sum())
         share = (16 * words + 8 * where.groups * where.lanes) / max(model.scales.cost(code, family), 1.0)
         widths = model.widths(*model.scales.class_bits(code))
-        whole = Payload(family, code, row, column, model.factors, widths)
+        whole = Payload(family - first_family(salt), code, row, column, model.factors, widths)
         left = size - whole.side_bytes - group_bytes(where, words)
         if left >= 0:
             trellis_payload.write(whole, coded, where, words, payload)
@@ -232,7 +260,7 @@ def _smallest_step(
     return low
 
 
-def _best_plan(y: torch.Tensor, budget: int) -> _Plan | None:
+def _best_plan(y: torch.Tensor, budget: int, family: int) -> _Plan | None:
     """The plan with the smallest step in the budget, tried on some rows; None if they are zeros."""
     rows, columns = y.shape
     sample = _rows(y, _every(rows))
@@ -255,7 +283,7 @@ def _best_plan(y: torch.Tensor, budget: int) -> _Plan | None:
     for plan, both in zip(plans, several, strict=True):
         of = Scales.of(both[: len(sample)], both[len(sample) :])
         fixed_bits = partial(_expected_bits, plan, rows, columns)
-        code = _smallest_step(of, budget, 0, rows / len(sample), fixed_bits)
+        code = _smallest_step(of, budget, family, rows / len(sample), fixed_bits)
         if best is None or code < best[0]:
             best = code, plan
     return None if best is None else best[1]
@@ -293,20 +321,21 @@ def _model(y: torch.Tensor, plan: _Plan) -> _Model | None:
     return _Model(factors, residual, Scales.of(seen[4 : 4 + len(y)], seen[4 + len(y) :]), exponents)
 
 
-def _measure(model: _Model, budget: int) -> tuple[int, float]:
+def _measure(model: _Model, budget: int, salt: int | None) -> tuple[int, float]:
     """The family of tables that codes some rows in the fewest bits, and the share of the expected cost."""
     every = _measured(*model.residual.shape)
     some = Scales(model.scales.row[::every], model.scales.column)
     sample = _rows(model.residual, every).view(-1)
     where = trial_grid(sample.numel())
-    code = _smallest_step(model.scales, budget * (1 - _FREE), 0, 1.0, model.fixed_bits)
+    first = first_family(salt)
+    code = _smallest_step(model.scales, budget * (1 - _FREE), first, 1.0, model.fixed_bits)
     number = _classes(*some.classes(code), sample.device)
     counts = [
-        trellis_ops.encode(sample, number, trellis.gain(code), where, family).counts.sum()
-        for family in range(FAMILIES)
+        trellis_ops.encode(sample, number, trellis.gain(code), where, family, salt).counts.sum()
+        for family in range(first, first + FAMILIES)
     ]
     best: tuple[int, int, float] | None = None
-    for family, words in enumerate(torch.stack(counts).tolist()):
+    for family, words in enumerate(torch.stack(counts).tolist(), first):
         share = (16 * words + 8 * where.groups * where.lanes) / max(some.cost(code, family), 1.0)
         step = _smallest_step(model.scales, budget * (1 - _FREE), family, share, model.fixed_bits)
         if best is None or step < best[0]:

@@ -83,6 +83,7 @@ class Payload:
     """Everything sent for a tensor that is not all zero, except the code words."""
 
     family: int
+    """Of those with dither, or of those without."""
     step_code: int
     row: Int32Array
     column: Int32Array
@@ -170,8 +171,8 @@ class Decoded:
     factors: Factors | None
 
 
-def read(data: torch.Tensor, rows: int, columns: int) -> Decoded | None:
-    """Decode the payload of `rows` x `columns` elements.
+def read(data: torch.Tensor, rows: int, columns: int, first_family: int = 0) -> Decoded | None:
+    """Decode the payload of `rows` x `columns` elements; its family of tables counts from `first_family`.
 
     None for a tensor of zeros. `PackedMismatchError` for anything `write` does not write. Allocates no more
     than the shape and the buffer need. On a GPU it waits twice: for the prefix, and for the results of all
@@ -241,7 +242,8 @@ def read(data: torch.Tensor, rows: int, columns: int) -> Decoded | None:
     if data.device.type == "cpu":
         reader.settle()
     number = trellis_ops.classes(row, column)
-    n, whole = trellis_ops.decode(states, counts, data[first:used].view(torch.int16), number, where, family)
+    words, family = data[first:used].view(torch.int16), first_family + family
+    n, whole = trellis_ops.decode(states, counts, words, number, where, family)
     reader.require(whole, "a wrong code")
     reader.settle()
     return Decoded(n, step_code, factors)

@@ -25,7 +25,9 @@ _CLASS_ROWS, _CLASS_COLUMNS = 32, 256
 _WORD_PROGRAMS = 8
 
 
-def encode(x: torch.Tensor, payload: torch.Tensor, settings: Settings) -> torch.Tensor:
+def encode(
+    x: torch.Tensor, payload: torch.Tensor, settings: Settings, salt: int | None = None
+) -> torch.Tensor:
     """Fill uint8 `payload` (16-byte aligned) with the code of x, fp32, bf16 or fp16 `[R, C]`, contiguous.
 
     Zeros for zeros, if nothing fits, and for what is not finite. Returns the exponent, int32 0-d, or
@@ -34,11 +36,11 @@ def encode(x: torch.Tensor, payload: torch.Tensor, settings: Settings) -> torch.
     planner = Planner(x, settings)
     planner.run()
     payload.zero_()
-    _fill(planner, payload)
+    _fill(planner, payload, salt)
     return planner.exponent
 
 
-def _fill(planner: Planner, payload: torch.Tensor) -> None:
+def _fill(planner: Planner, payload: torch.Tensor, salt: int | None) -> None:
     """Code some rows with both families of tables, then all of them, step after step; write the best."""
     settings, device = planner.settings, planner.x.device
     some_rows = settings.measured_rows
@@ -107,11 +109,12 @@ def _fill(planner: Planner, payload: torch.Tensor) -> None:
 
     advance(searching.START, 0)
     classes(some_rows, settings.measured, some=True)
-    some.encode(values, numbers, control, gains)
+    first = settings.first_family
+    some.encode(values, numbers, control, gains, salt=salt, first_family=first)
     for attempt in range(1, settings.attempts + 1):
         advance(searching.MEASURED if attempt == 1 else searching.TRIED, attempt)
         classes(settings.rows, 1, some=False)
-        lanes.encode(planner.field, numbers, control, gains)
+        lanes.encode(planner.field, numbers, control, gains, salt=salt, first_family=first)
     advance(searching.LAST, settings.attempts + 1)
     _write(planner, lanes, payload)
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from kernels.common.random_bits import signed
 from kernels.common.triton.numbers import INTERPRETED
 from kernels.trellis.code import (
     ESCAPE_BIAS,
@@ -27,6 +28,7 @@ from kernels.trellis.code import (
 from kernels.trellis.grid import Grid
 from kernels.trellis.tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, SHIFT_AT, TOTAL, divided_codes
 from kernels.trellis.triton import state as at
+from kernels.trellis.triton.dither import dither
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 LANES = tl.constexpr(32)
@@ -66,8 +68,12 @@ _CONTROLS = tl.constexpr(at.CONTROLS)
 
 
 @triton.jit
-def _value(x, gain):
-    return tl.floor(x * gain + 0.5).to(tl.int32)
+def _value(x, gain, place, salt, DITHERED: tl.constexpr):
+    """x in 64ths of a step, with the dither of its place."""
+    scaled = x * gain
+    if DITHERED:
+        scaled = scaled + dither(place, salt) * 64.0
+    return tl.floor(scaled + 0.5).to(tl.int32)
 
 
 @triton.jit
@@ -128,10 +134,22 @@ def _put_symbol(state, code, inverse, lane, words, used, capacity):
 
 
 @triton.jit
-def _choose(residual, numbers, place, real, gain, decided, following, current):
+def _choose(
+    residual,
+    numbers,
+    place,
+    real,
+    gain,
+    start,
+    salt,
+    decided,
+    following,
+    current,
+    DITHERED: tl.constexpr,
+):
     """The n that the elements at `place` take, their classes' shifts and rows, and one step back on their
     paths, which `decided` says."""
-    v = _value(tl.load(residual + place, mask=real, other=0.0), gain)
+    v = _value(tl.load(residual + place, mask=real, other=0.0), gain, start + place, salt, DITHERED)
     number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
     before = (decided >> (2 * current + following)) & 1
     residue = 2 * (before ^ following) + current
@@ -143,7 +161,7 @@ def _choose(residual, numbers, place, real, gain, decided, following, current):
     return n, shift, row, following, current
 
 
-@triton.jit(do_not_specialize=("elements", "groups", "group_elements", "lanes", "chunks", "capacity"))
+@triton.jit(do_not_specialize=("elements", "groups", "group_elements", "lanes", "chunks", "capacity", "salt"))
 def _encode(
     residual,
     numbers,
@@ -160,8 +178,10 @@ def _encode(
     lanes,
     chunks,
     capacity,
+    salt,
     GROUPS: tl.constexpr,
     WIDE: tl.constexpr,
+    DITHERED: tl.constexpr,
 ):
     """`GROUPS` groups of the elements that `control` (of the second program number) says, if any.
 
@@ -200,7 +220,7 @@ def _encode(
         for j in tl.static_range(AT_ONCE):
             place = (chunk * AT_ONCE + j) * lanes + lane
             real = place < size
-            v = _value(tl.load(residual + place, mask=real, other=0.0), gain)
+            v = _value(tl.load(residual + place, mask=real, other=0.0), gain, start + place, salt, DITHERED)
             d0 = tl.abs(((v + _PERIOD // 2) & (_PERIOD - 1)) - _PERIOD // 2)
             d1 = tl.abs(((v + _STEP) & (_PERIOD - 1)) - _PERIOD // 2)
             e0 = _PERIOD // 2 - d0
@@ -249,7 +269,17 @@ def _encode(
             place = (chunk * AT_ONCE + j) * lanes + lane
             real = place < size
             n, shift, row, following, current = _choose(
-                residual, numbers, place, real, gain, made >> (4 * j), following, current
+                residual,
+                numbers,
+                place,
+                real,
+                gain,
+                start,
+                salt,
+                made >> (4 * j),
+                following,
+                current,
+                DITHERED,
             )
             index = n >> 1
             symbol = (index >> shift) + _MIDDLE
@@ -267,7 +297,17 @@ def _encode(
                 place = (chunk * AT_ONCE + j) * lanes + lane
                 real = place < size
                 n, shift, row, following, current = _choose(
-                    residual, numbers, place, real, gain, made >> (4 * j), following, current
+                    residual,
+                    numbers,
+                    place,
+                    real,
+                    gain,
+                    start,
+                    salt,
+                    made >> (4 * j),
+                    following,
+                    current,
+                    DITHERED,
                 )
                 code, inverse, _, low = found[i]
                 escaped = code == 0
@@ -305,12 +345,19 @@ def chunks(where: Grid) -> int:
     return -(-where.steps // _ONCE)
 
 
-def encode(residual: torch.Tensor, classes: torch.Tensor, gain: float, where: Grid, family: int) -> Coded:
+def encode(
+    residual: torch.Tensor,
+    classes: torch.Tensor,
+    gain: float,
+    where: Grid,
+    family: int,
+    salt: int | None = None,
+) -> Coded:
     """`kernels.trellis.lanes.encode` on the device of `residual`."""
     control = torch.tensor([1, family, 0, 0], device=residual.device)
     gains = torch.tensor([gain], dtype=torch.float64, device=residual.device)
     lanes = Lanes.empty(where, residual.device, slots=1, at_once=1)
-    lanes.encode(residual, classes, control, gains)
+    lanes.encode(residual, classes, control, gains, salt=salt)
     return Coded(lanes.states[0], lanes.counts[0], lanes.words[0])
 
 
@@ -339,16 +386,26 @@ class Lanes:
         )
 
     def encode(
-        self, residual: torch.Tensor, classes: torch.Tensor, control: torch.Tensor, gains: torch.Tensor
+        self,
+        residual: torch.Tensor,
+        classes: torch.Tensor,
+        control: torch.Tensor,
+        gains: torch.Tensor,
+        *,
+        salt: int | None = None,
+        first_family: int = 0,
     ) -> None:
         """Code `residual` as `control` says (`kernels.trellis.triton.state`, int64 `[at_once * CONTROLS]`),
-        elements times `gains` (fp64 of an fp32 number)."""
+        elements times `gains` (fp64 of an fp32 number), with the salt's dither if there is one.
+
+        Families in `control` count from `first_family`.
+        """
         of = self.where
         sizes = of.elements, of.groups, of.group_elements, of.lanes, chunks(of), of.capacity
         _encode[(triton.cdiv(of.groups, TOGETHER), self.at_once)](
             residual,
             classes,
-            divided_codes(residual.device),
+            divided_codes(residual.device)[first_family * _CODES.value :],
             self.decisions,
             self.states,
             self.counts,
@@ -356,8 +413,10 @@ class Lanes:
             control,
             gains,
             *sizes,
+            signed(salt or 0),
             GROUPS=TOGETHER,
             WIDE=of.lanes == LANES.value,
+            DITHERED=salt is not None,
             num_warps=TOGETHER,
             enable_fp_fusion=False,
         )

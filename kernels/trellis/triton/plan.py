@@ -67,7 +67,9 @@ def _constants(settings: Settings, device: torch.device) -> Constants:
     return Constants(
         torch.tensor(settings.plans).to(device),
         numbers.to(device),
-        torch.stack([torch.from_numpy(tables(family).mean_cost) for family in range(FAMILIES)]).to(device),
+        torch.stack(
+            [torch.from_numpy(tables(settings.first_family + one).mean_cost) for one in range(FAMILIES)]
+        ).to(device),
         torch.from_numpy(bits_of_counts()[1024:2048].copy()).to(device),
         None if start is None else start.to(device),
     )

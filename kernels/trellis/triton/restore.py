@@ -11,10 +11,12 @@ import triton.language as tl
 
 from kernels.blockfloat.triton.store import store_rounded
 from kernels.common import tiles
+from kernels.common.random_bits import signed
 from kernels.common.triton.numbers import as_bits, product
 from kernels.trellis import reference as trellis
 from kernels.trellis.factors import Factors, prediction
 from kernels.trellis.tables import MAX_CLASS
+from kernels.trellis.triton.dither import dither
 
 _MAX_CLASS = tl.constexpr(MAX_CLASS)
 # Ranks at most; a product needs 16.
@@ -35,7 +37,7 @@ def _classes(row_classes, column_classes, out, rows, columns, ROWS: tl.constexpr
     tl.store(out + row[:, None] * columns + column[None, :], number.to(tl.uint8), mask=inside)
 
 
-@triton.jit(do_not_specialize=("step", "near", "far", "limit", "rows", "rank"))
+@triton.jit(do_not_specialize=("step", "near", "far", "limit", "rows", "rank", "salt"))
 def _restore(
     n,
     u,
@@ -51,7 +53,9 @@ def _restore(
     rows,
     columns,
     rank,
+    salt,
     PREDICTS: tl.constexpr,
+    DITHERED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -79,6 +83,8 @@ def _restore(
         predicted = product(weight, direction.to(tl.float32))
         predicted = predicted * tl.load(row_powers + row, mask=in_rows, other=0.0)[:, None]
         y += predicted * tl.load(column_powers + column, mask=in_columns, other=0.0)[None, :]
+    if DITHERED:
+        y -= dither(place, salt) * step
     y = tl.minimum(tl.maximum(y * near * far, -limit), limit)
     store_rounded(out + place, y, inside)
 
@@ -93,7 +99,14 @@ def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def restore(n: torch.Tensor, code: int, factors: Factors | None, exponent: int, out: torch.Tensor) -> None:
+def restore(
+    n: torch.Tensor,
+    code: int,
+    factors: Factors | None,
+    exponent: int,
+    out: torch.Tensor,
+    salt: int | None = None,
+) -> None:
     """As `kernels.trellis.ops.restore`."""
     columns = out.shape[-1]
     rows = out.numel() // columns
@@ -116,7 +129,9 @@ def restore(n: torch.Tensor, code: int, factors: Factors | None, exponent: int, 
         rows,
         columns,
         0 if factors is None else factors.rank,
+        signed(salt or 0),
         PREDICTS=factors is not None,
+        DITHERED=salt is not None,
         ROWS=_ROWS,
         BLOCK=_COLUMNS,
         enable_fp_fusion=False,

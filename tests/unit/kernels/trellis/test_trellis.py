@@ -282,7 +282,7 @@ def test_costs_are_those_of_every_elements_class(code: int) -> None:
 def test_inverses_divide_every_state_by_every_frequency() -> None:
     """At the ends, at random, and around multiples, where a quotient steps."""
     entries = trellis_tables.divided_codes(torch.device("cpu")).numpy()
-    plain = np.concatenate([trellis_tables.tables(family).codes for family in range(FAMILIES)])
+    plain = np.concatenate([trellis_tables.tables(family).codes for family in range(2 * FAMILIES)])
     assert ((entries & ((1 << trellis_tables.SHIFT_AT) - 1)) == plain).all() and (
         (entries == 0) == (plain == 0)
     ).all()

@@ -61,6 +61,9 @@ def cpu_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
         classes: torch.Tensor,
         control: torch.Tensor,
         gains: torch.Tensor,
+        *,
+        salt: int | None = None,
+        first_family: int = 0,
     ) -> None:
         elements = self.where.elements
         for told in control.view(-1, CONTROLS)[: self.at_once].tolist():
@@ -72,7 +75,8 @@ def cpu_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
                 classes[:elements],
                 float(gains[0]),
                 self.where,
-                family,
+                first_family + family,
+                salt,
             )
             self.states[slot].copy_(coded.states)
             self.counts[slot].copy_(coded.counts)
@@ -91,7 +95,7 @@ def large_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_trellis_plan, "_STEPS", 64)
 
 
-def encoded(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+def encoded(x: torch.Tensor, salt: int | None = None) -> tuple[torch.Tensor, int]:
     """The payload, from a poisoned buffer between guards, and the exponent."""
     from kernels.trellis.triton import encode as triton_trellis_encode
 
@@ -100,7 +104,7 @@ def encoded(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     whole = torch.full((size + 64,), POISON, dtype=torch.uint8)
     payload = whole[32:-32]
     exponent = triton_trellis_encode.encode(
-        x.reshape(rows, columns), payload, trellis.settings(rows, columns, size)
+        x.reshape(rows, columns), payload, trellis.settings(rows, columns, size, salt), salt
     )
     assert (whole[:32] == POISON).all() and (whole[-32:] == POISON).all()
     return payload, int(exponent)
@@ -124,13 +128,20 @@ def test_payload_is_the_cpus() -> None:
 
 @inside
 @pytest.mark.usefixtures("cpu_lanes", "large_shares")
+def test_payload_with_dither_is_the_cpus() -> None:
+    x, salt = normal(9, 20), 2**32 - 5
+    check_payload(x, codec(NAME.replace("trellis", "dither")).salted(salt).encode(x), salt)
+
+
+@inside
+@pytest.mark.usefixtures("cpu_lanes", "large_shares")
 @pytest.mark.parametrize("x", [normal(1, 19) * 1e-40, torch.zeros(2, 3)], ids=["a short row, tiny", "zeros"])
 def test_payload_is_the_cpus_by_other_shares(x: torch.Tensor) -> None:
     check_payload(x, codec(NAME).encode(x))
 
 
-def check_payload(x: torch.Tensor, expected: torch.Tensor) -> None:
-    payload, exponent = encoded(x)
+def check_payload(x: torch.Tensor, expected: torch.Tensor, salt: int | None = None) -> None:
+    payload, exponent = encoded(x, salt)
     assert torch.equal(payload, expected[HEADER_BYTES:])
     assert exponent == int(expected[EXPONENT].view(torch.int32))
 

@@ -9,6 +9,7 @@ import torch
 from kernels.trellis import lanes as trellis_lanes
 from kernels.trellis import reference as trellis
 from kernels.trellis.grid import Grid
+from kernels.trellis.tables import DITHERED
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
 pytestmark = needs_triton
@@ -25,7 +26,8 @@ def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
     [(Grid(300, 2, 7, 32), 19), (Grid(61, 3, 5, 5), 59), (Grid(10, 1, 10, 1), 103), (Grid(1, 1, 1, 1), 12)],
     ids=str,
 )
-def test_lanes_give_the_cpus_words(where: Grid, highest: int) -> None:
+@pytest.mark.parametrize("salt", [None, 2**32 - 77])
+def test_lanes_give_the_cpus_words(where: Grid, highest: int, salt: int | None) -> None:
     from kernels.trellis.triton import decode as triton_trellis_decode
     from kernels.trellis.triton import lanes as triton_trellis
 
@@ -35,8 +37,10 @@ def test_lanes_give_the_cpus_words(where: Grid, highest: int) -> None:
     x = torch.randn(where.elements, generator=generator) * torch.exp2((number.float() - 12) / 4)
     x[::19] = 5000
     gain = trellis.gain(9000)
-    expected = trellis_lanes.encode(x, number, gain, where, family)
-    made = triton_trellis.encode(x, number, gain, where, family)
+    if salt is not None:
+        family += DITHERED
+    expected = trellis_lanes.encode(x, number, gain, where, family, salt)
+    made = triton_trellis.encode(x, number, gain, where, family, salt)
     assert torch.equal(made.states, expected.states) and torch.equal(made.counts, expected.counts)
     counts, capacity = expected.counts.long(), where.capacity
     each = zip(expected.words, counts.tolist(), strict=True)

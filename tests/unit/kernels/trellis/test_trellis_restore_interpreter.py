@@ -41,24 +41,26 @@ def factors(rows: int, columns: int, rank: int) -> Factors:
 
 
 @inside
-@pytest.mark.parametrize("rank", [0, 1, 7, 32])
+@pytest.mark.parametrize(("rank", "salt"), [(0, None), (1, None), (7, 2**31 + 9), (32, None), (0, 0)])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 19), (16, 64), (37, 131)])
 @pytest.mark.parametrize(
     ("dtype", "exponent"),
     [(torch.float32, 0), (torch.float32, -149), (torch.bfloat16, 60), (torch.float16, 3)],
     ids=str,
 )
-def test_values_are_the_cpus(rank: int, rows: int, columns: int, dtype: torch.dtype, exponent: int) -> None:
+def test_values_are_the_cpus(
+    rank: int, salt: int | None, rows: int, columns: int, dtype: torch.dtype, exponent: int
+) -> None:
     from kernels.trellis.triton import restore as triton_trellis_restore
 
     by = factors(rows, columns, rank) if rank else None
     n = integers(-(1 << 26), 1 << 26, rows * columns)
     n[::2] = integers(-90, 90, (rows * columns + 1) // 2)
     expected = torch.empty(1, rows, columns, dtype=dtype)
-    trellis.restore(trellis.reconstruct(n.clone(), STEP_CODE, by), exponent, expected)
+    trellis.restore(trellis.reconstruct(n.clone(), STEP_CODE, by, salt), exponent, expected)
     guarded = torch.full((rows * columns + 64,), -7.0, dtype=dtype)
     out = guarded[32:-32].view(1, rows, columns)
-    triton_trellis_restore.restore(n, STEP_CODE, by, exponent, out)
+    triton_trellis_restore.restore(n, STEP_CODE, by, exponent, out, salt)
     assert expected.isfinite().all() and (expected != 0).any()
     assert torch.equal(out, expected)
     assert (guarded[:32] == -7).all() and (guarded[-32:] == -7).all()

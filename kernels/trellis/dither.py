@@ -1,0 +1,41 @@
+"""Dither that both ends know: it makes the `trellis` codec's error independent of what is coded.
+
+Before the search for a path every element gets a dither, from -1 to 1 steps; the decoder subtracts it. So
+small values are not lost: what is decoded has the value as its mean, whatever that is, and errors of many
+tensors average out. (Subtractive dither: Schuchman, 1964; of lattices: Zamir and Feder, 1996.)
+
+A width of two steps is right for this trellis. Its paths are a lattice of one point in 2**E unit cubes, as
+each quantizer is as coarse as two steps. No two points of the half-open cube [-1, 1)**E differ by a point of
+it: both quantizers are 0 at a lane's start and only an odd index leads to the other one, so the first
+coordinate of a path that is not zero is even. Hence the cube tiles space, and dither that is even over it
+leaves an error that does not depend on the elements (Zamir and Feder, theorem 1).
+
+The dither is a function of the salt and the element's place: 16 bits of `kernels.common.random_bits`.
+"""
+
+import torch
+
+from kernels.common.random_bits import random_bits
+from kernels.trellis.loops import dither as dither_loops
+
+# Of 64ths of a step, in the unit of `dithers`.
+_SIXTY_FOURTHS = 64.0
+
+
+def dithers(count: int, salt: int, device: torch.device) -> torch.Tensor:
+    """The dither of each element in steps, fp32 `[count]`: odd multiples of 2**-16 between -1 and 1."""
+    return random_bits(count, salt, device).float().mul_(2.0).add_(1.0).mul_(2.0**-16).sub_(1.0)
+
+
+def added(x: torch.Tensor, gain: float, salt: int) -> torch.Tensor:
+    """fp32 `[E]` in 64ths of a step with its dither: x times `gain`, plus the dither, each rounded."""
+    if x.device.type == "cpu":
+        return dither_loops.added(x, gain, salt)
+    return (x * gain).add_(dithers(x.numel(), salt, x.device).mul_(_SIXTY_FOURTHS))
+
+
+def subtract(values: torch.Tensor, step: float, salt: int) -> torch.Tensor:
+    """Subtract dithers times `step`, each rounded, from fp32 `[E]`, in place."""
+    if values.device.type == "cpu":
+        return dither_loops.subtract(values, step, salt)
+    return values.sub_(dithers(values.numel(), salt, values.device).mul_(step))
