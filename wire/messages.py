@@ -215,6 +215,9 @@ class Restore:
     """Use `fp32` on every link of this epoch, to distinguish quantization error from divergence."""
     lineage: int = 0
     """Lineage of the state that counts as held. A node without it loads `step` and joins this lineage."""
+    activation_codecs: tuple[str, ...] = ()
+    """With planned codecs: of each boundary, the first one first; fixed for the epoch."""
+    gradient_codecs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -259,6 +259,8 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
                     missed=missed,
                     uncompressed=message.uncompressed,
                     lineage=message.lineage,
+                    activation_codecs=message.activation_codecs,
+                    gradient_codecs=message.gradient_codecs,
                 )
             )
         case Begin():
@@ -317,6 +319,8 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 missed=missed,
                 uncompressed=restore.uncompressed,
                 lineage=restore.lineage,
+                activation_codecs=tuple(restore.activation_codecs),
+                gradient_codecs=tuple(restore.gradient_codecs),
             )
         case "begin":
             begin = message.begin

@@ -7,6 +7,7 @@ from node.analysis.explain import Explanation, Flow, explain
 from node.analysis.machines import Machine
 from node.config.schema import RunConfig
 from node.model.units import is_block, unit_parameters
+from node.pipeline.codec_plan import first_codecs
 from node.pipeline.floor import Floor, LinkRate, step_floor
 from node.pipeline.placement import stage_units
 from node.pipeline.snapshot_place import NODES, snapshot_bytes
@@ -111,7 +112,7 @@ def _floor(explanation: Explanation, machines: Sequence[Machine], config: RunCon
         operations = 2.0 * weights * tokens + 2.0 * blocks * elements * model.sequence
         machine = machines[stage]
         seconds = operations / machine.flops(model.hidden)
-        codecs = (pipeline.forward_codec, pipeline.backward_codec)
+        codecs = first_codecs(pipeline)
         sides = (stage > 0) + (stage < pipeline.stages - 1)
         if machine.on_cpu:
             # Packing has a thread of its own, but a core that computes as well.

@@ -278,9 +278,12 @@ class PipelineSection:
     of memory. `auto`: what sends fewer bytes."""
     forward_codec: str = "tah"
     """Codec of activations: `fp32`, `bf16`, `fp16`, `fixed-2` to `-10`, `tah`, `trellis-2` to `-10`,
-    `aqsgd-2` to `-8`."""
+    `dither-2` to `-10`, `aqsgd-2` to `-8`; or `auto`, for both kinds of tensor at once: each link and
+    direction gets the most bits that hide behind compute, as measured."""
     backward_codec: str = "fixed-8"
     """Codec of their gradients: the same names, without `aqsgd-b`."""
+    min_bits: float = 4.41
+    """With codec `auto`: the fewest bits an element, 2 to 8, that a link which binds anyway may get."""
     cache_gb: float = 4.0
     """With `aqsgd-b`: the most memory, in GB, of a stage's sample cache."""
     groups: int = 1
@@ -301,6 +304,11 @@ class PipelineSection:
     def remembers(self) -> bool:
         """Whether the forward codec packs changes against a sample cache (AQ-SGD)."""
         return self.forward_codec.startswith("aqsgd-")
+
+    @property
+    def plans_codecs(self) -> bool:
+        """Whether the coordinator plans the codecs of links."""
+        return "auto" in (self.forward_codec, self.backward_codec)
 
     @property
     def most_rows(self) -> int:

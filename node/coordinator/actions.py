@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from node.coordinator.grid import ONE_ROW, Groups
+from node.pipeline.codec_plan import CodecPlan
 from wire.messages import Abort, CoordinatorMessage, Finish
 
 
@@ -37,6 +38,15 @@ class RecordRestored:
     step: int
     nodes: tuple[str, ...]
     groups: Groups = ONE_ROW
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordCodecs:
+    """From `step` on, links have these codecs, until another such record."""
+
+    epoch: int
+    step: int
+    plan: CodecPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +144,7 @@ Action = (
     Send
     | RecordPlacement
     | RecordRestored
+    | RecordCodecs
     | RecordCommit
     | RecordHeldOut
     | StepDone

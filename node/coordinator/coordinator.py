@@ -24,6 +24,7 @@ from node.coordinator.actions import (
     Action,
     Announce,
     OpenSnapshot,
+    RecordCodecs,
     RecordCommit,
     RecordHeldOut,
     RecordPlacement,
@@ -33,12 +34,14 @@ from node.coordinator.actions import (
     StepDone,
     Stop,
 )
+from node.coordinator.decisions import record_codecs
 from node.coordinator.disk import Disk
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.epoch import Epoch
-from node.coordinator.held_out import LOSSLESS
+from node.coordinator.held_out import LOSSLESS, held_out_samples
 from node.coordinator.kept_snapshots import KeptSnapshots
 from node.coordinator.machine import RunMachine
+from node.coordinator.planners import Planners
 from node.coordinator.reporter import Emit, Reporter, Tracer
 from node.coordinator.run_plan import Past, run_plan, step_plan
 from node.coordinator.sessions import ControlSession, Sessions
@@ -51,7 +54,7 @@ from node.coordinator.store import (
     StepRecord,
     Store,
 )
-from node.coordinator.window_planner import WindowPlanner
+from node.pipeline.codec_plan import Lines
 from node.pipeline.device_memory import devices_of
 from node.pipeline.snapshot_place import keeps_on_nodes
 from node.pipeline.window_plan import Windows
@@ -59,11 +62,10 @@ from node.run_file.loader import to_json
 from node.telemetry import events
 from node.telemetry.costs import Place, group_seconds
 from node.telemetry.history import EVICTED
-from node.training.data import text_windows
 from node.training.manifest import MANIFEST_NAME, Manifest, UnitEntry
 from node.training.shards import TrainingData
 from node.training.snapshot import Checked, list_snapshots
-from wire.errors import DataError, ProtocolViolationError, RefusalCode, RunError, UserError
+from wire.errors import ProtocolViolationError, RefusalCode, RunError, UserError
 from wire.identity.enrolment import Refusal
 from wire.messages import (
     NODES,
@@ -173,8 +175,12 @@ class Coordinator:
             disk=self._disk,
         )
         self._exports = SnapshotExports(config, directory)
-        self._planner = WindowPlanner(
-            config, samples=corpus.windows, link_report=self.accounting.link_report, use=self._use_windows
+        self._planners = Planners(
+            config,
+            samples=corpus.windows,
+            link_report=self.accounting.link_report,
+            use_windows=self._use_windows,
+            use_lines=self._use_lines,
         )
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._sessions = Sessions()
@@ -197,7 +203,7 @@ class Coordinator:
             beside = [
                 group.create_task(one)
                 for one in (
-                    *(*watching, self._planner.run(), self._tracer.run(), self._snapshots.run()),
+                    *(*watching, self._planners.run(), self._tracer.run(), self._snapshots.run()),
                     self._exports.run(),
                     self._kept.run(),
                 )
@@ -261,12 +267,11 @@ class Coordinator:
                     self._shut_out(node_id)
 
     def _use_costs(self, number: int, costs: events.StepCosts) -> None:
-        """Have windows planned and groups shared by what a step cost, unless its epoch is over."""
+        """Plan windows and codecs and share groups by what a step cost, unless its epoch is over."""
         epoch, members = self._machine.epoch, self._machine.members
         if epoch is None or epoch.number != number:
             return
-        if self.config.pipeline.window == "auto":
-            self._planner.step_done(epoch, [members[node].offer for node in epoch.hosts], costs)
+        self._planners.step_done(epoch, [members[node].offer for node in epoch.hosts], costs)
         if epoch.rows > 1:
             length = self.config.microbatches // self.config.pipeline.groups
             seconds = group_seconds(costs, [len(groups) for groups in epoch.groups], length)
@@ -274,6 +279,14 @@ class Coordinator:
 
     def _use_windows(self, epoch: int, windows: Windows) -> None:
         self._post(lambda _now: self._machine.plan_windows(epoch, windows))
+
+    def _use_lines(self, number: int, lines: Lines, seconds: float) -> None:
+        def happening(_now: float) -> list[Action]:
+            if (epoch := self._machine.epoch) is not None and epoch.number == number:
+                self._machine.codecs.measured(epoch, lines, seconds)
+            return []
+
+        self._post(happening)
 
     def _shut_out(self, node_id: str) -> None:
         """An evicted node is out before it can complain of being refused."""
@@ -317,6 +330,9 @@ class Coordinator:
             case RecordRestored():
                 rates = {session.node_id: session.hello.download_rate for session in self._sessions}
                 self._reporter.restored(action, rates)
+            case RecordCodecs():
+                await self._record(record_codecs, self._store, action)
+                self._reporter.codecs(action)
             case RecordCommit():
                 await self._record_commit(action)
             case RecordHeldOut():
@@ -576,21 +592,3 @@ class Coordinator:
         if checked.whole:
             self._emit(events.SnapshotSetAside(text=checked.news(), step=step, whole=checked.whole))
         self._post(lambda _now: self._machine.snapshot_damaged(step, checked.whole))
-
-
-def held_out_samples(config: RunConfig, corpus: TrainingData) -> np.ndarray:
-    """Held-out windows that the loss is measured on, [n, sequence + 1]: whole microbatches; n is 0 for none.
-
-    Raises DataError when the run file asks for them and the text is too short.
-    """
-    data, microbatch = config.data, config.training.microbatch
-    if data.valid_every and data.valid:
-        windows = text_windows(data, data.valid, config.model.sequence, data.valid_samples)
-    else:
-        windows = corpus.validation_windows(data.valid_samples if data.valid_every else 0)
-    if data.valid_every and len(windows) < microbatch:
-        raise DataError(
-            f"the held-out text gives {len(windows)} samples; data.valid_every needs {microbatch} "
-            "(a microbatch): give more text, name some in data.valid, or set data.valid_every = 0"
-        )
-    return windows[: len(windows) // microbatch * microbatch]

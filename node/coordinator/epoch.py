@@ -21,6 +21,7 @@ from node.coordinator.actions import Action, RecordCommit, RecordHeldOut, Record
 from node.coordinator.grid import ONE_ROW, Groups
 from node.coordinator.held_out import HeldOutPass
 from node.coordinator.votes import PastStep, UnitNumbers, VoteHistory
+from node.pipeline.codec_plan import CodecPlan
 from node.training.schedule import global_norm
 from wire.messages import (
     Begin,
@@ -154,6 +155,8 @@ class Epoch:
         """The epoch that loaded what its states grew from: this one, where not all were held."""
         self.uncompressed = False
         """The epoch repeats a step that was not finite, with fp32 on every link; it never commits."""
+        self.codecs: CodecPlan | None = None
+        """Of each boundary; None where the run file's are not planned."""
         self.planned_windows: tuple[int, ...] = ()
         """Of each link, row after row, from the next step on; empty is the run file's."""
         self.addresses = addresses
@@ -318,6 +321,14 @@ class Epoch:
         )
         self.phase = Phase.RESTORING
         self._answered.clear()
+        return self._to_asked(self._restore)
+
+    def use_codecs(self, plan: CodecPlan) -> list[Action]:
+        """Restore with these codecs on the links. Call as soon as `placed` has said what to restore."""
+        self.codecs = plan
+        self._restore = replace(
+            self._restore, activation_codecs=plan.activations, gradient_codecs=plan.gradients
+        )
         return self._to_asked(self._restore)
 
     def ready(self, node_id: str) -> list[Action]:

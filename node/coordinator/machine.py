@@ -88,6 +88,7 @@ class RunMachine:
             previous_rows=past.rows,
         )
         self._sharing = GroupSharing(plan.groups)
+        self.codecs = plan.codecs(past.codecs, past.committed.step + 1 if past.committed else 0)
         self._quarantine = Quarantine()
         self._stragglers = Stragglers([one.seconds for one in past.newest])
         self._wrong = WrongValues(self._assigner, self._blame)
@@ -301,9 +302,9 @@ class RunMachine:
         """Stages that only have to hand in what they hold do that at once: it may be links that failed."""
         actions = epoch.placed(node_id, message)
         if not actions or not self._is_to_end(epoch):
-            return actions
+            return self.codecs.begin(epoch, actions)
         if self._snapshots.newest < epoch.step and not epoch.all_hold_it:
-            return actions  # a commit that somebody missed comes with the restore
+            return self.codecs.begin(epoch, actions)  # a commit that somebody missed comes with the restore
         epoch.phase = Phase.IDLE
         return self._between_steps(epoch, now)
 
@@ -338,6 +339,7 @@ class RunMachine:
         if isinstance(actions[-1], StepDone):
             self._failures.forgive()
             self._blame.done(epoch.hosts, epoch.step)
+            self.codecs.step_done(epoch.step - 1)
         if epoch.step < self.plan.total_steps:
             if self._snapshots.due(epoch.step, now - self._unseen):
                 # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
@@ -386,10 +388,16 @@ class RunMachine:
         return not stays and self._roster.dispensable(epoch)
 
     def _shares_anew(self, epoch: Epoch) -> bool:
-        """Whether it pays to give rows other groups than now."""
+        """Whether it pays to give rows other groups or links other codecs; or a replay has other codecs."""
+        if self.codecs.recorded_change(epoch):
+            return True
         left = self.plan.total_steps - epoch.step
         gains = self._sharing.may_gain(epoch.hosts, epoch.groups, steps=epoch.steps_done, left=left)
-        return gains and self._snapshots.idle and self._roster.connected(epoch.hosts)
+        return (
+            (gains or self.codecs.may_gain(epoch))
+            and self._snapshots.idle
+            and self._roster.connected(epoch.hosts)
+        )
 
     def _join_early(self, now: float) -> list[Action]:
         """Before the first step is done, newcomers enter at once: its state costs little."""

@@ -16,10 +16,18 @@ from node.analysis.explain import framed_bytes
 from node.analysis.remedies import LADDER
 from node.config.schema import RunConfig, TelemetrySection
 from node.coordinator.accounting import Accounting
-from node.coordinator.actions import Aborted, AbortKind, RecordCommit, RecordHeldOut, RecordRestored
+from node.coordinator.actions import (
+    Aborted,
+    AbortKind,
+    RecordCodecs,
+    RecordCommit,
+    RecordHeldOut,
+    RecordRestored,
+)
 from node.coordinator.grid import ONE_ROW
 from node.coordinator.store import StepRecord
 from node.model.units import is_block
+from node.pipeline.codec_plan import ladder
 from node.pipeline.placement import stage_units
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.telemetry import events
@@ -66,6 +74,8 @@ class Reporter:
     def __init__(self, config: RunConfig, emit: Emit, unreported: StepRecord | None = None) -> None:
         pipeline = config.pipeline
         codecs = {"fp32", pipeline.forward_codec, pipeline.backward_codec}
+        if pipeline.plans_codecs:
+            codecs.update(ladder(pipeline.min_bits))
         self.accounting = Accounting(codecs | ({pipeline.sync_codec} if pipeline.groups > 1 else set()))
         self.snapshot_path = ""
         self.weights_sha256 = ""
@@ -100,6 +110,21 @@ class Reporter:
     def placed(self) -> None:
         """There are nodes for every stage again."""
         self._recovery.placed(time.monotonic())
+
+    def codecs(self, record: RecordCodecs) -> None:
+        """From a step on, links have other codecs."""
+        plan = record.plan
+        there, back = (", ".join(names) for names in (plan.activations, plan.gradients))
+        if not plan.boundaries:
+            return
+        self._emit(
+            events.CodecsPlanned(
+                text=f"codecs from step {record.step + 1} on: activations {there}; gradients {back}",
+                step=record.step,
+                activations=plan.activations,
+                gradients=plan.gradients,
+            )
+        )
 
     def committed(self, commit: RecordCommit) -> None:
         self._commit = _Commit(commit.step, commit.loss, commit.lr, commit.grad_norm)
@@ -289,7 +314,9 @@ class Recovery:
 
 def codec_bits(config: RunConfig) -> dict[str, float]:
     """Bits an element of a boundary tensor for every stateless codec and every proposed one, frames
-    included."""
+    included; empty if codecs are planned, since there is no other to propose then."""
+    if config.pipeline.plans_codecs:
+        return {}
     training, model = config.training, config.model
     shape = (training.microbatch, model.sequence, model.hidden)
     names = dict.fromkeys((*codec_names(), *LADDER))

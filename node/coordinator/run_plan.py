@@ -3,14 +3,16 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from node.config.schema import RunConfig
+from node.coordinator.codec_control import CodecControl, codec_control, no_codecs
 from node.coordinator.epoch import Committed, Neighbours, StepPlan
 from node.coordinator.held_out import HeldOutPass, held_out_passes
 from node.coordinator.stage_assignment import Sharing, StageBytes, sharing, stage_needs
 from node.coordinator.votes import PastStep, UnitNumbers
 from node.model.units import unit_names
+from node.pipeline.codec_plan import RateHistory
 from node.pipeline.placement import chunks_of, stage_units
 from node.pipeline.routing import neighbours
 from node.pipeline.snapshot_place import stage_state_bytes
@@ -52,6 +54,8 @@ class RunPlan:
     neighbours: Neighbours
     stage_bytes: StageBytes
     sharing: Sharing = lambda _: None
+    codecs: Callable[[RateHistory, int], CodecControl] = no_codecs
+    """(plans on record, the first step never committed) -> what plans the codecs of links."""
     state_bytes: Callable[[int], Sequence[int]] = lambda stages: (0,) * stages
     """Number of stages -> bytes of weights and optimizer state of each stage."""
 
@@ -71,6 +75,8 @@ class Past:
     """Steps whose held-out loss is recorded."""
     best: float = math.inf
     """The least of these losses."""
+    codecs: RateHistory = field(default_factory=RateHistory)
+    """The plans of codecs on record."""
     newest: tuple[PastStep, ...] = ()
     """The newest committed steps, oldest first."""
 
@@ -106,6 +112,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0) -> RunPlan:
         sharing=sharing(config),
         unit_numbers=functools.cache(functools.partial(_unit_numbers, config)),
         neighbours=functools.cache(functools.partial(_neighbours, config)),
+        codecs=functools.partial(codec_control, config),
         state_bytes=functools.cache(functools.partial(stage_state_bytes, config)),
     )
 

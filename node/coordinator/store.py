@@ -183,9 +183,9 @@ class Store:
         store = cls(path, connect(path))
         try:
             # Outside a transaction, once: the setting persists in the file.
-            with store._reading() as db:
+            with store.reading() as db:
                 db.execute("PRAGMA journal_mode = WAL")
-            with store._writing() as db:
+            with store.writing() as db:
                 if db.execute("PRAGMA user_version").fetchone()[0]:
                     raise UserError(f"{directory} holds a run already: resume it, or choose another")
                 for statement in _SCHEMA.split(";"):
@@ -208,7 +208,7 @@ class Store:
             raise UserError(f"{directory} holds no run (no {DATABASE_FILE}): give a run's directory")
         store = cls(path, connect(path))
         try:
-            with store._reading() as db:
+            with store.reading() as db:
                 version: int = db.execute("PRAGMA user_version").fetchone()[0]
         except BaseException:
             store.close()
@@ -240,17 +240,17 @@ class Store:
 
     def run(self) -> RunRecord:
         """The run's metadata."""
-        with self._reading() as db:
+        with self.reading() as db:
             return _run(db)
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """The join port's host:port pairs for tokens created from now on, by whichever process."""
-        with self._writing() as db:
+        with self.writing() as db:
             db.execute("UPDATE run SET addresses = ?", (json.dumps(list(addresses)),))
 
     def set_config(self, config_json: str) -> None:
         """Replace the resolved run config: a resumed run may go on with other stages or addresses."""
-        with self._writing() as db:
+        with self.writing() as db:
             db.execute("UPDATE run SET config_json = ?", (config_json,))
 
     # ---- tokens
@@ -261,7 +261,7 @@ class Store:
             raise UserError(f"a token of {uses} uses and {ttl} admits nobody: both must be more than zero")
         secret = new_secret()
         expires = now + ttl.total_seconds()
-        with self._writing() as db:
+        with self.writing() as db:
             run = _run(db)
             if not run.addresses:
                 raise UserError("the coordinator has no address yet: start it once before creating tokens")
@@ -275,14 +275,14 @@ class Store:
 
     def list_tokens(self) -> list[TokenRecord]:
         """All tokens of the run, oldest first."""
-        with self._reading() as db:
+        with self.reading() as db:
             return _tokens(db, "1")
 
     def revoke_token(self, token_id: str) -> bool:
         """Stop a token from admitting; nodes that it admitted stay. False for an unknown id."""
         if not token_id.isascii():
             return False
-        with self._writing() as db:
+        with self.writing() as db:
             cursor = db.execute("UPDATE tokens SET revoked = 1 WHERE token_id = ?", (token_id,))
             return cursor.rowcount == 1
 
@@ -296,7 +296,7 @@ class Store:
         Args:
             useless: why the run cannot use this node; said only to holders of a valid token.
         """
-        with self._writing() as db:
+        with self.writing() as db:
             records = _tokens(db, "token_id = ?", token_id)
             record = records[0] if records else None
             decision = admit(record, secret, member.public_key_hash, member.joined)
@@ -314,17 +314,17 @@ class Store:
 
     def members(self) -> list[Member]:
         """All nodes that were ever admitted, evicted ones too, in the order of joining."""
-        with self._reading() as db:
+        with self.reading() as db:
             return _members(db, "1")
 
     def member(self, node_id: str) -> Member | None:
-        with self._reading() as db:
+        with self.reading() as db:
             found = _members(db, "node_id = ?", node_id)
             return found[0] if found else None
 
     def restore_members(self, members: Sequence[Member]) -> None:
         """Put back members of a damaged database, evicted ones as evicted."""
-        with self._writing() as db:
+        with self.writing() as db:
             for member in members:
                 _put_member(db, member)
                 values = member.evicted, member.node_id
@@ -334,7 +334,7 @@ class Store:
         """Shut a node out: its key is never admitted again. False for one that is no member."""
         if not node_id.isascii():  # as no id is; and SQLite has no form for half a surrogate pair
             return False
-        with self._writing() as db:
+        with self.writing() as db:
             cursor = db.execute(
                 "UPDATE members SET evicted = coalesce(evicted, ?) WHERE node_id = ?", (now, node_id)
             )
@@ -342,17 +342,17 @@ class Store:
 
     def evicted(self) -> list[str]:
         """The nodes for which `evict` was called."""
-        with self._reading() as db:
+        with self.reading() as db:
             return [row[0] for row in db.execute("SELECT node_id FROM members WHERE evicted IS NOT NULL")]
 
     def record_placement(self, epoch: int, nodes: Sequence[PlacedNode]) -> None:
         """Who hosts what in an epoch; recording the same epoch again replaces it."""
-        with self._writing() as db:
+        with self.writing() as db:
             db.execute("DELETE FROM placements WHERE epoch = ?", (epoch,))
             first = [(epoch, node.stage, node.node_id, node.address) for node in nodes if not node.replica]
             db.executemany("INSERT INTO placements VALUES (?, ?, ?, ?)", first)
             others = [(epoch, n.replica, n.stage, n.node_id, n.address) for n in nodes if n.replica]
-            if not others and not _has_table(db, "placed_rows"):
+            if not others and not has_table(db, "placed_rows"):
                 return
             db.execute(_ROWS)
             db.execute("DELETE FROM placed_rows WHERE epoch = ?", (epoch,))
@@ -360,20 +360,20 @@ class Store:
 
     def placement(self, epoch: int) -> list[PlacedNode]:
         """The nodes of an epoch by stage, row after row; empty when none was recorded."""
-        with self._reading() as db:
+        with self.reading() as db:
             query = "SELECT stage, node_id, address FROM placements WHERE epoch = ? ORDER BY stage"
             nodes = [PlacedNode(*row) for row in db.execute(query, (epoch,))]
             query = (
                 "SELECT stage, node_id, address, replica FROM placed_rows WHERE epoch = ? "
                 "ORDER BY replica, stage"
             )
-            if _has_table(db, "placed_rows"):
+            if has_table(db, "placed_rows"):
                 nodes += [PlacedNode(*row) for row in db.execute(query, (epoch,))]
             return nodes
 
     def last_epoch(self) -> int:
         """The highest epoch that was recorded; 0 before the first."""
-        with self._reading() as db:
+        with self.reading() as db:
             epoch: int = db.execute("SELECT coalesce(max(epoch), 0) FROM placements").fetchone()[0]
             return epoch
 
@@ -385,7 +385,7 @@ class Store:
         A step with other bits replaces the recorded one and deletes all later ones: they grew from the old
         state, and the highest step on record must be the newest commit.
         """
-        with self._writing() as db:
+        with self.writing() as db:
             row = db.execute("SELECT * FROM steps WHERE step = ?", (step.step,)).fetchone()
             known = None if row is None else _step(row)
             if known is not None and all(map(_same_bits, _what_it_did(known), _what_it_did(step))):
@@ -398,38 +398,38 @@ class Store:
 
     def steps(self, after: int = -1) -> list[StepRecord]:
         """The committed steps above `after`, in order."""
-        with self._reading() as db:
+        with self.reading() as db:
             rows = db.execute("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
             return [_step(row) for row in rows]
 
     def last_step(self) -> StepRecord | None:
         """The highest committed step; None before the first."""
-        with self._reading() as db:
+        with self.reading() as db:
             row = db.execute("SELECT * FROM steps ORDER BY step DESC LIMIT 1").fetchone()
             return None if row is None else _step(row)
 
     def record_snapshot(self, snapshot: SnapshotRecord) -> None:
         """Record a snapshot, replacing an earlier record of the same step."""
-        with self._writing() as db:
+        with self.writing() as db:
             db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?)", astuple(snapshot))
 
     def snapshots(self) -> list[SnapshotRecord]:
         """All snapshots by step, incomplete ones too."""
-        with self._reading() as db:
+        with self.reading() as db:
             rows = db.execute("SELECT * FROM snapshots ORDER BY step")
             return [SnapshotRecord(row[0], row[1], row[2], bool(row[3]), row[4]) for row in rows]
 
     def record_held_out(self, record: HeldOutRecord) -> None:
         """Insert or replace the held-out loss of a step."""
-        with self._writing() as db:
+        with self.writing() as db:
             # Runs of an earlier version have no such table.
             db.execute(_HELD_OUT)
             db.execute("INSERT OR REPLACE INTO held_out VALUES (?, ?, ?, ?, ?)", astuple(record))
 
     def held_out(self) -> list[HeldOutRecord]:
         """Recorded held-out losses in order of steps."""
-        with self._reading() as db:
-            if not _has_table(db, "held_out"):
+        with self.reading() as db:
+            if not has_table(db, "held_out"):
                 return []
             rows = db.execute("SELECT * FROM held_out ORDER BY step").fetchall()
         return [HeldOutRecord(row[0], row[1], _float(row[2]), *row[3:]) for row in rows]
@@ -441,15 +441,15 @@ class Store:
 
     def delete_snapshot(self, step: int) -> bool:
         """Delete a snapshot's record (its files are the caller's). False when there was none."""
-        with self._writing() as db:
+        with self.writing() as db:
             return db.execute("DELETE FROM snapshots WHERE step = ?", (step,)).rowcount == 1
 
     # ---- transactions
 
     @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self) -> Iterator[sqlite3.Connection]:
         """One durable transaction: all of the block or, if it raises, nothing."""
-        with self._reading() as db:
+        with self.reading() as db:
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db
@@ -459,7 +459,7 @@ class Store:
                     db.execute("ROLLBACK")
 
     @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
+    def reading(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             try:
                 yield self._db
@@ -467,7 +467,7 @@ class Store:
                 raise explained(self.path, error) from error
 
 
-def _has_table(db: sqlite3.Connection, name: str) -> bool:
+def has_table(db: sqlite3.Connection, name: str) -> bool:
     """Runs of an earlier version lack some."""
     return db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
 

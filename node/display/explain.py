@@ -11,6 +11,7 @@ from node.analysis.totals import MOST_PASSES, codec_advice, machine_bytes, snaps
 from node.config.schema import RunConfig
 from node.model.storage import KINDS, unit_bytes
 from node.model.units import is_block
+from node.pipeline.codec_plan import first_codecs, ladder
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.run_file.loader import section_types, toml_value
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
@@ -80,9 +81,20 @@ def _step_lines(explanation: Explanation) -> list[str]:
         f"step     {config.training.global_batch} samples of {config.model.sequence} tokens = "
         f"{count_text(explanation.tokens_per_step)} tokens, in {explanation.microbatches} microbatches of "
         f"{config.training.microbatch}",
+        *(_codec_lines(config) if config.pipeline.plans_codecs else []),
         *(_head_lines(explanation.head) if explanation.head is not None else []),
         *(_group_lines(explanation) if config.pipeline.groups > 1 else []),
         *(_text_lines(config, explanation.text) if explanation.text is not None else []),
+    ]
+
+
+def _codec_lines(config: RunConfig) -> list[str]:
+    """Between which codecs the coordinator chooses."""
+    pipeline = config.pipeline
+    rungs = ladder(pipeline.min_bits)
+    return [
+        f"codecs   planned for each link and direction, from {rungs[0]} to {rungs[-1]}; until links are "
+        f"measured, and in the figures below, {first_codecs(pipeline)[0]}"
     ]
 
 

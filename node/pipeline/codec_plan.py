@@ -10,20 +10,26 @@ itself measures: what a volunteer reports of its compute or its line can choose 
 steps as `RateControl` watches. `RateHistory` is the record that a replay follows, whatever is measured then.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
+from node.config.schema import PipelineSection
 from node.pipeline.floor import Network
 from node.pipeline.window_plan import StepMeasures, Windows
 from wire.codecs.formats import codec_format
 from wire.errors import ConfigError
 from wire.spec import Direction
 
+PLANNED = "auto"
+"""The name of a codec that is planned."""
 LADDER = ("2", "2.5", "3", "3.5", "4", "4.41", "5", "6", "7", "8")
 """Bits an element to choose from, as in `trellis-R`."""
+FIRST = 4.41
+"""Until something is measured, a tensor gets this many bits an element, or the fewest that the run allows."""
 CAUTION = 1.1
 """Count on transfers this much longer than measured."""
 RISE = 2
@@ -48,6 +54,31 @@ class CodecPlan:
 
     activations: tuple[str, ...]
     gradients: tuple[str, ...]
+
+    @classmethod
+    def first(cls, pipeline: PipelineSection, boundaries: int) -> "CodecPlan":
+        """The plan of a run whose links were not measured yet."""
+        there, back = first_codecs(pipeline)
+        return cls(activations=(there,) * boundaries, gradients=(back,) * boundaries)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CodecPlan":
+        """Raises ConfigError for what `to_json` does not write."""
+        try:
+            given = json.loads(text)
+            plan = cls(activations=tuple(given["activations"]), gradients=tuple(given["gradients"]))
+            for name in (*plan.activations, *plan.gradients):
+                codec_format(name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"a recorded plan of codecs cannot be read ({error})") from None
+        return plan
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def boundaries(self) -> int:
+        return len(self.activations)
 
     def name(self, way: Way) -> str:
         """The codec of a tensor. KeyError for a kind that crosses no boundary."""
@@ -131,6 +162,14 @@ def ladder(min_bits: float) -> tuple[str, ...]:
     if not rungs:
         raise ConfigError(f"pipeline.min_bits is {min_bits:g}; it must be at most {LADDER[-1]}")
     return rungs
+
+
+def first_codecs(pipeline: PipelineSection) -> tuple[str, str]:
+    """The codecs of activations and gradients until others are planned; the run file's if none ever are."""
+    if not pipeline.plans_codecs:
+        return pipeline.forward_codec, pipeline.backward_codec
+    first = ladder(max(FIRST, pipeline.min_bits))[0]
+    return first, first
 
 
 def pace(lines: Lines, plan: CodecPlan) -> float:
@@ -258,6 +297,16 @@ class RateHistory:
         plans = [plan for first, plan in self.changes if first <= step]
         return plans[-1] if plans else None
 
+    @property
+    def newest(self) -> int:
+        """The first step with the newest plan; 0 without one."""
+        return self.changes[-1][0] if self.changes else 0
+
+    def instead(self, step: int, plan: CodecPlan) -> "RateHistory":
+        """With another plan from `step` on, in place of all that followed: with other stages there is no
+        step to repeat bit for bit."""
+        return RateHistory((*(change for change in self.changes if change[0] < step), (step, plan)))
+
     def changed(self, step: int, plan: CodecPlan) -> "RateHistory":
         """With another plan from `step` on, the first that no node has begun.
 
@@ -267,5 +316,4 @@ class RateHistory:
             raise ConfigError(
                 f"step {step} is before the newest plan on record, of step {self.changes[-1][0]}"
             )
-        kept = tuple(change for change in self.changes if change[0] < step)
-        return RateHistory((*kept, (step, plan)))
+        return self.instead(step, plan)

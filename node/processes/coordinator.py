@@ -18,6 +18,7 @@ from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import RunConfig
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator
+from node.coordinator.decisions import recorded_codecs
 from node.coordinator.disk import check_room
 from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
 from node.coordinator.epoch import Committed
@@ -194,6 +195,7 @@ def _reopen(
         committed=committed,
         hosts=tuple(node.node_id for node in placed),
         rows=1 + max((node.replica for node in placed), default=0),
+        codecs=recorded_codecs(store),
         validated=frozenset(record.step for record in held_out),
         best=min((record.uncompressed for record in held_out), default=math.inf),
         newest=tuple(

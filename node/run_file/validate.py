@@ -26,6 +26,7 @@ from node.config.schema import (
 from node.model.lora_shapes import FORMS, projections
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.model.units import CHOICES, FAMILIES
+from node.pipeline.codec_plan import PLANNED, ladder
 from node.pipeline.placement import HEADS, head_first
 from node.pipeline.snapshot_place import KEEPS
 from node.telemetry.format import parse_duration
@@ -415,7 +416,11 @@ def _head_first(config: RunConfig) -> bool:
 
 
 def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
+    if pipeline.plans_codecs:
+        yield from _planned_codecs(pipeline)
     for key in ("forward_codec", "backward_codec", "sync_codec"):
+        if getattr(pipeline, key) == PLANNED and key != "sync_codec":
+            continue
         try:
             codec_format(getattr(pipeline, key))
         except ConfigError as error:
@@ -430,7 +435,7 @@ def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
             f"pipeline.forward_codec: {pipeline.forward_codec} keeps a cache of every sample, which rows do "
             "not share: set pipeline.groups = 1"
         )
-    if pipeline.sync_codec.startswith(("aqsgd-", "tah")):
+    if pipeline.sync_codec.startswith(("aqsgd-", "dither-", "tah")):
         yield (
             f"pipeline.sync_codec: {pipeline.sync_codec} packs tensors between stages alone: "
             "use fp32, bf16, fixed-4 to fixed-10 or trellis-4 to trellis-10"
@@ -441,6 +446,19 @@ def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
             "last sent, so every pass must cut the text alike: set data.shift = false"
         )
     yield from _positive({"pipeline.cache_gb": pipeline.cache_gb})
+
+
+def _planned_codecs(pipeline: PipelineSection) -> Iterator[str]:
+    for key, other in (("forward_codec", "backward_codec"), ("backward_codec", "forward_codec")):
+        if getattr(pipeline, key) != PLANNED:
+            yield (
+                f"pipeline.{key}: {getattr(pipeline, key)} beside pipeline.{other} = auto: plan codecs "
+                f"for both directions of a link or for neither; set pipeline.{key} = auto too"
+            )
+    try:
+        ladder(pipeline.min_bits)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _tensors(config: RunConfig) -> Iterator[str]:

@@ -308,6 +308,7 @@ class EpochTask:
             await services.compute(lambda: executor.restore(step, fetch))
         executor.lineage = restore.lineage
         executor.uncompressed = restore.uncompressed
+        executor.use_codecs(restore.activation_codecs, restore.gradient_codecs)
         services.progress.doing("waiting for the other stages")
         self._step = step
         self._ready = True

@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.common.random_bits import mixed
 from node import faults
 from node.config.schema import RunConfig
 from node.model.labels import label_weight
 from node.model.units import EMBED, HEAD, unit_names
+from node.pipeline.codec_plan import PLANNED, Way, first_codecs, ladder
 from node.pipeline.gradient_groups import RowShare, group_of
-from node.pipeline.placement import hops, stage_orders
-from node.pipeline.routing import StageLayout
+from node.pipeline.placement import boundaries, hops, stage_orders
+from node.pipeline.routing import StageLayout, source_stage
 from node.pipeline.schedule import Action, Kind, Order, held_activations
 from node.pipeline.turns import Turns
 from node.stage.boundary_caches import BoundaryCaches
@@ -95,12 +97,15 @@ class StageExecutor:
         self._windows: tuple[int, ...] = ()
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
         raw, pipeline = codec("fp32"), config.pipeline
+        first = first_codecs(pipeline)
         self._codecs: dict[Direction, Codec] = {
-            Direction.ACTIVATION: codec(pipeline.forward_codec),
-            Direction.GRADIENT: codec(pipeline.backward_codec),
+            Direction.ACTIVATION: codec(first[0]),
+            Direction.GRADIENT: codec(first[1]),
             Direction.TIED_SHARE: raw,
             Direction.TIED_SUM: raw,
         }
+        self._planned: dict[Way, Codec] = {}
+        """Of tensors whose codecs the coordinator planned for the epoch."""
         self._raw = raw
         self._transfer = TensorTransfer(device_transfer(device), clock.beside)
         self._caches = BoundaryCaches(config, windows) if pipeline.remembers else None
@@ -163,6 +168,7 @@ class StageExecutor:
             self.state_step = -1
             self.voted = False
         self.use_windows(())
+        self._planned = {}
         self._plans.clear()
         return self.state_step
 
@@ -187,6 +193,29 @@ class StageExecutor:
         own = self._share.microbatches
         order = stage_orders(self.config, self.stages, link_windows or None, len(own))[self.stage]
         self._order = tuple(replace(action, microbatch=own.start + action.microbatch) for action in order)
+
+    def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:
+        """Use these codecs, one a boundary, until the next placement; empty uses the run file's.
+
+        Raises ProtocolViolationError for codecs that are none, or that do not fit the placement.
+        """
+        expected = boundaries(self.config, self.stages) if self.config.pipeline.plans_codecs else 0
+        if (len(activations), len(gradients)) != (expected, expected):
+            raise ProtocolViolationError(
+                f"the coordinator plans {len(activations)} codecs of activations and {len(gradients)} of "
+                f"gradients; expected {expected} of each"
+            )
+        allowed = ladder(self.config.pipeline.min_bits) if expected else ()
+        planned: dict[Way, Codec] = {}
+        for direction, names in ((Direction.ACTIVATION, activations), (Direction.GRADIENT, gradients)):
+            for boundary, name in enumerate(names):
+                if name not in allowed:
+                    raise ProtocolViolationError(
+                        f"the coordinator plans codec {name} for boundary {boundary}, which this run's file "
+                        f"does not allow: {', '.join(allowed)} are"
+                    )
+                planned[boundary, direction] = codec(name)
+        self._planned = planned
 
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
         """Go to the state of `step`: keep it, or build it from the seed (step 0) and what `fetch` gives.
@@ -511,7 +540,18 @@ class StageExecutor:
             return self._raw.name
         if direction in (Direction.SYNC_SHARE, Direction.SYNC_SUM):
             return self.config.pipeline.sync_codec
-        return self._codecs[direction].name
+        sent = {
+            one.name
+            for (boundary, kind), one in self._planned.items()
+            if kind is direction and self._sends(boundary, kind)
+        }
+        if len(sent) > 1:
+            # A flow counts all of a direction's tensors together.
+            return PLANNED
+        return sent.pop() if sent else self._codecs[direction].name
+
+    def _sends(self, boundary: int, direction: Direction) -> bool:
+        return source_stage(TensorKey(0, 0, 0, boundary, direction), self.stages) == self.stage
 
     def _codec(self, key: TensorKey) -> Codec:
         if self.uncompressed:
@@ -520,11 +560,16 @@ class StageExecutor:
             return (
                 self._raw
                 if (key.microbatch // self.config.microbatches - 1) % 2
-                else self._codecs[key.direction]
+                else self._trained_codec(key)
             )
         if self._caches is not None and key.direction is Direction.ACTIVATION:
             return self._caches.codec(key)
-        return self._codecs[key.direction]
+        return self._trained_codec(key)
+
+    def _trained_codec(self, key: TensorKey) -> Codec:
+        """The run's codec of a tensor, whatever an epoch or a pass has in its place."""
+        found = self._planned.get((key.boundary, key.direction), self._codecs[key.direction])
+        return found.salted(_salt(self.config.run.seed, key))
 
     def _of_row(self, batch: np.ndarray | None) -> tuple[Tensor, ...]:
         """The row's microbatches, from all of them or from its own alone."""
@@ -539,3 +584,11 @@ class StageExecutor:
     def _cached_boundaries(self) -> dict[int, str]:
         """By number, the unit before each boundary of this stage; empty if the codec has no sample cache."""
         return {} if self._caches is None else self._place.boundaries
+
+
+def _salt(seed: int, key: TensorKey) -> int:
+    """32 bits for what is drawn for a tensor; a step that runs again in another epoch draws the same."""
+    salt = mixed(seed & 0xFFFFFFFF)
+    for number in (key.step, key.microbatch, key.boundary, key.direction.value):
+        salt = mixed(salt ^ number)
+    return salt

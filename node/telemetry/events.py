@@ -316,6 +316,18 @@ class Recovered(Notice):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodecsPlanned(Notice):
+    """From the next step on, links have these codecs."""
+
+    event: ClassVar[str] = "codecs-planned"
+    step: int
+    """Steps done."""
+    activations: tuple[str, ...]
+    """Of each boundary, the first one first."""
+    gradients: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotSetAside(Notice):
     """A stored snapshot was found damaged during the run and is no longer used."""
 

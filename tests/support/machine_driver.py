@@ -1,15 +1,17 @@
 """Drives a `RunMachine` through a run whose nodes answer at once, up to the moment a test is about."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
 from node.coordinator.actions import Action, OpenSnapshot, RecordPlacement, Send, Stop
+from node.coordinator.codec_control import CodecControl, no_codecs
 from node.coordinator.epoch import Epoch, Phase
 from node.coordinator.held_out import HeldOutPass
 from node.coordinator.machine import RunMachine
 from node.coordinator.run_plan import Past, RunPlan
+from node.pipeline.codec_plan import RateHistory
 from node.pipeline.routing import neighbours
 from wire.messages import (
     Abort,
@@ -74,6 +76,7 @@ class Driver:
         past: Past | None = None,
         memory: dict[str, int] | None = None,
         groups: int = 1,
+        codecs: Callable[[RateHistory, int], CodecControl] = no_codecs,
     ) -> None:
         """`groups` are also the most rows."""
         self.plan = RunPlan(
@@ -88,6 +91,7 @@ class Driver:
             regroup_seconds=REGROUP,
             units=units_of,
             unit_numbers=unit_numbers,
+            codecs=codecs,
             neighbours=lambda stage, stages: neighbours(stage, stages, 1, True),
             stage_bytes=lambda count, _devices: [len(units) for units in units_of(count)],
         )

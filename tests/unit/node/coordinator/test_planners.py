@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from node.config.schema import PipelineSection, RunConfig
-from node.coordinator import window_planner
+from node.coordinator import planners
 from node.coordinator.epoch import Epoch
+from node.coordinator.planners import WindowPlanner
 from node.coordinator.stage_assignment import Candidate
 from node.coordinator.votes import VoteHistory
-from node.coordinator.window_planner import WindowPlanner
 from node.pipeline.window_plan import StepMeasures, Windows
 from node.telemetry.events import StageCost, StepCosts
 from tests.support.machine_driver import step_plan
@@ -101,7 +101,7 @@ async def test_the_newest_step_that_ended_during_planning_counts(
         assert go_on.wait(SECONDS)
         return (round(measures.forward[0]),)
 
-    monkeypatch.setattr(window_planner, "plan_windows", plan_windows)
+    monkeypatch.setattr(planners, "plan_windows", plan_windows)
     async with planning() as (planner, plans):
         planner.step_done(epoch(7), NODES, costs(1, seconds=1))
         assert await asyncio.to_thread(begun.wait, SECONDS)

@@ -1,0 +1,264 @@
+"""From what steps cost: windows of each row's links, and what codecs are planned by. On the event loop.
+
+Only the newest step counts, and work of more than a moment has a thread.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from node.config.schema import RunConfig
+from node.coordinator.epoch import Epoch
+from node.coordinator.stage_assignment import Candidate
+from node.pipeline.codec_plan import Lines
+from node.pipeline.floor import LinkRate
+from node.pipeline.memory import most_held
+from node.pipeline.placement import chunks_of, head_share, hops
+from node.pipeline.schedule import held_activations, schedule
+from node.pipeline.window_plan import StepMeasures, Windows, measured, plan_windows
+from node.telemetry.costs import Place, row_costs
+from node.telemetry.events import StepCosts
+from wire.telemetry import LinkReport
+
+PLAN_SECONDS = 1.0
+"""Between two plans: a plan takes longer to make than a step of milliseconds."""
+
+
+class WindowPlanner:
+    """Takes what steps cost, on the event loop; only the newest counts."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        samples: int,
+        link_report: Callable[[Place, Place], LinkReport | None],
+        use: Callable[[int, Windows], None],
+        pause: float = PLAN_SECONDS,
+    ) -> None:
+        """
+        Args:
+            samples: of one pass over the text.
+            link_report: the newest report of (source, target), if there is one.
+            use: receives each plan, with the number of its epoch.
+            pause: seconds between the end of a plan and the next one.
+        """
+        self._config = config
+        self._samples = samples
+        self._link_report = link_report
+        self._use = use
+        self._pause = pause
+        self._measured = asyncio.Event()
+        self._newest: tuple[Epoch, Sequence[Candidate], StepCosts] | None = None
+
+    def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
+        """A step of `epoch`, which these nodes host, has cost this."""
+        self._newest = epoch, nodes, costs
+        self._measured.set()
+
+    def _work(
+        self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts
+    ) -> Callable[[], Windows] | None:
+        """What plans the windows, for a thread; None if nobody has measured the step."""
+        config, stages = self._config, epoch.stages
+        chunks, links = chunks_of(config, stages), hops(config, stages)
+        current = epoch.planned_windows or (0,) * (epoch.rows * links)
+        length = config.microbatches // config.pipeline.groups
+        plans: list[Callable[[], Windows]] = []
+        for replica, groups in enumerate(epoch.groups):
+            microbatches = length * len(groups)
+            measures = measured(
+                row_costs(costs, replica),
+                functools.partial(self._report_of, replica),
+                chunks,
+                microbatches,
+                head_share(config, stages),
+            )
+            if measures is None:
+                return None
+            row = nodes[replica * stages : (replica + 1) * stages]
+            plans.append(
+                functools.partial(
+                    self._plan_row,
+                    row,
+                    measures,
+                    microbatches,
+                    current[replica * links : (replica + 1) * links],
+                )
+            )
+
+        def work() -> Windows:
+            return tuple(window for plan in plans for window in plan())
+
+        return work
+
+    def _report_of(self, replica: int, source: int, target: int) -> LinkReport | None:
+        return self._link_report(Place(replica, source), Place(replica, target))
+
+    def _plan_row(
+        self, nodes: Sequence[Candidate], measures: StepMeasures, microbatches: int, current: Windows
+    ) -> Windows:
+        """The windows of one row's links."""
+        config, stages = self._config, len(nodes)
+        memory, devices = [node.memory_bytes for node in nodes], [node.devices for node in nodes]
+        return plan_windows(
+            measures,
+            chunks=chunks_of(config, stages),
+            microbatches=microbatches,
+            most_held=most_held(config, stages, memory, self._samples, devices),
+            current=current,
+        )
+
+    async def run(self) -> None:
+        """Plan until cancelled."""
+        while True:
+            await self._measured.wait()
+            self._measured.clear()
+            assert self._newest is not None, "it is set before the event"
+            epoch, nodes, costs = self._newest
+            if (work := self._work(epoch, nodes, costs)) is not None:
+                self._use(epoch.number, await asyncio.to_thread(work))
+                await asyncio.sleep(self._pause)
+
+
+class CodecPlanner:
+    """Makes `Lines` of what a step has cost."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        samples: int,
+        link_report: Callable[[Place, Place], LinkReport | None],
+        use: Callable[[int, Lines, float], None],
+    ) -> None:
+        """
+        Args:
+            samples: of one pass over the text.
+            use: receives what was measured, with the number of its epoch and the seconds of a microbatch.
+        """
+        self._config = config
+        self._samples = samples
+        self._link_report = link_report
+        self._use = use
+        self._measured = asyncio.Event()
+        self._work: tuple[int, Callable[[], tuple[Lines, float] | None]] = (0, lambda: None)
+        self._width: tuple[int, int] = (0, 0)
+        """An epoch's number and the widest window that its stages have memory for."""
+
+    def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
+        """A step of `epoch`, which these nodes host, has cost this."""
+        chunks, share = chunks_of(self._config, epoch.stages), head_share(self._config, epoch.stages)
+        length = self._config.microbatches // self._config.pipeline.groups
+        rows: list[StepMeasures] = []
+        for replica, groups in enumerate(epoch.groups):
+            report = functools.partial(self._report_of, replica)
+            one = measured(row_costs(costs, replica), report, chunks, length * len(groups), share)
+            if one is None:
+                return
+            rows.append(one)
+        most = length * max(map(len, epoch.groups))
+        # Read now: the epoch goes on while the plan is made.
+        number, held = (
+            epoch.number,
+            [nodes[row * epoch.stages :][: epoch.stages] for row in range(epoch.rows)],
+        )
+
+        def work() -> tuple[Lines, float]:
+            if self._width[0] != number:
+                self._width = number, min(self._widest(row, most) for row in held)
+            windows = (self._width[1],) * hops(self._config, len(held[0]))
+            training, model = self._config.training, self._config.model
+            shape = training.microbatch, model.sequence, model.hidden
+            lines = Lines(measures=slowest(rows), chunks=chunks, shape=shape, windows=windows)
+            return lines, costs.seconds / most
+
+        self._work = number, work
+        self._measured.set()
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            await self._measured.wait()
+            self._measured.clear()
+            epoch, work = self._work
+            if (found := await asyncio.to_thread(work)) is not None:
+                self._use(epoch, *found)
+
+    def _report_of(self, replica: int, source: int, target: int) -> LinkReport | None:
+        return self._link_report(Place(replica, source), Place(replica, target))
+
+    def _widest(self, nodes: Sequence[Candidate], microbatches: int) -> int:
+        """The widest window, the same on all links, that these stages have memory for; the run file's if it
+        sets one."""
+        config, stages = self._config, len(nodes)
+        if config.pipeline.window != "auto":
+            return config.pipeline.window
+        memory, devices = [node.memory_bytes for node in nodes], [node.devices for node in nodes]
+        most = most_held(config, stages, memory, self._samples, devices)
+        head_first = head_share(config, stages) is not None
+        low, high = 0, microbatches
+        while low < high:
+            width = (low + high + 1) // 2
+            windows = (width,) * hops(config, stages)
+            orders = schedule(stages, chunks_of(config, stages), microbatches, windows, head_first=head_first)
+            fits = all(held_activations(o) <= room for o, room in zip(orders, most, strict=True))
+            low, high = (width, high) if fits else (low, width - 1)
+        return low
+
+
+def slowest(rows: Sequence[StepMeasures]) -> StepMeasures:
+    """Each stage's time and each link's rate in the row where it is slowest: rows have the same codecs."""
+    first = rows[0]
+
+    def rate(rates: Sequence[LinkRate]) -> LinkRate:
+        return replace(
+            rates[0],
+            up=min(one.up for one in rates),
+            down=min(one.down for one in rates),
+            latency=max(one.latency for one in rates),
+        )
+
+    return replace(
+        first,
+        forward=tuple(map(max, zip(*(row.forward for row in rows), strict=True))),
+        backward=tuple(map(max, zip(*(row.backward for row in rows), strict=True))),
+        links=tuple(rate(links) for links in zip(*(row.links for row in rows), strict=True)),
+    )
+
+
+class Planners:
+    """Both planners of a run, where its run file leaves something to plan."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        samples: int,
+        link_report: Callable[[Place, Place], LinkReport | None],
+        use_windows: Callable[[int, Windows], None],
+        use_lines: Callable[[int, Lines, float], None],
+    ) -> None:
+        """Arguments as for `WindowPlanner` and `CodecPlanner`."""
+        pipeline = config.pipeline
+        self._planners: list[WindowPlanner | CodecPlanner] = []
+        if pipeline.window == "auto":
+            self._planners.append(
+                WindowPlanner(config, samples=samples, link_report=link_report, use=use_windows)
+            )
+        if pipeline.plans_codecs:
+            self._planners.append(
+                CodecPlanner(config, samples=samples, link_report=link_report, use=use_lines)
+            )
+
+    def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
+        """A step of `epoch`, which these nodes host, has cost this."""
+        for planner in self._planners:
+            planner.step_done(epoch, nodes, costs)
+
+    async def run(self) -> None:
+        """Plan until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for planner in self._planners:
+                group.create_task(planner.run())
