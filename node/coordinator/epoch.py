@@ -13,14 +13,24 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from node.coordinator.actions import Action, RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
 from node.coordinator.grid import ONE_ROW, Groups
 from node.coordinator.held_out import HeldOutPass
-from node.coordinator.votes import PastStep, UnitNumbers, VoteHistory
+from node.coordinator.votes import (
+    Disagreement,
+    FiniteUncompressed,
+    Implausible,
+    NonFinite,
+    Outcome,
+    PastStep,
+    RefusedVote,
+    UnitNumbers,
+    VoteHistory,
+)
 from node.pipeline.codec_plan import CodecPlan
 from node.training.schedule import global_norm
 from wire.messages import (
@@ -55,50 +65,6 @@ class Phase(StrEnum):
     APPLYING = "applying"
     VALIDATING = "validating"
     IDLE = "idle"
-
-
-@dataclass(frozen=True)
-class NonFinite:
-    """A vote that must not be committed: `what`, of `node_id`, is not finite."""
-
-    node_id: str
-    what: str
-
-
-@dataclass(frozen=True)
-class FiniteUncompressed:
-    """A step that was not finite with the run's codecs is finite without them."""
-
-
-@dataclass(frozen=True)
-class Implausible:
-    """Every vote is finite, and a value of this node's is far from those of recent steps."""
-
-    node_id: str
-    what: str
-
-
-@dataclass(frozen=True)
-class RefusedVote:
-    """No correct node in this stage sends such a vote."""
-
-    node_id: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """Rows give different gradient norms for one stage; in rows that work they have the same bits."""
-
-    node_id: str
-    """Of those in the minority, the one in the last row."""
-    what: str
-    norms: Mapping[str, Mapping[int, float]]
-    """What each node of this stage said."""
-
-
-Outcome = list[Action] | NonFinite | FiniteUncompressed | Implausible | RefusedVote | Disagreement
-"""What a vote leads to."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,18 +30,7 @@ from node.coordinator.actions import (
     run_over,
     sent_away,
 )
-from node.coordinator.epoch import (
-    Disagreement,
-    Epoch,
-    EpochSeries,
-    FiniteUncompressed,
-    Implausible,
-    NonFinite,
-    Outcome,
-    Phase,
-    RefusedVote,
-    StepPlan,
-)
+from node.coordinator.epoch import Epoch, EpochSeries, Phase, StepPlan
 from node.coordinator.failures import (
     Blame,
     Ending,
@@ -57,6 +46,14 @@ from node.coordinator.membership import Member, Roster, loading_seconds, prefetc
 from node.coordinator.run_plan import Past, RunPlan
 from node.coordinator.snapshot_schedule import SnapshotSchedule
 from node.coordinator.stage_assignment import ONE, Candidate, StageAssigner
+from node.coordinator.votes import (
+    Disagreement,
+    FiniteUncompressed,
+    Implausible,
+    NonFinite,
+    Outcome,
+    RefusedVote,
+)
 from node.coordinator.wrong_values import WrongValues
 from node.pipeline.device_memory import Devices
 from wire.messages import Applied, FailureKind, NodeMessage, Placed, Ready, StepFailed, Validated, Vote
@@ -301,10 +298,10 @@ class RunMachine:
     def _placed(self, epoch: Epoch, node_id: str, message: Placed, now: float) -> list[Action]:
         """Stages that only have to hand in what they hold do that at once: it may be links that failed."""
         actions = epoch.placed(node_id, message)
-        if not actions or not self._is_to_end(epoch):
+        # A commit that somebody missed comes with the restore.
+        misses = self._snapshots.newest < epoch.step and not epoch.all_hold_it
+        if not actions or misses or not self._is_to_end(epoch):
             return self.codecs.begin(epoch, actions)
-        if self._snapshots.newest < epoch.step and not epoch.all_hold_it:
-            return self.codecs.begin(epoch, actions)  # a commit that somebody missed comes with the restore
         epoch.phase = Phase.IDLE
         return self._between_steps(epoch, now)
 
@@ -389,15 +386,10 @@ class RunMachine:
 
     def _shares_anew(self, epoch: Epoch) -> bool:
         """Whether it pays to give rows other groups or links other codecs; or a replay has other codecs."""
-        if self.codecs.recorded_change(epoch):
-            return True
         left = self.plan.total_steps - epoch.step
         gains = self._sharing.may_gain(epoch.hosts, epoch.groups, steps=epoch.steps_done, left=left)
-        return (
-            (gains or self.codecs.may_gain(epoch))
-            and self._snapshots.idle
-            and self._roster.connected(epoch.hosts)
-        )
+        free = self._snapshots.idle and self._roster.connected(epoch.hosts)
+        return self.codecs.recorded_change(epoch) or (free and (gains or self.codecs.may_gain(epoch)))
 
     def _join_early(self, now: float) -> list[Action]:
         """Before the first step is done, newcomers enter at once: its state costs little."""

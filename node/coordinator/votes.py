@@ -1,4 +1,4 @@
-"""Check votes: does a vote speak only for its voter, and are its values plausible? Pure.
+"""Check votes: does a vote speak only for its voter, are its values plausible? And what votes lead to. Pure.
 
 A value is plausible while it stays in a robust range of the newest steps: the median, and its median absolute
 deviation. Before there are enough steps, a unit's norm is compared with those of the whole model on record,
@@ -12,7 +12,53 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from node.coordinator.actions import Action
 from wire.messages import Vote
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A vote that must not be committed: `what`, of `node_id`, is not finite."""
+
+    node_id: str
+    what: str
+
+
+@dataclass(frozen=True)
+class FiniteUncompressed:
+    """A step that was not finite with the run's codecs is finite without them."""
+
+
+@dataclass(frozen=True)
+class Implausible:
+    """Every vote is finite, and a value of this node's is far from those of recent steps."""
+
+    node_id: str
+    what: str
+
+
+@dataclass(frozen=True)
+class RefusedVote:
+    """No correct node in this stage sends such a vote."""
+
+    node_id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Rows give different gradient norms for one stage; in rows that work they have the same bits."""
+
+    node_id: str
+    """Of those in the minority, the one in the last row."""
+    what: str
+    norms: Mapping[str, Mapping[int, float]]
+    """What each node of this stage said."""
+
+
+Outcome = list[Action] | NonFinite | FiniteUncompressed | Implausible | RefusedVote | Disagreement
+"""What a vote leads to."""
+
 
 UnitNumbers = Callable[[int], Sequence[frozenset[int]]]
 """Number of stages -> the numbers of each stage's layer units."""

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from node.coordinator.actions import AbortKind
-from node.coordinator.epoch import Disagreement, Epoch
+from node.coordinator.epoch import Epoch
 from node.coordinator.failures import Blame, RunAgain
 from node.coordinator.stage_assignment import Candidate, StageAssigner
+from node.coordinator.votes import Disagreement
 
 
 @dataclass

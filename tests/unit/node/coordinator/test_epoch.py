@@ -3,8 +3,8 @@
 import pytest
 
 from node.coordinator.actions import RecordCommit, RecordRestored, Send, StepDone
-from node.coordinator.epoch import Committed, Epoch, FiniteUncompressed, NonFinite, Phase, RefusedVote
-from node.coordinator.votes import LEAST, PastStep, VoteHistory
+from node.coordinator.epoch import Committed, Epoch, Phase
+from node.coordinator.votes import LEAST, FiniteUncompressed, NonFinite, PastStep, RefusedVote, VoteHistory
 from wire.messages import (
     Begin,
     Commit,
