@@ -104,12 +104,15 @@ def attention_backward(
     out_bhsd: Tensor,
     sums: Tensor,
     reach: Reach = EVERYTHING,
+    *,
+    fixed_order: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, summed in a fixed order: equal inputs give equal bits.
 
     Args:
         grad_bhsd: of the result.
         out_bhsd, sums: what `attention` gave; unused where it gave no log-sum-exp.
+        fixed_order: False lets GPUs add in any order where that is faster.
     """
     if not has_flash(query_bhsd):
         leaves = [part.detach().requires_grad_() for part in (query_bhsd, key_bksd, value_bksd)]
@@ -121,7 +124,11 @@ def attention_backward(
     if query_bhsd.device.type == "cpu":
         return _backward_on_cpu(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums, reach)
     if reach.is_limited:
-        return _limited_backward(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums, reach)
+        return _limited_backward(
+            grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums, reach, fixed_order
+        )
+    if has_fixed_order_kernels(query_bhsd) and not fixed_order:
+        return _backward_of_cudnn(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums)
     if has_fixed_order_kernels(query_bhsd):
         from kernels.attention import triton
 
@@ -129,7 +136,7 @@ def attention_backward(
     length = query_bhsd.shape[-2]
     # The state of a generator that only dropout would use.
     unused = torch.zeros(2, dtype=torch.uint64, device=query_bhsd.device)
-    with _fixed_order():
+    with _order(fixed=fixed_order):
         query, key, value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad_bhsd,
             query_bhsd,
@@ -212,19 +219,53 @@ def _limited(query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> tuple[T
 
 
 def _limited_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, reach: Reach
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    reach: Reach,
+    fixed_order: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, _, length, _ = query.shape
     ends, window = _limits(length, reach)
     parts = (_rows(part, ends) for part in (grad, query, key, value, out))
     # The state of a generator that only dropout would use.
     unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    with _fixed_order():
+    with _order(fixed=fixed_order):
         made = torch.ops.aten._flash_attention_backward(
             *parts, sums, ends, ends, length, length, 0.0, True, unused, unused, **window
         )
     of_query, of_key, of_value = (_heads(part, batch, ends) for part in made)
     return of_query, of_key, of_value
+
+
+def _backward_of_cudnn(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds the queries' gradients with atomics."""
+    length = query.shape[-2]
+    # The state of a generator that only dropout would use.
+    unused = torch.zeros((), dtype=torch.int64, device=query.device)
+    made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        sums[..., None],
+        unused,
+        unused,
+        None,
+        None,
+        None,
+        length,
+        length,
+        0.0,
+        True,
+    )
+    return made
 
 
 def _backward_on_cpu(
@@ -243,20 +284,21 @@ def _backward_on_cpu(
 
 
 @contextmanager
-def _fixed_order() -> Iterator[None]:
-    """Make torch deterministic. Else, and also in its warn-only mode, FlashAttention adds the queries'
+def _order(*, fixed: bool) -> Iterator[None]:
+    """Make torch deterministic, or not. Not, and in its warn-only mode, FlashAttention adds the queries'
     gradients with atomics."""
     enabled = torch.are_deterministic_algorithms_enabled()
-    if enabled and not torch.is_deterministic_algorithms_warn_only_enabled():
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if (enabled and not warns) == fixed:
         yield
         return
     # A module whose one setting is a property, which mypy does not see.
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(fixed)
     settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=enabled)
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
         settings.fill_uninitialized_memory = fill

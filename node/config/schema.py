@@ -198,6 +198,10 @@ class TrainingSection:
     """Multiply blocks' matrices in `precision`, or in `fp8`: forward and for inputs' gradients in e4m3, with
     a scale a row; weights' gradients, attention, embedding and head stay in bfloat16. Needs `precision`
     bfloat16, and GPUs of compute capability 8.9 or later; CPUs emulate it, slowly."""
+    deterministic: bool = True
+    """Sum in a fixed order, so that a step has the same bits however often it runs. `false` lets attention's
+    backward on GPUs add in any order, which is faster; a run that loses a node still goes on, but not with
+    the bits that it would have had, and no run repeats another's."""
     weights: str = "float32"
     """Store weights in `float32`, or in `bfloat16` with stochastic rounding (needs `precision` bfloat16 and
     `moments` fp8)."""

@@ -155,6 +155,8 @@ class Block(nn.Module, ABC):
         self.window = window
         self.norm_place = model.norm_place
         self.is_plain = model.is_plain
+        self.fixed_order = True
+        """Sum attention's gradients in a fixed order."""
         self._ways: Sequence[Way] = (AS_IT_IS,) * 4
         """How each of `products` computes."""
 
@@ -235,6 +237,7 @@ class Block(nn.Module, ABC):
                 inputs=ways[0],
                 output=ways[1],
                 reach=reach,
+                fixed_order=self.fixed_order,
             ),
             Norm.of(self.attention_norm),
             [Linear.of(projection) for projection in self.attention_inputs()],

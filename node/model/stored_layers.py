@@ -105,6 +105,8 @@ class AttentionParts:
     """How the projections into attention compute, and the one out of it."""
     output: Way = AS_IT_IS
     reach: Reach = EVERYTHING
+    fixed_order: bool = True
+    """Sum attention's gradients in a fixed order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +227,9 @@ class _AttentionHalf(torch.autograd.Function):
         of_output = output.gradients([down], flat, own)
         of_attended = torch.unflatten(output.backward([down]), 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
         del own, down, flat
-        of_heads = attention_backward(of_attended, *heads, attended, sums, parts.reach)
+        of_heads = attention_backward(
+            of_attended, *heads, attended, sums, parts.reach, fixed_order=parts.fixed_order
+        )
         del of_attended, heads, attended
         of_projected = parts.layout.join(of_heads)
         del of_heads

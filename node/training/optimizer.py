@@ -92,6 +92,8 @@ class StageOptimizer:
         if training.precision == "bfloat16" and any(dispatch.has_kernels(p.device.type) for p in everything):
             for block in blocks_by_unit.values():
                 block.add_weight_gradients(self._adding_to)
+        for block in blocks_by_unit.values():
+            block.fixed_order = training.deterministic
         self._coded = blocks_by_unit if training.compute == "fp8" else {}
         """Blocks whose products are in FP8."""
         self.weights_changed()

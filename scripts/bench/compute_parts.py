@@ -148,18 +148,10 @@ def attentions(shape: Shape, runs: int) -> dict[str, float | str]:
         "forward": tried(lambda: attention(query, key, value), runs),
         "our backward": tried(lambda: attention_backward(grad, query, key, value, out, sums), runs),
     }
-    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, True, 0.0, True, False
-    )
-    none = torch.empty(0, device="cuda")
     state = torch.zeros(2, dtype=torch.uint64, device="cuda")
     found["cuDNN's backward, no order"] = tried(
-        lambda: torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad, query, key, value, cudnn[0], cudnn[1], cudnn[6], cudnn[7], none, cudnn[2], cudnn[3],
-            model.sequence, model.sequence, 0.0, True,
-        ),
-        runs,
-    )  # fmt: skip
+        lambda: attention_backward(grad, query, key, value, out, sums, fixed_order=False), runs
+    )
     made = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
     found["FlashAttention-2, forward"] = tried(
         lambda: torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True), runs

@@ -41,6 +41,8 @@ def test_attention_is_exact_to_rounding_and_repeats_its_bits(
         seen = found
         assert out.transpose(1, 2).is_contiguous()
     assert seen is not None
+    unordered = attention_backward(grad, query, key, value, *attention(query, key, value), fixed_order=False)
+    assert all(distance(one, other) < 0.006 for one, other in zip(unordered, wanted[1:], strict=True))
     assert all(distance(one, other.detach()) < 0.006 for one, other in zip(seen, wanted, strict=True))
     hopper = torch.cuda.get_device_capability() == (9, 0)
     assert has_fixed_order_kernels(query) == (hopper and width != 96)
