@@ -61,6 +61,7 @@ def _hardware_to_proto(hardware: Hardware) -> enrolment_pb2.Hardware:
         memory_bytes=hardware.memory_bytes,
         devices=hardware.devices,
         tensor_parallel=hardware.tensor_parallel,
+        host_bytes=hardware.host_bytes,
     )
 
 
@@ -74,6 +75,7 @@ def _hardware_from_proto(message: enrolment_pb2.Hardware) -> Hardware:
         memory_bytes=message.memory_bytes,
         devices=devices,
         tensor_parallel=tensor_parallel,
+        host_bytes=message.host_bytes,
     )
 
 

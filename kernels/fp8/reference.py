@@ -237,6 +237,8 @@ class AdamWStep:
     """Gradients are multiplied by it first."""
     salt: int
     """32 bits, for stochastic rounding."""
+    first: int = 0
+    """Of a part of a parameter: its first element there, at a block's begin. It decides the random bits."""
 
     @property
     def keep(self) -> float:
@@ -268,16 +270,17 @@ def adamw_step(
     flat = parameter.view(-1)
     weight = flat.float() * step.keep
     weight -= step.step_size * m / (v.sqrt() / step.root_correction + step.eps)
-    flat.copy_(weight if flat.dtype == torch.float32 else round_stochastically(weight, step.salt))
+    flat.copy_(weight if flat.dtype == torch.float32 else round_stochastically(weight, step.salt, step.first))
     pack_moment(m, mean)
     pack_moment(v, square)
 
 
-def round_stochastically(values: Tensor, salt: int) -> Tensor:
-    """bf16 of fp32 `values` [n]: up or down with the odds that make the mean right."""
+def round_stochastically(values: Tensor, salt: int, first: int = 0) -> Tensor:
+    """bf16 of fp32 `values` [n], which are elements from `first` on: up or down with the odds that make the
+    mean right."""
     bits = values.view(torch.int32).long() & 0xFFFFFFFF
     # Adding below the last kept bit and cutting off rounds a magnitude up as often as its rest is long.
-    rounded = (bits + random_bits(values.numel(), salt, values.device)) >> 16
+    rounded = (bits + random_bits(values.numel(), salt, values.device, first=first)) >> 16
     special = (bits & 0x7F800000) == 0x7F800000
     halves = torch.where(special, bits >> 16, rounded & 0xFFFF)
     return (halves - ((halves & 0x8000) << 1)).to(torch.int16).view(torch.bfloat16)

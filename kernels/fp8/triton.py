@@ -111,6 +111,7 @@ def adamw_step(
         1 / step.root_correction,
         step.eps,
         wrapped(step.salt),
+        step.first,
         PACKED=isinstance(gradient, Fp8Gradient),
         ROWS=rows,
         num_warps=warps,
@@ -199,7 +200,7 @@ def _store_gradient(codes, exponents, value, noise, row, place, inside, count, S
     tl.store(exponents + row, tl.where(finite, exponent, -128).to(tl.int8), mask=row < count)
 
 
-@triton.jit(do_not_specialize=("count", "salt"))
+@triton.jit(do_not_specialize=("count", "salt", "first"))
 def _adamw(
     parameter,
     gradient,
@@ -220,6 +221,7 @@ def _adamw(
     inverse_root_correction,
     eps,
     salt,
+    first,
     PACKED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -241,7 +243,7 @@ def _adamw(
     if parameter.dtype.element_ty == tl.bfloat16:
         bits = weight.to(tl.int32, bitcast=True)
         # An unsigned shift: the sign bit must not be copied.
-        rounded = (bits + _random(place, salt)).to(tl.uint32, bitcast=True) >> 16
+        rounded = (bits + _random(first + place, salt)).to(tl.uint32, bitcast=True) >> 16
         kept = bits.to(tl.uint32, bitcast=True) >> 16
         halves = tl.where((bits & 0x7F800000) == 0x7F800000, kept, rounded)
         tl.store(parameter + place, (halves << 16).to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)

@@ -1,4 +1,4 @@
-"""`thinwire plan RUN.toml`: what each stage needs, and what it computes again to fit in less memory."""
+"""`thinwire plan RUN.toml`: what each stage needs, and what it does to fit in less memory."""
 
 import argparse
 import json
@@ -11,6 +11,9 @@ from node.cli.parser import add_run_file
 if TYPE_CHECKING:
     from node.pipeline.memory_plan import MemoryPlan
 
+HOST_TIMES = 4
+"""Main memory of a machine, in memories of its card."""
+TYPICAL_GB = 16
 MOST_POINTS = 12
 """Of a curve in text; `--json` has all."""
 
@@ -20,7 +23,13 @@ def add_parser(commands: Any) -> None:
     add_run_file(parser)
     parser.add_argument("--gb", type=float, default=0.0, help="memory of each card; default: what all needs")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes a stage")
-    parser.add_argument("--curve", action="store_true", help="each stage's compute for every memory")
+    parser.add_argument(
+        "--host-gb",
+        type=float,
+        default=0.0,
+        help="main memory that a GPU may move to (default: 4 times --gb)",
+    )
+    parser.add_argument("--curve", action="store_true", help="each stage's time for every memory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
@@ -31,10 +40,13 @@ def run(args: argparse.Namespace) -> int:
     from node.run_file.loader import load_config
     from wire.errors import UserError
 
-    if args.gb < 0:
-        raise UserError(f"--gb {args.gb:g} is below 0: give the memory of a card, such as 12")
+    for option, value in (("--gb", args.gb), ("--host-gb", args.host_gb)):
+        if value < 0:
+            raise UserError(f"{option} {value:g} is below 0: give a memory in GB, such as 12")
     config = load_config(args.run_file, args.overrides)
-    stages, devices = config.pipeline.stages, Devices(on_cpu=args.device == "cpu")
+    on_cpu = args.device == "cpu"
+    host = 0 if on_cpu else int(1e9 * (args.host_gb or HOST_TIMES * (args.gb or TYPICAL_GB)))
+    stages, devices = config.pipeline.stages, Devices(on_cpu=on_cpu, host_bytes=host)
     plans = [plan_stage(config, stages, stage, devices, int(args.gb * 1e9)) for stage in range(stages)]
     curves = [frontier(config, stages, stage, devices) for stage in range(stages)]
     if args.json:
@@ -58,7 +70,7 @@ def _text(
 ) -> list[str]:
     from node.telemetry.format import table_lines
 
-    head = ["stage", "blocks", "all kept", "planned", "least", "computed again", "more compute", "most is"]
+    head = ["stage", "blocks", "all kept", "planned", "least", "in host memory", "more time", "most is"]
     rows = [
         [
             str(stage),
@@ -66,7 +78,7 @@ def _text(
             _gb(points[0].memory.total),
             _gb(plan.memory.total) if plan.fits else "does not fit",
             _gb(points[-1].memory.total),
-            _again(plan),
+            _gb(plan.host_bytes) if plan.host_bytes else "nothing",
             f"{plan.added:.1%}",
             _binding(plan),
         ]
@@ -80,6 +92,9 @@ def _text(
             "what fits: fewer blocks a stage (more pipeline.stages), a smaller training.microbatch,",
         ]
         lines += ["storage.preset agoq or compact, or gradients and moments in fp8"]
+    for stage, plan in enumerate(plans):
+        if done := plan.text():
+            lines += ["", f"stage {stage}: {done}"]
     for stage, points in enumerate(curves if curve else ()):
         step = -(-len(points) // MOST_POINTS)
         shown = [*points[::step], *points[-1:]] if (len(points) - 1) % step else points[::step]
@@ -89,16 +104,6 @@ def _text(
             for point in shown
         ]
     return lines
-
-
-def _again(plan: "MemoryPlan") -> str:
-    if not plan.again:
-        return "nothing"
-    whole = sum(choice == "again" for choice in plan.choices)
-    parts = [f"{whole} blocks"] if whole else []
-    if plan.again > whole:
-        parts.append(f"feed-forward inputs of {plan.again - whole}")
-    return ", ".join(parts)
 
 
 def _binding(plan: "MemoryPlan") -> str:
@@ -123,7 +128,10 @@ def _as_json(plan: "MemoryPlan") -> dict[str, object]:
     return {
         "bytes": memory.total,
         "fits": plan.fits,
-        "added_compute": plan.added,
+        "added_time": plan.added,
+        "host_bytes": plan.host_bytes,
+        "moments_in_host_memory": plan.moments_moved,
+        "cuda_graphs": plan.graphs,
         "blocks": [str(choice) for choice in plan.choices],
         "state": memory.state,
         "kept": memory.kept,

@@ -173,7 +173,8 @@ def _refuse_hardware(hardware: Hardware) -> Refusal | None:
             RefusalCode.BAD_REQUEST,
             f"the device name must be at most {_LONGEST_DEVICE_NAME} printable characters: correct it",
         )
-    if not (0 <= hardware.cores <= _LARGEST_INTEGER and 0 <= hardware.memory_bytes <= _LARGEST_INTEGER):
+    sizes = hardware.cores, hardware.memory_bytes, hardware.host_bytes
+    if not all(0 <= size <= _LARGEST_INTEGER for size in sizes):
         return Refusal(RefusalCode.BAD_REQUEST, "cores and memory bytes must fit in 63 bits: correct them")
     if hardware.tensor_parallel < 1 or hardware.devices < 1 or hardware.devices % hardware.tensor_parallel:
         return Refusal(

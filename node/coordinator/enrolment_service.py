@@ -153,6 +153,7 @@ class EnrolmentService:
                 memory_bytes=hardware.memory_bytes,
                 devices=hardware.devices or 1,
                 tensor_parallel=hardware.tensor_parallel or 1,
+                host_bytes=hardware.host_bytes,
             ),
         )
         source = self._front.host(context.peer())

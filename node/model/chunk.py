@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import sqrt
 from typing import cast
 
@@ -22,6 +23,7 @@ from node.model.head_loss import head_loss
 from node.model.labels import IGNORED
 from node.model.lora import DropoutSource, freeze, load_frozen
 from node.model.lora_shapes import trained_specs
+from node.model.offload import Offload, Passing
 from node.model.rng import generator
 from node.model.shards import shard
 from node.model.storage import Storage, head_piece
@@ -62,6 +64,8 @@ class Chunk(nn.Module):
         self.layers = nn.ModuleList(modules)
         self.masks_labels = False
         """Labels may be `IGNORED`, which counts as a loss of 0."""
+        self.offload: Offload | None = None
+        """Moves what blocks keep, if their storage says so."""
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Run the units in order.
@@ -73,7 +77,8 @@ class Chunk(nn.Module):
         Returns:
             Logits [B, S, V] if the chunk holds "head", else hidden [B, S, C] float32.
         """
-        return self._through(self.layers, x, documents)
+        made, _ = self._through(self.layers, x, documents)
+        return made
 
     def loss(self, x: Tensor, labels: Tensor, documents: Documents | None = None) -> Tensor:
         """Mean cross entropy over all labels of the microbatch, in nats, a float32 scalar.
@@ -87,8 +92,11 @@ class Chunk(nn.Module):
         """
         head, tokens = self.layers[-1], labels.numel()
         if isinstance(head, Head) and head_piece(tokens, self.model.vocab) < tokens:
-            x = self._through(self.layers[:-1], x, documents)
-            return head_loss(head.norm(x).flatten(0, 1), head.output, labels.flatten())
+            x, passing = self._through(self.layers[:-1], x, documents)
+            loss = head_loss(head.norm(x).flatten(0, 1), head.output, labels.flatten())
+            if passing is not None:
+                passing.ask_last(loss)
+            return loss
         logits_bsv = self(x, documents)
         logits = logits_bsv.float().flatten(0, 1)
         if not self.masks_labels:
@@ -96,15 +104,18 @@ class Chunk(nn.Module):
         total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / labels.numel()
 
-    @staticmethod
-    def _through(layers: Iterable[nn.Module], x: Tensor, documents: Documents | None) -> Tensor:
+    def _through(
+        self, layers: Iterable[nn.Module], x: Tensor, documents: Documents | None
+    ) -> tuple[Tensor, Passing | None]:
+        grads = torch.is_grad_enabled()
+        passing = None if self.offload is None or not grads else self.offload.passing(x)
         for layer in layers:
-            if isinstance(layer, Head):
-                x = layer(x)
-                continue
-            again = isinstance(layer, Block) and layer.storage.again and torch.is_grad_enabled()
-            x = _keeping_input(layer, x, documents) if again else layer(x, documents)
-        return x
+            run = layer if isinstance(layer, Head) else partial(layer, documents=documents)
+            storage = layer.storage if isinstance(layer, Block) and grads else Storage()
+            if storage.again:
+                run = partial(_keeping_input, layer, documents=documents)
+            x = run(x) if passing is None else passing.through(layer, run, x, frozenset(storage.offload))
+        return x, passing
 
     def unit_parameters(self, unit: str) -> dict[str, nn.Parameter]:
         """Trained parameters of one unit by name, in the order of `node.model.lora_shapes.trained_specs`."""

@@ -37,11 +37,13 @@ class Storage:
     attention_output: str = AS_COMPUTED
     again: bool = False
     """Keep the block's input alone and run the block again in backward, which then has the same bits."""
+    offload: tuple[str, ...] = ()
+    """Kinds that wait for backward in host memory, or `all` that the block keeps; the same bits too."""
 
     @property
     def is_off(self) -> bool:
         """Whether plain autograd decides what is kept."""
-        return replace(self, again=False) == Storage()
+        return replace(self, again=False, offload=()) == Storage()
 
 
 PRESETS = {

@@ -27,6 +27,7 @@ from kernels.attention.ops import attention, attention_backward
 from kernels.attention.reach import EVERYTHING, Reach
 from kernels.blockfloat import ops
 from kernels.layers import ops as layers
+from node.model.offload import mark
 from node.model.products import AS_IT_IS, Linear, Projections, Way
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
 from node.model.tensor_rank import TensorRank, compute_dtype
@@ -198,6 +199,9 @@ class _AttentionHalf(torch.autograd.Function):
             sums = sums.new_empty(0)
         ctx.parts, ctx.eps, ctx.dtype, ctx.shape = parts, eps, dtype, x.shape
         ctx.head_shapes, ctx.flat_shape = head_shapes, flat.shape
+        mark("norm_input", [kept_x])
+        mark("attention", kept_heads)
+        mark("attention_output", [kept_output, sums])
         ctx.save_for_backward(*tensors, kept_x, *kept_heads, kept_output, sums)
         return result
 
@@ -263,6 +267,8 @@ class _FfnHalf(torch.autograd.Function):
             del wide, gate, up
             result = x + down.row_parallel(inner, parts.rank)
         ctx.parts, ctx.eps, ctx.dtype, ctx.inputs = parts, eps, dtype, len(inputs.linears)
+        mark("norm_input", [kept_x])
+        mark("ffn_input", kept[: len(inputs.linears)])
         ctx.save_for_backward(*tensors, kept_x, *kept[: len(inputs.linears)])
         return result
 

@@ -119,6 +119,7 @@ class DeviceGroup:
             words += ["--threads", str(self._threads), "--meet", str(meet)]
             words += ["--tensor-parallel", str(self._tensor_parallel), "--most-bytes", str(self._most_bytes)]
             words += ["--memory-bytes", str(room.memory_bytes), "--windows", str(room.windows)]
+            words += ["--host-bytes", str(room.devices.host_bytes)]
             worker = subprocess.Popen(
                 [sys.executable, "-m", "node.parallel.worker", *words],
                 stdin=subprocess.PIPE,

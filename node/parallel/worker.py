@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--most-bytes", type=int, required=True)
     parser.add_argument("--memory-bytes", type=int, default=0)
+    parser.add_argument("--host-bytes", type=int, default=0)
     parser.add_argument("--windows", type=int, default=0)
     parser.add_argument("--meet", type=Path, required=True)
     arguments = parser.parse_args()
@@ -76,6 +77,7 @@ def _serve(
             count=arguments.count,
             tensor_parallel=arguments.tensor_parallel,
             on_cpu=device.type == CPU,
+            host_bytes=arguments.host_bytes,
         ),
         memory_bytes=arguments.memory_bytes,
         windows=arguments.windows,

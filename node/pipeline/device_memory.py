@@ -25,6 +25,11 @@ MULTIPROCESSORS = 192
 """No GPU has more."""
 GRADIENT_PIECE = 1 << 22
 """Elements of a gradient processed at a time: for its norm, packing or unpacking."""
+STATE_PIECE = 1 << 24
+"""Elements of a matrix's moments that an optimizer which streams them from host memory has at a time."""
+_PIECES_THERE = 3
+"""The one that is stepped, the next and the last one."""
+GIB = 1 << 30
 _INTO_ATTENTION = ("query", "key", "value", "qkv_projection")
 _INTO_FEED_FORWARD = ("gate", "up")
 """Projections of a norm's result."""
@@ -44,6 +49,8 @@ class Devices:
     on_cpu: bool = True
     """They compute in main memory, which also holds snapshot copies, with the kernels' references, whose
     intermediate tensors a GPU's kernels do not make."""
+    host_bytes: int = 0
+    """Main memory for what each device moves there; 0 on CPUs, whose memory that is."""
     multiprocessors: int = MULTIPROCESSORS
     """An upper bound for a GPU: attention's backward takes memory by their number."""
 
@@ -60,10 +67,17 @@ class Devices:
 def devices_of(hardware: Hardware) -> Devices:
     """The devices that a node reports."""
     return Devices(
+        # Whole ones: the coordinator's estimates are kept by kinds of devices.
+        host_bytes=hardware.host_bytes // GIB * GIB,
         count=hardware.devices,
         tensor_parallel=hardware.tensor_parallel,
         on_cpu=hardware.device == CPU,
     )
+
+
+def page_locked(size: int) -> int:
+    """What page-locked memory for a tensor of this size takes: torch rounds it up to a power of two."""
+    return 1 << max(0, size - 1).bit_length() if size else 0
 
 
 class Share:
@@ -101,7 +115,7 @@ class Share:
         training, devices = self._training, self._devices
         weight = 2 if training.weights == "bfloat16" else 4
         gradient = _GRADIENT_BYTES if training.gradients == "fp8" else 4  # float32, whatever the weights are
-        moments = 2 * _MOMENT_BYTES if training.moments == "fp8" else 8
+        moments = self._moments
         total = float(sum(frozen_bytes(self._model, self._lora, unit) for unit in units))
         for elements, is_matrix, is_sharded in self._parameters(units):
             total += elements * (weight + gradient + moments if is_matrix else 16)
@@ -114,6 +128,26 @@ class Share:
                 total += 2 * _GRADIENT_BYTES * elements
         codes = sum(2 * n for unit in units if self._coded and is_block(unit) for n in self._matrices(unit))
         return int(total) + codes + (self._copies(units) if self.captures else 0)
+
+    @property
+    def _moments(self) -> float:
+        """Bytes an element of a matrix."""
+        return 2 * _MOMENT_BYTES if self._training.moments == "fp8" else 8
+
+    def moments(self, units: Sequence[str]) -> int:
+        """Those of matrices, which may be in host memory instead."""
+        return int(self._moments * sum(n for n, is_matrix, _ in self._parameters(units) if is_matrix))
+
+    def moments_on_host(self, units: Sequence[str]) -> int:
+        """What they take there."""
+        matrices = (n for n, is_matrix, _ in self._parameters(units) if is_matrix)
+        whole = 1 if self._training.moments == "fp8" else 4
+        small = 3 / BLOCK if self._training.moments == "fp8" else 0
+        return sum(
+            2 * (n // STATE_PIECE * STATE_PIECE * whole + page_locked(n % STATE_PIECE * whole))
+            + 4 * int(n * small)
+            for n in matrices
+        )
 
     def gradients(self, units: Sequence[str]) -> int:
         """A copy of these units' main gradients."""
@@ -169,6 +203,23 @@ class Share:
         """The most that is allocated beside the state after the backwards: by the exchange of a tied
         gradient, the norm, or AdamW."""
         return max(self._tied_exchange(units), self._norm(units), self._step(units))
+
+    def applying_streamed(self, units: Sequence[str]) -> int:
+        """As `applying`, of an optimizer whose moments are in host memory."""
+        return max(self._tied_exchange(units), self._norm(units), self._streamed_step(units))
+
+    def _streamed_step(self, units: Sequence[str]) -> int:
+        training = self._training
+        piece = min(self._largest_matrix(units), STATE_PIECE)
+        vectors = 4 * sum(n for n, is_matrix, _ in self._parameters(units) if not is_matrix)
+        if self._devices.on_cpu:
+            packed = 58 if training.weights == "bfloat16" else 34
+            beside = packed if training.moments == "fp8" else 12
+        elif training.moments == "fp8":
+            beside = 0
+        else:
+            beside = 4 + (4 if training.gradients == "fp8" else 0)
+        return int((_PIECES_THERE * self._moments + beside) * piece) + vectors
 
     def _tied_exchange(self, units: Sequence[str]) -> int:
         """The sum and its packed form, or both shares; in e4m3 also the piece being processed."""

@@ -82,6 +82,7 @@ async def enrol(
             memory_bytes=hardware.memory_bytes,
             devices=hardware.devices,
             tensor_parallel=hardware.tensor_parallel,
+            host_bytes=hardware.host_bytes,
         ),
     )
     places = ", ".join(token.addresses)

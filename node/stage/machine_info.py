@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from wire.identity.enrolment import CPU, Hardware
 
 MATRIX = 1024
 MEASURE_SECONDS = 0.2
+HOST_SHARE = 0.5
+"""Of the free main memory, for what does not fit on the GPUs."""
 ASK_SECONDS = 120.0
 """Loading torch may take long on a slow disk."""
 _ASK = "import sys, torch; print(min(torch.cuda.mem_get_info(int(index))[0] for index in sys.argv[1:]))"
@@ -54,16 +57,30 @@ def describe(chosen: Sequence[torch.device], *, tensor_parallel: int = 1, most_b
             memory = min(memory, _free_elsewhere(chosen[1:]))
         limit_memory(first, most_bytes)
         memory = min(memory, most_bytes or memory)
+        host = int(HOST_SHARE * available_bytes()) // len(chosen)
     else:
         name, memory = CPU, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         memory = min(memory, most_bytes or memory) // len(chosen)
+        host = 0  # it is the same memory
     return Hardware(
         device=name,
         cores=cores,
         memory_bytes=memory,
         devices=len(chosen),
         tensor_parallel=tensor_parallel,
+        host_bytes=host,
     )
+
+
+def available_bytes() -> int:
+    """Main memory that programs may still take; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
+    kilobytes = sizes.get("MemAvailable", "0").split()
+    return 1024 * int(kilobytes[0])
 
 
 def _free_elsewhere(others: Sequence[torch.device]) -> int:

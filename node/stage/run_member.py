@@ -227,14 +227,11 @@ class RunMember:
             self._group.create_task(self._tell_plan(stage, stages))
 
     async def _tell_plan(self, stage: int, stages: int) -> None:
-        """Say what this stage computes again, if anything. A plan of many blocks takes a while."""
+        """Say what this stage does to fit, if anything. A plan of many blocks takes a while."""
         plan = await asyncio.to_thread(self._room.plan, self.executor.config, stages, stage)
-        if plan.again:
-            room, blocks = bytes_text(self._room.memory_bytes), len(plan.choices)
-            self._tell(
-                f"to fit in {room}, {plan.again} of {blocks} blocks are computed again in backward: "
-                f"{plan.added:.0%} more compute, same bits"
-            )
+        if done := plan.text():
+            room = bytes_text(self._room.memory_bytes)
+            self._tell(f"to fit in {room}: {done}; about {plan.added:.0%} more time, same bits")
 
     async def _end_epoch(self) -> None:
         """Stop the epoch's task; its step ends at the next tensor, before the next epoch's first work."""

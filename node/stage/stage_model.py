@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from kernels.fp8.reference import Fp8Gradient
 from node.config.schema import RunConfig
 from node.model.chunk import Chunk, build_chunk, weight_dtype
+from node.model.host_memory import HostMemory, host_memory
+from node.model.offload import Offload
 from node.model.tensor_rank import TensorRank
 from node.model.units import is_block
 from node.pipeline.memory import stage_storages
@@ -117,13 +119,16 @@ class StageModel:
         rank: int = 0,
         tensor_rank: TensorRank | None = None,
         room: Room | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         """
         Args:
             ranks: processes of the node that share a microbatch's tokens; this one is number `rank`. The
                 passes of several hold collectives, so they are not captured as CUDA graphs.
             tensor_rank: this one's place among those that share its blocks.
-            room: the memory to fit in by computing blocks again; None keeps everything.
+            room: the memory to fit in, by computing again and by moving to host memory; None keeps
+                everything where it is.
+            host: the host memory to move to; the device's own by default.
         """
         self.config = config
         self.device = device
@@ -134,6 +139,8 @@ class StageModel:
         self._chunks: list[Chunk] = []
         self._optimizer: StageOptimizer | None = None
         self._passes: list[Passes] = []
+        self._host = host
+        self._offload: Offload | None = None
 
     def build(self, stage: int, stages: int) -> None:
         """Make this stage's chunks with their initial weights, and a fresh optimizer."""
@@ -144,6 +151,10 @@ class StageModel:
         plan = self._room.plan(config, stages, stage)
         blocks = [unit for units in own for unit in units if is_block(unit)]
         storages = dict(zip(blocks, plan.storages(stage_storages(config, stages)[stage]), strict=True))
+        if plan.moves or plan.moments_moved:
+            self._host = self._host or host_memory(self.device)
+        if plan.moves and self._host is not None:
+            self._offload = Offload(self._host)
         self._chunks = [
             build_chunk(
                 config.model,
@@ -159,9 +170,17 @@ class StageModel:
         ]
         for chunk in self._chunks:
             chunk.masks_labels = config.data.masks_labels
+            chunk.offload = self._offload
         captured = self.ranks == 1 and config.training.cuda_graphs and self.device.type == "cuda"
+        # Copies to the host are ordered by events of passes that run operation by operation.
+        captured = captured and plan.graphs and not plan.moves
         self._optimizer = StageOptimizer(
-            self._chunks, config.training, config.run.seed, self.tensor_rank, gradients_in_place=captured
+            self._chunks,
+            config.training,
+            config.run.seed,
+            self.tensor_rank,
+            gradients_in_place=captured,
+            host=self._host if plan.moments_moved else None,
         )
         precision, shares = config.training.precision, config.microbatches * self.ranks
         if captured:
@@ -183,6 +202,9 @@ class StageModel:
         self._passes = []
         self._chunks = []
         self._optimizer = None
+        if self._offload is not None:
+            self._offload.begin_step()
+        self._offload = None
 
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
         """As `StageOptimizer.load_unit_state`; frozen weights too, under names that begin with `frozen.`"""
@@ -206,6 +228,8 @@ class StageModel:
         """Drop the rest of an unfinished step. `label_weight` counts where labels are masked."""
         for passes in self._passes:
             passes.begin_step(label_weight)
+        if self._offload is not None:
+            self._offload.begin_step()
         self.optimizer.zero_grad()
 
     def forward(self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None) -> Tensor:

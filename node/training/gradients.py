@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.common.matrices import following
-from kernels.fp8.layout import blocks
+from kernels.fp8.layout import BLOCK, blocks
 from kernels.fp8.ops import accumulate_gradient
 from kernels.fp8.reference import Draw, Fp8Gradient, pack_gradient, unpack_gradient
 from node.pipeline.device_memory import GRADIENT_PIECE
@@ -45,6 +45,10 @@ class Gradients(Protocol):
 
     def stored(self, parameter: nn.Parameter) -> Tensor | Fp8Gradient:
         """As it is kept. Raises as `get`."""
+        ...
+
+    def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor | Fp8Gradient:
+        """Elements of it as they are kept, flat, from the begin of a block on. Raises as `get`."""
         ...
 
     def take(self, parameter: nn.Parameter) -> Tensor | Fp8Gradient:
@@ -146,6 +150,9 @@ class PlainGradients:
         return self._main[parameter]
 
     stored = get
+
+    def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor:
+        return self.get(parameter).view(-1)[first : first + count]
 
     def take(self, parameter: nn.Parameter) -> Tensor:
         kept = self.get(parameter)
@@ -277,6 +284,13 @@ class Fp8Gradients:
         if parameter not in self._reached:
             raise no_gradient(parameter)
         return self._main[parameter]
+
+    def part(self, parameter: nn.Parameter, first: int, count: int) -> Tensor | Fp8Gradient:
+        kept = self.stored(parameter)
+        if not isinstance(kept, Fp8Gradient):
+            return kept.view(-1)[first : first + count]
+        begin, end = first // BLOCK, blocks(first + count)
+        return Fp8Gradient(kept.codes[first : first + count], kept.exponents[begin:end])
 
     def take(self, parameter: nn.Parameter) -> Tensor | Fp8Gradient:
         kept = self.stored(parameter)

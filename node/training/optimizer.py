@@ -10,14 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch._dynamo  # AdamW's constructor imports it, which takes over a second: do it before the run waits
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as adamw_of
 
 from kernels.common import dispatch
 from kernels.fp8.layout import blocks
 from kernels.fp8.ops import adamw_step
-from kernels.fp8.reference import AdamWStep, Fp8Gradient, Moment
+from kernels.fp8.reference import AdamWStep, Fp8Gradient, Moment, unpack_gradient
 from node.config.schema import TrainingSection
 from node.model.blocks import Block
 from node.model.chunk import Chunk
+from node.model.host_memory import HostMemory
 from node.model.lora import DropoutSource
 from node.model.products import AddProduct
 from node.model.rng import salt
@@ -25,6 +27,7 @@ from node.model.shard_shapes import pieces
 from node.model.tensor_rank import TensorRank
 from node.model.units import HEAD, tied_parameter
 from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients, norms
+from node.training.host_moments import HostMoments, Piece
 from wire.errors import RunError
 
 PARAMETER = "parameter"
@@ -46,12 +49,14 @@ class StageOptimizer:
         rank: TensorRank | None = None,
         *,
         gradients_in_place: bool = False,
+        host: HostMemory | None = None,
     ) -> None:
         """
         Args:
             seed: the run's, for stochastic rounding of bfloat16 weights and of gradients in e4m3.
             rank: that of the chunks' shards.
             gradients_in_place: gradients never move in memory.
+            host: keeps the matrices' moments there; the step is the same bits.
         """
         self._units: dict[str, dict[str, nn.Parameter]] = {}
         # Both copies of a tied weight have the same gradient; the global norm counts the embedding's.
@@ -99,7 +104,11 @@ class StageOptimizer:
         self.weights_changed()
         self._steps = dict.fromkeys(self._units, 0)
         self._packed: dict[nn.Parameter, tuple[Moment, Moment]] = {}
-        if training.moments == "fp8":
+        packed = training.moments == "fp8"
+        self._on_host = None if host is None else HostMoments(host, matrices, packed=packed)
+        if self._on_host is not None:
+            matrices = []
+        elif packed:
             for parameter in matrices:
                 mean, square = (Moment.zeros(parameter.numel(), parameter.device) for _ in _MOMENTS)
                 self._packed[parameter] = mean, square
@@ -132,7 +141,7 @@ class StageOptimizer:
 
     @property
     def moment_bytes(self) -> int:
-        """Memory that the moments take."""
+        """Memory that the moments take, without those in host memory."""
         packed = [moment.nbytes for pair in self._packed.values() for moment in pair]
         plain: list[int] = [state[moment].nbytes for state in self._moments.values() for moment in _MOMENTS]
         return sum(packed) + sum(plain)
@@ -243,7 +252,11 @@ class StageOptimizer:
             self._steps[unit] += 1
             for name, parameter in parameters.items():
                 if parameter in self._packed:
-                    self._apply_packed(unit, name, parameter, lr, clip_coefficient)
+                    moments = self._packed[parameter]
+                    step = self._adamw_step(unit, name, parameter, lr, clip_coefficient)
+                    adamw_step(parameter, self.gradients.stored(parameter), *moments, step)
+        if self._on_host is not None:
+            self._apply_streamed(self._on_host, lr, clip_coefficient)
         for adamw in (self._matrices, self._vectors):
             (group,) = adamw.param_groups
             group["lr"] = lr
@@ -268,14 +281,12 @@ class StageOptimizer:
         state: dict[str, Tensor] = {STEP: torch.tensor(self._steps[unit], dtype=torch.int64)}
         for name, parameter in self._units[unit].items():
             state[f"{PARAMETER}.{name}"] = _copy(parameter.float())
-            if parameter in self._packed:
-                for moment, packed in zip(_MOMENTS, self._packed[parameter], strict=True):
-                    state[f"{moment}.{name}"] = _copy(packed.codes)
-                    state[f"{moment}{_SCALE}.{name}"] = _copy(packed.scales.float())
-                    state[f"{moment}{_POWER}.{name}"] = _copy(packed.powers)
+            parts = self._state_parts(parameter, name)
+            if self._on_host is not None and parameter in self._on_host:
+                found = dict(zip(parts, self._on_host.whole(parameter), strict=True))
             else:
-                for moment in _MOMENTS:
-                    state[f"{moment}.{name}"] = _copy(self._moments[parameter][moment])
+                found = {key: _copy(part) for key, part in parts.items()}
+            state |= {key: part.float() if _SCALE in key else part for key, part in found.items()}
         return state
 
     @torch.no_grad()
@@ -289,18 +300,32 @@ class StageOptimizer:
         self._steps[unit] = int(tensors[STEP].item())
         for name, parameter in self._units[unit].items():
             parameter.copy_(tensors[f"{PARAMETER}.{name}"])
-            if parameter in self._packed:
-                for moment, packed in zip(_MOMENTS, self._packed[parameter], strict=True):
-                    packed.codes.copy_(tensors[f"{moment}.{name}"])
-                    packed.scales.copy_(tensors[f"{moment}{_SCALE}.{name}"])
-                    packed.powers.copy_(tensors[f"{moment}{_POWER}.{name}"])
-            else:
-                moments = self._moments[parameter]
-                for moment in _MOMENTS:
-                    moments[moment].copy_(tensors[f"{moment}.{name}"])
-                moments[STEP].fill_(self._steps[unit])
+            parts = self._state_parts(parameter, name)
+            if self._on_host is not None and parameter in self._on_host:
+                self._on_host.load(parameter, [tensors[key] for key in parts])
+                continue
+            for key, part in parts.items():
+                part.copy_(tensors[key])
+            if parameter in self._moments:
+                self._moments[parameter][STEP].fill_(self._steps[unit])
         if unit in self._coded:
             self._coded[unit].code_weights()
+
+    def _state_parts(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
+        """The tensors of a parameter's moments by their keys in a unit's state; empty ones for those in host
+        memory."""
+        if self._on_host is not None and parameter in self._on_host:
+            empty = torch.empty(0)
+            kinds = ("", _SCALE, _POWER) if self._training.moments == "fp8" else ("",)
+            return {f"{moment}{kind}.{name}": empty for moment in _MOMENTS for kind in kinds}
+        if parameter not in self._packed:
+            return {f"{moment}.{name}": self._moments[parameter][moment] for moment in _MOMENTS}
+        parts = {}
+        for moment, packed in zip(_MOMENTS, self._packed[parameter], strict=True):
+            parts[f"{moment}.{name}"] = packed.codes
+            parts[f"{moment}{_SCALE}.{name}"] = packed.scales
+            parts[f"{moment}{_POWER}.{name}"] = packed.powers
+        return parts
 
     def _expected_state(self, unit: str) -> dict[str, tuple[torch.dtype, torch.Size]]:
         expected: dict[str, tuple[torch.dtype, torch.Size]] = {STEP: (torch.int64, torch.Size(()))}
@@ -308,7 +333,7 @@ class StageOptimizer:
             expected[f"{PARAMETER}.{name}"] = torch.float32, parameter.shape
             count = torch.Size((blocks(parameter.numel()),))
             for moment in _MOMENTS:
-                if parameter in self._packed:
+                if self._training.moments == "fp8" and parameter.ndim >= 2:
                     expected[f"{moment}.{name}"] = torch.uint8, torch.Size((parameter.numel(),))
                     expected[f"{moment}{_SCALE}.{name}"] = torch.float32, count
                     expected[f"{moment}{_POWER}.{name}"] = torch.uint8, count
@@ -316,28 +341,43 @@ class StageOptimizer:
                     expected[f"{moment}.{name}"] = torch.float32, parameter.shape
         return expected
 
-    def _apply_packed(
-        self, unit: str, name: str, parameter: nn.Parameter, lr: float, clip_coefficient: float
-    ) -> None:
+    def _apply_streamed(self, moments: HostMoments, lr: float, clip_coefficient: float) -> None:
+        """The same step, of matrices whose moments come from host memory."""
+        places = {one: (unit, name) for unit, named in self._units.items() for name, one in named.items()}
+        for piece in moments.stream():
+            unit, name = places[piece.parameter]
+            step = self._adamw_step(unit, name, piece.parameter, lr, clip_coefficient, piece.first)
+            weight = piece.parameter.view(-1)[piece.first : piece.first + piece.count]
+            gradient = self.gradients.part(piece.parameter, piece.first, piece.count)
+            if self._training.moments == "fp8":
+                adamw_step(weight, gradient, *piece.packed, step)
+            else:
+                _adamw_piece(weight, gradient, piece, step)
+
+    def _adamw_step(
+        self,
+        unit: str,
+        name: str,
+        parameter: nn.Parameter,
+        lr: float,
+        clip_coefficient: float,
+        first: int = 0,
+    ) -> AdamWStep:
         training, step = self._training, self._steps[unit]
         # Both copies of a tied weight must round alike.
         place = ("", "tied") if parameter in self._tied else (unit, name)
         # So must the replicas of a whole parameter, but each shard of one draws for itself.
         of_shard = f" of rank {self._rank.index}" if parameter in self._sharded else ""
-        adamw_step(
-            parameter,
-            self.gradients.stored(parameter),
-            *self._packed[parameter],
-            AdamWStep(
-                lr=lr,
-                beta1=training.beta1,
-                beta2=training.beta2,
-                eps=training.eps,
-                weight_decay=training.weight_decay,
-                step=step,
-                clip_coefficient=clip_coefficient,
-                salt=salt(self._seed, step=step, layer=place[0], purpose=f"rounding {place[1]}{of_shard}"),
-            ),
+        return AdamWStep(
+            lr=lr,
+            beta1=training.beta1,
+            beta2=training.beta2,
+            eps=training.eps,
+            weight_decay=training.weight_decay,
+            step=step,
+            clip_coefficient=clip_coefficient,
+            salt=salt(self._seed, step=step, layer=place[0], purpose=f"rounding {place[1]}{of_shard}"),
+            first=first,
         )
 
 
@@ -357,6 +397,27 @@ def _adamw(
             **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
         }
     return optimizer
+
+
+def _adamw_piece(weight: Tensor, gradient: Tensor | Fp8Gradient, piece: Piece, step: AdamWStep) -> None:
+    """torch's AdamW on a part of a matrix, in place."""
+    values = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient
+    mean, square = piece.moments
+    adamw_of(
+        [weight],
+        [values.mul_(step.clip_coefficient)],
+        [mean],
+        [square],
+        [],
+        [torch.tensor(float(step.step - 1))],
+        amsgrad=False,
+        beta1=step.beta1,
+        beta2=step.beta2,
+        lr=step.lr,
+        weight_decay=step.weight_decay,
+        eps=step.eps,
+        maximize=False,
+    )
 
 
 def sum_tied_gradients(head: Tensor, embed: Tensor) -> Tensor:

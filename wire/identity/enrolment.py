@@ -21,6 +21,8 @@ class Hardware:
     """Devices that share the stage, each in its own process."""
     tensor_parallel: int = 1
     """How many of them share each block; divides `devices`."""
+    host_bytes: int = 0
+    """Main memory for what each device moves there; 0 if that is the devices' own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,189 @@
+"""The least time that fits in a memory, as a mixed-integer program over counts of blocks. Torch-free.
+
+Adacc (Chen et al. 2025, equations 4 to 8) chooses for each tensor of one block and repeats that for all. Here
+a *column* is one way to treat the tensors of a block, by kind, and the program counts how many blocks of each
+chunk take it: identical blocks are one variable. Beyond Adacc it moves tensors to host memory, bounds the
+peak where backward begins and where the first block runs again, and bounds copies by the engines' time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ENOUGH = 1e-6
+"""Of an optimum: a plan may be worse by this share."""
+SOLVE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One way to treat a block, of one microbatch."""
+
+    kept: int
+    """Bytes on the device between forward and backward."""
+    moved: int
+    """Bytes that wait in host memory,"""
+    host: int
+    """and what they take there."""
+    seconds: float
+    """That it adds to forward and backward."""
+    working: int
+    """Bytes that its backward takes beyond a block's with everything kept, without tensors that come back."""
+    again: bool
+    """It runs the whole block again; such blocks come first in a chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One stage. Bytes are those of one device."""
+
+    columns: tuple[Column, ...]
+    blocks: tuple[int, ...]
+    """Of each chunk."""
+    held: tuple[int, ...]
+    """Microbatches of each chunk between forward and backward, at most."""
+    room: int
+    """For what blocks keep and add to their work: memory less all else while passes run."""
+    room_again: int
+    """The same while a block runs again."""
+    apart: bool
+    """Nothing that later blocks of a chunk kept is free when an earlier one runs again (CUDA graphs)."""
+    forward: float
+    """Seconds of the stage's blocks for one microbatch,"""
+    backward: float
+    out_rate: float
+    in_rate: float
+    host: int = 0
+    """Bytes of host memory."""
+    state_moved: tuple[int, ...] = ()
+    """Bytes that each step of moving state frees, in the order in which they may be taken."""
+    state_host: tuple[int, ...] = ()
+    """Bytes of host memory that each takes."""
+    state_seconds: tuple[float, ...] = ()
+    """That each adds a microbatch."""
+    applying: tuple[int, ...] = (0,)
+    """Room that is left in the optimizer's step after 0, 1, ... of them: below 0 it does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """A solution."""
+
+    blocks: tuple[tuple[int, ...], ...]
+    """Of each chunk, how many take each column."""
+    state: int
+    """How many steps of moving state."""
+
+
+def solve(program: Program) -> Counts | None:
+    """The counts that add the least time in the memory there is, or None if nothing fits."""
+    # Loading it takes a while, and most nodes keep everything.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    chunks, columns, states = len(program.blocks), program.columns, len(program.state_moved)
+    width = len(columns)
+    unit = float(max(1, *(column.kept + column.moved for column in columns)))
+    second = max(program.forward, 1e-12)
+    # Variables: counts by chunk and column; whether a column is used; whether a chunk runs any block again;
+    # the moved state's steps; the most that comes back or is worked on; what forward and backward wait for
+    # copies.
+    used = chunks * width
+    runs_again = used + width
+    state = runs_again + chunks
+    coming, working, wait_out, wait_in = range(state + states, state + states + 4)
+    count = wait_in + 1
+    rows: list[tuple[dict[int, float], float, float]] = []
+
+    def limit(terms: dict[int, float], most: float) -> None:
+        rows.append((terms, -np.inf, most))
+
+    for chunk, blocks in enumerate(program.blocks):
+        own = range(chunk * width, (chunk + 1) * width)
+        rows.append((dict.fromkeys(own, 1.0), blocks, blocks))
+        again = {chunk * width + k: 1.0 for k in range(width) if columns[k].again}
+        limit(again | {runs_again + chunk: -float(blocks)}, 0)
+    total = sum(program.blocks)
+    for k, column in enumerate(columns):
+        limit({chunk * width + k: 1.0 for chunk in range(chunks)} | {used + k: -float(total)}, 0)
+        # The block at work, and the next one's tensors on their way.
+        limit({used + k: 2 * column.moved / unit, coming: -1.0}, 0)
+        limit({used + k: column.working / unit, working: -1.0}, 0)
+    held = {
+        chunk * width + k: program.held[chunk] * column.kept / unit
+        for chunk in range(chunks)
+        for k, column in enumerate(columns)
+    }
+    freed = {state + index: -size / unit for index, size in enumerate(program.state_moved)}
+    passes = held | freed | {coming: 1.0, working: 1.0}
+    limit(passes, program.room / unit)
+    if any(column.again for column in columns):
+        much = (sum(program.held) * total + 4) * 2.0 + abs(program.room - program.room_again) / unit
+        for chunk in range(chunks):
+            later = {
+                chunk * width + k: held[chunk * width + k] - (0.0 if program.apart else column.kept / unit)
+                for k, column in enumerate(columns)
+                if not column.again
+            }
+            limit(passes | later | {runs_again + chunk: much}, program.room_again / unit + much)
+    for index in range(1, states):
+        limit({state + index: 1.0, state + index - 1: -1.0}, 0)
+    applying = {
+        state + index: -(after - before) / unit
+        for index, (before, after) in enumerate(zip(program.applying, program.applying[1:], strict=False))
+    }
+    limit(applying, program.applying[0] / unit)
+    host = {
+        chunk * width + k: program.held[chunk] * column.host / unit
+        for chunk in range(chunks)
+        for k, column in enumerate(columns)
+    }
+    host |= {state + index: size / unit for index, size in enumerate(program.state_host)}
+    limit(host, program.host / unit)
+    moved = {chunk * width + k: column.moved for chunk in range(chunks) for k, column in enumerate(columns)}
+    for wait, rate, hides in (
+        (wait_out, program.out_rate, program.forward),
+        (wait_in, program.in_rate, program.backward),
+    ):
+        limit({at: size / rate / second for at, size in moved.items()} | {wait: -1.0}, hides / second)
+    cost = np.zeros(count)
+    for chunk in range(chunks):
+        for k, column in enumerate(columns):
+            cost[chunk * width + k] = column.seconds / second
+    cost[state : state + states] = [seconds / second for seconds in program.state_seconds]
+    cost[[wait_out, wait_in]] = 1.0
+    matrix = np.zeros((len(rows), count))
+    for number, (terms, _, _) in enumerate(rows):
+        for at, value in terms.items():
+            matrix[number, at] = value
+    whole = np.ones(count)
+    whole[coming:] = 0
+    high = np.full(count, np.inf)
+    high[used:coming] = 1
+    found = milp(
+        cost,
+        constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
+        integrality=whole,
+        bounds=Bounds(0, high),
+        options={"mip_rel_gap": ENOUGH, "time_limit": SOLVE_SECONDS},
+    )
+    if found.x is None:
+        return None
+    counts = [round(value) for value in found.x[:used]]
+    return Counts(
+        blocks=tuple(tuple(counts[chunk * width : (chunk + 1) * width]) for chunk in range(chunks)),
+        state=sum(round(value) for value in found.x[state:coming]),
+    )
+
+
+def spread(columns: Sequence[Column], counts: Sequence[int]) -> list[int]:
+    """A chunk's columns in the order of its blocks: those that run again first, the others spread evenly, so
+    that copies of one block have the compute of several to hide behind."""
+    order = [k for k, column in enumerate(columns) if column.again for _ in range(counts[k])]
+    places = [
+        ((number + 0.5) / counts[k], -columns[k].moved, k)
+        for k, column in enumerate(columns)
+        if not column.again
+        for number in range(counts[k])
+    ]
+    return order + [k for _, _, k in sorted(places)]
