@@ -98,7 +98,7 @@ def test_a_plan_for_less_memory_takes_less_and_no_more_than_it_says() -> None:
         model = StageModel(config, GPU, room=room)
         model.build(0, 1)
         tokens = torch.arange(2 * 2048).view(2, 2048) % 1024
-        for step in range(2):
+        for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             model.begin_step()
             for microbatch in range(2):
