@@ -88,7 +88,7 @@ def _with(
     if "activation" in directions and name in LOSS_FORWARD:
         loss = f" (measured cost in loss, `{name}` forward: {LOSS_FORWARD[name]})"
     keys = " ".join(f"pipeline.{WAYS[direction]}_codec={name}" for direction in directions)
-    return Remedy.of(change, model, changed, f"{loss}: `thinwire resume RUN_DIR {keys}`, after stopping it")
+    return Remedy.of(change, model, changed, f"{loss}: `thinwire set RUN_DIR {keys}`")
 
 
 def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float]) -> Remedy | None:
@@ -117,4 +117,6 @@ def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float
         return None
     before = [count + end for count, end in zip(blocks, fixed, strict=True)]
     after = [count + end for count, end in zip(better, fixed, strict=True)]
-    return Remedy.of(f"`pipeline.split = {better}`", model, model.with_blocks(before, after))
+    key = f"pipeline.split={','.join(map(str, better))}"
+    how = f": `thinwire set RUN_DIR {key}`"
+    return Remedy.of(f"`pipeline.split = {better}`", model, model.with_blocks(before, after), how)

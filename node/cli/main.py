@@ -32,6 +32,7 @@ from node.cli import (
     recover,
     resume,
     sample,
+    set,
     status,
     token,
     top,
@@ -43,7 +44,7 @@ from wire.errors import ThinwireError
 from wire.version import VERSION
 
 COMMANDS = (
-    *(demo, coordinator, join, resume, status, top, dashboard),
+    *(demo, coordinator, join, resume, set, status, top, dashboard),
     *(eval, sample, trace, compare, export, token, evict, recover, config, plan, data, lab, doctor),
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

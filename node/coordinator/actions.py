@@ -171,7 +171,7 @@ def finish_all(nodes: Iterable[str], finish: Finish) -> list[Action]:
     return [Send(node_id=node, message=finish) for node in nodes]
 
 
-def goodbye(reason: str, *, failed: bool, done: bool) -> Finish:
+def goodbye(reason: str, *, failed: bool, done: bool, soon: bool = False) -> Finish:
     """The last message of a run. If steps are left, nodes wait for it as long as their owners allow.
 
     Those that do not wait end with an error even if the run was only stopped: then whatever supervises them
@@ -181,6 +181,8 @@ def goodbye(reason: str, *, failed: bool, done: bool) -> Finish:
         return Finish(reason=reason, failed=failed)
     if failed:
         return Finish(reason=reason, failed=True, paused=True)
+    if soon:
+        return Finish(reason=reason, failed=True, paused=True, soon=True)
     left = "the run was stopped before its last step; the same join line goes on once it is resumed"
     return Finish(reason=f"{reason}: {left}", failed=True, paused=True)
 

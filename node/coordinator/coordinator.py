@@ -34,6 +34,7 @@ from node.coordinator.actions import (
     StepDone,
     Stop,
 )
+from node.coordinator.changes import Changes
 from node.coordinator.decisions import record_codecs
 from node.coordinator.disk import Disk
 from node.coordinator.enrolment import EnrolmentHandler
@@ -185,6 +186,8 @@ class Coordinator:
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._sessions = Sessions()
         self._outcome: Outcome | None = None
+        go_on = functools.partial(self._machine.stop, at_once=False, soon=True)
+        self.changes = Changes(config, directory, emit, lambda why: self._post(lambda _now: go_on(why)))
 
     @property
     def accounting(self) -> Accounting:
@@ -198,7 +201,7 @@ class Coordinator:
 
     async def run(self) -> Outcome:
         """Drive the run until it ends; sessions are closed when this returns."""
-        watching = self._tick(), self._watch_evicted()
+        watching = self._tick(), self._watch_evicted(), self.changes.watch()
         async with asyncio.TaskGroup() as group:
             beside = [
                 group.create_task(one)
@@ -215,6 +218,8 @@ class Coordinator:
         await self._say_goodbye()
         await self._tracer.write()
         done = self._machine.newest_snapshot >= self.config.run.steps
+        if self.changes.apply(over=done or outcome.failed):
+            return outcome
         resume = "" if done else f"thinwire resume {shlex.quote(str(self._directory))}"
         self._reporter.finished(outcome.reason, failed=outcome.failed, resume=resume)
         return outcome
@@ -223,6 +228,7 @@ class Coordinator:
         """End the run after this step and a snapshot, however often this is called; `at_once`: now."""
         if at_once:
             self._disk.give_up()
+        self.changes.drop()
         self._post(lambda _now: self._machine.stop(reason, at_once=at_once))
 
     def save(self) -> None:

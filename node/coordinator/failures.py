@@ -146,14 +146,17 @@ class Ending:
         self._asked: str | None = None
         self._given_up: GiveUp | None = None
         self._missing = ""
+        self.soon = False
+        """Whether the run goes on in a moment."""
 
     @property
     def due(self) -> bool:
         return self._asked is not None or self._given_up is not None
 
-    def ask(self, reason: str) -> None:
-        """The operator ends the run."""
-        self._asked = self._asked or reason
+    def ask(self, reason: str, *, soon: bool = False) -> None:
+        """The operator ends the run. One that is to go on in a moment may still be ended for good."""
+        if self._asked is None or (self.soon and self._asked != reason):
+            self._asked, self.soon = reason, soon
 
     def give_up(self, verdict: GiveUp) -> None:
         """A failure ends the run."""

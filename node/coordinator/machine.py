@@ -216,9 +216,12 @@ class RunMachine:
             return []  # `_placed` or, after the step, `_between_steps` sees the flag
         return self._release(node_id, now) + self._try_place(now)
 
-    def stop(self, reason: str, *, at_once: bool) -> list[Action]:
-        """The operator ends the run: after this step and a snapshot, however often asked, or at once."""
-        self._ending.ask(reason)
+    def stop(self, reason: str, *, at_once: bool, soon: bool = False) -> list[Action]:
+        """The operator ends the run: after this step and a snapshot, however often asked, or at once.
+
+        `soon`: it goes on in a moment, with other settings.
+        """
+        self._ending.ask(reason, soon=soon)
         if not at_once and self.epoch is not None and self._holds_progress(self.epoch):
             return []
         return self._end()
@@ -592,5 +595,6 @@ class RunMachine:
             return []
         self.stopped = True
         self._epochs.end()
-        self.goodbye = goodbye(reason, failed=failed, done=self._snapshots.newest >= self.plan.total_steps)
+        done = self._snapshots.newest >= self.plan.total_steps
+        self.goodbye = goodbye(reason, failed=failed, done=done, soon=self._ending.soon)
         return [*finish_all(self.members, self.goodbye), Stop(reason=reason, failed=failed)]

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from node.coordinator.changes import Changes
 from node.coordinator.store import Store
 from node.telemetry import events
 from wire.errors import UserError
@@ -176,7 +177,7 @@ def _hash(text: str) -> bytes:
     return hashlib.sha256(plain).digest()
 
 
-ACTIONS = ("snapshot", "stop", "evict", "revoke", "tokens")
+ACTIONS = ("snapshot", "stop", "set", "evict", "revoke", "tokens")
 
 
 class Controls(Protocol):
@@ -185,6 +186,9 @@ class Controls(Protocol):
     def stop(self, reason: str) -> None: ...
 
     def save(self) -> None: ...
+
+    @property
+    def changes(self) -> Changes: ...
 
 
 class Operator:
@@ -200,7 +204,7 @@ class Operator:
 
         Args:
             action: one of `ACTIONS`.
-            subject: node id for `evict`, token id for `revoke`.
+            subject: node id for `evict`, token id for `revoke`, `section.key=value`s for `set`.
 
         Raises UserError if it cannot be done.
         """
@@ -213,6 +217,10 @@ class Operator:
                 return self._done(
                     "the run stops once its steps are in a snapshot; `thinwire resume` goes on with it"
                 )
+            case "set":
+                if not (overrides := subject.split()):
+                    raise UserError("write what to change, such as pipeline.backward_codec=fixed-6")
+                return self._done(self._controls.changes.ask(overrides))
             case "evict":
                 if not await asyncio.to_thread(self._store.evict, subject, time.time()):
                     raise UserError(f"{subject[:40]} is no member of this run")

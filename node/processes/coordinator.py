@@ -16,6 +16,7 @@ from pathlib import Path
 
 from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import RunConfig
+from node.coordinator.changes import SETTABLE
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator
 from node.coordinator.decisions import recorded_codecs
@@ -46,7 +47,7 @@ from node.model.units import ends_in_blocks
 from node.pipeline.device_memory import devices_of
 from node.pipeline.placement import check_cache, head_share, with_head_place
 from node.processes.locks import run_lock
-from node.run_file.loader import from_json, to_json, to_toml
+from node.run_file.loader import change_config, from_json, to_json, to_toml
 from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
 from node.training.schedule import learning_rate
@@ -107,14 +108,25 @@ def run_coordinator(
             if (line := check_room(config, run_dir)) is not None:
                 tell(line)
             run = _create(config, run_dir, corpus)
-        held.callback(run.corpus.close)
-        with run.store:
-            if run.past.newest_snapshot >= config.run.steps:
-                weights = snapshot_directory(run_dir / "snapshots", run.past.newest_snapshot)
-                done = f"all {config.run.steps} steps are done; the weights are in {weights}"
-                emit(events.Notice(text=done))
-                return 0
-            return event_loop.run(_serve(config, run_dir, run, emit))
+        again = False
+        while True:
+            with contextlib.closing(run.corpus), run.store:
+                if run.past.newest_snapshot >= config.run.steps:
+                    weights = snapshot_directory(run_dir / "snapshots", run.past.newest_snapshot)
+                    done = f"all {config.run.steps} steps are done; the weights are in {weights}"
+                    emit(events.Notice(text=done))
+                    return 0
+                served = event_loop.run(_serve(config, run_dir, run, emit, again))
+            if not served.changes:
+                return served.code
+            # As by `resume`, but nodes come back by themselves, to the port that they know.
+            again = True
+            recorded = change_config(config, served.changes, SETTABLE)
+            listen = join_address(split_listen(config.coordinator.listen)[0], served.port)
+            config = replace(recorded, coordinator=replace(recorded.coordinator, listen=listen))
+            with _nodes_wait(config, run.authority):
+                corpus = _load_corpus(config, tell)
+                run = _reopen(recorded, run_dir, run.authority, corpus, tell, new_text=False)
 
 
 def _load_corpus(config: RunConfig, tell: Tell) -> TrainingData:
@@ -294,7 +306,18 @@ def _corpus_file(directory: Path) -> Path:
     return directory / "corpus.json"
 
 
-async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> int:
+@dataclass(frozen=True, kw_only=True)
+class _Served:
+    code: int
+    """The exit code, if nothing follows."""
+    changes: tuple[str, ...]
+    """What the run goes on with at once."""
+    port: int
+    """Where nodes joined."""
+
+
+async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again: bool) -> _Served:
+    """`again`: this process has served the run before, and nodes and join line are the same."""
     # Before the first event is written to it.
     past_end = history_size(directory)
     feed = Feed(RunViewBuilder(), past_comes=True)
@@ -346,10 +369,8 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
             metrics.relay = ports.relay
         addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
         run.store.set_addresses(addresses)
-        uses = config.pipeline.stages * config.pipeline.most_rows
-        _, token = run.store.create_token(time.time(), TOKEN_LIFETIME, uses)
         emit(_started(config, directory, run))
-        if not settings.advertise and split_listen(settings.listen)[0] in ("0.0.0.0", "::"):
+        if not again and not settings.advertise and split_listen(settings.listen)[0] in ("0.0.0.0", "::"):
             emit(events.Notice(text=where_reached(addresses)))
         if run.news:
             emit(events.Notice(text=run.news))
@@ -365,12 +386,16 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit) -> in
             ports=ports,
         )
         await stack.enter_async_context(page)
-        emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
+        if not again:
+            uses = config.pipeline.stages * config.pipeline.most_rows
+            _, token = run.store.create_token(time.time(), TOKEN_LIFETIME, uses)
+            emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
         async with token_uses_told(run.store, emit), reading_past(directory, past_end, feed):
-            return await _until_done(coordinator, emit)
+            code, changes = await _until_done(coordinator, emit)
+            return _Served(code=code, changes=changes, port=ports.port)
 
 
-async def _until_done(coordinator: Coordinator, emit: Emit) -> int:
+async def _until_done(coordinator: Coordinator, emit: Emit) -> tuple[int, tuple[str, ...]]:
     interrupted = False
 
     def interrupt(number: signal.Signals) -> None:
@@ -392,8 +417,8 @@ async def _until_done(coordinator: Coordinator, emit: Emit) -> int:
         for number in signals:
             loop.remove_signal_handler(number)
     if outcome.failed:
-        return 1
-    return INTERRUPTED if interrupted else 0
+        return 1, ()
+    return INTERRUPTED if interrupted else 0, coordinator.changes.applied
 
 
 def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted:

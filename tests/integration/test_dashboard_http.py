@@ -18,6 +18,7 @@ from aiohttp import web
 
 from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
+from node.coordinator.changes import Changes
 from node.coordinator.ports import Ports
 from node.coordinator.store import Store
 from node.dashboard import connections, server
@@ -47,6 +48,10 @@ class Controls:
 
     def save(self) -> None:
         self.asked.append("save")
+
+    @property
+    def changes(self) -> Changes:
+        return Changes(RunConfig(), Path(), lambda event: None, self.asked.append)
 
 
 def feed_of_a_run(steps: int = 3) -> Feed:
@@ -362,9 +367,13 @@ async def test_changes_need_the_key_and_are_carried_out(store: Store) -> None:
         assert controls.asked == [] and told == []
 
         assert (await ask({"action": "snapshot"}))[0] == 200
+        assert (await ask({"action": "set", "id": "pipeline.window=2 training.lr=2e-3"}))[0] == 200
+        assert (await ask({"action": "set", "id": "  "}))[0] == 400
+        assert (await ask({"action": "set", "id": "model.hidden=1"}))[0] == 400
         assert (await ask({"action": "stop"}))[0] == 200
-        assert controls.asked == ["save", "stop: stopped by the operator"]
-        assert len(told) == 2
+        change = "the run goes on with pipeline.window=2, training.lr=2e-3"
+        assert controls.asked == ["save", change, "stop: stopped by the operator"]
+        assert len(told) == 3
 
         status, said = await ask({"action": "tokens"})
         assert [token["id"] for token in said["tokens"]] == [record.token_id] and said["tokens"][0]["usable"]

@@ -76,6 +76,7 @@ function drawBottleneck(view) {
     element("p", { class: `verdict${view.state === "failed" ? " failed" : ""}` }, ...marked(first)),
     ...others.map((line) => element("p", { class: "muted" }, ...marked(line))),
   );
+  operator.propose(words.map((line) => line.match(/`thinwire set RUN_DIR ([^`]+)`/)?.[1]).find(Boolean) ?? "");
 }
 
 // Text between backquotes is code.

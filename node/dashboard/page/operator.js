@@ -36,6 +36,13 @@ export class Operator {
     select.replaceChildren(...members.map((member) => element("option", { value: member.node_id, selected: member.node_id === chosen }, member.name ? `${member.node_id} (${member.name})` : member.node_id)));
   }
 
+  // What the page advises stands ready in the field, unless the operator has written something else there.
+  propose(settings) {
+    const field = byId("setting");
+    if (field.value === (this.proposed ?? "")) field.value = settings;
+    this.proposed = settings;
+  }
+
   // Irreversible actions need a second press of the same button within a few seconds.
   press(button) {
     const action = button.dataset.action;
@@ -48,7 +55,8 @@ export class Operator {
       return;
     }
     this.disarm();
-    this.ask(action, action === "evict" ? byId("evict-node").value : button.dataset.id ?? "");
+    const subject = { evict: byId("evict-node").value, set: byId("setting").value };
+    this.ask(action, subject[action] ?? button.dataset.id ?? "");
   }
 
   disarm() {

@@ -27,19 +27,19 @@ def test_how_a_codec_is_changed_and_what_it_was_measured_to_cost() -> None:
     stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
     back = seen(stages, [link(0, 1, 20, 100), link(1, 0, 96, 100)])
     assert says(back).endswith(
-        "x: `thinwire resume RUN_DIR pipeline.backward_codec=tah`, after stopping it"
+        "x: `thinwire set RUN_DIR pipeline.backward_codec=tah`"
     ), "nothing is said of gradients' loss"
     there = seen(stages, [link(0, 1, 96, 100), link(1, 0, 20, 100)])
     assert says(there).endswith(
-        "x (measured cost in loss, `tah` forward: 1.4 %): `thinwire resume RUN_DIR "
-        "pipeline.forward_codec=tah`, after stopping it"
+        "x (measured cost in loss, `tah` forward: 1.4 %): `thinwire set RUN_DIR "
+        "pipeline.forward_codec=tah`"
     )
     assert "(measured cost in loss, `trellis-4.41` forward: nothing that could be measured)" in says(
         on(GPU, there)
     )
     both = seen(stages, [link(0, 1, 96, 100, codec="fp32"), link(1, 0, 95, 100, codec="fp32")])
     assert (
-        "`thinwire resume RUN_DIR pipeline.forward_codec=fixed-8 pipeline.backward_codec=fixed-8`"
+        "`thinwire set RUN_DIR pipeline.forward_codec=fixed-8 pipeline.backward_codec=fixed-8`"
     ) in says(both)
 
 
@@ -55,7 +55,7 @@ def test_the_commands_that_are_named_exist() -> None:
     full = seen(stages, [link(0, 1, 96, 100, codec="fp32"), link(1, 0, 95, 100, codec="fp32")])
     waits = view(history(started(), events.TokenUses(left=0))).bottleneck
     named = re.findall(r"`thinwire ([^`]+)`", " ".join((says(full), *waits)))
-    assert [one.split()[0] for one in named] == ["resume", "token"]
+    assert [one.split()[0] for one in named] == ["set", "token"]
     for one in named:
         build_parser().parse(one.split())
 

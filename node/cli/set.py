@@ -1,0 +1,50 @@
+"""`thinwire set RUN_DIR section.key=value`: change a run while it goes on, between two steps."""
+
+import argparse
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+TAKEN_SECONDS = 10.0
+"""For the coordinator to take the request: it looks several times a second."""
+LOOK_SECONDS = 0.1
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("set", help="change a run's settings between two steps")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
+    parser.add_argument(
+        "overrides",
+        metavar="section.key=value",
+        nargs="+",
+        help="values to change: pipeline and snapshots, lengths, learning rate, held-out loss, trace",
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.cli.run_directory import existing_run_directory, owner_only
+    from node.coordinator.changes import ask_for_change, check_change, is_asked_for
+    from node.coordinator.store import Store
+    from node.display.status import coordinator_is_gone
+    from node.run_file.loader import from_json
+    from wire.errors import RunError, UserError
+
+    directory: Path = existing_run_directory(args.run_dir)
+    with Store.open(directory) as store:
+        check_change(from_json(store.run().config_json), args.overrides)
+    if coordinator_is_gone(directory):
+        words = " ".join(args.overrides)
+        raise UserError(f"the run's coordinator does not run: `thinwire resume {directory} {words}`")
+    with owner_only():
+        ask_for_change(directory, args.overrides)
+
+    pause, until = threading.Event(), time.monotonic() + TAKEN_SECONDS
+    while is_asked_for(directory):
+        if time.monotonic() > until:
+            raise RunError(f"the run's coordinator did not take the change in {TAKEN_SECONDS:g} s")
+        pause.wait(LOOK_SECONDS)
+    sys.stdout.write("taken: the run goes on with it after this step and a snapshot; nodes stay\n")
+    return 0

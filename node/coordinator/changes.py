@@ -1,0 +1,113 @@
+"""Changes to a run while it goes on: which, and how `thinwire set` hands them to its coordinator."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from node.config.schema import RunConfig
+from node.run_file.loader import change_config, to_json
+from node.telemetry import events
+from wire.errors import UserError
+from wire.identity.files import write_private
+
+SETTABLE = (
+    *("pipeline", "snapshots", "telemetry.trace", "telemetry.trace_mb"),
+    *("data.valid_every", "data.valid_samples"),
+    *("run.steps", "run.tokens", "run.snapshot_every", "run.keep_snapshots", "run.keep_best"),
+    *("training.lr", "training.min_lr_ratio", "training.clip"),
+    *("training.schedule", "training.decay_steps", "training.decay_tokens"),
+)
+"""What a run can go on with at once: all that `thinwire resume` changes, but for addresses and the text."""
+REQUEST_FILE = "change.json"
+MOST_BYTES = 65_536
+LOOK_SECONDS = 0.25
+
+
+class Changes:
+    """What the run is to go on with. Call it on the coordinator's event loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: Path,
+        emit: Callable[[events.Event], None],
+        stop: Callable[[str], None],
+    ) -> None:
+        """`stop` ends the run after its step and a snapshot, for the reason that it is given."""
+        self._config = config
+        self._directory = directory
+        self._emit = emit
+        self._stop = stop
+        self._wanted: tuple[str, ...] = ()
+        self.applied: tuple[str, ...] = ()
+        """What the run goes on with at once, after this coordinator's end."""
+
+    def ask(self, overrides: Sequence[str]) -> str:
+        """After this step and a snapshot, go on with these settings; returns what will happen, in a line.
+
+        Raises UserError if they cannot be used.
+        """
+        wanted = (*self._wanted, *overrides)
+        check_change(self._config, wanted)
+        self._wanted, what = wanted, f"the run goes on with {', '.join(wanted)}"
+        self._stop(what)
+        return f"after this step and a snapshot {what}"
+
+    def drop(self) -> None:
+        """The run is to end for good."""
+        self._wanted = ()
+
+    def apply(self, *, over: bool) -> bool:
+        """The coordinator ends: whether the run goes on at once. Not if it is over."""
+        self.applied = () if over else self._wanted
+        return bool(self.applied)
+
+    async def watch(self) -> None:
+        """Take requests of `thinwire set` until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                if wanted := await asyncio.to_thread(take_request, self._directory):
+                    self._emit(events.Notice(text=self.ask(wanted)))
+            except UserError as error:
+                self._emit(events.Notice(text=str(error)))
+
+
+def check_change(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The config with these overrides. Raises UserError if they cannot be used or change nothing."""
+    changed = change_config(config, overrides, SETTABLE)
+    if to_json(changed) == to_json(config):
+        raise UserError(f"{' '.join(overrides)} is what the run has already")
+    return changed
+
+
+def ask_for_change(directory: Path, overrides: Sequence[str]) -> None:
+    """Leave the overrides for the coordinator of the run in `directory`, which keeps looking for them."""
+    write_private(directory / REQUEST_FILE, json.dumps(list(overrides)).encode())
+
+
+def is_asked_for(directory: Path) -> bool:
+    """Whether the coordinator has not taken them yet."""
+    return (directory / REQUEST_FILE).exists()
+
+
+def take_request(directory: Path) -> tuple[str, ...]:
+    """The overrides that were left, once; empty if there are none. Raises UserError if they are none."""
+    path = directory / REQUEST_FILE
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES)
+        path.unlink()
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): nothing was changed") from None
+    try:
+        wanted = json.loads(raw)
+    except (ValueError, RecursionError):
+        wanted = None
+    if not isinstance(wanted, list) or not all(isinstance(one, str) for one in wanted):
+        raise UserError(f"{os.fspath(path)} holds no list of section.key=value: nothing was changed")
+    return tuple(wanted)

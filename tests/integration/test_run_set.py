@@ -1,0 +1,50 @@
+"""`thinwire set`: settings change between two steps; nodes and the join line stay."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.coordinator.changes import REQUEST_FILE
+from node.telemetry.events import Notice, PlacementMade, RunFinished, RunStarted
+from tests.support.fault_prefork import Prefork
+from tests.support.run_harness import SMALL, Run, Still, undisturbed
+
+CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2))
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_a_run_goes_on_with_other_settings_and_the_same_nodes(prefork: Prefork, tmp_path: Path) -> None:
+    """The window changes no bit, so the run ends as an undisturbed one; nodes come back without --wait."""
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
+        first = run.start()
+        nodes = run.add_nodes(2)
+        still = run.wait_still()
+        refused = run.command("set", str(run.run_dir), "model.hidden=64")
+        assert refused.wait_exit() == 2
+        assert "model.hidden cannot change once a run has begun" in refused.stderr
+        same = run.command("set", str(run.run_dir), "pipeline.window=auto")
+        assert same.wait_exit() == 2
+        assert "pipeline.window=auto is what the run has already" in same.stderr
+        taken = run.command("set", str(run.run_dir), "pipeline.window=3", "run.snapshot_every=7")
+        assert taken.wait_exit() == 0
+        assert not (run.run_dir / REQUEST_FILE).exists()
+        first.wait_event(Notice)
+        still.go_on()
+        assert first.wait_exit() == 0
+        assert [node.wait_exit() for node in nodes] == [0, 0]
+        said = [notice.text for notice in first.all(Notice)]
+        what = "the run goes on with pipeline.window=3, run.snapshot_every=7"
+        assert f"after this step and a snapshot {what}" in said
+        assert any(what in line for line in nodes[0].lines)
+        assert [started.first_step for started in first.all(RunStarted)] == [0, 6]
+        assert len(first.all(PlacementMade)) == 2
+        assert len(first.all(RunFinished)) == 1
+        assert run.snapshots == [6, 7, 14, 20], "the new schedule holds from then on"
+        assert "window = 3\n" in (run.run_dir / "run.toml").read_text()
+        assert run.losses == undisturbed(CONFIG).losses
+        over = run.command("set", str(run.run_dir), "pipeline.window=4")
+        assert over.wait_exit() == 2
+        assert "the run's coordinator does not run: `thinwire resume" in over.stderr
+        run.assert_quiet()
