@@ -11,7 +11,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from kernels.common.triton.e4m3 import encode, exponent_of, power_of_two
+from kernels.common.triton.e4m3 import (
+    encode,
+    exponent_of,
+    magnitude_bits,
+    power_of_two,
+    scale_of,
+    store_codes,
+)
 from kernels.common.triton.numbers import INTERPRETED, wrapped
 from kernels.common.triton.tiles import widened
 from kernels.fp8.layout import blocks
@@ -118,8 +125,12 @@ def adamw_step(
     )
 
 
-def code_rows(x: Tensor, into: Coded, *, chunk: int = CHUNK) -> None:
-    """As `kernels.fp8.rows.code_rows`; rows of x may lie apart."""
+def code_rows(x: Tensor, into: Coded, *, half: Tensor | None = None, chunk: int = CHUNK) -> None:
+    """As `kernels.fp8.rows.code_rows`; rows of x may lie apart.
+
+    Args:
+        half: bf16 of x's shape, contiguous: round to it first.
+    """
     rows, width = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -127,10 +138,12 @@ def code_rows(x: Tensor, into: Coded, *, chunk: int = CHUNK) -> None:
     if rows:
         _code_rows[(rows,)](
             x,
+            (into.codes if half is None else half).view(torch.uint8 if half is None else torch.int16),
             into.codes.view(torch.uint8),
             into.scales,
             width,
             x.stride(0),
+            HALF=half is not None,
             CHUNK=chunk,
             num_warps=min(max(chunk // 512, 1), 8),
             enable_fp_fusion=False,
@@ -337,35 +350,29 @@ def _mixed(x):
 
 
 @triton.jit
-def magnitude_bits(value):
-    """The bits of |value|, int32: integers order infinities and NaNs above all numbers."""
-    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def _half_bits(value):
+    """The upper half of fp32's bits, rounded to nearest even: bf16, as int32."""
+    bits = value.to(tl.int32, bitcast=True)
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
 @triton.jit
-def store_codes(pointers, value, peak, mask):
-    """The codes, as bytes, of fp32 values of a row whose largest magnitude has the bits `peak`."""
-    scaled = value * power_of_two(-exponent_of(peak))
-    scaled = tl.where(peak < 0x7F800000, scaled, 0.0)
-    if _INTERPRETED:
-        code = encode(scaled).to(tl.uint8)
-    else:
-        code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    tl.store(pointers, code, mask=mask)
-
-
-@triton.jit
-def scale_of(peak):
-    """A row's scale; not a number if the row is not finite."""
-    return tl.where(peak < 0x7F800000, power_of_two(exponent_of(peak)), float("nan"))
+def _halved(value, pointers, mask):
+    """value rounded to bf16 and stored so."""
+    bits = _half_bits(value)
+    tl.store(pointers, bits.to(tl.int16), mask=mask)
+    return (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=("width",))
-def _code_rows(x, codes, scales, width, stride, CHUNK: tl.constexpr):
+def _code_rows(x, half, codes, scales, width, stride, HALF: tl.constexpr, CHUNK: tl.constexpr):
+    """HALF: round to bf16 first, to `half` too."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, CHUNK)
     if width <= CHUNK:
         value = widened(tl.load(x + row * stride + column, mask=column < width, other=0.0))
+        if HALF:
+            value = _halved(value, half + row * width + column, column < width)
         peak = tl.max(magnitude_bits(value), 0)
         store_codes(codes + row * width + column, value, peak, column < width)
     else:
@@ -373,10 +380,14 @@ def _code_rows(x, codes, scales, width, stride, CHUNK: tl.constexpr):
         for start in range(0, width, CHUNK):
             real = start + column < width
             value = widened(tl.load(x + row * stride + start + column, mask=real, other=0.0))
+            if HALF:
+                value = _halved(value, half + row * width + start + column, real)
             peaks = tl.maximum(peaks, magnitude_bits(value))
         peak = tl.max(peaks, 0)
         for start in range(0, width, CHUNK):
             real = start + column < width
             value = widened(tl.load(x + row * stride + start + column, mask=real, other=0.0))
+            if HALF:
+                value = (_half_bits(value) << 16).to(tl.float32, bitcast=True)
             store_codes(codes + row * width + start + column, value, peak, real)
     tl.store(scales + row, scale_of(peak))

@@ -7,8 +7,11 @@ bit for bit. None of them waits for the device.
 import torch
 from torch import Tensor
 
+from kernels.blockfloat import ops
 from kernels.common import dispatch
 from kernels.common import layers as reference
+from kernels.fp8.products import code_rows
+from kernels.fp8.rows import Coded
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
@@ -18,6 +21,22 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torc
 
         return triton_norm.norm(x, weight, bias, eps, dtype)
     return reference.norm(x, weight, bias, eps).to(dtype)
+
+
+def coded_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, bits: int, dtype: torch.dtype
+) -> tuple[Coded, Tensor]:
+    """The codes of the rows of `norm` (`kernels.fp8.rows`), and x stored in `bits`, or as it is with 0."""
+    if dispatch.has_kernels(x.device.type):
+        from kernels.blockfloat.triton import norm as triton_norm
+
+        coded, stored = triton_norm.coded_norm(x, weight, bias, eps, bits, dtype)
+        return coded, stored if bits else x
+    if bits:
+        normed, stored = ops.norm_store(x, weight, bias, eps, bits, dtype)
+    else:
+        normed, stored = norm(x, weight, bias, eps, dtype), x
+    return code_rows(normed.view(-1, normed.shape[-1])), stored
 
 
 def norm_backward(
@@ -55,6 +74,38 @@ def activation_backward(grad: Tensor, gate: Tensor, up: Tensor | None) -> tuple[
     if up is None:
         return reference.gelu(gate), [reference.gelu_gradient(grad, gate)]
     return reference.swiglu(gate, up), list(reference.swiglu_gradient(grad, gate, up))
+
+
+def coded_activation(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Coded, list[Tensor]]:
+    """The codes of `activation`'s rows (`kernels.fp8.rows`), which alone need no pass of their own, and its
+    inputs stored in `bits`: none with 0, as many as there are otherwise."""
+    if dispatch.has_kernels(gate.device.type):
+        from kernels.blockfloat.triton import coded_ffn
+
+        coded, *stored = coded_ffn.activation(gate, up, bits)
+    else:
+        inner, *stored = ops.ffn_store(gate, up, bits) if bits else [activation(gate, up)]
+        coded = code_rows(inner.view(-1, inner.shape[-1]))
+    return coded, stored[: 1 if up is None else 2] if bits else []
+
+
+def coded_activation_backward(
+    grad: Tensor, gate: Tensor, up: Tensor | None, bits: int
+) -> tuple[Tensor, list[Tensor], Coded]:
+    """As `activation_backward`, of inputs stored in `bits` or with 0 as they were; and the codes of the rows
+    of their gradients, side by side."""
+    if dispatch.has_kernels(grad.device.type):
+        from kernels.blockfloat.triton import coded_ffn
+
+        made, coded = coded_ffn.activation_backward(grad, gate, up, bits)
+    elif bits:
+        made = ops.ffn_backward(grad, gate, up, bits)
+        coded = code_rows(made.view(-1, made.shape[-1]))
+    else:
+        grad, parts = activation_backward(grad, gate, up)
+        made = torch.cat(parts, dim=-1)
+        coded = code_rows(made.view(-1, made.shape[-1]))
+    return grad, [made] if up is None else list(made.chunk(2, dim=-1)), coded
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:

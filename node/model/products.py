@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from kernels.common import dispatch
 from kernels.common.matrices import side_by_side, stacked
 from kernels.fp8.products import CodedWeight, code_rows, product
+from kernels.fp8.rows import Coded
 from node.model.tensor_rank import TensorRank
 
 AddProduct = Callable[[Sequence[int], Tensor, Tensor], None]
@@ -69,38 +70,49 @@ class Projections:
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """The outputs [..., N] of each; columns of one tensor where they are one product."""
-        widths = [len(one.weight) for one in self.linears]
         if self.way.coded is not None:
-            made, bias = self._coded(x), self._bias(x.dtype)
-            return list(torch.split(made if bias is None else made.add_(bias), widths, dim=-1))
+            return self.of_codes(code_rows(x.reshape(-1, x.shape[-1])), x.shape[:-1], x.dtype)
         if not self._are_one(x):
             return [
                 F.linear(x, one.weight.to(x.dtype), None if one.bias is None else one.bias.to(x.dtype))
                 for one in self.linears
             ]
         made = F.linear(x, stacked([one.weight for one in self.linears], x.dtype), self._bias(x.dtype))
-        return list(torch.split(made, widths, dim=-1))
+        return list(torch.split(made, [len(one.weight) for one in self.linears], dim=-1))
 
     def row_parallel(self, x: Tensor, rank: TensorRank) -> Tensor:
         """Of a single projection, as `node.model.tensor_rank.row_parallel`."""
         if rank.count == 1:
             return self(x)[0]
         (one,) = self.linears
-        partial = F.linear(x, one.weight.to(x.dtype)) if self.way.coded is None else self._coded(x)
+        if self.way.coded is None:
+            partial = F.linear(x, one.weight.to(x.dtype))
+        else:
+            partial = self._coded(code_rows(x.reshape(-1, x.shape[-1])), x.shape[:-1], x.dtype)
         made = rank.reduce_scatter(partial)
         return made if one.bias is None else made.add_(one.bias)
 
-    def _coded(self, x: Tensor) -> Tensor:
+    def of_codes(self, rows: Coded, leading: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """The outputs [*leading, N] of each, in `dtype`, from the codes of their input's rows."""
+        made, bias = self._coded(rows, leading, dtype), self._bias(dtype)
+        widths = [len(one.weight) for one in self.linears]
+        return list(torch.split(made if bias is None else made.add_(bias), widths, dim=-1))
+
+    def _coded(self, rows: Coded, leading: Sequence[int], dtype: torch.dtype) -> Tensor:
         """All outputs side by side, without biases."""
         assert self.way.coded is not None
-        rows = code_rows(x.reshape(-1, x.shape[-1]))
-        return product(rows, self.way.coded.forward, x.dtype, fast=True).view(*x.shape[:-1], -1)
+        return product(rows, self.way.coded.forward, dtype, fast=True).view(*leading, -1)
 
-    def backward(self, grads: Sequence[Tensor]) -> Tensor:
-        """The gradient of the input, from those of the outputs."""
+    def backward(self, grads: Sequence[Tensor], codes: Coded | None = None) -> Tensor:
+        """The gradient of the input, from those of the outputs.
+
+        Args:
+            codes: of the gradients side by side, if they are there.
+        """
         first = grads[0]
         if self.way.coded is not None:
-            made = product(code_rows(side_by_side(grads)), self.way.coded.back, first.dtype)
+            rows = code_rows(side_by_side(grads)) if codes is None else codes
+            made = product(rows, self.way.coded.back, first.dtype)
             return made.view(*first.shape[:-1], -1)
         if self._are_one(first):
             made = side_by_side(grads) @ stacked([one.weight for one in self.linears], first.dtype)

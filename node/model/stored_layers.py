@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from kernels.attention.ops import attention, attention_backward
 from kernels.attention.reach import EVERYTHING, Reach
 from kernels.blockfloat import ops
+from kernels.fp8.products import code_halved_rows
+from kernels.fp8.rows import Coded
 from kernels.layers import ops as layers
 from node.model.offload import mark
 from node.model.products import AS_IT_IS, Linear, Projections, Way
@@ -58,6 +60,18 @@ class Norm:
             tuple[Tensor, Tensor],
             ops.norm_store(x, self.weight, self.bias, self.eps, PACKED[form], dtype),
         )
+
+    def into(
+        self, projections: Projections, x: Tensor, form: str, dtype: torch.dtype, rank: TensorRank
+    ) -> tuple[list[Tensor], Tensor]:
+        """The projections of the norm of x, and x kept in `form`."""
+        if projections.way.coded is not None and rank.count == 1:
+            codes, kept = layers.coded_norm(
+                x, self.weight, self.bias, self.eps, 0 if form == AS_COMPUTED else PACKED[form], dtype
+            )
+            return projections.of_codes(codes, x.shape[:-1], dtype), kept
+        normed, kept = self.store(x, form, dtype)
+        return projections(rank.gather(normed)), kept
 
     def again(self, kept: Tensor, form: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The norm of what was kept."""
@@ -180,10 +194,9 @@ class _AttentionHalf(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
             output, projections = _projections(tensors[2:], parts.output, parts.inputs)
-            normed, kept_x = norm.store(x, storage.norm_input, dtype)
-            normed = parts.rank.gather(normed)
-            heads = parts.layout.split(projections(normed))
-            del normed
+            projected, kept_x = norm.into(projections, x, storage.norm_input, dtype, parts.rank)
+            heads = parts.layout.split(projected)
+            del projected
             head_shapes = [part.shape for part in heads]
             kept_heads = [
                 _keep(part if storage.attention == AS_COMPUTED else _flat(part), storage.attention)
@@ -226,10 +239,12 @@ class _AttentionHalf(torch.autograd.Function):
         else:
             flat = _kept(kept_output, storage.attention_output, ctx.flat_shape, dtype)
             attended = torch.unflatten(flat, 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
-        own = grad.to(dtype)
+        own, codes = _halved(grad, dtype, output, parts.rank)
         down = parts.rank.gather(own)
         of_output = output.gradients([down], flat, own)
-        of_attended = torch.unflatten(output.backward([down]), 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
+        of_attended = torch.unflatten(
+            output.backward([down], codes), 2, (ctx.head_shapes[0][1], -1)
+        ).transpose(1, 2)
         del own, down, flat
         of_heads = attention_backward(
             of_attended, *heads, attended, sums, parts.reach, fixed_order=parts.fixed_order
@@ -254,18 +269,19 @@ class _FfnHalf(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
             down, inputs = _projections(tensors[2:], parts.down, parts.inputs)
-            normed, kept_x = norm.store(x, storage.norm_input, dtype)
-            normed = parts.rank.gather(normed)
-            wide = inputs(normed)
-            del normed
+            wide, kept_x = norm.into(inputs, x, storage.norm_input, dtype, parts.rank)
             gate, up = wide[0], wide[1] if len(wide) > 1 else None
-            if storage.ffn_input in (AS_COMPUTED, RECOMPUTE):
-                kept = wide if storage.ffn_input == AS_COMPUTED else []
-                inner = layers.activation(gate, up)
+            bits = PACKED.get(storage.ffn_input, 0)
+            if down.way.coded is not None and parts.rank.count == 1:
+                codes, kept = layers.coded_activation(gate, up, bits)
+                (made,) = down.of_codes(codes, x.shape[:-1], dtype)
             else:
-                inner, *kept = ops.ffn_store(gate, up, PACKED[storage.ffn_input])
+                inner, *kept = ops.ffn_store(gate, up, bits) if bits else [layers.activation(gate, up)]
+                made = down.row_parallel(inner, parts.rank)
+                del inner
+            kept = wide if storage.ffn_input == AS_COMPUTED else kept
             del wide, gate, up
-            result = x + down.row_parallel(inner, parts.rank)
+            result = x + made
         ctx.parts, ctx.eps, ctx.dtype, ctx.inputs = parts, eps, dtype, len(inputs.linears)
         mark("norm_input", [kept_x])
         mark("ffn_input", kept[: len(inputs.linears)])
@@ -283,28 +299,40 @@ class _FfnHalf(torch.autograd.Function):
         norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
         down, inputs = _projections(tensors[2:], parts.down, parts.inputs)
         normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype))
-        own = grad.to(ctx.dtype)
+        own, codes = _halved(grad, ctx.dtype, down, parts.rank)
         narrow = parts.rank.gather(own)
-        inner = down.backward([narrow])
-        of_wide: list[Tensor]
-        if storage.ffn_input in (AS_COMPUTED, RECOMPUTE):
-            wide = kept if storage.ffn_input == AS_COMPUTED else inputs(normed)
-            inner, of_wide = layers.activation_backward(inner, wide[0], wide[1] if len(wide) > 1 else None)
-            del wide
+        inner = down.backward([narrow], codes)
+        bits = PACKED.get(storage.ffn_input, 0)
+        wide = inputs(normed) if storage.ffn_input == RECOMPUTE else kept
+        gate, up = wide[0], wide[1] if len(wide) > 1 else None
+        codes = None
+        # Each may overwrite `inner`, until here its own gradient.
+        if inputs.way.coded is not None:
+            inner, of_wide, codes = layers.coded_activation_backward(inner, gate, up, bits)
+        elif bits:
+            of_wide = list(ops.ffn_backward(inner, gate, up, bits).chunk(ctx.inputs, dim=-1))
         else:
-            up = kept[1] if len(kept) > 1 else None
-            # Overwrites `inner`, until here its own gradient.
-            of_wide = list(
-                ops.ffn_backward(inner, kept[0], up, PACKED[storage.ffn_input]).chunk(ctx.inputs, dim=-1)
-            )
+            inner, of_wide = layers.activation_backward(inner, gate, up)
+        del wide, gate, up
         of_down = down.gradients([narrow], inner, own)
         del inner, own, narrow
-        of_normed = inputs.backward(of_wide)
+        of_normed = inputs.backward(of_wide, codes)
+        del codes
         of_inputs = inputs.gradients(of_wide, normed)
         del of_wide, normed
         of_normed = parts.rank.reduce_scatter(of_normed).to(ctx.dtype)
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
         return of_x, None, None, of_weight, of_bias, *of_down, *of_inputs
+
+
+def _halved(
+    grad: Tensor, dtype: torch.dtype, out: Projections, rank: TensorRank
+) -> tuple[Tensor, Coded | None]:
+    """The gradient of the residual stream in `dtype`, and its codes if the projection out of the half
+    multiplies by them."""
+    if out.way.coded is None or rank.count > 1 or dtype != torch.bfloat16:
+        return grad.to(dtype), None
+    return code_halved_rows(grad)
 
 
 def _all_heads(kept: Sequence[Tensor], shapes: Sequence[torch.Size], form: str, dtype: torch.dtype) -> Heads:

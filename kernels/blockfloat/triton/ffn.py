@@ -34,6 +34,28 @@ def _gelu_tanh(v):
     return 2.0 * _sigmoid(2.0 * _ROOT * (v + _CUBE * v * v * v)) - 1.0
 
 
+@triton.jit
+def result_of(g, u, GATED: tl.constexpr):
+    """silu(g) * u, or gelu(g) if not GATED."""
+    return g * _sigmoid(g) * u if GATED else 0.5 * g * (1.0 + _gelu_tanh(g))
+
+
+@triton.jit
+def gradients(g, u, upstream, GATED: tl.constexpr):
+    """The gradients of g and u (not of u if not GATED), and the result again."""
+    if GATED:
+        share = _sigmoid(g)
+        silu = g * share
+        of_g, of_u = upstream * (u * (share * (1.0 + g * (1.0 - share)))), upstream * silu
+        result = silu * u
+    else:
+        tanh = _gelu_tanh(g)
+        slope = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * _ROOT * (1.0 + 3.0 * _CUBE * g * g)
+        of_g, of_u = upstream * slope, upstream
+        result = 0.5 * g * (1.0 + tanh)
+    return of_g, of_u, result
+
+
 @store_jit
 def _forward(
     gate,
@@ -64,9 +86,9 @@ def _forward(
         u = load_wide(up + source, real)
         if BITS > 0:
             store_blocks(packed_up, n, block, inside, u, BITS, LIMIT)
-        result = g * _sigmoid(g) * u
+        result = result_of(g, u, True)
     else:
-        result = 0.5 * g * (1.0 + _gelu_tanh(g))
+        result = result_of(g, g, False)
     store_rounded(inner + (row * width)[:, None] + columns, result, real)
 
 
@@ -111,16 +133,11 @@ def _backward(
             if BITS > 0
             else load_wide(packed_up + source, real)
         )
-        share = _sigmoid(g)
-        silu = g * share
-        result = silu * u
-        store_rounded(of_up + target, upstream * silu, real)
-        slope = u * (share * (1.0 + g * (1.0 - share)))
+        of_g, of_u, result = gradients(g, u, upstream, True)
+        store_rounded(of_up + target, of_u, real)
     else:
-        tanh = _gelu_tanh(g)
-        result = 0.5 * g * (1.0 + tanh)
-        slope = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * _ROOT * (1.0 + 3.0 * _CUBE * g * g)
-    store_rounded(of_gate + target, upstream * slope, real)
+        of_g, _, result = gradients(g, g, upstream, False)
+    store_rounded(of_gate + target, of_g, real)
     store_rounded(inner + where, result, real)
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kernels.blockfloat.layout import BLOCK, blocks_of, limit
 from kernels.blockfloat.triton.store import (
+    as_stored,
     empty_packed,
     load_blocks,
     load_wide,
@@ -18,7 +19,9 @@ from kernels.blockfloat.triton.store import (
     store_jit,
     store_rounded,
 )
+from kernels.common.triton.e4m3 import magnitude_bits, scale_of, store_codes
 from kernels.common.triton.numbers import as_bits
+from kernels.fp8.rows import Coded
 
 # Programs of the backward kernel, each of which sums the weight's gradient over its share of the rows.
 PROGRAMS = 264
@@ -44,6 +47,8 @@ def _forward(
     weight,
     bias,
     normed,
+    codes,
+    scales,
     packed,
     n,
     rows,
@@ -55,9 +60,11 @@ def _forward(
     LIMIT: tl.constexpr,
     LAYER: tl.constexpr,
     STORED: tl.constexpr,
+    CODED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """The norm of one row. STORED: of the row in `packed`; else of x, which is packed unless BITS is 0."""
+    """The norm of one row. STORED: of the row in `packed`; else of x, which is packed unless BITS is 0.
+    CODED: in e4m3, after it is rounded to the dtype of `normed`, which is not written."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, T)
     inside = t < per_row
@@ -74,7 +81,13 @@ def _forward(
     result = normal * load_wide(weight + columns, real)
     if LAYER:
         result += load_wide(bias + columns, real)
-    store_rounded(normed + row * width + columns, result, real)
+    if CODED:
+        value = tl.where(real, as_stored(result, normed), 0.0)
+        peak = tl.max(tl.max(magnitude_bits(value), 1), 0)
+        store_codes(codes + row * width + columns, value, peak, real)
+        tl.store(scales + row, scale_of(peak))
+    else:
+        store_rounded(normed + row * width + columns, result, real)
 
 
 @store_jit
@@ -161,6 +174,25 @@ def norm_store(
     return normed, packed
 
 
+def coded_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    bits: int,
+    dtype: torch.dtype,
+) -> tuple[Coded, torch.Tensor]:
+    """The codes of the rows of the norm of x in `dtype` (`kernels.fp8.rows`), and x stored in `bits`, empty
+    with 0."""
+    rows = row_view(x)
+    like = torch.empty(0, dtype=dtype, device=x.device)
+    packed = empty_packed(x.shape, bits, x.device) if bits else like
+    coded = Coded.empty(rows.shape[0], rows.shape[1], x.device)
+    if rows.shape[0]:
+        _run_forward(rows, weight, bias, like, packed, eps, bits, stored=False, coded=coded)
+    return coded, packed
+
+
 def norm_from_stored(
     packed: torch.Tensor,
     shape: torch.Size,
@@ -187,6 +219,7 @@ def _run_forward(
     bits: int,
     *,
     stored: bool,
+    coded: Coded | None = None,
 ) -> None:
     count, width = rows.shape
     _forward[(count,)](
@@ -194,6 +227,8 @@ def _run_forward(
         weight,
         weight if bias is None else bias,
         as_bits(normed),
+        packed if coded is None else coded.codes.view(torch.uint8),
+        packed if coded is None else coded.scales,
         packed,
         blocks_of(rows.shape),
         count,
@@ -205,6 +240,7 @@ def _run_forward(
         LIMIT=limit(bits) if bits else 1,
         LAYER=bias is not None,
         STORED=stored,
+        CODED=coded is not None,
         **_launch(width),
         enable_fp_fusion=False,
     )

@@ -75,6 +75,16 @@ def store_rounded(pointers, y, mask):
 
 
 @triton.jit
+def as_stored(y, pointers):
+    """What `store_rounded` stores of y, as fp32; for pointers to fp32 or bf16."""
+    if pointers.dtype.element_ty == tl.float32:
+        rounded = y
+    else:
+        rounded = (half_bits(y) << 16).to(tl.float32, bitcast=True)
+    return rounded
+
+
+@triton.jit
 def _scale_bits(largest, LIMIT: tl.constexpr):
     """bf16 bits, int32, of the scale of a block whose largest magnitude has these fp32 bits."""
     scale = half_bits(largest.to(tl.float32, bitcast=True) * (1.0 / LIMIT))

@@ -1,9 +1,11 @@
-"""e4m3 numbers in Triton, the bits of `kernels.fp8.reference`."""
+"""e4m3 numbers in Triton, the bits of `kernels.fp8.reference` and `kernels.fp8.rows`."""
 
 import triton
 import triton.language as tl
 
-from kernels.common.triton.numbers import MAGIC, MAGIC_BITS
+from kernels.common.triton.numbers import INTERPRETED, MAGIC, MAGIC_BITS
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -28,3 +30,27 @@ def exponent_of(largest):
 @triton.jit
 def power_of_two(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude_bits(value):
+    """The bits of |value|, int32: integers order infinities and NaNs above all numbers."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def store_codes(pointers, value, peak, mask):
+    """The codes, as bytes, of fp32 values of a row whose largest magnitude has the bits `peak`."""
+    scaled = value * power_of_two(-exponent_of(peak))
+    scaled = tl.where(peak < 0x7F800000, scaled, 0.0)
+    if _INTERPRETED:
+        code = encode(scaled).to(tl.uint8)
+    else:
+        code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(pointers, code, mask=mask)
+
+
+@triton.jit
+def scale_of(peak):
+    """A row's scale; not a number if the row is not finite."""
+    return tl.where(peak < 0x7F800000, power_of_two(exponent_of(peak)), float("nan"))

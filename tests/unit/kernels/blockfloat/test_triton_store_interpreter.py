@@ -124,3 +124,48 @@ def test_inner_activations_are_the_references(width: int, gated: bool, bits: int
     made = triton_store_ffn.ffn_backward(overwritten, wanted[1], packed_up, bits)
     assert near(made, blockfloat_layers.ffn_backward(expected, wanted[1], packed_up, bits))
     assert near(overwritten, expected)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("width", [70, 2100])
+def test_coded_norms_and_activations_are_the_codes_of_those(
+    width: int, gated: bool, bits: int, dtype: torch.dtype
+) -> None:
+    """Also of rows longer than a program reads at a time."""
+    from kernels.blockfloat.triton import coded_ffn, ffn, norm
+    from kernels.fp8 import triton as fp8
+    from kernels.fp8.rows import Coded
+
+    def codes_of(x: Tensor) -> Coded:
+        made = Coded.empty(6, x.shape[-1], x.device)
+        fp8.code_rows(x.reshape(6, -1), made)
+        return made
+
+    def equal(found: Coded, wanted: Coded) -> bool:
+        same_codes = torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+        return same_codes and torch.equal(found.scales, wanted.scales)
+
+    generator = torch.Generator().manual_seed(width)
+    gate, up, grad = (torch.randn(2, 3, width, generator=generator).to(dtype) for _ in range(3))
+    if gated:
+        x, weight = gate.float(), torch.randn(width, generator=generator)
+        coded, stored = norm.coded_norm(x, weight, None, 1e-5, bits, dtype)
+        assert equal(coded, codes_of(norm.norm(x, weight, None, 1e-5, dtype)))
+        assert not bits or torch.equal(stored, norm.norm_store(x, weight, None, 1e-5, bits, dtype)[1])
+    second = up if gated else None
+    coded, *packed = coded_ffn.activation(gate, second, bits)
+    if bits:
+        inner, *wanted = ffn.ffn_store(gate, second, bits)
+        assert all(torch.equal(part, exact) for part, exact in zip(packed, wanted, strict=True))
+    else:
+        inner = ffn.activation(gate, second)
+    assert equal(coded, codes_of(inner))
+    inputs = packed if bits else [gate, up]
+    again, overwritten = grad.clone(), grad.clone()
+    made, coded = coded_ffn.activation_backward(again, inputs[0], inputs[1] if gated else None, bits)
+    exact = ffn.ffn_backward(overwritten, inputs[0], inputs[1] if gated else None, bits)
+    assert torch.equal(made, exact) and torch.equal(again, overwritten)
+    assert equal(coded, codes_of(exact))
