@@ -27,7 +27,7 @@ from node.coordinator.actions import (
 from node.coordinator.grid import ONE_ROW
 from node.coordinator.store import StepRecord
 from node.model.units import is_block
-from node.pipeline.codec_plan import ladder
+from node.pipeline.codec_plan import ladder, of_gradients
 from node.pipeline.placement import stage_units
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.telemetry import events
@@ -75,7 +75,8 @@ class Reporter:
         pipeline = config.pipeline
         codecs = {"fp32", pipeline.forward_codec, pipeline.backward_codec}
         if pipeline.plans_codecs:
-            codecs.update(ladder(pipeline.min_bits))
+            rungs = ladder(pipeline.min_bits)
+            codecs.update(rungs, map(of_gradients, rungs))
         self.accounting = Accounting(codecs | ({pipeline.sync_codec} if pipeline.groups > 1 else set()))
         self.snapshot_path = ""
         self.weights_sha256 = ""

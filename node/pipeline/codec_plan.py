@@ -20,14 +20,14 @@ from statistics import median
 from node.config.schema import PipelineSection
 from node.pipeline.floor import Network
 from node.pipeline.window_plan import StepMeasures, Windows
-from wire.codecs.formats import codec_format
+from wire.codecs.formats import DitherFormat, TrellisFormat, codec_format
 from wire.errors import ConfigError
 from wire.spec import Direction
 
 PLANNED = "auto"
 """The name of a codec that is planned."""
 LADDER = ("2", "2.5", "3", "3.5", "4", "4.41", "5", "6", "7", "8")
-"""Bits an element to choose from, as in `trellis-R`."""
+"""Bits an element to choose from: `trellis-R` for activations, `dither-R` for their gradients."""
 FIRST = 4.41
 """Until something is measured, a tensor gets this many bits an element, or the fewest that the run allows."""
 CAUTION = 1.1
@@ -157,11 +157,17 @@ class Lines:
 
 
 def ladder(min_bits: float) -> tuple[str, ...]:
-    """The codecs to choose from, fewest bits first. ConfigError if no rate is left."""
-    rungs = tuple(f"trellis-{rate}" for rate in LADDER if float(rate) >= min_bits)
+    """The codecs of activations to choose from, fewest bits first; `of_gradients` gives those of gradients.
+    ConfigError if no rate is left."""
+    rungs = tuple(f"{TrellisFormat.PREFIX}{rate}" for rate in LADDER if float(rate) >= min_bits)
     if not rungs:
         raise ConfigError(f"pipeline.min_bits is {min_bits:g}; it must be at most {LADDER[-1]}")
     return rungs
+
+
+def of_gradients(rung: str) -> str:
+    """The codec of gradients with as many bits as this one of activations: one whose error has no mean."""
+    return rung.replace(TrellisFormat.PREFIX, DitherFormat.PREFIX)
 
 
 def first_codecs(pipeline: PipelineSection) -> tuple[str, str]:
@@ -169,7 +175,7 @@ def first_codecs(pipeline: PipelineSection) -> tuple[str, str]:
     if not pipeline.plans_codecs:
         return pipeline.forward_codec, pipeline.backward_codec
     first = ladder(max(FIRST, pipeline.min_bits))[0]
-    return first, first
+    return first, of_gradients(first)
 
 
 def pace(lines: Lines, plan: CodecPlan) -> float:
@@ -212,7 +218,9 @@ def plan_codecs(lines: Lines, rungs: Sequence[str], most: Mapping[Way, int] | No
     found = codecs()
     return CodecPlan(
         activations=tuple(codec for (_, kind), codec in found.items() if kind is Direction.ACTIVATION),
-        gradients=tuple(codec for (_, kind), codec in found.items() if kind is Direction.GRADIENT),
+        gradients=tuple(
+            of_gradients(codec) for (_, kind), codec in found.items() if kind is Direction.GRADIENT
+        ),
     )
 
 
@@ -274,7 +282,10 @@ class RateControl:
         return min(top, self._caps.get(way, top))
 
     def _rung(self, plan: CodecPlan, way: Way) -> int:
-        return self._rungs.index(plan.name(way))
+        boundary, direction = way
+        if direction is Direction.ACTIVATION:
+            return self._rungs.index(plan.activations[boundary])
+        return [of_gradients(rung) for rung in self._rungs].index(plan.gradients[boundary])
 
     def _bits(self, lines: Lines, plan: CodecPlan) -> int:
         """Packed bytes of one microbatch over all boundaries."""

@@ -17,7 +17,7 @@ from node import faults
 from node.config.schema import RunConfig
 from node.model.labels import label_weight
 from node.model.units import EMBED, HEAD, unit_names
-from node.pipeline.codec_plan import PLANNED, Way, first_codecs, ladder
+from node.pipeline.codec_plan import PLANNED, Way, first_codecs, ladder, of_gradients
 from node.pipeline.gradient_groups import RowShare, group_of
 from node.pipeline.placement import boundaries, hops, stage_orders
 from node.pipeline.routing import StageLayout, source_stage
@@ -205,9 +205,12 @@ class StageExecutor:
                 f"the coordinator plans {len(activations)} codecs of activations and {len(gradients)} of "
                 f"gradients; expected {expected} of each"
             )
-        allowed = ladder(self.config.pipeline.min_bits) if expected else ()
+        rungs = ladder(self.config.pipeline.min_bits) if expected else ()
         planned: dict[Way, Codec] = {}
-        for direction, names in ((Direction.ACTIVATION, activations), (Direction.GRADIENT, gradients)):
+        for direction, names, allowed in (
+            (Direction.ACTIVATION, activations, rungs),
+            (Direction.GRADIENT, gradients, tuple(map(of_gradients, rungs))),
+        ):
             for boundary, name in enumerate(names):
                 if name not in allowed:
                     raise ProtocolViolationError(

@@ -41,8 +41,8 @@ def test_steps_that_run_again_have_the_codecs_that_they_first_had(prefork: Prefo
             plan for _, plan in history.changes
         ]
         first, second = history.changes[:2]
-        assert first == (0, CodecPlan(activations=("trellis-4.41",), gradients=("trellis-4.41",)))
-        assert second[1] == CodecPlan(activations=("trellis-6",), gradients=("trellis-6",))
+        assert first == (0, CodecPlan(activations=("trellis-4.41",), gradients=("dither-4.41",)))
+        assert second[1] == CodecPlan(activations=("trellis-6",), gradients=("dither-6",))
         # The run went back to before the change, and through it again, with an epoch for each plan.
         resumed = [placed.resume_step for placed in coordinator.all(PlacementMade)]
         change = second[0]

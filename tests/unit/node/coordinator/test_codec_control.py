@@ -13,7 +13,7 @@ from node.coordinator.decisions import record_codecs, recorded_codecs
 from node.coordinator.epoch import Committed
 from node.coordinator.run_plan import Past
 from node.coordinator.store import Store
-from node.pipeline.codec_plan import WATCHED, CodecPlan, Lines, RateHistory, ladder
+from node.pipeline.codec_plan import WATCHED, CodecPlan, Lines, RateHistory, ladder, of_gradients
 from node.pipeline.floor import LinkRate
 from node.pipeline.window_plan import StepMeasures
 from tests.support.machine_driver import Driver, of_kind, restore_of, sent
@@ -26,7 +26,7 @@ FIRST = "trellis-4.41"
 
 
 def same(codec: str, boundaries: int) -> CodecPlan:
-    return CodecPlan(activations=(codec,) * boundaries, gradients=(codec,) * boundaries)
+    return CodecPlan(activations=(codec,) * boundaries, gradients=(of_gradients(codec),) * boundaries)
 
 
 def control(history: RateHistory, newest: int) -> CodecControl:
