@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from node.analysis.explain import Explanation, Flow, explain
 from node.analysis.machines import Machine
 from node.config.schema import RunConfig
-from node.model.units import is_block, unit_parameters
+from node.model.units import EMBED, HEAD, block_name, is_block, unit_cost, unit_parameters
 from node.pipeline.codec_plan import first_codecs
 from node.pipeline.floor import Floor, LinkRate, step_floor
-from node.pipeline.placement import stage_units
+from node.pipeline.placement import head_first, stage_units
 from node.pipeline.snapshot_place import NODES, snapshot_bytes
+from node.pipeline.stage_order import Machines, Work, plan_order
 
 BACKWARD_TIMES = 2.0
 """Operations of a backward pass over those of its forward pass."""
@@ -96,12 +99,88 @@ def codec_advice(explanation: Explanation, machines: Sequence[Machine]) -> str |
     )
 
 
+def order_advice(explanation: Explanation, machines: Sequence[Machine]) -> str | None:
+    """One sentence where these machines in another order, or with other blocks, make a step 2 % shorter."""
+    config = explanation.config
+    pipeline, stages = config.pipeline, config.pipeline.stages
+    if stages < 2 or pipeline.chunks > 1 or head_first(config, stages):
+        return None
+    block, head = (unit_cost(config.model, unit) for unit in (block_name(0), HEAD))
+    here = totals(explanation, machines)
+    own = _stage_seconds(config, machines)
+    parts = [
+        sum(unit_cost(config.model, unit) for unit in units if unit != EMBED) / block
+        for units in stage_units(config, stages)
+    ]
+    down, up = ([getattr(machine, way) for machine in machines] for way in ("down", "up"))
+    sizes = [_tensor_bytes(explanation, what) for what in ("activation", "gradient")]
+    order = plan_order(
+        Machines(
+            block_seconds=tuple(
+                (1 + BACKWARD_TIMES) * seconds / part for seconds, part in zip(own, parts, strict=True)
+            ),
+            most_blocks=tuple(_blocks_that_fit(explanation, machine) for machine in machines),
+            rate=np.minimum(np.array(up)[:, None], np.array(down)[None, :]),
+            latency=np.zeros((stages, stages)),
+        ),
+        Work(
+            stages=stages,
+            blocks=config.model.layers,
+            activation_bytes=sizes[0],
+            gradient_bytes=sizes[1],
+            microbatches=config.microbatches,
+            head_blocks=head / block,
+        ),
+    )
+    if order is None:
+        return None
+    placed = [machines[node] for node in order.nodes]
+    other = explain(replace(config, pipeline=replace(pipeline, split=order.split)))
+    then = totals(other, placed)
+    if then.seconds > 0.98 * here.seconds:
+        return None
+    names = ", ".join(map(str, placed))
+    return (
+        f"pipeline.split = {list(order.split)} with the machines in the order {names} makes a step "
+        f"{then.seconds:.3g} s instead of {here.seconds:.3g} s: let them join in that order"
+    )
+
+
 def _bits(explanation: Explanation) -> float:
     flow: Flow = next(flow for flow in explanation.flows if flow.what == "activation")
     return flow.bits_per_element
 
 
 def _floor(explanation: Explanation, machines: Sequence[Machine], config: RunConfig) -> Floor:
+    forward = _stage_seconds(config, machines)
+    return step_floor(
+        microbatches=config.microbatches,
+        forward=forward,
+        backward=[BACKWARD_TIMES * seconds for seconds in forward],
+        activation_bytes=_tensor_bytes(explanation, "activation"),
+        gradient_bytes=_tensor_bytes(explanation, "gradient"),
+        interfaces=[LinkRate(up=machine.up, down=machine.down) for machine in machines],
+        chunks=config.pipeline.chunks,
+    )
+
+
+def _tensor_bytes(explanation: Explanation, what: str) -> float:
+    """Of one packed tensor of this kind, frames included."""
+    found = [flow for flow in explanation.flows if flow.what == what]
+    return found[0].bytes / found[0].tensors if found else 0.0
+
+
+def _blocks_that_fit(explanation: Explanation, machine: Machine) -> int:
+    """A stage of so many blocks, kept as this run's stages are, takes no more memory than the card has."""
+    config = explanation.config
+    needs = [need.cpu if machine.on_cpu else need.gpu for need in explanation.memory]
+    counts = [sum(map(is_block, units)) for units in stage_units(config, config.pipeline.stages)]
+    each = max(need.total / max(1, count) for need, count in zip(needs, counts, strict=True))
+    return max(0, int(machine.card.memory_gb * 1e9 / each))
+
+
+def _stage_seconds(config: RunConfig, machines: Sequence[Machine]) -> list[float]:
+    """Forward of a microbatch on each stage, with its packing."""
     model, training, pipeline = config.model, config.training, config.pipeline
     tokens = training.microbatch * model.sequence
     elements = tokens * model.hidden
@@ -120,17 +199,4 @@ def _floor(explanation: Explanation, machines: Sequence[Machine], config: RunCon
         else:
             seconds *= 1.0 + max(PACKING_SHARE.get(codec, 0.004) for codec in codecs)
         forward.append(seconds)
-
-    def tensor_bytes(what: str) -> float:
-        found = [flow for flow in explanation.flows if flow.what == what]
-        return found[0].bytes / found[0].tensors if found else 0.0
-
-    return step_floor(
-        microbatches=config.microbatches,
-        forward=forward,
-        backward=[BACKWARD_TIMES * seconds for seconds in forward],
-        activation_bytes=tensor_bytes("activation"),
-        gradient_bytes=tensor_bytes("gradient"),
-        interfaces=[LinkRate(up=machine.up, down=machine.down) for machine in machines],
-        chunks=pipeline.chunks,
-    )
+    return forward

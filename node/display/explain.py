@@ -7,7 +7,14 @@ from typing import Any
 
 from node.analysis.explain import DeviceNeed, Explanation, HeadPlace, StageNeed, TextPlan
 from node.analysis.machines import PAYLOAD_SHARE, Machine
-from node.analysis.totals import MOST_PASSES, codec_advice, machine_bytes, snapshots_need, totals
+from node.analysis.totals import (
+    MOST_PASSES,
+    codec_advice,
+    machine_bytes,
+    order_advice,
+    snapshots_need,
+    totals,
+)
 from node.config.schema import RunConfig
 from node.model.storage import KINDS, unit_bytes
 from node.model.units import is_block
@@ -293,8 +300,8 @@ def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> l
                     f"stage {stage} needs {bytes_text(total)}, more than the "
                     f"{machine.card.memory_gb:g} GB of {machine.name}"
                 )
-        if (advice := codec_advice(explanation, machines)) is not None:
-            lines.append(advice)
+        advice = codec_advice(explanation, machines), order_advice(explanation, machines)
+        lines += [line for line in advice if line is not None]
     elif len(loads) > 1:
         lines.append("with --machine 'rtx 4090,20/100' for each: seconds a step and the run's length")
     lines.append(f"snapshots take {bytes_text(one)} each, up to {bytes_text(most)} on the coordinator's disk")
