@@ -250,7 +250,7 @@ def _steps(pid: int, output: Output, seconds: float, page: str) -> dict[str, Any
     """What steps, the page and `/metrics` take for so many seconds."""
     done, before = len(output.of("step")), Sample.of(pid)
     time.sleep(seconds / 2)
-    calm = Sample.of(pid)
+    calm, calm_steps = Sample.of(pid), len(output.of("step")) - done
     views, metrics = timed_gets(f"{page}api/view", 10), timed_gets(f"{page}metrics", 10)
     time.sleep(seconds / 2)
     steps = output.of("step")[done:]
@@ -259,6 +259,7 @@ def _steps(pid: int, output: Output, seconds: float, page: str) -> dict[str, Any
         "step_median": statistics.median(event["seconds"] for event in steps) if steps else None,
         "step_most": max((event["seconds"] for event in steps), default=None),
         "cpu_share": (calm.cpu - before.cpu) / (calm.at - before.at),
+        "cpu_a_step": (calm.cpu - before.cpu) / max(1, calm_steps),
         "view_median": statistics.median(views),
         "view_most": max(views),
         "metrics_median": statistics.median(metrics),

@@ -1,4 +1,4 @@
-"""Tables of the program: keys, commands, metrics, bits of codecs."""
+"""Tables of the program: keys, commands, metrics, bits of codecs, a thousand members."""
 
 import argparse
 import ast
@@ -15,12 +15,13 @@ from node.cli.main import build_parser
 from node.lab.profile import LabSection, NetworkSection, SweepSection
 from node.run_file.loader import section_types, toml_value
 from node.telemetry.metrics import NODE_METRICS, PREFIX, RUN_METRICS, Definition
-from scripts.docs.markdown import Tables
-from scripts.report import markdown
+from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
+from scripts.report import RESULTS, markdown
 from wire.codecs.formats import AqsgdFormat, codec_format, codec_names
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
+MANY_NODES = RESULTS / "many_nodes.json"
 SIZED_SHAPE = (4, 1024, 1024)
 
 
@@ -136,6 +137,39 @@ def _bits(packed_bytes: int) -> float:
     return 8 * packed_bytes / prod(SIZED_SHAPE)
 
 
+def many_nodes() -> str:
+    """A coordinator with a thousand light members (scripts/bench/many_nodes.py)."""
+    report = read_report(MANY_NODES)
+    enrolment, step, slow = report["enrolment"], report["step"], report["heartbeats"]
+
+    def milliseconds(seconds: float) -> str:
+        return f"{1000 * seconds:.0f} ms"
+
+    rows = [
+        [f"enrolment at {enrolment['rate']:.0f} a second, median", milliseconds(enrolment["median"])],
+        ["the slowest of a hundred", milliseconds(enrolment["p99"])],
+        ["a step that members answer after 50 ms, median", milliseconds(step["step_median"])],
+        ["processor seconds of the coordinator in such a step", f"{step['cpu_a_step']:.2f}"],
+        [
+            f"share of a core, steps of {slow['step_seconds']:.0f} s, heartbeats every {slow['every']:.0f} s",
+            f"{slow['cpu_share']:.2f}",
+        ],
+        ["the page's view then, median", milliseconds(slow["view_median"])],
+        ["`/metrics` then, median", milliseconds(slow["metrics_median"])],
+        ["memory of the coordinator", f"{report['resident_bytes'] / 1e6:.0f} MB"],
+    ]
+    if churn := report.get("churn"):
+        gone = f"{churn['deaths']} members die and return in {churn['minutes']:g} min"
+        rows.append([f"{gone}: steps done, aborted", f"{churn['steps']}, {churn['aborted']}"])
+        rows.append(["members evicted for it", str(churn["evicted"])])
+    caption = (
+        f"{report['nodes']:,} members, {report['stages']} stages in {report['rows']} rows, members and "
+        f"coordinator on the same {spaced(report['hardware'])}, load {report['load_after']:.0f}; one run, "
+        f"Python {report['python']}, commit {commit(report)}."
+    )
+    return f"{markdown([('what', 'left'), ('measured', 'right')], rows)}\n\n{caption}"
+
+
 TABLES: Tables = {
     "run_file": run_file,
     "lab_profile": lab_profile,
@@ -144,4 +178,5 @@ TABLES: Tables = {
     "node_metrics": node_metrics,
     "codec_sizes": codec_sizes,
     "trellis_constants": trellis_constants,
+    **if_recorded(MANY_NODES, "many_nodes", many_nodes),
 }
