@@ -364,7 +364,7 @@ def _halved(value, pointers, mask):
     return (bits << 16).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=("width",))
+@triton.jit
 def _code_rows(x, half, codes, scales, width, stride, HALF: tl.constexpr, CHUNK: tl.constexpr):
     """HALF: round to bf16 first, to `half` too."""
     row = tl.program_id(0).to(tl.int64)

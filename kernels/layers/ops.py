@@ -108,6 +108,16 @@ def coded_activation_backward(
     return grad, [made] if up is None else list(made.chunk(2, dim=-1)), coded
 
 
+def residual(x: Tensor, made: Tensor) -> Tensor:
+    """x + made, of any float dtypes, in x's. On a GPU torch adds tensors of two dtypes at half of memory's
+    speed."""
+    if dispatch.has_kernels(x.device.type) and x.is_contiguous() and made.is_contiguous():
+        from kernels.layers import triton
+
+        return triton.add(x, made)
+    return x + made
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
     """`reference.rotate` of heads x [B, H, S, D]. On a GPU x, which must not need a gradient, is overwritten.
 

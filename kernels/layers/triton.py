@@ -1,4 +1,4 @@
-"""Rotary position embedding in Triton, in place, bit for bit as `kernels.common.layers.rotate`."""
+"""Rotary position embedding in place, bit for bit as `kernels.common.layers.rotate`, and the residual sum."""
 
 import torch
 import triton
@@ -7,6 +7,8 @@ import triton.language as tl
 from kernels.blockfloat.triton.store import load_wide, store_jit, store_rounded
 from kernels.common.triton.numbers import as_bits
 
+ADDED = 4096
+"""Elements that a program adds."""
 HEADS = 8
 """Heads that a program turns at a time. No bit depends on it."""
 
@@ -31,6 +33,21 @@ def _rotate(
         store_rounded(out + place, a * c - b * s, real)
         store_rounded(out + place + D // 2, b * c + a * s, real)
         start += T
+
+
+@store_jit
+def _add(x, y, out, n, B: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    real = place < n
+    store_rounded(out + place, load_wide(x + place, real) + load_wide(y + place, real), real)
+
+
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x + y in x's dtype, float32 or bfloat16; both contiguous."""
+    out = torch.empty_like(x)
+    if x.numel():
+        _add[(triton.cdiv(x.numel(), ADDED),)](x, y, as_bits(out), x.numel(), B=ADDED, num_warps=8)
+    return out
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:

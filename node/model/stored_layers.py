@@ -206,7 +206,7 @@ class _AttentionHalf(torch.autograd.Function):
                 heads = _all_heads(kept_heads, head_shapes, storage.attention, dtype)
             attended, sums = attention(*heads, parts.reach)
             flat = _flat(attended)
-            result = x + output.row_parallel(flat, parts.rank)
+            result = layers.residual(x, output.row_parallel(flat, parts.rank))
             kept_output = _keep(flat, storage.attention_output)
         if storage.attention_output == RECOMPUTE:
             sums = sums.new_empty(0)
@@ -281,7 +281,7 @@ class _FfnHalf(torch.autograd.Function):
                 del inner
             kept = wide if storage.ffn_input == AS_COMPUTED else kept
             del wide, gate, up
-            result = x + made
+            result = layers.residual(x, made)
         ctx.parts, ctx.eps, ctx.dtype, ctx.inputs = parts, eps, dtype, len(inputs.linears)
         mark("norm_input", [kept_x])
         mark("ffn_input", kept[: len(inputs.linears)])

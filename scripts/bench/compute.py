@@ -99,7 +99,7 @@ def ours(shape: Shape, preset: str, compute: str = "precision", *, fixed_order: 
 
     def passes() -> None:
         for microbatch in range(MICROBATCHES):
-            stage.forward(0, microbatch, fed.clone())
+            stage.forward(0, microbatch, fed.detach())
             stage.backward(0, microbatch, gradient)
 
     # Graphs are captured in the second step.

@@ -23,8 +23,9 @@ from kernels.common.triton.e4m3 import magnitude_bits, scale_of, store_codes
 from kernels.common.triton.numbers import as_bits
 from kernels.fp8.rows import Coded
 
-# Programs of the backward kernel, each of which sums the weight's gradient over its share of the rows.
-PROGRAMS = 264
+# Warps of all programs of the backward kernel together: 32 for each of 132 multiprocessors. Each program sums
+# the weight's gradient over its share of the rows, so their number changes bits: it follows from the width.
+BACKWARD_WARPS = 4224
 
 
 @triton.jit
@@ -255,7 +256,7 @@ def norm_backward(
     eps: float,
     bits: int,
     *,
-    programs: int = PROGRAMS,
+    programs: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `kernels.blockfloat.layers.norm_backward`; `bits` of 0: `packed` is the norm's input as it was."""
     width = grad.shape[-1]
@@ -263,7 +264,8 @@ def norm_backward(
     if not bits:
         packed = packed.contiguous()
     out = torch.empty(residual.shape, dtype=residual.dtype, device=grad.device)
-    programs = min(rows.shape[0], programs)
+    launch = _launch(width)
+    programs = min(rows.shape[0], programs or BACKWARD_WARPS // launch["num_warps"])
     sums = torch.zeros(2 if bias is not None else 1, programs, width, dtype=torch.float32, device=grad.device)
     if programs:
         _backward[(programs,)](
@@ -281,7 +283,7 @@ def norm_backward(
             eps,
             BITS=bits,
             LAYER=bias is not None,
-            **_launch(width),
+            **launch,
             enable_fp_fusion=False,
         )
     of_weight = sums[0].sum(0)

@@ -112,6 +112,15 @@ def test_activations_of_columns_are_those_of_whole_tensors() -> None:
 
 
 @inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_residual_sum_has_torchs_bits(dtype: torch.dtype) -> None:
+    from kernels.layers.triton import add
+
+    x, made = drawn(3, 7, 130), drawn(3, 7, 130, seed=2).to(dtype)
+    assert torch.equal(add(x, made), x + made)
+
+
+@inside
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize(("heads", "width"), [(3, 16), (9, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
