@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ENOUGH = 1e-6
+ENOUGH = 1e-3
 """Of an optimum: a plan may be worse by this share."""
 SOLVE_SECONDS = 5.0
 

@@ -19,6 +19,7 @@ from node.config.schema import RunConfig
 from node.pipeline.device_memory import devices_of
 from node.pipeline.memory_plan import Room
 from node.run_file.loader import from_json
+from node.stage.block_measure import measured_times
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_links import EpochLinks
 from node.stage.executor import StageExecutor
@@ -254,7 +255,17 @@ class NodeRuntime:
         # Before the devices start, which may take long.
         self._tasks.append(group.create_task(self._heartbeats(welcome.heartbeat_seconds)))
         hardware = self._settings.hardware
-        room = Room(devices=devices_of(hardware), memory_bytes=hardware.memory_bytes, windows=welcome.windows)
+        times = None
+        if hardware.devices == 1:
+            # Of several, each would measure other times and plan another stage.
+            self.progress.doing("measuring a block")
+            times = await self._compute.run(lambda: measured_times(config, self._settings.devices.first))
+        room = Room(
+            devices=devices_of(hardware),
+            memory_bytes=hardware.memory_bytes,
+            windows=welcome.windows,
+            times=times,
+        )
         self.progress.joined(config.run.steps)
         self.progress.doing("compiling codecs")
         executor = await self._compute.run(lambda: self._make_executor(config, room))

@@ -20,6 +20,8 @@ from tests.gpu.test_gpu_passes import GPU, assert_same, run_file, steps
 from tests.support.passes import CASES, Forced
 
 ALL = Choice.MOVED
+WORKSPACE = 32 << 20
+"""CUBLAS_WORKSPACE_CONFIG is `:4096:8`."""
 FEED_FORWARD = Choice(moved=("ffn_input",), recomputed=("attention",))
 FORMS = ((ALL, ALL), (Choice.INPUT_MOVED, ALL), (Choice.INPUT_MOVED, Choice.INPUT_MOVED))
 
@@ -109,8 +111,8 @@ def test_a_plan_for_less_memory_takes_less_and_no_more_than_it_says() -> None:
         results.append(norms)
         peaks.append(torch.cuda.max_memory_allocated())
         memory = plan.memory
-        # The process and tensors on the way are not torch's.
-        assert peaks[-1] <= memory.total - memory.fixed, str(plan.text())
+        # The process and tensors on the way are not torch's; cuBLAS' workspaces are, of two threads.
+        assert peaks[-1] <= memory.total - memory.fixed + 2 * WORKSPACE, str(plan.text())
         del model
         torch.cuda.empty_cache()
     assert results[0] == results[1] == results[2]

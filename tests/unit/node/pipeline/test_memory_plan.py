@@ -91,7 +91,7 @@ def test_a_plan_fits_and_no_other_adds_less_time(form: str, kind: str) -> None:
         plan = plan_stage(config, 2, 0, devices, budget)
         assert plan.fits and plan.memory.total <= budget and plan.host_bytes <= devices.host_bytes
         best = min(way.added for way in ways if way.memory.total <= budget)
-        assert plan.added == pytest.approx(best, rel=1e-4, abs=1e-9)
+        assert plan.added == pytest.approx(best, rel=2e-3, abs=1e-9)
     assert plan_stage(config, 2, 0, devices, everything.total).text() == ""
     assert plan_stage(config, 2, 0, devices, 0).memory == everything
     least = least_stage_bytes(config, 2, devices)[0]

@@ -1,0 +1,260 @@
+"""Plans for small cards, on one NVIDIA GPU with a cap: `python -m scripts.bench.memory_plan --out PATH`.
+
+A stage of 8 blocks of Llama 8B's shape, the middle one of three, at 2 x 4096 and 1 x 32768 tokens. For each
+cap it times a microbatch, forward and backward, in each way that fits:
+
+    plan            ours: what a node with so much memory would do, by times that it measures first
+    plain           everything kept
+    again           every block runs again (full recompute)
+    selective       torch's selective checkpointing, which keeps the products' results of each block
+    agoq, compact   few bits, which change the run's bits
+
+An optimizer's step is timed apart. The peak is torch's. Weights are a tile of random numbers, repeated: to
+draw as many takes longer than all else.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
+from node.lab.results import commit
+from node.model import chunk
+from node.model.blocks import Block
+from node.model.units import Initial, ParameterSpec
+from node.pipeline.block_times import BlockTimes
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory_plan import Choice, MemoryPlan, Room
+from node.stage.block_measure import measured_times
+from node.stage.machine_info import fix_order
+from node.stage.stage_model import StageModel
+
+GB = 10**9
+CAPS = (12, 16, 24, 40, 80)
+LENGTHS = {"2 x 4096": (2, 4096), "1 x 32768": (1, 32768)}
+MICROBATCHES = 4
+STAGES, STAGE = 3, 1
+BESIDE = int(0.7 * GB)
+"""Of a cap, for what is not torch's: the context, kernels and cuBLAS' workspaces."""
+
+
+def run_file(
+    samples: int, length: int, *, preset: str = "off", model: ModelSection | None = None
+) -> RunConfig:
+    sizes = model or ModelSection(
+        layers=8 * STAGES, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, sequence=length
+    )
+    return RunConfig(
+        model=replace(sizes, sequence=length),
+        training=TrainingSection(
+            precision="bfloat16",
+            weights="bfloat16",
+            gradients="fp8",
+            moments="fp8",
+            microbatch=samples,
+            global_batch=samples * MICROBATCHES,
+            warmup_steps=0,
+            cuda_graphs=False,
+        ),
+        storage=StorageSection(preset=preset),
+        pipeline=PipelineSection(stages=STAGES),
+    )
+
+
+class Fixed(Room):
+    """The same choice for every block."""
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(devices=Devices(on_cpu=False))
+        self._choice = choice
+
+    def plan(self, config: RunConfig, stages: int, stage: int) -> MemoryPlan:
+        plan = super().plan(config, stages, stage)
+        return replace(plan, choices=(self._choice,) * len(plan.choices))
+
+
+class Selective(nn.Module):
+    """A block under torch's selective checkpointing: results of matrix products stay, the rest runs again."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+        self.storage = block.storage
+
+    def forward(self, x: Tensor, documents: None = None) -> Tensor:
+        def contexts() -> tuple[Any, Any]:
+            def policy(_: object, operation: object, *__: object, **___: object) -> Any:
+                kept = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+                ways = checkpoint.CheckpointPolicy
+                return ways.MUST_SAVE if kept else ways.PREFER_RECOMPUTE
+
+            return checkpoint.create_selective_checkpoint_contexts(policy)
+
+        made = checkpoint.checkpoint(self.block, x, use_reentrant=False, context_fn=contexts)
+        return cast(Tensor, made)
+
+
+def timed(
+    config: RunConfig, room: Room, device: torch.device, runs: int, *, selective: bool = False
+) -> dict[str, Any]:
+    """Median seconds of a microbatch and of a step of the optimizer, and the peak."""
+    model = StageModel(config, device, room=room)
+    model.build(STAGE, STAGES)
+    if selective:
+        for part in model._chunks:
+            for number, layer in enumerate(part.layers):
+                if isinstance(layer, Block):
+                    layer.fuses = False
+                    part.layers[number] = Selective(layer)
+    shape = (config.training.microbatch, config.model.sequence, config.model.hidden)
+    fed = torch.randn(shape, device=device)
+    above = torch.randn(shape, device=device) * 1e-3
+    passes, steps = [], []
+    for _ in range(1 + runs):
+        torch.cuda.reset_peak_memory_stats(device)
+        model.begin_step()
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        # As in the schedule: the middle stage of three has two microbatches between their passes.
+        model.forward(0, 0, fed.clone())
+        for microbatch in range(1, MICROBATCHES):
+            model.forward(0, microbatch, fed.clone())
+            model.backward(0, microbatch - 1, above)
+        model.backward(0, MICROBATCHES - 1, above)
+        torch.cuda.synchronize(device)
+        middle = time.perf_counter()
+        model.squared_norms()
+        model.apply(1e-4, 1.0)
+        torch.cuda.synchronize(device)
+        passes.append((middle - began) / MICROBATCHES)
+        steps.append(time.perf_counter() - middle)
+    peak = torch.cuda.max_memory_allocated(device)
+    model.drop()
+    return {
+        "microbatch_seconds": statistics.median(passes[1:]),
+        "optimizer_seconds": statistics.median(steps[1:]),
+        "peak_bytes": peak,
+    }
+
+
+def tried(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` gives, or that it does not fit."""
+    try:
+        return work()
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        return {"failed": str(error).strip().split("\n")[0][:160]}
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def tiled(model: ModelSection, unit: str, spec: ParameterSpec, seed: int) -> np.ndarray:
+    """In place of `node.model.chunk.initial_weight`."""
+    if spec.initial in (Initial.ONES, Initial.ZEROS):
+        return np.full(spec.shape, float(spec.initial is Initial.ONES), dtype=np.float32)
+    tile = np.random.default_rng(seed).standard_normal(1 << 20, dtype=np.float32)
+    return np.resize(tile * np.float32(0.02), spec.shape)
+
+
+def cap(device: torch.device, size: int) -> None:
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), device)
+
+
+def stage_rows(
+    name: str, caps: Sequence[int], ways: Sequence[str], device: torch.device, runs: int
+) -> list[dict[str, Any]]:
+    samples, length = LENGTHS[name]
+    config = run_file(samples, length)
+    cap(device, 1 << 50)
+    times = measured_times(config, device)
+    rows: list[dict[str, Any]] = []
+    for gb in caps:
+        size = gb * GB - BESIDE
+        devices = Devices(on_cpu=False, host_bytes=48 * GB)
+        room = Room(devices=devices, memory_bytes=gb * GB, times=times)
+        began = time.perf_counter()
+        plan = room.plan(config, STAGES, STAGE)
+        solved = time.perf_counter() - began
+        cap(device, size)
+        found: dict[str, Any] = {}
+        forms: dict[str, Callable[[], dict[str, Any]]] = {
+            "plan": lambda room=room: timed(config, room, device, runs),
+            "plain": lambda: timed(config, Fixed(Choice.KEPT), device, runs),
+            "again": lambda: timed(config, Fixed(Choice.AGAIN), device, runs),
+            "selective": lambda: timed(config, Fixed(Choice.KEPT), device, runs, selective=True),
+        }
+        for preset in ("agoq", "compact"):
+            other = run_file(samples, length, preset=preset)
+            forms[preset] = lambda other=other: timed(other, Fixed(Choice.KEPT), device, runs)
+        for way in ways:
+            found[way] = tried(forms[way])
+        rows.append(
+            {
+                "tokens": name,
+                "gb": gb,
+                "plan": plan.text() or "everything kept",
+                "fits": plan.fits,
+                "solve_seconds": solved,
+                "estimate_bytes": plan.memory.total,
+                "estimate_without_process": plan.memory.total - plan.memory.fixed,
+                "added": plan.added,
+                "host_bytes": plan.host_bytes,
+                "times": None if times is None else asdict(cast(BlockTimes, times)),
+                "ways": found,
+            }
+        )
+        sys.stderr.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--caps", type=int, nargs="+", default=list(CAPS))
+    parser.add_argument("--tokens", nargs="+", default=list(LENGTHS), choices=LENGTHS)
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=["plan", "plain", "again", "selective", "agoq", "compact"],
+        choices=("plan", "plain", "again", "selective", "agoq", "compact"),
+    )
+    args = parser.parse_args()
+    device = torch.device("cuda", 0)
+    fix_order(device)
+    chunk.initial_weight = tiled
+    result: dict[str, Any] = {
+        "commit": commit(),
+        "gpu": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "runs": args.runs,
+        "rows": [],
+    }
+    for name in args.tokens:
+        with suppress(KeyboardInterrupt):
+            result["rows"] += stage_rows(name, args.caps, args.ways, device, args.runs)
+        # What was measured stays, if time runs out.
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
