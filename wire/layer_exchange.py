@@ -2,6 +2,9 @@
 
 The requester must hold a certificate of the run and know the file's SHA-256. The coordinator tells the hash
 to members only, so it grants access to that one file. A broken transfer resumes from any byte, at any holder.
+
+Summed gradients of newest steps come the same way. They have no hash on record: the requester compares their
+norms with those that the run's nodes voted.
 """
 
 import asyncio
@@ -38,8 +41,10 @@ class LayerRequest:
 
     step: int
     unit: str
-    sha256: str
+    sha256: str = ""
     offset: int = 0
+    sums: bool = False
+    """Not a layer's file: the unit's summed gradients of `step`, packed."""
 
 
 class LayerSource(Protocol):
@@ -68,11 +73,14 @@ class LayerServer:
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message")
             raise
-        request = LayerRequest(step=asked.step, unit=asked.unit, sha256=asked.sha256, offset=asked.offset)
+        request = LayerRequest(
+            step=asked.step, unit=asked.unit, sha256=asked.sha256, offset=asked.offset, sums=asked.sums
+        )
         async with self._turn:
             data = await self._source.read(request)
             if data is None or request.offset > len(data):
-                where = f"layer {request.unit[:40]!r} of step {request.step}"
+                what = "the gradient of" if request.sums else "layer"
+                where = f"{what} {request.unit[:40]!r} of step {request.step}"
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"{where} is not held here")
                 raise AssertionError("abort raises")
             view = memoryview(data)
@@ -88,7 +96,11 @@ async def get_layer(channel: grpc.aio.Channel, request: LayerRequest) -> AsyncIt
     Raises NotHeldError if the node has no such file, LinkError when the transfer breaks.
     """
     message = control_pb2.PeerLayerRequest(
-        step=request.step, unit=request.unit, sha256=request.sha256, offset=request.offset
+        step=request.step,
+        unit=request.unit,
+        sha256=request.sha256,
+        offset=request.offset,
+        sums=request.sums,
     ).SerializeToString()
     stub: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(LAYER_METHOD)
     call = stub(message)

@@ -137,7 +137,31 @@ class Leave:
     """True: the node ends now and its state is lost. False: it asks to leave once its state is saved."""
 
 
-NodeMessage = Hello | Placed | Ready | Vote | Applied | Validated | StepFailed | Heartbeat | Leave | StepSpans
+@dataclass(frozen=True, kw_only=True)
+class Following:
+    """Answer to `Follow` and `FollowStep`."""
+
+    snapshot: int
+    """That the node began with."""
+    step: int
+    """The step whose state it holds now."""
+    failed: str = ""
+    """Why it holds none, if it does not."""
+
+
+NodeMessage = (
+    Hello
+    | Placed
+    | Ready
+    | Vote
+    | Applied
+    | Validated
+    | StepFailed
+    | Heartbeat
+    | Leave
+    | StepSpans
+    | Following
+)
 
 
 # ---- coordinator to node
@@ -195,6 +219,8 @@ class Begin:
     step: int
     link_windows: tuple[int, ...] = ()
     """Extra microbatches in flight on each link in this step, in order of links; empty: the run file's."""
+    keep_sums: bool = False
+    """Keep this step's summed gradients, packed: newcomers fetch them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +274,34 @@ class SendLayers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Follow:
+    """To a node that is about to get a stage: load the snapshot of `step`, then apply each `FollowStep`.
+
+    Without sources: stop following.
+    """
+
+    step: int
+    stage: int = 0
+    stages: int = 1
+    lineage: int = 0
+    """Of the run's state."""
+    sources: tuple[PlacedStage, ...] = ()
+    """Nodes of this stage, which keep the summed gradients of their steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowStep:
+    """A step is committed. `norms` are the votes for this stage, which the fetched gradients must have."""
+
+    snapshot: int
+    """That of the `Follow` before it."""
+    step: int
+    clip_coefficient: float
+    lr: float
+    norms: Mapping[int, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TakeSnapshot:
     epoch: int
     step: int
@@ -295,6 +349,8 @@ CoordinatorMessage = (
     | SendLayers
     | Validate
     | Prefetch
+    | Follow
+    | FollowStep
     | HeartbeatReply
     | Abort
     | Finish

@@ -5,7 +5,7 @@ message makes sense in the run is for the state machines to decide.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
@@ -19,6 +19,9 @@ from wire.messages import (
     CoordinatorMessage,
     FailureKind,
     Finish,
+    Follow,
+    Following,
+    FollowStep,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -113,9 +116,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                 vote=control_pb2.Vote(
                     epoch=message.epoch,
                     step=message.step,
-                    norms=[
-                        control_pb2.UnitNorm(unit=u, squared_norm=n) for u, n in sorted(message.norms.items())
-                    ],
+                    norms=_norms_to_proto(message.norms),
                     loss=message.loss if message.loss is not None else 0.0,
                     has_loss=message.loss is not None,
                     group_losses=[
@@ -164,6 +165,8 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
             return control_pb2.NodeMessage(leave=control_pb2.Leave(**vars(message)))
         case StepSpans():
             return control_pb2.NodeMessage(step_spans=spans_to_proto(message))
+        case Following():
+            return control_pb2.NodeMessage(following=control_pb2.Following(**vars(message)))
 
 
 def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
@@ -194,7 +197,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
             return Vote(
                 epoch=vote.epoch,
                 step=vote.step,
-                norms={n.unit: _squared(n.squared_norm) for n in vote.norms},
+                norms=_norms_from_proto(vote.norms),
                 loss=vote.loss if vote.has_loss else None,
                 group_losses={one.group: one.loss for one in vote.group_losses},
             )
@@ -231,6 +234,11 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
             return Leave(reason=line(message.leave.reason)[:LONGEST_REASON], failed=message.leave.failed)
         case "step_spans":
             return spans_from_proto(message.step_spans)
+        case "following":
+            told = message.following
+            return Following(
+                snapshot=told.snapshot, step=told.step, failed=line(told.failed)[:LONGEST_REASON]
+            )
         case _:
             raise ProtocolViolationError("a node sent an empty control message")
 
@@ -276,6 +284,26 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
         case Prefetch():
             return control_pb2.CoordinatorMessage(
                 prefetch=control_pb2.Prefetch(step=message.step, units=list(message.units), keep=message.keep)
+            )
+        case Follow():
+            return control_pb2.CoordinatorMessage(
+                follow=control_pb2.Follow(
+                    step=message.step,
+                    stage=message.stage,
+                    stages=message.stages,
+                    lineage=message.lineage,
+                    sources=_stages_to_proto(message.sources),
+                )
+            )
+        case FollowStep():
+            return control_pb2.CoordinatorMessage(
+                follow_step=control_pb2.FollowStep(
+                    snapshot=message.snapshot,
+                    step=message.step,
+                    clip_coefficient=message.clip_coefficient,
+                    lr=message.lr,
+                    norms=_norms_to_proto(message.norms),
+                )
             )
         case Retain():
             return control_pb2.CoordinatorMessage(
@@ -326,7 +354,12 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
             )
         case "begin":
             begin = message.begin
-            return Begin(epoch=begin.epoch, step=begin.step, link_windows=tuple(begin.link_windows))
+            return Begin(
+                epoch=begin.epoch,
+                step=begin.step,
+                link_windows=tuple(begin.link_windows),
+                keep_sums=begin.keep_sums,
+            )
         case "commit":
             return _commit_from_proto(message.commit)
         case "take_snapshot":
@@ -343,6 +376,26 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
         case "prefetch":
             wanted = message.prefetch
             return Prefetch(step=wanted.step, units=tuple(wanted.units), keep=wanted.keep)
+        case "follow":
+            follow = message.follow
+            if follow.sources and follow.stage >= follow.stages:
+                raise ProtocolViolationError(f"stage {follow.stage} is not one of {follow.stages}")
+            return Follow(
+                step=follow.step,
+                stage=follow.stage,
+                stages=follow.stages,
+                lineage=follow.lineage,
+                sources=_stages_from_proto(follow.sources),
+            )
+        case "follow_step":
+            after = message.follow_step
+            return FollowStep(
+                snapshot=after.snapshot,
+                step=after.step,
+                clip_coefficient=amount(after.clip_coefficient, "a clip coefficient"),
+                lr=amount(after.lr, "a learning rate"),
+                norms=_norms_from_proto(after.norms),
+            )
         case "retain":
             return Retain(steps=tuple(message.retain.steps), record=message.retain.record)
         case "send_layers":
@@ -361,6 +414,14 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
             return refusal_from_proto(message.refusal)
         case _:
             raise ProtocolViolationError("the coordinator sent an empty control message")
+
+
+def _norms_to_proto(norms: Mapping[int, float]) -> list[control_pb2.UnitNorm]:
+    return [control_pb2.UnitNorm(unit=unit, squared_norm=norm) for unit, norm in sorted(norms.items())]
+
+
+def _norms_from_proto(norms: Iterable[control_pb2.UnitNorm]) -> dict[int, float]:
+    return {one.unit: _squared(one.squared_norm) for one in norms}
 
 
 def _stages_to_proto(stages: tuple[PlacedStage, ...]) -> list[control_pb2.PlacedStage]:

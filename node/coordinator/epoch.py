@@ -125,6 +125,8 @@ class Epoch:
         """Of each boundary; None where the run file's are not planned."""
         self.planned_windows: tuple[int, ...] = ()
         """Of each link, row after row, from the next step on; empty is the run file's."""
+        self.keeps_sums = False
+        """From the next step on nodes keep the summed gradients of their steps."""
         self.addresses = addresses
         self._newest_snapshot = newest_snapshot
         self._newest_state = self.step
@@ -147,6 +149,7 @@ class Epoch:
         """Of the passes that are done."""
         self._loss = math.nan
         self._windows: tuple[int, ...] = ()
+        self._keeps_sums = False
 
     # ---- who is where
 
@@ -196,6 +199,7 @@ class Epoch:
         self.phase = Phase.STEPPING
         # All stages must run the step with the same windows, also one that receives it again.
         self._windows = self.planned_windows
+        self._keeps_sums = self.keeps_sums
         self.votes.clear()
         return [Send(node_id=node, message=self._begin(node)) for node in self.hosts]
 
@@ -441,7 +445,7 @@ class Epoch:
         links = len(self._windows) // self.rows
         first = self.replica_of(node_id) * links
         windows = self._windows[first : first + links]
-        return Begin(epoch=self.number, step=self.step, link_windows=windows)
+        return Begin(epoch=self.number, step=self.step, link_windows=windows, keep_sums=self._keeps_sums)
 
     def _commit(self) -> Commit:
         committed = self.committed

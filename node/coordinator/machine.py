@@ -16,7 +16,6 @@ from node.coordinator.actions import (
     AbortKind,
     Action,
     Announce,
-    OpenSnapshot,
     RecordHeldOut,
     RecordPlacement,
     Released,
@@ -43,6 +42,7 @@ from node.coordinator.failures import (
 from node.coordinator.grid import GroupSharing
 from node.coordinator.held_out import HeldOutSchedule
 from node.coordinator.membership import Member, Roster, loading_seconds, prefetch
+from node.coordinator.newcomers import Newcomers
 from node.coordinator.run_plan import Past, RunPlan
 from node.coordinator.snapshot_schedule import SnapshotSchedule
 from node.coordinator.stage_assignment import ONE, Candidate, StageAssigner
@@ -89,8 +89,8 @@ class RunMachine:
         self._quarantine = Quarantine()
         self._stragglers = Stragglers([one.seconds for one in past.newest])
         self._wrong = WrongValues(self._assigner, self._blame)
+        self._newcomers = Newcomers(self._assigner, self._roster, plan.unit_numbers, follows=plan.follows)
         self._ending = Ending()
-        self._growing = False
         self._measurements = HeldOutSchedule(past.validated, past.best)
         self._unseen = 0.0
         """Seconds of the epoch in which nobody could be received."""
@@ -158,7 +158,7 @@ class RunMachine:
         if current is not None:
             return [*actions, *(Send(node_id=node_id, message=m) for m in current.outstanding(node_id))]
         actions += self._try_place(now) + self._join_early(now)
-        return [*actions, *self._prefetch([node_id])]
+        return [*actions, *self._prefetch([node_id]), *self._newcomers.arrived(node_id)]
 
     def heard(self, node_id: str, now: float, kind: str | None = None) -> None:
         """A node lives. `kind`: what it spends most time on, a `TimeKind` or "" for nothing, if it says."""
@@ -238,7 +238,7 @@ class RunMachine:
         if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
             return self._complaint(ended, node_id, message, now)
         if self.stopped or epoch is None or node_id not in epoch.hosts:
-            return []
+            return self._newcomers.message(node_id, message)
         match message:
             case Placed() if message.epoch == epoch.number:
                 return self._placed(epoch, node_id, message, now)
@@ -266,7 +266,7 @@ class RunMachine:
         epoch = self.epoch
         if self.stopped or epoch is None:
             return []
-        actions = self._prefetch(self.members)
+        actions = self._prefetch(self.members) + self._newcomers.stored(step)
         if self._snapshots.awaited and epoch.step == step:
             self._snapshots.awaited = False
             actions += self._between_steps(epoch, now)
@@ -300,6 +300,8 @@ class RunMachine:
 
     def _placed(self, epoch: Epoch, node_id: str, message: Placed, now: float) -> list[Action]:
         """Stages that only have to hand in what they hold do that at once: it may be links that failed."""
+        if (line := self._newcomers.astray(epoch, node_id, message, now)) is not None:
+            return self._end_epoch(AbortKind.PLACEMENT, line) + self._try_place(now)
         actions = epoch.placed(node_id, message)
         # A commit that somebody missed comes with the restore.
         misses = self._snapshots.newest < epoch.step and not epoch.all_hold_it
@@ -329,7 +331,7 @@ class RunMachine:
                 if outcome and epoch.committed is not None:
                     self._epochs.committed(epoch.committed)
                     self._failures.committed(epoch.committed.step)
-                    return [*outcome, *self._settle_doubt(epoch, now)]
+                    return [*outcome, *self._newcomers.committed(epoch), *self._settle_doubt(epoch, now)]
                 return outcome
 
     def _progress(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
@@ -340,13 +342,21 @@ class RunMachine:
             self._failures.forgive()
             self._blame.done(epoch.hosts, epoch.step)
             self.codecs.step_done(epoch.step - 1)
-        if epoch.step < self.plan.total_steps:
-            if self._snapshots.due(epoch.step, now - self._unseen):
-                # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
-                self._growing = self._can_grow(epoch)
-            if self._snapshots.wanted(epoch.step, now - self._unseen) and self._may_go_on(epoch):
-                actions = [*actions, *self._snapshot(epoch, now, await_it=False)]
+        if epoch.step < self.plan.total_steps and not self._newcomers.ready(epoch):
+            actions = [*actions, *self._snapshot_if_wanted(epoch, now)]
         return actions + self._between_steps(epoch, now)
+
+    def _snapshot_if_wanted(self, epoch: Epoch, now: float) -> list[Action]:
+        """Beside the next steps: one is due, or nodes are here that could make a row."""
+        # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
+        due = self._snapshots.due(epoch.step, now - self._unseen)
+        able = self._may_go_on(epoch) and self._snapshots.reachable(epoch.step)
+        began = self._newcomers.begin(epoch, self._candidates(), able=able, due=due)
+        if self._snapshots.newest == epoch.step:
+            return began + self._newcomers.stored(epoch.step)
+        if (began or self._snapshots.wanted(epoch.step, now - self._unseen)) and self._may_go_on(epoch):
+            return began + self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=False)
+        return began
 
     def _held_out(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
         """After a pass over held-out samples: once all are done, record the loss and go on."""
@@ -355,7 +365,7 @@ class RunMachine:
         best = self._measurements.record(epoch.step, record.uncompressed)
         actions = [*actions[:-1], replace(record, best=best)]
         if best and self.plan.keep_best and self._may_go_on(epoch) and self._snapshots.room(epoch.step):
-            actions += self._snapshot(epoch, now, await_it=False)
+            actions += self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=False)
         return actions + self._between_steps(epoch, now)
 
     def _validation_due(self, epoch: Epoch) -> bool:
@@ -368,14 +378,19 @@ class RunMachine:
         if self._validation_due(epoch):
             return epoch.validate(self.plan.held_out)
         if self._may_go_on(epoch):
+            if self._newcomers.ready(epoch) and self._snapshots.idle:
+                grid = self._newcomers.enter()
+                over = self._end_epoch(AbortKind.PLACEMENT, "nodes that followed the run enter")
+                return over + self._begin_epoch(grid, now)
+            epoch.keeps_sums = self._newcomers.follow
             return epoch.begin() if not self._shares_anew(epoch) else self._place_anew(now)
         if self._snapshots.newest < epoch.step and not self._leaves_to_others(epoch):
-            return self._snapshot(epoch, now, await_it=True)
+            return self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=True)
         if epoch.step >= self.plan.total_steps:
             return self._stop("all steps are done", failed=False)
         if self._ending.due:
             return self._end()
-        if self._growing:
+        if self._newcomers.awaited:
             self._assigner.regroup(now)
         return self._place_anew(now)
 
@@ -384,7 +399,7 @@ class RunMachine:
 
     def _leaves_to_others(self, epoch: Epoch) -> bool:
         """Whether the epoch ends only for nodes that leave, and other rows hold the state of their stages."""
-        stays = self._ending.due or self._growing or epoch.step >= self.plan.total_steps
+        stays = self._ending.due or self._newcomers.awaited or epoch.step >= self.plan.total_steps
         return not stays and self._roster.dispensable(epoch)
 
     def _shares_anew(self, epoch: Epoch) -> bool:
@@ -397,15 +412,15 @@ class RunMachine:
     def _join_early(self, now: float) -> list[Action]:
         """Before the first step is done, newcomers enter at once: its state costs little."""
         epoch = self.epoch
-        if epoch is None or self.stopped or self._ending.due or max(epoch.step, self._snapshots.newest) > 0:
+        if epoch is None or self.stopped or self._ending.due:
             return []
-        if self.plan.most_rows == 1 or epoch.phase is Phase.APPLYING or not self._can_grow(epoch):
+        if not self._newcomers.enter_at_once(epoch, self._candidates(), self._snapshots.newest):
             return []
         self._assigner.regroup(now)
         return self._place_anew(now)
 
     def _may_go_on(self, epoch: Epoch) -> bool:
-        return not (self._growing or self._is_to_end(epoch)) and epoch.step < self.plan.total_steps
+        return not (self._newcomers.awaited or self._is_to_end(epoch)) and epoch.step < self.plan.total_steps
 
     def _is_to_end(self, epoch: Epoch) -> bool:
         """Whether the epoch ends once its state is on disk, because the run does or a stage leaves."""
@@ -414,19 +429,6 @@ class RunMachine:
     def _holds_progress(self, epoch: Epoch) -> bool:
         """Whether the epoch may be past the newest snapshot, so that ending it now would lose work."""
         return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._snapshots.newest < epoch.step
-
-    def _snapshot(self, epoch: Epoch, now: float, *, await_it: bool) -> list[Action]:
-        # Rows take turns: each has the whole state, and a snapshot costs its nodes a copy and upload.
-        replica = epoch.step // self.plan.snapshot_every % epoch.rows
-        nodes = epoch.row(replica)
-        layers = dict(zip(nodes, self.plan.units(epoch.stages), strict=True))
-        sizes = dict(zip(nodes, self.plan.state_bytes(epoch.stages), strict=True))
-        self._snapshots.ask(epoch.step, layers, sizes, await_it=await_it, now=now - self._unseen)
-        return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot(replica)]
-
-    def _can_grow(self, epoch: Epoch) -> bool:
-        here = self._candidates() if self._roster.connected(epoch.hosts) else ()
-        return self._assigner.can_grow(epoch.stages, here, epoch.rows)
 
     # ---- inside: failures
 
@@ -536,21 +538,21 @@ class RunMachine:
         return [Released(node_id=node_id, reason=reason), *lost]
 
     def _unassign(self, node_id: str, reason: str, now: float) -> list[Action]:
+        actions = self._newcomers.lost(node_id)
         if self._assigner.vacate(node_id, now):
             # Failures that its neighbours reported were caused by its end.
             self._failures.forgive()
         if self.epoch is None or node_id not in self.epoch.hosts:
-            return []
-        return self._end_epoch(AbortKind.LOST, reason)
+            return actions
+        return actions + self._end_epoch(AbortKind.LOST, reason)
 
     def _end_epoch(self, kind: AbortKind, reason: str) -> list[Action]:
         if (epoch := self._epochs.end()) is None:
             return []
-        self._growing = False
         self._snapshots.epoch_over()
         here = [node for node in epoch.hosts if node in self.members]
         over = Aborted(epoch=epoch.number, step=epoch.step, kind=kind, reason=reason)
-        return [*epoch_over(here, epoch.number, reason), over]
+        return [*self._newcomers.epoch_over(), *epoch_over(here, epoch.number, reason), over]
 
     def _try_place(self, now: float) -> list[Action]:
         """Between epochs: end the run if it is to stop, let go who wants to, start an epoch if it can be."""
@@ -583,6 +585,7 @@ class RunMachine:
         return [placement, *epoch.announce()]
 
     def _prefetch(self, nodes: Iterable[str]) -> list[Action]:
+        nodes = self._newcomers.others(nodes)
         return prefetch(nodes, self.epoch, self._roster, self._snapshots.newest, self.plan.units)
 
     def _end(self) -> list[Action]:

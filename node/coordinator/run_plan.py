@@ -13,7 +13,7 @@ from node.coordinator.stage_assignment import Sharing, StageBytes, sharing, stag
 from node.coordinator.votes import PastStep, UnitNumbers
 from node.model.units import unit_names
 from node.pipeline.codec_plan import RateHistory
-from node.pipeline.placement import chunks_of, stage_units
+from node.pipeline.placement import chunks_of, head_first, stage_units
 from node.pipeline.routing import neighbours
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.telemetry.format import parse_duration
@@ -48,6 +48,8 @@ class RunPlan:
     """How long a node whose connection broke may take to come back before it counts as dead."""
     regroup_seconds: float
     """How long to wait for a missing node before its stage, or the whole split, changes hands."""
+    follows: bool = False
+    """Whether a node that holds a stage's state needs no more than summed gradients to follow the run."""
     units: Callable[[int], Sequence[Sequence[str]]]
     """Number of stages -> the layer units of each stage."""
     unit_numbers: UnitNumbers
@@ -107,6 +109,9 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0) -> RunPlan:
         reconnect_seconds=RECONNECT_SECONDS,
         regroup_seconds=settings.regroup_seconds,
         min_stages=pipeline.min_stages or pipeline.stages,
+        # The gradient of a weight that two stages share is complete in the run alone.
+        follows=pipeline.groups > 1
+        and (not config.sums_tied_gradients or pipeline.stages == 1 or head_first(config, pipeline.stages)),
         units=functools.cache(functools.partial(stage_units, config)),
         stage_bytes=stage_needs(config, windows),
         sharing=sharing(config),

@@ -3,6 +3,10 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from node.coordinator.actions import Action, OpenSnapshot
+from node.coordinator.epoch import Epoch
+from node.coordinator.run_plan import RunPlan
+
 MAX_ASKED = 2
 """Snapshots being uploaded at a time; on slower links some are skipped. Each costs its nodes a copy of their
 state."""
@@ -81,6 +85,10 @@ class SnapshotSchedule:
         taken = any(asked.step == step for asked in self._asked)
         return self.newest < step and not taken and len(self._asked) < MAX_ASKED
 
+    def reachable(self, step: int) -> bool:
+        """Whether the state of `step` is saved, or can be."""
+        return self.newest == step or self.room(step)
+
     def ask(
         self,
         step: int,
@@ -100,6 +108,16 @@ class SnapshotSchedule:
             self.awaited = True
         else:
             self._requested = False
+
+    def take(self, epoch: Epoch, plan: RunPlan, now: float, *, await_it: bool) -> list[Action]:
+        """Take one of the state that every stage holds now, as `ask` says."""
+        # Rows take turns: each has the whole state, and a snapshot costs its nodes a copy and upload.
+        replica = epoch.step // plan.snapshot_every % epoch.rows
+        nodes = epoch.row(replica)
+        layers = dict(zip(nodes, plan.units(epoch.stages), strict=True))
+        sizes = dict(zip(nodes, plan.state_bytes(epoch.stages), strict=True))
+        self.ask(epoch.step, layers, sizes, await_it=await_it, now=now)
+        return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot(replica)]
 
     def stored(self, step: int) -> None:
         self.newest = max(self.newest, step)

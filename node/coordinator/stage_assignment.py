@@ -159,7 +159,7 @@ class StageAssigner:
         """Of the newest grid."""
         self._stages = stages
         self._min_stages = min_stages
-        self._most_rows = most_rows
+        self.most_rows = most_rows
         self._regroup_seconds = regroup_seconds
         self._stage_bytes = stage_bytes
         self._sharing = sharing
@@ -244,6 +244,20 @@ class StageAssigner:
             for more in range(rows + 1, self._row_limit(candidates, stages) + 1)
         )
 
+    def with_more_rows(self, hosts: Sequence[str], candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
+        """The grid of `hosts`, which is the newest one, with as many rows added as these nodes can host, each
+        host in its place; None if they cannot host any."""
+        stages = len(hosts) // self.rows
+        for rows in range(self._row_limit(candidates, stages), self.rows, -1):
+            found = assign(hosts, candidates, stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
+            if found is not None and found[: len(hosts)] == tuple(hosts):
+                return found
+        return None
+
+    def take(self, grid: tuple[str, ...], stages: int) -> None:
+        """The next epoch has this grid, row after row."""
+        self._chosen(grid, stages)
+
     def shortage(self, candidates: Sequence[Candidate]) -> str | None:
         """A line for the operator when there are enough nodes but not enough memory."""
         if len(candidates) < self._stages:
@@ -277,10 +291,10 @@ class StageAssigner:
 
         Only where there may be several rows: a single row goes on as `choose` says.
         """
-        if self._most_rows == 1 or len(holders) != self.rows * self._stages:
+        if self.most_rows == 1 or len(holders) != self.rows * self._stages:
             return None
         by_stage = holders_by_stage(holders, self.rows, {c.node_id for c in candidates})
-        rows = min(self._most_rows, *map(len, by_stage))
+        rows = min(self.most_rows, *map(len, by_stage))
         kept = set(by_row(by_stage, rows))
         those = [candidate for candidate in candidates if candidate.node_id in kept]
         if rows == 0:
@@ -303,7 +317,7 @@ class StageAssigner:
         return None
 
     def _row_limit(self, candidates: Sequence[Candidate], stages: int) -> int:
-        return max(1, min(self._most_rows, len(candidates) // stages))
+        return max(1, min(self.most_rows, len(candidates) // stages))
 
     def _chosen(self, nodes: tuple[str, ...], stages: int) -> tuple[str, ...]:
         self._holders, self.rows = list(nodes), len(nodes) // stages

@@ -6,21 +6,18 @@ and not executed again.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Protocol, TypeVar
-
-from torch import Tensor
 
 from node import faults
 from node.pipeline.gradient_groups import RowShare
 from node.pipeline.placement import chunks_of
 from node.pipeline.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
-from node.stage.executor import StageExecutor, StepOutcome
+from node.stage.executor import StepOutcome
+from node.stage.following import State, StateServices, load_state
 from node.stage.inbox import ElementsSent, Inbox, LoopIO, StepInterrupted, TensorLink
-from node.stage.progress import Progress
 from node.stage.tensor_transfer import BadTensorError
-from node.training.serialization import as_frozen, deserialize_unit
 from wire.errors import (
     CacheMismatchError,
     DeviceLostError,
@@ -29,7 +26,6 @@ from wire.errors import (
     ProtocolViolationError,
     Refused,
     ThinwireError,
-    first_error,
 )
 from wire.messages import (
     Applied,
@@ -52,12 +48,8 @@ from wire.spec import TensorKey
 from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
-State = Mapping[str, Mapping[str, Tensor]]
 REFUSED_SECONDS = 1.0
 """A neighbour that refuses this node's link has this long to report it before this node does."""
-
-FETCHES = 4
-"""Layers of a snapshot that are fetched at a time."""
 
 
 class LinkEvents(Protocol):
@@ -76,33 +68,23 @@ class LinkEvents(Protocol):
         ...
 
 
-class Services(Protocol):
+class Services(StateServices, Protocol):
     """What an epoch needs from its node."""
 
-    executor: StageExecutor
     inbox: Inbox
     batches: Batches
     elements_sent: ElementsSent
-    progress: Progress
 
     def post(self, message: NodeMessage) -> None:
         """Queue a message for the coordinator."""
         ...
 
-    async def compute(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on the compute thread. Its time counts as the optimizer's unless `work` switches."""
+    async def settle(self) -> None:
+        """Apply what a node that followed the run has been told of."""
         ...
 
-    async def fetch_layer(self, step: int, unit: str) -> bytes:
-        """A layer unit's snapshot file, from wherever it is."""
-        ...
-
-    async def fetch_weights(self, units: tuple[str, ...]) -> State:
-        """The units' weights from the checkpoint that the run starts from, under their names in a state."""
-        ...
-
-    def state_bytes(self, units: Collection[str]) -> int:
-        """About what the state of these units takes in a snapshot."""
+    def keep_sums(self, *, wanted: bool) -> None:
+        """Whether the next step's summed gradients are kept for nodes that follow the run."""
         ...
 
     def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
@@ -259,6 +241,8 @@ class EpochTask:
         except ValueError as error:
             raise ProtocolViolationError(f"the coordinator's placement: {error}") from error
 
+        await services.settle()
+
         def work() -> int:
             # The compute thread has finished with the previous epoch.
             services.inbox.reset()
@@ -287,25 +271,7 @@ class EpochTask:
         if missed is not None and executor.state_step == missed.step == step - 1 and executor.voted:
             await services.compute(lambda: executor.apply(missed.lr, missed.clip_coefficient))
         if executor.state_step != step:
-            files: dict[str, bytes] = {}
-            weights: State = {}
-            adapters = executor.config.lora.rank > 0
-            from_checkpoint = bool(executor.config.model.from_) and (step == 0 or adapters)
-            if step > 0 or from_checkpoint:
-                services.progress.fetching(services.state_bytes(executor.sources))
-            if step > 0:
-                files = await self._fetch(step, executor.sources)
-            if from_checkpoint:
-                weights = await services.fetch_weights(executor.units)
-            services.progress.doing("loading its state")
-
-            def fetch(unit: str) -> Mapping[str, Tensor]:
-                state = {} if step == 0 else deserialize_unit(files[unit])
-                given = weights.get(unit, {})
-                # With adapters the checkpoint's weights are frozen, and no snapshot has them.
-                return {**state, **(as_frozen(given) if adapters else given)}
-
-            await services.compute(lambda: executor.restore(step, fetch))
+            await load_state(services, step)
         executor.lineage = restore.lineage
         executor.uncompressed = restore.uncompressed
         executor.use_codecs(restore.activation_codecs, restore.gradient_codecs)
@@ -313,26 +279,11 @@ class EpochTask:
         self._step = step
         self._ready = True
 
-    async def _fetch(self, step: int, units: Collection[str]) -> dict[str, bytes]:
-        """The units' snapshot files, `FETCHES` at a time: they may come from several nodes."""
-        turn = asyncio.Semaphore(FETCHES)
-
-        async def one(unit: str) -> bytes:
-            async with turn:
-                faults.reach(faults.Phase.STATE_FETCH, stage=self.stage, step=step)
-                return await self._services.fetch_layer(step, unit)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {unit: group.create_task(one(unit)) for unit in units}
-        except* ThinwireError as errors:
-            raise first_error(errors) from None
-        return {unit: task.result() for unit, task in tasks.items()}
-
     async def _run_step(self, begin: Begin) -> None:
         services, executor, step = self._services, self._services.executor, begin.step
         services.count_time()
         services.progress.step_begins()
+        services.keep_sums(wanted=begin.keep_sums)
         self._step = step
         rows, batches = self.placement.rows, services.batches
         groups = rows[self.placement.replica].groups if len(rows) > 1 else ()

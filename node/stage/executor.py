@@ -25,7 +25,7 @@ from node.pipeline.schedule import Action, Kind, Order, held_activations
 from node.pipeline.turns import Turns
 from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
-from node.stage.gradient_sync import GradientSync, SyncIO, SyncPlan
+from node.stage.gradient_sync import GradientSync, KeepSums, SyncIO, SyncPlan
 from node.stage.inbox import StepInterrupted
 from node.stage.stage_model import StageCompute
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
@@ -119,6 +119,8 @@ class StageExecutor:
         self._tied = TensorSpec(torch.float32, (config.model.vocab, config.model.hidden))
         self._model = model
         self._sync = GradientSync(config, device) if config.pipeline.groups > 1 else None
+        self.keep_sums: KeepSums | None = None
+        """Gets each step's summed gradients, packed, for nodes that follow the run."""
 
     def compile_codecs(self) -> None:
         """Compile the codecs in the background so the first step doesn't wait."""
@@ -294,7 +296,7 @@ class StageExecutor:
         order = self._order
         if self._sync is not None:
             plan = self._sync_plan
-            self._sync.begin(plan, epoch, step, io, uncompressed=self.uncompressed)
+            self._sync.begin(plan, epoch, step, io, uncompressed=self.uncompressed, keep=self.keep_sums)
         needed = [self._needed(epoch, step, action) for action in order]
         # With several chunks, tensors do not arrive in the order in which they are needed.
         turns = Turns(order, swap=not self._place.interleaved)
@@ -333,10 +335,10 @@ class StageExecutor:
                 self._sync.settle()
         self.clock.switch(TimeKind.OPTIMIZER)
         sums = {group: float(torch.stack(shares).double().sum()) for group, shares in losses.items()}
-        norms = self._model.squared_norms()
+        norms = self._norms()
         self.voted = True
         return StepOutcome(
-            norms={self._unit_index[unit]: norm for unit, norm in norms.items()},
+            norms=norms,
             loss=sums.get(0) if self._sync is None else None,
             group_losses={} if self._sync is None else sums,
         )
@@ -391,7 +393,38 @@ class StageExecutor:
             self._caches.commit()
         self.state_step += 1
 
+    # ---- following a run without a part in it
+
+    def sum_bytes(self, unit: str) -> int:
+        """Bytes of a unit's packed sum, as `keep_sums` gets it."""
+        return self._sync_plan.unit_bytes(unit)
+
+    def put_sums(self, sums: Mapping[str, bytes]) -> Mapping[int, float]:
+        """Take the gradients of step `state_step` from what another node's `keep_sums` got, in place of
+        `run_step`; `apply` follows. Returns their squared norms by unit index.
+
+        Raises PackedMismatchError or NonFiniteError for bytes that no node keeps.
+        """
+        assert self._sync is not None, "only a run with gradient groups packs their sums"
+        self.voted = False
+        self._model.begin_step()
+        for unit, gradients in self._sync.read(self._sync_plan, sums):
+            self._model.put_gradients(unit, gradients)
+        if self.config.sums_tied_gradients and self._place.is_first and self._place.has_loss:
+            self._sum_own_tie()
+        self.voted = True
+        return self._norms()
+
     # ---- inside
+
+    def _norms(self) -> dict[int, float]:
+        return {self._unit_index[unit]: norm for unit, norm in self._model.squared_norms().items()}
+
+    def _sum_own_tie(self) -> None:
+        model = self._model
+        total = sum_tied_gradients(model.tied_gradient(HEAD), model.tied_gradient(EMBED))
+        model.put_tied_gradient(EMBED, total)
+        model.put_tied_gradient(HEAD, total)
 
     def _held_out_order(self, first: int, microbatches: int) -> list[Action]:
         """This stage's forwards of held-out microbatches, numbered from `first`."""
@@ -493,9 +526,7 @@ class StageExecutor:
         up = TensorKey(epoch, step, 0, 0, Direction.TIED_SHARE)
         down = TensorKey(epoch, step, 0, 0, Direction.TIED_SUM)
         if place.is_first and place.has_loss:
-            total = sum_tied_gradients(model.tied_gradient(HEAD), model.tied_gradient(EMBED))
-            model.put_tied_gradient(EMBED, total)
-            model.put_tied_gradient(HEAD, total)
+            self._sum_own_tie()
         elif self.is_first:
             # In the received share's memory: with its packed form, at most two copies of the matrix.
             total = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)

@@ -23,6 +23,9 @@ from wire.codecs.base import Codec
 from wire.errors import NonFiniteError, PackedMismatchError
 from wire.spec import Direction, TensorKey, TensorSpec
 
+KeepSums = Callable[[int, str, Sequence[Tensor]], None]
+"""(step, unit, the packed sum over all groups of each of its pieces, uint8 on the CPU)."""
+
 
 class SyncIO(Protocol):
     """Sends packed pieces to the same stage in other rows, and receives them. Call it from any thread."""
@@ -77,6 +80,10 @@ class SyncPlan:
         }
         self.owners = owners(self.sizes, share.rows)
 
+    def unit_bytes(self, unit: str) -> int:
+        """Bytes of a unit's packed sum."""
+        return sum(self.sizes[piece.number] for piece in self.pieces[unit])
+
     def is_own(self, piece: Piece) -> bool:
         """Whether this row sums up the piece."""
         return self.owners[piece.number] == self.share.replica
@@ -106,13 +113,23 @@ class GradientSync:
         self._joined: PieceSums
         """On the compute thread."""
         self._io: SyncIO
+        self._keep: KeepSums | None = None
         self._place = 0, 0
         self._folds: dict[int, Fold[Tensor]] = {}
         self._roots: dict[str, Future[None]] = {}
 
-    def begin(self, plan: SyncPlan, epoch: int, step: int, io: SyncIO, *, uncompressed: bool) -> None:
-        """A step begins; nothing of an earlier one is left."""
-        self._plan, self._io = plan, io
+    def begin(
+        self,
+        plan: SyncPlan,
+        epoch: int,
+        step: int,
+        io: SyncIO,
+        *,
+        uncompressed: bool,
+        keep: KeepSums | None = None,
+    ) -> None:
+        """A step begins; nothing of an earlier one is left. `keep` gets what `finish` unpacks."""
+        self._plan, self._io, self._keep = plan, io, keep
         self._place = epoch, step
         self._sums = PieceSums(self._config, self._packing, uncompressed=uncompressed)
         self._joined = PieceSums(self._config, self._joining, uncompressed=uncompressed)
@@ -150,8 +167,27 @@ class GradientSync:
             self._roots[unit].result()
             pieces = plan.pieces[unit]
             roots = [self._root(piece) for piece in pieces]
+            if self._keep is not None and roots:
+                self._keep(self._place[1], unit, roots)
             yield unit, self._joined.join(pieces, roots)
         self.drain()
+
+    def read(self, plan: SyncPlan, sums: Mapping[str, bytes]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """What `finish` gave on the node that kept these packed sums, by unit. Raises PackedMismatchError or
+        NonFiniteError for bytes that no node keeps."""
+        joining = PieceSums(self._config, self._joining)
+        for unit in plan.units:
+            pieces = plan.pieces[unit]
+            if len(sums[unit]) != plan.unit_bytes(unit):
+                raise PackedMismatchError(f"{len(sums[unit])} bytes, expected {plan.unit_bytes(unit)}")
+            if not pieces:  # all of it is frozen
+                yield unit, {}
+                continue
+            packed = torch.frombuffer(bytearray(sums[unit]), dtype=torch.uint8)
+            parts = torch.split(packed, [plan.sizes[piece.number] for piece in pieces])
+            for piece, part in zip(pieces, parts, strict=True):
+                joining.check(piece, part)
+            yield unit, joining.join(pieces, parts)
 
     def drain(self) -> None:
         """Wait for all jobs. Raises the first error that is not an interruption."""

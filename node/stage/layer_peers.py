@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from node.stage.snapshot_cache import SnapshotCache
+from node.stage.sums_kept import SumsKept
 from wire.channels import LinkIdentity, open_channel
 from wire.errors import LinkError, ProtocolViolationError
 from wire.layer_exchange import LayerRequest, NotHeldError, get_layer, yield_to
@@ -37,17 +38,23 @@ class LayerPlace:
 class LayersHeld:
     """What this node's port gives to other nodes. Implements `wire.layer_exchange.LayerSource`."""
 
-    def __init__(self, cache: SnapshotCache, pacer: Pacer | None, busy: Callable[[], bool]) -> None:
+    def __init__(
+        self, cache: SnapshotCache, sums: SumsKept, pacer: Pacer | None, busy: Callable[[], bool]
+    ) -> None:
         """
         Args:
+            sums: gradients for nodes that follow the run.
             pacer: the node's bandwidth limit, if it has one.
             busy: whether tensors of the training wait to be sent; these go first.
         """
         self._cache = cache
+        self._sums = sums
         self._pacer = pacer
         self._busy = busy
 
     async def read(self, request: LayerRequest) -> bytes | None:
+        if request.sums:
+            return await asyncio.to_thread(self._sums.read, request.step, request.unit)
         kept = await asyncio.to_thread(self._cache.get, request.step, request.unit)
         return kept.data if kept is not None and kept.sha256 == request.sha256 else None
 
@@ -120,6 +127,35 @@ class LayerPeers:
             if turn + 1 < ROUNDS:
                 await asyncio.sleep(backoff.advance())
         raise LinkError(f"{what} could not be fetched from any holder ({trouble})")
+
+    async def fetch_sums(self, holders: Sequence[PlacedStage], step: int, unit: str, size: int) -> bytes:
+        """A unit's summed gradients of a step, packed, from the first holder that has them.
+
+        Raises LinkError if none has them in the right size.
+        """
+        trouble = "nobody keeps them"
+        backoff = Backoff(0.1, 1.0)
+        for turn in range(ROUNDS):
+            for holder in holders:
+                request = LayerRequest(step=step, unit=unit, sums=True)
+                data = bytearray()
+                try:
+                    async for chunk in get_layer(self._channel(holder), request):
+                        data += chunk
+                        if len(data) > size:
+                            break
+                except NotHeldError as error:
+                    trouble = str(error)
+                except LinkError as error:
+                    trouble = f"node {holder.node_id}: {error}"
+                    await self._hang_up(holder)
+                else:
+                    if len(data) == size:
+                        return bytes(data)
+                    trouble = f"node {holder.node_id} sends another number of bytes than {size}"
+            if turn + 1 < ROUNDS:
+                await asyncio.sleep(backoff.advance())
+        raise LinkError(f"the gradient of {unit} in step {step} could not be fetched ({trouble})")
 
     async def _receive(self, place: LayerPlace, holder: PlacedStage, data: bytearray) -> None:
         """Append what is missing of the file."""

@@ -18,8 +18,9 @@ from node.pipeline.routing import Peer
 from node.stage import out_of_memory
 from node.stage.coordinator_client import Batches, CoordinatorClient
 from node.stage.epoch_links import EpochLinks
-from node.stage.epoch_task import EpochTask, LinkEvents, State
+from node.stage.epoch_task import EpochTask, LinkEvents
 from node.stage.executor import StageExecutor
+from node.stage.following import Follower, State
 from node.stage.inbox import ElementsSent, Inbox, TensorLink
 from node.stage.layer_peers import LayerPeers
 from node.stage.measure import NodeMeter
@@ -28,6 +29,7 @@ from node.stage.progress import Progress
 from node.stage.session import Session
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.snapshot_transfer import SnapshotTransfer
+from node.stage.sums_kept import SumsKept
 from node.stage.watchdog import ComputeThread
 from node.telemetry.format import bytes_text
 from wire.errors import MemoryExhaustedError, RunError
@@ -36,6 +38,8 @@ from wire.messages import (
     Applied,
     Begin,
     Commit,
+    Follow,
+    FollowStep,
     NodeMessage,
     Placement,
     Prefetch,
@@ -50,7 +54,18 @@ from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
 RunMessage = (
-    Placement | Restore | Begin | Commit | TakeSnapshot | Validate | Prefetch | Retain | SendLayers | Abort
+    Placement
+    | Restore
+    | Begin
+    | Commit
+    | TakeSnapshot
+    | Validate
+    | Prefetch
+    | Follow
+    | FollowStep
+    | Retain
+    | SendLayers
+    | Abort
 )
 """What the coordinator sends to a member of the run."""
 
@@ -70,6 +85,7 @@ class RunMember:
         client: CoordinatorClient,
         links: EpochLinks,
         cache: SnapshotCache,
+        sums: SumsKept,
         peers: LayerPeers,
         compute: ComputeThread,
         room: Room,
@@ -83,6 +99,7 @@ class RunMember:
         Args:
             room: the memory that this node plans its stage for.
             group: runs the background tasks; their errors end the node.
+            sums: this node's summed gradients, for nodes that follow the run.
             tell: shows the volunteer a line.
             progress: gets what the node is at.
         """
@@ -103,6 +120,8 @@ class RunMember:
             post=session.post,
             tell=tell,
         )
+        self._sums = sums
+        self._follower = Follower(self, peers.fetch_sums, group, session.post, tell)
         self._session = session
         self._links = links
         self._compute = compute
@@ -136,6 +155,11 @@ class RunMember:
                     await self._end_epoch()
             case Prefetch():
                 self._snapshots.prefetch(message)
+            case Follow():
+                if self._running is None:
+                    self._follower.follow(message)
+            case FollowStep():
+                self._follower.committed(message)
             case Retain():
                 self._snapshots.retain(message)
             case SendLayers():
@@ -147,6 +171,7 @@ class RunMember:
     async def end(self) -> None:
         """Stop all work of the run."""
         self._snapshots.cancel()
+        self._follower.stop()
         await self._end_epoch()
 
     def exhausted(self, device: torch.device, on_device: str) -> MemoryExhaustedError:
@@ -163,6 +188,14 @@ class RunMember:
         )
 
     # ---- services of an epoch
+
+    async def settle(self) -> None:
+        await self._follower.settle()
+
+    def keep_sums(self, *, wanted: bool) -> None:
+        self.executor.keep_sums = self._sums.keep if wanted else None
+        if not wanted:
+            self._sums.clear()
 
     def post(self, message: NodeMessage) -> None:
         self._session.post(message)

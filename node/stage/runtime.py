@@ -32,6 +32,7 @@ from node.stage.run_member import RunMember
 from node.stage.session import IdentityHolder, Session, renew_certificates, short_reason
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.stage_model import StageDevices
+from node.stage.sums_kept import SumsKept
 from node.stage.watchdog import ComputeThread, StuckError
 from node.telemetry.clock import TimeKind
 from node.telemetry.trace_files import TracedSteps
@@ -51,6 +52,8 @@ LEAVE_SECONDS = 120.0
 LEAVE_IDLE_SECONDS = 2.0
 """The same for a node without a stage, which holds nothing."""
 COMPUTING = TimeKind.FORWARD, TimeKind.BACKWARD, TimeKind.OPTIMIZER
+SUMS_PART = 4
+"""Of the room for snapshots on disk, one part in so many is for gradients that followers fetch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,7 @@ class NodeRuntime:
         self._compute = ComputeThread()
         self._tasks: list[asyncio.Task[None]] = []
         self._finish: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
+        self._sums: SumsKept | None = None
         self._member: RunMember | None = None
         """Built on the coordinator's welcome."""
 
@@ -156,6 +160,8 @@ class NodeRuntime:
                 close = functools.partial(devices.close, broken=broken)
                 await (asyncio.to_thread if stuck else self._compute.run)(close)
                 self._compute.shutdown(wait=not stuck)
+                if self._sums is not None:
+                    await asyncio.to_thread(self._sums.close)
 
     def leave(self, reason: str) -> None:
         """Ask the coordinator to let this node go; `run` returns once it has, or after a bounded wait."""
@@ -271,7 +277,10 @@ class NodeRuntime:
         executor = await self._compute.run(lambda: self._make_executor(config, room))
         self._client.outage_seconds = config.coordinator.outage_seconds
         cache = SnapshotCache(self._settings.cache_directory, self._settings.cache_bytes)
-        held = LayersHeld(cache, self._settings.pacer, lambda: self._links.busy)
+        # Not among the snapshots, where whatever is no step's directory is removed.
+        at = self._settings.cache_directory
+        sums = self._sums = SumsKept(at.with_name(f"{at.name}-sums"), self._settings.cache_bytes // SUMS_PART)
+        held = LayersHeld(cache, sums, self._settings.pacer, lambda: self._links.busy)
         self._links.serve_layers(LayerServer(held))
         self._member = RunMember(
             welcome,
@@ -280,6 +289,7 @@ class NodeRuntime:
             client=self._client,
             links=self._links,
             cache=cache,
+            sums=sums,
             peers=self._peers,
             compute=self._compute,
             room=room,

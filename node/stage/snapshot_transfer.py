@@ -17,7 +17,7 @@ from node.config.schema import RunConfig
 from node.model.units import most_state_bytes, parameter_specs
 from node.pipeline.placement import most_layer_bytes
 from node.stage.coordinator_client import CoordinatorClient
-from node.stage.epoch_task import State
+from node.stage.following import State
 from node.stage.layer_peers import LayerPeers
 from node.stage.snapshot_cache import SnapshotCache
 from node.training.manifest import unit_weights_sha256

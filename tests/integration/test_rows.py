@@ -92,6 +92,12 @@ class Node:
     async def compute(self, work: Callable[[], Result]) -> Result:
         return await self.thread.run(work)
 
+    async def settle(self) -> None:
+        pass
+
+    def keep_sums(self, *, wanted: bool) -> None:
+        assert not wanted, "nobody follows"
+
     async def fetch_layer(self, step: int, unit: str) -> bytes:
         raise AssertionError("every state is held")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from node.faults import Fault, Kind, Phase
-from node.telemetry.events import Event, NodeJoined, PlacementMade
+from node.telemetry.events import Event, NodeJoined, Notice, PlacementMade, SnapshotStored, StepDone
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
 
@@ -78,18 +78,69 @@ def test_a_row_that_loses_a_node_costs_its_groups_work(
         assert set(after.nodes) < set(before.nodes), "nobody who would have to fetch the state"
 
 
-def test_a_row_enters_at_the_next_snapshot(prefork: Prefork, tmp_path: Path) -> None:
-    """A node is killed in mid-step and started again: it is back in its row once its state is on disk."""
-    later = replace(HOLD, step=4)
+LONG = replace(CONFIG, run=replace(CONFIG.run, steps=30, snapshot_every=30))
+
+
+def a_step_is_done(event: Event) -> bool:
+    return isinstance(event, StepDone)
+
+
+def the_state_is_here(event: Event) -> bool:
+    return isinstance(event, Notice) and "the state is here" in event.text
+
+
+def test_a_row_enters_while_steps_go_on(prefork: Prefork, tmp_path: Path) -> None:
+    """Two nodes come to a run of one row: they follow its steps from a snapshot that nobody waits for."""
+    early, later = replace(HOLD, step=3), replace(HOLD, step=12)
+    with FaultRun(tmp_path, LONG, [early, later], launch=prefork.popen) as run:
+        with held(run, later):
+            with held(run, early):
+                run.start()
+                run.add_nodes(2)
+                assert run.tend(until=a_step_is_done) is None
+                run.add_spare()
+                run.add_spare()
+                assert run.tend(until=until_joined(2)) is None
+            assert run.tend(until=the_state_is_here) is None
+        run.assert_ends_undisturbed()
+        assert [len(rows) for rows in grids(run)] == [1, 2]
+        assert [stored.step for stored in run.all(SnapshotStored)] == [4, 30]
+        resumed = run.all(PlacementMade)[-1].resume_step
+        assert resumed is not None and resumed > 4, "after the steps that went on meanwhile"
+
+
+def test_a_node_that_is_started_again_is_back_in_its_row_before_the_next_snapshot(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    later = replace(HOLD, step=12)
     kill = Fault(kind=Kind.KILL, phase=Phase.BACKWARD, stage=1, step=2)
-    with FaultRun(tmp_path, CONFIG, [HOLD, later, kill], launch=prefork.popen) as run:
+    with FaultRun(tmp_path, LONG, [HOLD, later, kill], launch=prefork.popen) as run:
         with held(run, later):
             with held(run, HOLD):
                 run.start()
                 run.add_nodes(4)
                 assert run.tend(until=until_joined(4)) is None
-            assert run.tend(until=until_joined(1)) is None
+            assert run.tend(until=the_state_is_here) is None
         run.assert_ends_undisturbed()
         # Which row computes how many groups then depends on what was measured.
         assert [len(rows) for rows in grids(run)][-3:] == [2, 1, 2]
-        assert run.all(PlacementMade)[-1].resume_step == 5
+        resumed = run.all(PlacementMade)[-1].resume_step
+        assert resumed is not None and 3 < resumed < 30
+
+
+def test_a_newcomer_that_dies_as_it_follows_costs_the_run_nothing(prefork: Prefork, tmp_path: Path) -> None:
+    """It is started again, and enters at the snapshot that is due, if there is one."""
+    early, later = replace(HOLD, step=3), replace(HOLD, step=12)
+    kill = Fault(kind=Kind.KILL, phase=Phase.STATE_FETCH, stage=1, step=4)
+    with FaultRun(tmp_path, LONG, [early, later, kill], launch=prefork.popen) as run:
+        with held(run, later):
+            with held(run, early):
+                run.start()
+                run.add_nodes(2)
+                assert run.tend(until=a_step_is_done) is None
+                run.add_spare()
+                run.add_spare()
+                assert run.tend(until=until_joined(2)) is None
+            assert run.tend(until=until_joined(1)) is None
+        run.assert_ends_undisturbed()
+        assert grids(run) == [ALONE]

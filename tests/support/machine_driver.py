@@ -19,6 +19,9 @@ from wire.messages import (
     CoordinatorMessage,
     FailureKind,
     Finish,
+    Follow,
+    Following,
+    FollowStep,
     Placed,
     Prefetch,
     Ready,
@@ -77,12 +80,14 @@ class Driver:
         memory: dict[str, int] | None = None,
         groups: int = 1,
         codecs: Callable[[RateHistory, int], CodecControl] = no_codecs,
+        follows: bool = False,
     ) -> None:
         """`groups` are also the most rows."""
         self.plan = RunPlan(
             stages=stages,
             groups=groups,
             most_rows=groups,
+            follows=follows,
             min_stages=stages if min_stages is None else min_stages,
             total_steps=steps,
             snapshot_every=every,
@@ -205,6 +210,10 @@ class Driver:
             actions = self.validated(node_id, loss, number=number)
         return actions
 
+    def following(self, node_id: str, snapshot: int, step: int, *, failed: str = "") -> list[Action]:
+        answer = Following(snapshot=snapshot, step=step, failed=failed)
+        return self.machine.message(node_id, answer, self.time)
+
     def failed(
         self, node_id: str, kind: FailureKind = FailureKind.LINK, *, why: str = "it broke", peer: int = -1
     ) -> list[Action]:
@@ -309,3 +318,12 @@ def restore_of(actions: Sequence[Action]) -> Restore:
     """The one state that all stages load."""
     (restore,) = {message for message in sent(actions) if isinstance(message, Restore)}
     return restore
+
+
+def follows(actions: Sequence[Action]) -> dict[str, list[Follow | FollowStep]]:
+    """What each newcomer is told, in order."""
+    found: dict[str, list[Follow | FollowStep]] = {}
+    for action in of_kind(actions, Send):
+        if isinstance(action.message, Follow | FollowStep):
+            found.setdefault(action.node_id, []).append(action.message)
+    return found

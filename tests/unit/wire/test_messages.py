@@ -19,6 +19,9 @@ from wire.messages import (
     CoordinatorMessage,
     FailureKind,
     Finish,
+    Follow,
+    Following,
+    FollowStep,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -206,6 +209,7 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         peer_replica=st.integers(-1, 2**31 - 1),
     ),
     Heartbeat: st.builds(Heartbeat, telemetry=TELEMETRY, sent_at=FINITE),
+    Following: st.builds(Following, snapshot=NUMBER, step=NUMBER, failed=LINE),
     Leave: st.builds(Leave, reason=LINE, failed=st.booleans()),
     StepSpans: SPANS,
 }
@@ -220,7 +224,25 @@ COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
     Restore: st.builds(
         Restore, epoch=NUMBER, step=NUMBER, missed=st.none() | COMMIT, uncompressed=st.booleans()
     ),
-    Begin: st.builds(Begin, epoch=NUMBER, step=NUMBER),
+    Begin: st.builds(Begin, epoch=NUMBER, step=NUMBER, keep_sums=st.booleans()),
+    Follow: st.integers(1, 4).flatmap(
+        lambda stages: st.builds(
+            Follow,
+            step=NUMBER,
+            stage=st.integers(0, stages - 1),
+            stages=st.just(stages),
+            lineage=NUMBER,
+            sources=st.lists(st.builds(PlacedStage, node_id=TEXT, address=TEXT), max_size=3).map(tuple),
+        )
+    ),
+    FollowStep: st.builds(
+        FollowStep,
+        snapshot=NUMBER,
+        step=NUMBER,
+        clip_coefficient=AMOUNT,
+        lr=AMOUNT,
+        norms=st.dictionaries(NUMBER, st.floats(0, allow_nan=False), max_size=5),
+    ),
     Commit: COMMIT,
     TakeSnapshot: st.builds(TakeSnapshot, epoch=NUMBER, step=NUMBER, place=LINE),
     Retain: st.builds(Retain, steps=st.lists(NUMBER, max_size=5).map(tuple), record=TEXT),

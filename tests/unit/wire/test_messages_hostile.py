@@ -19,6 +19,9 @@ from wire.messages import (
     Commit,
     FailureKind,
     Finish,
+    Follow,
+    Following,
+    FollowStep,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -102,6 +105,7 @@ FROM_NODES = [
         StepFailed(epoch=3, step=41, kind=FailureKind.PEER, message="damaged frame", peer_stage=2),
         Heartbeat(telemetry=TELEMETRY),
         Leave(reason="cuda:0 ran out of memory", failed=True),
+        Following(snapshot=40, step=42, failed="no source"),
         SPANS,
     )
 ]
@@ -121,6 +125,8 @@ FROM_THE_COORDINATOR = [
         Retain(steps=(20, 40), record='{"run": 1}'),
         SendLayers(step=40, units=("embed",)),
         Prefetch(step=40, units=("embed", "block.0000")),
+        Follow(step=40, stage=1, stages=2, lineage=3, sources=(PlacedStage(node_id="a", address="h:1"),)),
+        FollowStep(snapshot=40, step=41, clip_coefficient=0.5, lr=1e-3, norms={2: 1.5}),
         HeartbeatReply(sent_at=12.5, at=1.7e9),
         Abort(epoch=3, reason="node b is gone"),
         Finish(reason="all steps are done", failed=False),

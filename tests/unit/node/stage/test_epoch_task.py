@@ -62,6 +62,7 @@ class Stage:
         self.config = RunConfig(model=ModelSection(layers=3), pipeline=PipelineSection(stages=3))
         self.clock = StageClock()
         self.log: list[object] = []
+        self.stage = 1
         self.state_step = -1
         self.voted = False
         self.lineage = 0
@@ -129,6 +130,12 @@ class Node:
 
     async def compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.to_thread(work)
+
+    async def settle(self) -> None:
+        pass
+
+    def keep_sums(self, *, wanted: bool) -> None:
+        assert not wanted, "nobody follows"
 
     async def fetch_layer(self, step: int, unit: str) -> bytes:
         if self.missing is not None:

@@ -1,0 +1,245 @@
+"""A node without a stage follows the run: it holds a stage's state, step by step, before it gets the stage.
+
+It loads a snapshot and applies to it what the run commits meanwhile, from the summed gradients that the
+stage's nodes keep. So the run goes on while the node fetches its state, and when its epoch begins the node
+holds the same state as the others, to the bit.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from node import faults
+from node.stage.executor import StageExecutor
+from node.stage.progress import Progress
+from node.training.serialization import as_frozen, deserialize_unit
+from wire.errors import (
+    DeviceLostError,
+    NonFiniteError,
+    PackedMismatchError,
+    RunError,
+    ThinwireError,
+    first_error,
+)
+from wire.messages import Follow, Following, FollowStep, NodeMessage, PlacedStage
+
+Result = TypeVar("Result")
+State = Mapping[str, Mapping[str, Tensor]]
+
+FETCHES = 4
+"""Layers that are fetched at a time."""
+TRIES = 3
+"""How often a step's gradients are fetched while they are not what the run committed."""
+SETTLE_SECONDS = 60.0
+"""How long a node that gets its stage may take to apply what it has been told of. Less than the coordinator
+waits for it to take its place."""
+
+
+class StateServices(Protocol):
+    """What loading a state needs from the node."""
+
+    executor: StageExecutor
+    progress: Progress
+
+    def state_bytes(self, units: Collection[str]) -> int:
+        """About what the state of these units takes in a snapshot."""
+        ...
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on the compute thread."""
+        ...
+
+    async def fetch_layer(self, step: int, unit: str) -> bytes:
+        """A layer unit's snapshot file, from wherever it is."""
+        ...
+
+    async def fetch_weights(self, units: tuple[str, ...]) -> State:
+        """The units' weights from the checkpoint that the run starts from, under their names in a state."""
+        ...
+
+
+async def load_state(services: StateServices, step: int) -> None:
+    """Give the placed executor the state of `step`, from its snapshot or, at step 0, from the seed."""
+    executor = services.executor
+    files: dict[str, bytes] = {}
+    weights: State = {}
+    adapters = executor.config.lora.rank > 0
+    from_checkpoint = bool(executor.config.model.from_) and (step == 0 or adapters)
+    if step > 0 or from_checkpoint:
+        services.progress.fetching(services.state_bytes(executor.sources))
+    if step > 0:
+        files = await _fetch_files(services, step, executor.sources)
+    if from_checkpoint:
+        weights = await services.fetch_weights(executor.units)
+    services.progress.doing("loading its state")
+
+    def fetch(unit: str) -> Mapping[str, Tensor]:
+        state = {} if step == 0 else deserialize_unit(files[unit])
+        given = weights.get(unit, {})
+        # With adapters the checkpoint's weights are frozen, and no snapshot has them.
+        return {**state, **(as_frozen(given) if adapters else given)}
+
+    await services.compute(lambda: executor.restore(step, fetch))
+
+
+async def _fetch_files(services: StateServices, step: int, units: Collection[str]) -> dict[str, bytes]:
+    """The units' snapshot files: they may come from several nodes."""
+
+    async def one(unit: str) -> bytes:
+        faults.reach(faults.Phase.STATE_FETCH, stage=services.executor.stage, step=step)
+        return await services.fetch_layer(step, unit)
+
+    return await _several(units, one)
+
+
+async def _several(units: Collection[str], fetch: Callable[[str], Awaitable[bytes]]) -> dict[str, bytes]:
+    """What `fetch` gives for each unit, `FETCHES` at a time."""
+    turn = asyncio.Semaphore(FETCHES)
+
+    async def one(unit: str) -> bytes:
+        async with turn:
+            return await fetch(unit)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = {unit: group.create_task(one(unit)) for unit in units}
+    except* ThinwireError as errors:
+        raise first_error(errors) from None
+    return {unit: task.result() for unit, task in tasks.items()}
+
+
+FetchSums = Callable[[tuple[PlacedStage, ...], int, str, int], Awaitable[bytes]]
+"""(holders in the order to ask them, step, unit, exact bytes) -> its packed sum. Raises LinkError."""
+
+
+class Follower:
+    """One node's. Call everything on the event loop."""
+
+    def __init__(
+        self,
+        services: StateServices,
+        fetch_sums: FetchSums,
+        group: asyncio.TaskGroup,
+        post: Callable[[NodeMessage], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            post: queues a message for the coordinator.
+            tell: shows the volunteer a line.
+        """
+        self._services = services
+        self._fetch_sums = fetch_sums
+        self._group = group
+        self._post = post
+        self._tell = tell
+        self._steps: asyncio.Queue[FollowStep] = asyncio.Queue()
+        self._of = Follow(step=0)
+        self._task: asyncio.Task[None] | None = None
+
+    def follow(self, order: Follow) -> None:
+        """Load a snapshot and follow from there; a repeated order is the same one. Without sources: stop."""
+        if order == self._of and self._task is not None and not self._task.done():
+            return
+        if self._task is not None:
+            self.stop()
+            self._services.progress.idle("waiting for a stage")
+        if order.sources:
+            self._of, self._steps = order, asyncio.Queue()
+            self._task = self._group.create_task(self._run(order, self._steps))
+
+    def committed(self, step: FollowStep) -> None:
+        """A step after the snapshot is committed."""
+        if self._task is not None and step.snapshot == self._of.step:
+            self._steps.put_nowait(step)
+
+    async def settle(self) -> None:
+        """This node gets its stage: apply what has been told, then follow no longer."""
+        if self._task is None:
+            return
+        told = asyncio.ensure_future(self._steps.join())
+        await asyncio.wait([told, self._task], timeout=SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        self.stop()
+
+    def stop(self) -> None:
+        """Follow no longer; the state that is held stays until the node gets a stage."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    # ---- inside
+
+    async def _run(self, order: Follow, steps: "asyncio.Queue[FollowStep]") -> None:
+        services, executor = self._services, self._services.executor
+        try:
+
+            def place() -> None:
+                executor.place(order.stage, order.stages)
+                executor.forget()
+                executor.uncompressed = False
+
+            await services.compute(place)
+            await load_state(services, order.step)
+            executor.lineage = order.lineage
+            self._tell(
+                f"follows the run from step {order.step}, to take stage {order.stage} of {order.stages}"
+            )
+            self._said(order)
+            while True:
+                step = await steps.get()
+                if step.step >= executor.state_step:
+                    await self._apply(order, step)
+                    self._said(order)
+                steps.task_done()
+        except DeviceLostError:
+            raise
+        except ThinwireError as error:
+            await services.compute(executor.forget)
+            services.progress.idle("waiting for a stage")
+            self._tell(f"does not follow the run any longer: {error}")
+            self._post(Following(snapshot=order.step, step=0, failed=str(error)))
+
+    def _said(self, order: Follow) -> None:
+        held = self._services.executor.state_step
+        self._services.progress.doing(f"following the run to take stage {order.stage}, at step {held}")
+        self._post(Following(snapshot=order.step, step=held))
+
+    async def _apply(self, order: Follow, step: FollowStep) -> None:
+        """Apply a committed step. Raises RunError if no source gives the gradients that were voted for."""
+        services, executor = self._services, self._services.executor
+        if step.step != executor.state_step:
+            raise RunError(f"step {executor.state_step} is missing before step {step.step}")
+        trouble = ""
+        for turn in range(TRIES):
+            holders = [order.sources[(turn + one) % len(order.sources)] for one in range(len(order.sources))]
+            sums = await self._fetch(holders, step.step)
+
+            def put(sums: Mapping[str, bytes] = sums) -> Mapping[int, float]:
+                return executor.put_sums(sums)
+
+            try:
+                if await services.compute(put) == step.norms:
+                    await services.compute(lambda: executor.apply(step.lr, step.clip_coefficient))
+                    return
+                trouble = "its norms are not those that were voted for"
+            except (PackedMismatchError, NonFiniteError) as error:
+                trouble = str(error)
+        raise RunError(f"the gradient of step {step.step} is not right at any node: {trouble}")
+
+    async def _fetch(self, holders: list[PlacedStage], step: int) -> dict[str, bytes]:
+        """The packed sums of all units, from all holders at once."""
+        executor = self._services.executor
+        units = executor.units
+
+        async def one(unit: str) -> bytes:
+            faults.reach(faults.Phase.STATE_FETCH, stage=executor.stage, step=step)
+            if not executor.sum_bytes(unit):
+                return b""
+            first = units.index(unit) % len(holders)
+            order = (*holders[first:], *holders[:first])
+            return await self._fetch_sums(order, step, unit, executor.sum_bytes(unit))
+
+        return await _several(units, one)

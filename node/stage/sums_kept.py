@@ -1,0 +1,95 @@
+"""Summed gradients of the newest steps, packed, on a node's disk: for nodes that follow the run.
+
+A node that is to get a stage loads a snapshot and applies to it the steps that the run does meanwhile. For
+each of these it needs what every replica of the stage has after sync: the packed sum over all groups.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from torch import Tensor
+
+
+class SumsKept:
+    """One node's. A failing or full disk is no error: then a follower finds nothing here."""
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        """
+        Args:
+            directory: holds nothing else; what an earlier process left there is removed.
+            limit: most bytes; the oldest steps go first.
+        """
+        self._directory = directory
+        self._limit = limit
+        self._sizes: dict[int, int] = {}
+        """Bytes by step, the oldest step first."""
+        self._writes: dict[tuple[int, str], Future[None]] = {}
+        """Of the newest step and the one before."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sums")
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def keep(self, step: int, unit: str, packed: Sequence[Tensor]) -> None:
+        """Keep a unit's packed sum, uint8 on the CPU in parts. Returns before it is on disk.
+
+        Waits until earlier steps are on disk, so that memory holds one step at most.
+        """
+        for at in [at for at in self._writes if at[0] != step]:
+            self._writes.pop(at).exception()
+        data = b"".join(part.numpy().tobytes() for part in packed)
+        self._writes[step, unit] = self._thread.submit(self._write, step, unit, data)
+
+    def clear(self) -> None:
+        """Nobody follows any longer. Returns before all is removed."""
+        if self._writes:
+            self._writes.clear()
+            self._thread.submit(self._drop, None)
+
+    def read(self, step: int, unit: str) -> bytes | None:
+        """A unit's packed sum, or None. Blocks on the disk."""
+        if (write := self._writes.get((step, unit))) is not None:
+            write.exception()
+        try:
+            return self._path(step, unit).read_bytes()
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Remove everything and end the thread."""
+        self.clear()
+        self._thread.shutdown()
+
+    # ---- on the thread
+
+    def _write(self, step: int, unit: str, data: bytes) -> None:
+        before = self._sizes.pop(step, 0)
+        self._sizes[step] = before + len(data)
+        while sum(self._sizes.values()) > self._limit:
+            oldest = next(iter(self._sizes))
+            self._drop(oldest)
+            if oldest == step:
+                return
+        path = self._path(step, unit)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # No fsync: what a crash loses is fetched from another replica.
+            partial = path.with_suffix(".tmp")
+            partial.write_bytes(data)
+            partial.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _drop(self, step: int | None) -> None:
+        """Remove one step, or all."""
+        if step is None:
+            self._sizes.clear()
+            shutil.rmtree(self._directory, ignore_errors=True)
+        else:
+            del self._sizes[step]
+            shutil.rmtree(self._directory / str(step), ignore_errors=True)
+
+    def _path(self, step: int, unit: str) -> Path:
+        return self._directory / str(step) / unit
