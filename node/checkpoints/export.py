@@ -34,6 +34,7 @@ from node.model.units import HEAD
 from node.telemetry import events
 from node.telemetry.history import read_history
 from node.training.manifest import Manifest
+from node.training.object_store import bring, stored_steps
 from node.training.snapshot import held_by_nodes, list_snapshots, read_manifest, read_unit, snapshot_directory
 from node.training.unit_state import parameters_of, read_tensors
 from wire.errors import UserError
@@ -73,7 +74,8 @@ def export(
         RunError: the snapshot is damaged, or was pruned meanwhile.
     """
     snapshots = run_directory / "snapshots"
-    complete = list_snapshots(snapshots)
+    here = list_snapshots(snapshots)
+    complete = sorted({*here, *stored_steps(run_directory)})
     if not complete:
         hint = held_by_nodes(run_directory) or ": wait for run.snapshot_every steps"
         raise UserError(f"{run_directory} has no complete snapshot yet{hint}")
@@ -85,7 +87,7 @@ def export(
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is in use: name a new folder")
-    directory = snapshot_directory(snapshots, step)
+    directory = snapshot_directory(snapshots, step) if step in here else bring(run_directory, step)
     manifest = read_manifest(directory)
     config = _config(manifest)
     model, adapters = config.model, config.lora.rank > 0

@@ -70,6 +70,13 @@ def add_parser(commands: Any) -> None:
         help="memory limit in GB; stages that need more are refused",
     )
     parser.add_argument(
+        "--store",
+        default="",
+        metavar="URL",
+        help="let the run keep snapshots below this address, such as s3://BUCKET, with the credentials of "
+        "this machine's environment",
+    )
+    parser.add_argument(
         "--metrics", default="", metavar="HOST:PORT", help="serve this node's metrics for Prometheus"
     )
     parser.add_argument(
@@ -131,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
         max_bandwidth_mbit=args.max_bandwidth,
         max_memory_gb=args.max_memory,
         max_disk_gb=args.max_disk,
+        store=args.store,
         metrics=args.metrics,
         wait_seconds=wait,
         json=args.json,

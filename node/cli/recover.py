@@ -1,4 +1,4 @@
-"""`thinwire recover --from NODE_DIR`: make a new run directory when its coordinator's disk is lost."""
+"""`thinwire recover --from PLACE`: make a new run directory when its coordinator's disk is lost."""
 
 import argparse
 import shlex
@@ -15,11 +15,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--from",
         dest="node_dirs",
-        metavar="NODE_DIR",
+        metavar="PLACE",
         action="append",
         required=True,
-        type=Path,
-        help="a node's state directory, or a copy of it; one is enough, several may be given",
+        type=lambda place: place if "://" in place else Path(place),
+        help="a node's state directory, a copy of it, or URL/RUN_ID in an object store; one is enough, "
+        "several may be given",
     )
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="where to make it (default: runs/NAME-N)")
     parser.add_argument(

@@ -28,13 +28,15 @@ def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
     from node.cli.run_directory import existing_run_directory
     from node.coordinator.store import Store
     from node.run_file.loader import from_json
+    from node.training.object_store import bring, stored_steps
     from node.training.snapshot import held_by_nodes, list_snapshots, snapshot_directory
     from wire.errors import UserError
 
     directory = existing_run_directory(args.run_dir)
     with Store.open(directory) as store:
         config = from_json(store.run().config_json)
-        steps = list_snapshots(directory / "snapshots")
+        here, stored = list_snapshots(directory / "snapshots"), stored_steps(directory)
+        steps = sorted({*here, *stored})
         best = store.best_of(steps)
     have = ", ".join(map(str, steps)) or "none"
     if args.step == "newest" and steps:
@@ -50,6 +52,8 @@ def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
     else:
         hint = held_by_nodes(directory)
         raise UserError(f"{directory} has no snapshot of step {args.step}; it has: {have}{hint}")
+    if step not in here:
+        return config, step, bring(directory, step)
     return config, step, snapshot_directory(directory / "snapshots", step)
 
 

@@ -40,6 +40,8 @@ class JoinOptions:
     """Memory limit of a stage in GB (10^9 bytes); 0 is all of the device's."""
     max_disk_gb: float = 0.0
     """Limit of what layers of snapshots take on disk, in GB (10^9 bytes); 0 is half of what is free."""
+    store: str = ""
+    """Address of an object store, or of a folder in it, that runs may keep snapshots in from this machine."""
     metrics: str = ""
     """host:port of this node's Prometheus metrics; empty serves none."""
     wait_seconds: float = 3600.0

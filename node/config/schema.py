@@ -326,9 +326,11 @@ class SnapshotsSection:
 
     keep: str = "auto"
     """`coordinator` (on its disk), `nodes` (each layer on the disks of two machines, and none of it passes
-    through the coordinator), or `auto`: at the coordinator while its line takes a snapshot in a minute."""
+    through the coordinator), `auto` (at the coordinator while its line takes a snapshot in a minute), or an
+    object store's URL such as `s3://BUCKET/FOLDER`, where nodes write and read layers themselves, with the
+    credentials of their own environment."""
     last_here: bool = True
-    """With `keep = "nodes"`: the snapshot of the last step goes to the coordinator all the same."""
+    """With `keep = "nodes"` or a URL: the snapshot of the last step goes to the coordinator all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,8 +89,9 @@ class Handler(Protocol):
 
     def layer_holders(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]
-    ) -> tuple[UnitEntry, list[PlacedStage]] | None:
-        """Who holds a layer that the coordinator has not; None if it has. Raises NotYetError or RunError."""
+    ) -> tuple[UnitEntry, list[PlacedStage], str] | None:
+        """Who holds a layer that the coordinator has not, and the object store's folder that it is in, if it
+        is in one; None if the coordinator has it. Raises NotYetError or RunError."""
         ...
 
     def hold_layers(
@@ -406,11 +407,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         return node_id
 
 
-def _place_chunk(entry: UnitEntry, holders: Sequence[PlacedStage]) -> control_pb2.DataChunk:
+def _place_chunk(entry: UnitEntry, holders: Sequence[PlacedStage], url: str) -> control_pb2.DataChunk:
     placed = [control_pb2.PlacedStage(**vars(holder)) for holder in holders]
-    return control_pb2.DataChunk(
-        total_bytes=entry.bytes, sha256=entry.sha256, place=control_pb2.LayerPlace(holders=placed)
-    )
+    place = control_pb2.LayerPlace(holders=placed, url=url)
+    return control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256, place=place)
 
 
 def measured(message: control_pb2.NodeMessage) -> Measured:

@@ -57,7 +57,7 @@ from node.coordinator.store import (
 )
 from node.pipeline.codec_plan import Lines
 from node.pipeline.device_memory import devices_of
-from node.pipeline.snapshot_place import keeps_on_nodes
+from node.pipeline.snapshot_place import is_url, snapshot_place
 from node.pipeline.window_plan import Windows
 from node.run_file.loader import to_json
 from node.telemetry import events
@@ -369,7 +369,10 @@ class Coordinator:
         rates = [session.hello.download_rate for session in self._sessions]
         # Layers do not go by the relay: a node that others cannot reach hands its own in here.
         reachable = self._addresses().keys() >= {*epoch.snapshot_nodes}
-        if not reachable or not keeps_on_nodes(self.config, step, rates):
+        place = snapshot_place(self.config, step, rates)
+        if is_url(place):
+            return self._kept.expect(step, [epoch.snapshot_nodes], place)
+        if not reachable or place != NODES:
             await self._snapshots.expect(step, epoch.snapshot_nodes)
             return
         # Other rows hold the same state: a second one saves its own copy, and nothing has to be sent.
@@ -382,7 +385,7 @@ class Coordinator:
     def _send(self, node_id: str, message: CoordinatorMessage) -> None:
         """Where a snapshot's layers go is no affair of the state machine."""
         if isinstance(message, TakeSnapshot) and message.step in self._kept:
-            message = replace(message, place=NODES)
+            message = replace(message, place=self._kept.place(message.step))
         self._sessions.send(node_id, message)
 
     def _about(self, corpus_sha256: str, last_epoch: int) -> dict[str, object]:
@@ -552,7 +555,7 @@ class Coordinator:
 
     def layer_holders(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]
-    ) -> tuple[UnitEntry, list[PlacedStage]] | None:
+    ) -> tuple[UnitEntry, list[PlacedStage], str] | None:
         if step not in self._kept or self._snapshots.path(step).joinpath(MANIFEST_NAME).exists():
             return None
         return self._kept.where(node_id, step, unit, bad)
@@ -586,7 +589,8 @@ class Coordinator:
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
 
     def _kept_stored(self, manifest: Manifest) -> None:
-        where = "the disks of the run's nodes"
+        place = self._kept.place(manifest.step)
+        where = "the disks of the run's nodes" if place == NODES else place
         self._reporter.snapshot_stored(manifest.step, manifest.total_bytes, where, manifest.weights_sha256)
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
 

@@ -1,6 +1,7 @@
-"""Snapshots whose layers stay on the nodes: the coordinator keeps their manifests and knows who holds what.
+"""Snapshots that are not at the coordinator: it keeps their manifests and knows where the layers are.
 
     RUN/kept/step-00000100.json    the manifest of a complete snapshot
+    RUN/kept/step-00000100.url     the folder in an object store that its layers are in, if not on nodes
     RUN/kept/holders.json          who held the newest one's layers when it was completed, for people
 
 Nodes report the files on their disks whenever they connect, so the list of holders need not be stored.
@@ -23,10 +24,11 @@ from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
 from node.pipeline.placement import most_layer_bytes, stage_units
 from node.training.manifest import FORMAT, Manifest, SnapshotDamagedError, UnitEntry, weights_sha256
+from node.training.object_store import ObjectStore, run_folder, stored_steps
 from node.training.snapshot import write_errors
 from wire.errors import NotYetError, ProtocolViolationError, RunError
 from wire.identity.files import write_private
-from wire.messages import CoordinatorMessage, HeldLayer, PlacedStage, Prefetch, Retain
+from wire.messages import NODES, CoordinatorMessage, HeldLayer, PlacedStage, Prefetch, Retain
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +53,19 @@ def kept_manifests(run_directory: Path) -> list[Manifest]:
     return sorted(found, key=lambda manifest: manifest.step)
 
 
-def write_kept_manifest(run_directory: Path, manifest: Manifest) -> None:
-    """Put a manifest on disk, durably. Raises RunError, on a full disk DiskFullError."""
+def write_kept_manifest(run_directory: Path, manifest: Manifest, url: str = "") -> None:
+    """Put a manifest on disk, durably; with the folder of an object store, if its layers are there.
+
+    Raises RunError, on a full disk DiskFullError.
+    """
     directory = run_directory / DIRECTORY
     path, data = directory / f"step-{manifest.step:08d}.json", manifest.to_json().encode()
     with write_errors(path, len(data)):
         directory.mkdir(mode=0o700, exist_ok=True)
+        if url:
+            write_private(path.with_suffix(".url"), url.encode())
+        else:
+            path.with_suffix(".url").unlink(missing_ok=True)
         write_private(path, data)
 
 
@@ -118,9 +127,9 @@ class KeptSnapshots:
         self._first_missed: dict[int, float] = {}
         """By step, when somebody first asked for a layer that no connected node holds."""
         self._changed = asyncio.Event()
-        holders = _read_holders(directory)
+        holders, urls = _read_holders(directory), stored_steps(directory)
         for manifest in kept_manifests(directory):
-            self._places.load(manifest.step, manifest.units, holders)
+            self._places.load(manifest.step, manifest.units, holders, urls.get(manifest.step, ""))
 
     def __contains__(self, step: int) -> bool:
         """Whether nodes hold the layers of `step`, or are saving them."""
@@ -149,14 +158,19 @@ class KeptSnapshots:
 
     # ---- saving
 
-    def expect(self, step: int, rows: Sequence[Sequence[str]]) -> None:
-        """The nodes of these rows, by stage, are about to save the state of `step`."""
+    def place(self, step: int) -> str:
+        """Where the layers of `step` go: `NODES`, or a folder in an object store."""
+        return self._places.url(step) or NODES
+
+    def expect(self, step: int, rows: Sequence[Sequence[str]], url: str = "") -> None:
+        """The nodes of these rows, by stage, are about to save the state of `step`: on their disks, or in the
+        object store that is named."""
         makers: dict[str, list[str]] = {unit: [] for unit in self._units}
         for nodes in rows:
             for node, units in zip(nodes, stage_units(self._config, len(nodes)), strict=True):
                 for unit in units:
                     makers[unit].append(node)
-        self._places.expect(step, makers, time.monotonic())
+        self._places.expect(step, makers, time.monotonic(), run_folder(url, self._run_id) if url else "")
 
     def hold(
         self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
@@ -182,8 +196,8 @@ class KeptSnapshots:
 
     def where(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]
-    ) -> tuple[UnitEntry, list[PlacedStage]]:
-        """What a layer's file is, and who holds it that is here.
+    ) -> tuple[UnitEntry, list[PlacedStage], str]:
+        """What a layer's file is, who holds it that is here, and the object store's folder that it is in.
 
         Args:
             bad: nodes whose copy was damaged or missing: they look at theirs again.
@@ -201,14 +215,22 @@ class KeptSnapshots:
         found = [PlacedStage(node_id=one, address=here[one]) for one in holders if one in here]
         if entry is None:
             raise RunError(f"layer {unit} of step {step} was not saved yet")
-        if not [one for one in found if one.node_id != node_id] and node_id not in holders:
+        url = self._places.url(step)
+        if not url and not [one for one in found if one.node_id != node_id] and node_id not in holders:
             self._wait_for(step, unit, holders)
-        return entry, [one for one in found if one.node_id != node_id]
+        return entry, [one for one in found if one.node_id != node_id], url
 
     def message(self) -> Retain:
         """What nodes are to keep."""
         manifests = [self._manifest(step).to_json() for step in self._places.complete]
-        record = {**self._about(), "format": RECORD_FORMAT, "run_id": self._run_id, "manifests": manifests}
+        urls = {step: url for step in self._places.complete if (url := self._places.url(step))}
+        record = {
+            **self._about(),
+            "format": RECORD_FORMAT,
+            "run_id": self._run_id,
+            "manifests": manifests,
+            "urls": urls,
+        }
         steps = (*self._places.complete, *self._places.under_way, *self._known())
         return Retain(steps=tuple(sorted({*steps})), record=json.dumps(record) if manifests else "")
 
@@ -245,12 +267,14 @@ class KeptSnapshots:
             self._first_missed.clear()
             await self._prune()
             retain = self.message()
+            if url := self._places.url(step):
+                await asyncio.to_thread(_put_record, url, retain.record)
             for node_id in self._here():
                 self._send(node_id, retain)
             self._stored(manifest)
 
     def _write(self, manifest: Manifest, holders: Mapping[str, Sequence[str]]) -> None:
-        write_kept_manifest(self._run_directory, manifest)
+        write_kept_manifest(self._run_directory, manifest, self._places.url(manifest.step))
         text = json.dumps({"step": manifest.step, "holders": holders}, indent=1)
         try:
             write_private(self._run_directory / DIRECTORY / HOLDERS_FILE, text.encode())
@@ -263,12 +287,20 @@ class KeptSnapshots:
         best = await asyncio.to_thread(self._store.best_of, complete) if run.keep_best else None
         for step in complete[: -max(1, run.keep_snapshots)]:
             if step != best:
+                url = self._places.url(step)
                 self._places.drop(step)
-                await asyncio.to_thread(self._remove, step)
+                await asyncio.to_thread(self._remove, step, url)
 
-    def _remove(self, step: int) -> None:
-        (self._run_directory / DIRECTORY / f"step-{step:08d}.json").unlink(missing_ok=True)
+    def _remove(self, step: int, url: str) -> None:
+        path = self._run_directory / DIRECTORY / f"step-{step:08d}.json"
+        path.unlink(missing_ok=True)
+        path.with_suffix(".url").unlink(missing_ok=True)
         self._store.delete_snapshot(step)
+        if url:
+            try:
+                ObjectStore(url).drop(step)
+            except RunError as error:
+                log.warning("the snapshot of step %d was not removed: %s", step, error)
 
     def _manifest(self, step: int) -> Manifest:
         entries = self._places.entries(step)
@@ -285,6 +317,14 @@ class KeptSnapshots:
     def _check(self, unit: str) -> None:
         if unit not in self._units:
             raise ProtocolViolationError(f"this model has no layer unit {unit[:40]!r}")
+
+
+def _put_record(url: str, record: str) -> None:
+    """Nodes keep it too, so that a failure here costs nothing but convenience."""
+    try:
+        ObjectStore(url).put_record(record)
+    except RunError as error:
+        log.warning("%s", error)
 
 
 def _read_holders(run_directory: Path) -> dict[str, list[str]]:

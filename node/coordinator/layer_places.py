@@ -63,6 +63,8 @@ class _Layer:
 class _Snapshot:
     layers: dict[str, _Layer]
     complete: bool = False
+    url: str = ""
+    """The folder in an object store that its layers are in; else nodes hold them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +102,18 @@ class LayerPlaces:
         found = (self.entry(step, unit) for unit in self._units)
         return tuple(entry for entry in found if entry is not None)
 
+    def url(self, step: int) -> str:
+        """The folder in an object store that a snapshot is in; empty if nodes hold it."""
+        return self._snapshots[step].url
+
     def holders(self, step: int, unit: str) -> tuple[str, ...]:
         """Nodes that hold the unit's file, here or not."""
         return tuple(sorted(self._snapshots[step].layers[unit].holders))
 
     def missing(self, step: int, here: Collection[str]) -> tuple[str, ...]:
         """Units of a snapshot that no node that is here holds."""
+        if self.url(step):
+            return ()
         layers = self._snapshots[step].layers
         return tuple(unit for unit in self._units if layers[unit].holders.isdisjoint(here))
 
@@ -114,7 +122,7 @@ class LayerPlaces:
         return all(
             layer.entry is not None
             and layer.entry.weights_sha256
-            and len(layer.holders & set(here)) >= layer.enough(here, now)
+            and (self.url(step) or len(layer.holders & set(here)) >= layer.enough(here, now))
             for layer in self._snapshots[step].layers.values()
         )
 
@@ -125,24 +133,31 @@ class LayerPlaces:
 
     # ---- what happens
 
-    def load(self, step: int, entries: Collection[UnitEntry], holders: Mapping[str, Collection[str]]) -> None:
+    def load(
+        self,
+        step: int,
+        entries: Collection[UnitEntry],
+        holders: Mapping[str, Collection[str]],
+        url: str = "",
+    ) -> None:
         """A complete snapshot of an earlier coordinator's. `holders` by unit, as far as known."""
         layers = {
             entry.unit: _Layer(entry=entry, holders=set(holders.get(entry.unit, ()))) for entry in entries
         }
-        self._snapshots[step] = _Snapshot(layers, complete=True)
+        self._snapshots[step] = _Snapshot(layers, complete=True, url=url)
 
-    def expect(self, step: int, makers: Mapping[str, Collection[str]], now: float) -> None:
+    def expect(self, step: int, makers: Mapping[str, Collection[str]], now: float, url: str = "") -> None:
         """Nodes are about to save the state of `step`; an earlier attempt at it is forgotten.
 
         Args:
             makers: by unit, the nodes that have its state.
+            url: the folder in an object store that they save it in; by default their own disks.
         """
         layers = {
             unit: _Layer(frozenset(makers[unit]), asked=dict.fromkeys(makers[unit], now))
             for unit in self._units
         }
-        self._snapshots[step] = _Snapshot(layers)
+        self._snapshots[step] = _Snapshot(layers, url=url)
 
     def held(self, node_id: str, file: HeldLayer) -> bool:
         """A node has this file on its disk; whether it is a snapshot's."""
@@ -206,7 +221,7 @@ class LayerPlaces:
         newest = self.complete[-1:]
         wanted: dict[tuple[int, str], list[str]] = {}
         for step, snapshot in self._snapshots.items():
-            if snapshot.complete and step not in newest:
+            if snapshot.url or (snapshot.complete and step not in newest):
                 continue
             load = self._load(snapshot, here)
             for unit, layer in snapshot.layers.items():

@@ -18,7 +18,7 @@ import json
 import math
 import sqlite3
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -41,6 +41,7 @@ from node.stage.snapshot_cache import RECORD_FILE, SnapshotCache
 from node.telemetry import events
 from node.telemetry.history import evicted_nodes, step_done
 from node.training.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
+from node.training.object_store import ObjectStore
 from node.training.snapshot import SnapshotWriter, list_snapshots, read_manifest, snapshot_directory
 from wire.errors import ConfigError, ProtocolViolationError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
@@ -228,6 +229,8 @@ class NodeRecord:
     corpus_sha256: str
     manifests: tuple[Manifest, ...]
     """Of complete snapshots, oldest first; at least one."""
+    urls: Mapping[int, str]
+    """By step, the object store's folder that a snapshot is in, if nodes do not hold it."""
 
     @property
     def config(self) -> RunConfig:
@@ -240,13 +243,17 @@ class NodeRecord:
             ) from None
 
 
-def newest_record(folders: Sequence[Path]) -> NodeRecord:
-    """The newest record in nodes' state directories. Raises UserError."""
+def newest_record(places: Sequence[Path | str]) -> NodeRecord:
+    """The newest record in nodes' state directories, or in a run's folder in an object store (a string).
+
+    Raises UserError.
+    """
     found: list[NodeRecord] = []
-    for folder in folders:
-        path = snapshots_of(folder) / RECORD_FILE
+    for place in places:
+        path = place if isinstance(place, str) else snapshots_of(place) / RECORD_FILE
         try:
-            found.append(_read(path))
+            data = ObjectStore(path).record() if isinstance(path, str) else path.read_bytes()
+            found.append(_read(data, str(path)))
         except OSError as error:
             raise UserError(
                 f"{path} cannot be read ({error.strerror}): give a node's state directory, of a run whose "
@@ -254,6 +261,8 @@ def newest_record(folders: Sequence[Path]) -> NodeRecord:
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError, SnapshotDamagedError) as error:
             raise UserError(f"{path} is damaged ({error}): give another node's state directory") from None
+        except RunError as error:  # the object store's
+            raise UserError(str(error)) from None
     runs = sorted({record.run_id for record in found})
     if len(runs) != 1:
         raise UserError(f"these are folders of different runs ({', '.join(runs)}): give those of one")
@@ -266,7 +275,7 @@ def snapshots_of(folder: Path) -> Path:
 
 
 def recover(
-    record: NodeRecord, config: RunConfig, directory: Path, folders: Sequence[Path], now: float
+    record: NodeRecord, config: RunConfig, directory: Path, places: Sequence[Path | str], now: float
 ) -> str:
     """Make a new directory for the run; returns a line about what it holds. Raises RunError or UserError."""
     authority = CertificateAuthority.create(record.run_id, now)
@@ -278,8 +287,8 @@ def recover(
     except OSError as error:
         raise RunError(f"{directory} cannot be written ({error.strerror}): make room there") from error
     for manifest in record.manifests:
-        write_kept_manifest(directory, manifest)
-    here = _copy(newest, config, directory, folders)
+        write_kept_manifest(directory, manifest, record.urls.get(manifest.step, ""))
+    here = _copy(newest, config, directory, [place for place in places if isinstance(place, Path)])
     # The database comes last: a directory with a database is complete.
     with Store.create(
         directory, run_id=record.run_id, config_json=to_json(config), pin=authority.pin, now=now
@@ -290,6 +299,8 @@ def recover(
     where = (
         f"all of it is in {directory}"
         if here
+        else f"its layers are in {record.urls[newest.step]}"
+        if newest.step in record.urls
         else "the run goes on once machines that hold its layers have joined"
     )
     return f"recovered run {record.run_id} at the snapshot of step {newest.step}; {where}"
@@ -322,17 +333,18 @@ def _copy(manifest: Manifest, config: RunConfig, directory: Path, folders: Seque
     return True
 
 
-def _read(path: Path) -> NodeRecord:
-    fields = json.loads(path.read_bytes())
+def _read(data: bytes, where: str) -> NodeRecord:
+    fields = json.loads(data)
     if fields["format"] != RECORD_FORMAT:
         raise ValueError(f"format {fields['format']}, expected {RECORD_FORMAT}")
-    manifests = [Manifest.from_json(text, str(path)) for text in fields["manifests"]]
+    manifests = [Manifest.from_json(text, where) for text in fields["manifests"]]
     if not manifests or not math.isfinite(fields["epoch"]):
         raise ValueError("it names no snapshot")
     return NodeRecord(
         run_id=str(fields["run_id"]),
         epoch=int(fields["epoch"]),
         corpus_sha256=str(fields["corpus_sha256"]),
+        urls={int(step): str(url) for step, url in fields.get("urls", {}).items()},
         manifests=tuple(sorted(manifests, key=lambda manifest: manifest.step)),
     )
 

@@ -1,4 +1,6 @@
-"""What a snapshot weighs, and where its layers go: to the coordinator or the nodes' disks. Torch-free."""
+"""What a snapshot weighs, and where its layers go: to the coordinator, the nodes' disks, or an object store.
+
+Torch-free."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -12,7 +14,7 @@ COORDINATOR = "coordinator"
 AUTO = "auto"
 NODES = "nodes"
 KEEPS = (AUTO, COORDINATOR, NODES)
-"""Values of `snapshots.keep`."""
+"""Values of `snapshots.keep`, beside URLs."""
 MOST_SECONDS = 60.0
 """With `auto` the coordinator has a snapshot within this time, or the nodes keep it."""
 
@@ -31,18 +33,23 @@ def stage_state_bytes(config: RunConfig, stages: int) -> list[int]:
     ]
 
 
-def keeps_on_nodes(config: RunConfig, step: int, rates: Sequence[float]) -> bool:
-    """Whether the snapshot of `step` stays on the nodes.
+def is_url(place: str) -> bool:
+    """Whether this is an object store's address."""
+    return "://" in place
+
+
+def snapshot_place(config: RunConfig, step: int, rates: Sequence[float]) -> str:
+    """Where the snapshot of `step` goes: `COORDINATOR`, `NODES`, or the object store's URL.
 
     Args:
         rates: bytes a second between each connected node and the coordinator, measured; 0 if unknown.
     """
     keep = config.snapshots.keep
     if config.snapshots.last_here and step >= config.run.steps:
-        return False
+        return COORDINATOR
     if keep != AUTO:
-        return keep == NODES
+        return keep
     known = [rate for rate in rates if rate > 0]
     if len(rates) < 2 or not known or config.training.export_every:
-        return False
-    return snapshot_bytes(config) > MOST_SECONDS * median(known)
+        return COORDINATOR
+    return NODES if snapshot_bytes(config) > MOST_SECONDS * median(known) else COORDINATOR

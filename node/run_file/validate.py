@@ -28,9 +28,10 @@ from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPU
 from node.model.units import CHOICES, FAMILIES
 from node.pipeline.codec_plan import PLANNED, ladder
 from node.pipeline.placement import HEADS, head_first
-from node.pipeline.snapshot_place import KEEPS
+from node.pipeline.snapshot_place import KEEPS, is_url
 from node.telemetry.format import parse_duration
 from node.telemetry.trace_files import TracedSteps
+from node.training.object_store import wrong_url
 from node.training.schedule import SCHEDULES
 from wire.codecs.formats import codec_format
 from wire.errors import CodecError, ConfigError, nearest
@@ -137,8 +138,12 @@ def _run(run: RunSection) -> Iterator[str]:
 
 
 def _snapshots(snapshots: SnapshotsSection, training: TrainingSection) -> Iterator[str]:
-    yield from _name("snapshots.keep", snapshots.keep, KEEPS)
-    if snapshots.keep == "nodes" and training.export_every:
+    if is_url(snapshots.keep):
+        if (why := wrong_url(snapshots.keep)) is not None:
+            yield f"snapshots.keep = {snapshots.keep} cannot hold snapshots: {why}"
+    else:
+        yield from _name("snapshots.keep", snapshots.keep, KEEPS)
+    if (snapshots.keep == "nodes" or is_url(snapshots.keep)) and training.export_every:
         yield (
             "training.export_every writes from snapshots at the coordinator: set snapshots.keep to "
             '"coordinator", or training.export_every to 0'

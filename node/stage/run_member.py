@@ -50,6 +50,7 @@ from wire.messages import (
     Validate,
     Welcome,
 )
+from wire.pacing import Pacer
 from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
@@ -87,6 +88,8 @@ class RunMember:
         cache: SnapshotCache,
         sums: SumsKept,
         peers: LayerPeers,
+        store: str,
+        pacer: Pacer | None,
         compute: ComputeThread,
         room: Room,
         meter: NodeMeter,
@@ -97,6 +100,8 @@ class RunMember:
     ) -> None:
         """
         Args:
+            store: address below which this machine's owner lets runs keep snapshots in an object store.
+            pacer: the node's bandwidth limit, if it has one.
             room: the memory that this node plans its stage for.
             group: runs the background tasks; their errors end the node.
             sums: this node's summed gradients, for nodes that follow the run.
@@ -116,6 +121,8 @@ class RunMember:
             client=client,
             cache=cache,
             peers=peers,
+            store=store,
+            pacer=pacer,
             group=group,
             post=session.post,
             tell=tell,

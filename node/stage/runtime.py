@@ -31,6 +31,7 @@ from node.stage.progress import LOOK_SECONDS, Progress, Reading, Shows, page_add
 from node.stage.run_member import RunMember
 from node.stage.session import IdentityHolder, Session, renew_certificates, short_reason
 from node.stage.snapshot_cache import SnapshotCache
+from node.stage.snapshot_transfer import check_store
 from node.stage.stage_model import StageDevices
 from node.stage.sums_kept import SumsKept
 from node.stage.watchdog import ComputeThread, StuckError
@@ -72,6 +73,8 @@ class NodeSettings:
     cache_directory: Path
     cache_bytes: int
     """The most that snapshots may take on disk."""
+    store: str = ""
+    """Address below which this machine's owner lets runs keep snapshots in an object store."""
     pacer: Pacer | None = None
     """Limits the bandwidth, if the machine's owner asked for it."""
 
@@ -254,6 +257,7 @@ class NodeRuntime:
                 "this run multiplies in FP8 ([training] compute), which this node's "
                 f"{self._settings.hardware.device} cannot: join with a GPU of compute capability 8.9 or later"
             )
+        check_store(config.snapshots.keep, self._settings.store)
         traced = TracedSteps.parse(config.telemetry.trace)
         self._meter.trace(traced)
         if traced:
@@ -291,6 +295,8 @@ class NodeRuntime:
             cache=cache,
             sums=sums,
             peers=self._peers,
+            store=self._settings.store,
+            pacer=self._settings.pacer,
             compute=self._compute,
             room=room,
             meter=self._meter,

@@ -16,14 +16,16 @@ from node.checkpoints.start import read_units
 from node.config.schema import RunConfig
 from node.model.units import most_state_bytes, parameter_specs
 from node.pipeline.placement import most_layer_bytes
+from node.pipeline.snapshot_place import is_url
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.following import State
-from node.stage.layer_peers import LayerPeers
+from node.stage.layer_peers import LayerPeers, LayerPlace
 from node.stage.snapshot_cache import SnapshotCache
 from node.training.manifest import unit_weights_sha256
+from node.training.object_store import ObjectStore, wrong_url
 from node.training.serialization import deserialize_unit, serialize_unit
 from node.training.unit_state import PARAMETER_PREFIX, check_state, parameters_of, read_tensors
-from wire.errors import DataError, LinkError, RunError, ThinwireError
+from wire.errors import DataError, LinkError, RunError, ThinwireError, UserError
 from wire.messages import (
     NODES,
     FailureKind,
@@ -35,6 +37,7 @@ from wire.messages import (
     StepFailed,
     TakeSnapshot,
 )
+from wire.pacing import Pacer
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,9 @@ MOST_ASKED = 4
 """How often the coordinator is asked where a layer is before a fetch fails."""
 OFFERED = 200
 """Files named in one message."""
+STORE_TRIES, STORE_SECONDS = 13, 5.0
+"""How often an object store is tried, and how long after each failure."""
+CHUNK_BYTES = 256 * 1024
 
 
 class SnapshotTransfer:
@@ -55,6 +61,8 @@ class SnapshotTransfer:
         client: CoordinatorClient,
         cache: SnapshotCache,
         peers: LayerPeers,
+        store: str,
+        pacer: Pacer | None,
         group: asyncio.TaskGroup,
         post: Callable[[NodeMessage], None],
         tell: Callable[[str], None],
@@ -62,6 +70,8 @@ class SnapshotTransfer:
         """
         Args:
             windows: samples of one pass over the text.
+            store: address below which layers may be kept in an object store; empty: nowhere.
+            pacer: the node's bandwidth limit, if it has one.
             post: queues a message for the coordinator.
             tell: shows a line to the volunteer.
         """
@@ -70,6 +80,8 @@ class SnapshotTransfer:
         self._client = client
         self._cache = cache
         self._peers = peers
+        self._store = store
+        self._pacer = pacer
         self._group = group
         self._post = post
         self._tell = tell
@@ -178,6 +190,14 @@ class SnapshotTransfer:
                 return answer, False
             if kept is not None and kept.sha256 == answer.sha256:
                 data = kept.data
+            elif answer.url:
+                try:
+                    data = await self._get(answer, limit)
+                except RunError as error:
+                    trouble = str(error)
+                    await asyncio.sleep(STORE_SECONDS)
+                    continue
+                await asyncio.to_thread(self._cache.put, step, unit, data)
             else:
                 try:
                     data = await self._peers.fetch(answer, limit, bad)
@@ -187,7 +207,7 @@ class SnapshotTransfer:
                 await asyncio.to_thread(self._cache.put, step, unit, data)
             if bad:
                 await self._client.layer(step, unit, limit, None, bad)  # so that they look at their copies
-            return data, True
+            return data, not answer.url
         raise LinkError(trouble)
 
     async def _upload(self, epoch: int, take: TakeSnapshot, state: State, stage: int) -> bool:
@@ -200,6 +220,9 @@ class SnapshotTransfer:
             try:
                 if not take.place:
                     await self._client.put_layer(step, unit, data)
+                elif is_url(take.place):
+                    await self._put(take.place, step, unit, data)
+                    await self._client.hold_layers([await asyncio.to_thread(self._held, step, unit, data)])
                 elif take.place != NODES or not stored:
                     raise RunError("there is no room on this node's disk: free some, or join with --max-disk")
                 else:
@@ -210,6 +233,31 @@ class SnapshotTransfer:
                 self._post(StepFailed(epoch=epoch, step=step, kind=FailureKind.INTERNAL, message=failure))
                 return False
         return True
+
+    async def _put(self, url: str, step: int, unit: str, data: bytes) -> None:
+        """Store a layer in the run's object store; a store that fails has a minute to come back."""
+        check_store(url, self._store)
+        if self._pacer is not None:
+            for offset in range(0, len(data), CHUNK_BYTES):
+                await self._pacer.pass_through(min(CHUNK_BYTES, len(data) - offset))
+        for turn in range(STORE_TRIES):
+            try:
+                store = await asyncio.to_thread(ObjectStore, url)
+                return await asyncio.to_thread(store.put, step, unit, data)
+            except RunError as error:
+                if turn + 1 == STORE_TRIES:
+                    raise
+                log.warning("%s; trying again", error)
+                await asyncio.sleep(STORE_SECONDS)
+
+    async def _get(self, place: LayerPlace, limit: int) -> bytes:
+        """A layer from the run's object store, its SHA-256 checked. Raises RunError."""
+        check_store(place.url, self._store)
+        store = await asyncio.to_thread(ObjectStore, place.url)
+        data = await asyncio.to_thread(store.get, place.step, place.unit, min(limit, place.bytes) + 1)
+        if (await asyncio.to_thread(hashlib.sha256, data)).hexdigest() != place.sha256:
+            raise RunError(f"layer {place.unit} of step {place.step} is damaged in {place.url}")
+        return data
 
     async def _prefetch(self, wanted: Prefetch) -> None:
         for unit in wanted.units:
@@ -274,6 +322,18 @@ class SnapshotTransfer:
             if await asyncio.to_thread(self._cache.get, name.step, name.unit) is None:
                 log.warning("this node's copy of layer %s of step %d is damaged", name.unit, name.step)
                 await self._client.hold_layers([], [(name.step, name.unit)])
+
+
+def check_store(url: str, allowed: str) -> None:
+    """Raises UserError if `url` is an object store's that this machine's owner has not named."""
+    within = bool(allowed) and f"{url}/".startswith(f"{allowed.rstrip('/')}/")
+    if is_url(url) and not within:
+        raise UserError(
+            f"this run keeps its snapshots in {url}, with the credentials of each machine's environment: "
+            f"join with --store {url} to let it"
+        )
+    if is_url(url) and (why := wrong_url(url)) is not None:
+        raise UserError(f"{url} cannot hold snapshots: {why}")
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:

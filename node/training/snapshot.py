@@ -64,7 +64,8 @@ def list_snapshots(root: Path) -> tuple[int, ...]:
 
 def held_by_nodes(run_directory: Path) -> str:
     """How to fetch a snapshot that is not here; empty if nodes hold none."""
-    held = sorted((run_directory / "kept").glob("step-*.json"))
+    kept = sorted((run_directory / "kept").glob("step-*.json"))
+    held = [path for path in kept if not path.with_suffix(".url").is_file()]
     if not held:
         return ""
     step = int(held[-1].stem.partition("-")[2])

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 
 from node.stage.layer_peers import LayerPeers, LayerPlace, LayersHeld
 from node.stage.snapshot_cache import SnapshotCache
+from node.stage.sums_kept import SumsKept
 from tests.support.pki import RUN_ID, new_authority, new_node
 from wire.channels import open_channel
 from wire.errors import LinkError, ProtocolViolationError
@@ -31,13 +33,14 @@ class Holder(LayersHeld):
     """A node that serves its disk, and may break off after so many chunks."""
 
     cache: SnapshotCache
+    sums: SumsKept
     breaks_after: int = -1
     offsets: list[int] = field(default_factory=list)
     lies: bytes = b""
     """What it sends instead of its file."""
 
     def __post_init__(self) -> None:
-        super().__init__(self.cache, None, lambda: False)
+        super().__init__(self.cache, self.sums, None, lambda: False)
         self._sent = 0
 
     async def read(self, request: LayerRequest) -> bytes | None:
@@ -82,7 +85,7 @@ async def scene(directory: Path, holders: int = 2) -> AsyncIterator[Scene]:
             cache = SnapshotCache(directory / str(number), 10**7)
             assert cache.put(STEP, UNIT, DATA)
             server = LinkServer(identity=identity, run_id=RUN_ID)
-            holder = Holder(cache)
+            holder = Holder(cache, SumsKept(directory / f"{number}-sums", 10**7))
             server.layers = LayerServer(holder)
             port = await server.start("127.0.0.1:0")
             servers.append(server)
@@ -94,6 +97,8 @@ async def scene(directory: Path, holders: int = 2) -> AsyncIterator[Scene]:
             await peers.close()
             for server in servers:
                 await server.stop()
+            for holder in made:
+                holder.sums.close()
 
 
 async def test_a_layer_arrives_complete(tmp_path: Path) -> None:
@@ -166,3 +171,15 @@ async def test_only_a_node_that_knows_the_hash_gets_the_file(tmp_path: Path) -> 
         stranger = new_node(new_authority())
         with pytest.raises(LinkError):
             await LayerPeers(stranger).fetch(here.place(0), len(DATA), set())
+
+
+async def test_summed_gradients_come_from_whoever_keeps_them(tmp_path: Path) -> None:
+    async with scene(tmp_path, 3) as here:
+        here.holders[1].sums.keep(STEP, UNIT, [torch.full((100,), 7, dtype=torch.uint8)])
+        here.holders[2].sums.keep(STEP, UNIT, [torch.full((101,), 8, dtype=torch.uint8)])
+        assert await here.peers.fetch_sums(here.placed, STEP, UNIT, 100) == bytes([7] * 100)
+        assert await here.peers.fetch_sums(here.placed[::-1], STEP, UNIT, 100) == bytes([7] * 100)
+        with pytest.raises(LinkError, match="sends another number of bytes than 99"):
+            await here.peers.fetch_sums(here.placed, STEP, UNIT, 99)
+        with pytest.raises(LinkError, match="is not held here"):
+            await here.peers.fetch_sums(here.placed, STEP + 1, UNIT, 100)

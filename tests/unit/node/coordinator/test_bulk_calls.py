@@ -69,7 +69,7 @@ class Handler:
 
     def layer_holders(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]
-    ) -> tuple[UnitEntry, list[PlacedStage]] | None:
+    ) -> tuple[UnitEntry, list[PlacedStage], str] | None:
         return None
 
     def hold_layers(

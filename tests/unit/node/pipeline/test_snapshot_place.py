@@ -6,7 +6,14 @@ import pytest
 
 from node.config.schema import ModelSection, RunConfig, SnapshotsSection
 from node.pipeline.placement import stage_units
-from node.pipeline.snapshot_place import MOST_SECONDS, keeps_on_nodes, snapshot_bytes, stage_state_bytes
+from node.pipeline.snapshot_place import (
+    COORDINATOR,
+    MOST_SECONDS,
+    NODES,
+    snapshot_bytes,
+    snapshot_place,
+    stage_state_bytes,
+)
 
 CONFIG = RunConfig(model=ModelSection(layers=8))
 SLOW = snapshot_bytes(CONFIG) / (2 * MOST_SECONDS)
@@ -19,18 +26,21 @@ SLOW = snapshot_bytes(CONFIG) / (2 * MOST_SECONDS)
 def test_auto_goes_by_the_time_that_the_coordinators_line_takes(
     rates: tuple[float, ...], on_nodes: bool
 ) -> None:
-    assert keeps_on_nodes(CONFIG, 100, rates) is on_nodes
+    assert (snapshot_place(CONFIG, 100, rates) == NODES) is on_nodes
 
 
 def test_the_run_files_value_wins() -> None:
     kept = replace(CONFIG, snapshots=SnapshotsSection(keep="nodes"))
-    assert keeps_on_nodes(kept, 100, (1e12,)) and not keeps_on_nodes(kept, CONFIG.run.steps, (SLOW,) * 4)
+    assert snapshot_place(kept, 100, (1e12,)) == NODES
+    assert snapshot_place(kept, CONFIG.run.steps, (SLOW,) * 4) == COORDINATOR
     stays = replace(kept, snapshots=SnapshotsSection(keep="nodes", last_here=False))
-    assert keeps_on_nodes(stays, CONFIG.run.steps, (SLOW,) * 4)
+    assert snapshot_place(stays, CONFIG.run.steps, (SLOW,) * 4) == NODES
     here = replace(CONFIG, snapshots=SnapshotsSection(keep="coordinator"))
-    assert not keeps_on_nodes(here, 100, (SLOW,) * 4)
+    assert snapshot_place(here, 100, (SLOW,) * 4) == COORDINATOR
     exported = replace(CONFIG, training=replace(CONFIG.training, export_every=1))
-    assert not keeps_on_nodes(exported, 100, (SLOW,) * 4), "exports are written from the coordinator's disk"
+    assert snapshot_place(exported, 100, (SLOW,) * 4) == COORDINATOR, (
+        "exports are written from the coordinator's disk"
+    )
 
 
 def test_the_largest_stage_is_part_of_the_whole() -> None:
