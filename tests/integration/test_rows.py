@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -17,6 +17,7 @@ from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask, LinkEvents, State
 from node.stage.executor import StageExecutor
 from node.stage.inbox import ElementsSent, Inbox, TensorLink
+from node.stage.progress import Progress
 from node.stage.session import IdentityHolder
 from node.stage.stage_model import StageModel
 from node.stage.watchdog import ComputeThread
@@ -80,6 +81,7 @@ class Node:
         self.inbox = Inbox()
         self.batches = cast(Batches, RowBatches(data))
         self.elements_sent: ElementsSent = {}
+        self.progress = Progress()
         self.links = links
         self.address = PlacedStage(node_id="", address="")
         self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
@@ -91,6 +93,9 @@ class Node:
 
     async def compute(self, work: Callable[[], Result]) -> Result:
         return await self.thread.run(work)
+
+    def state_bytes(self, units: Collection[str]) -> int:
+        raise AssertionError("every state is held")
 
     async def settle(self) -> None:
         pass
