@@ -12,7 +12,7 @@ from node.model.units import EMBED, HEAD, block_name, is_block, unit_cost, unit_
 from node.pipeline.codec_plan import first_codecs
 from node.pipeline.floor import Floor, LinkRate, step_floor
 from node.pipeline.placement import head_first, stage_units
-from node.pipeline.snapshot_place import NODES, snapshot_bytes
+from node.pipeline.snapshot_place import NODES, is_url, snapshot_bytes
 from node.pipeline.stage_order import Machines, Work, plan_order
 
 BACKWARD_TIMES = 2.0
@@ -66,7 +66,7 @@ def machine_bytes(explanation: Explanation) -> tuple[MachineBytes, ...]:
 def snapshots_need(config: RunConfig) -> tuple[int, int]:
     """Bytes of one snapshot, and of all that are on disk at a time: kept, the best one, one being written."""
     one = snapshot_bytes(config)
-    if config.snapshots.keep == NODES:
+    if config.snapshots.keep == NODES or is_url(config.snapshots.keep):
         return one, one * config.snapshots.last_here
     best = 1 if config.run.keep_best and config.data.valid_every else 0
     return one, (config.run.keep_snapshots + 1 + best) * one

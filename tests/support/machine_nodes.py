@@ -25,6 +25,9 @@ from wire.messages import (
     CoordinatorMessage,
     FailureKind,
     Finish,
+    Follow,
+    Following,
+    FollowStep,
     Leave,
     NodeMessage,
     Placed,
@@ -190,6 +193,7 @@ class SimNode:
         self.uploads: dict[int, Upload] = {}
         self.leaving = False
         self.fetched_ahead: Prefetch | None = None
+        self.followed: Follow | None = None
 
     @property
     def running(self) -> bool:
@@ -230,6 +234,7 @@ class SimNode:
             case Placement():
                 if number != message.epoch:
                     self.epoch = epoch = SimEpoch(message)
+                    self.followed = None
                 assert epoch is not None
                 epoch.commands.append(message)
             case Abort():
@@ -240,11 +245,43 @@ class SimNode:
                 self.die()
             case Prefetch():
                 self.fetched_ahead = message
+            case Follow():
+                if epoch is None:
+                    self._follow(message)
+            case FollowStep():
+                self._follow_step(message)
             case Restore() | Begin() | Commit() | TakeSnapshot():
                 if epoch is not None and number == message.epoch:
                     epoch.commands.append(message)
             case _:
                 raise AssertionError(f"the state machine sent {message}")
+
+    # ---- following, as `node.stage.following` does, all at once
+
+    def _follow(self, order: Follow) -> None:
+        if order == self.followed and self.followed is not None:
+            return
+        self.followed = order if order.sources else None
+        if self.followed is None:
+            return
+        self.stage, self.stages, self.voted = order.stage, order.stages, False
+        if order.step not in self.world.disk.snapshots:
+            assert order.step in self.world.disk.pruned, "a state is fetched that was once on disk"
+            self.followed, self.state_step = None, -1
+            self.outbox.append(Following(snapshot=order.step, step=0, failed="pruned"))
+            return
+        self.state_step, self.state, self.lineage = order.step, chain(order.step), order.lineage
+        self.outbox.append(Following(snapshot=order.step, step=order.step))
+
+    def _follow_step(self, step: FollowStep) -> None:
+        if self.followed is None or self.followed.step != step.snapshot or self.state_step > step.step:
+            return
+        assert self.state_step == step.step, "steps are told in order"
+        assert step.norms == norms_of(self.state, units_of(self.stages)[self.stage])
+        self.state = applied_to(self.state, step.clip_coefficient, step.lr)
+        self.state_step += 1
+        assert self.state == chain(self.state_step), "who follows holds the run's state"
+        self.outbox.append(Following(snapshot=step.snapshot, step=self.state_step))
 
     # ---- commands, as `EpochTask._obey` takes them
 

@@ -24,6 +24,7 @@ from node.coordinator.actions import (
 from node.coordinator.epoch import Phase
 from node.coordinator.failures import MAX_RETRIES
 from node.coordinator.machine import RunMachine
+from node.coordinator.newcomers import MOST_STEPS
 from node.coordinator.run_plan import RunPlan
 from node.coordinator.snapshot_schedule import MAX_ASKED
 from node.pipeline.routing import neighbours
@@ -45,6 +46,7 @@ from wire.messages import (
     CoordinatorMessage,
     FailureKind,
     Finish,
+    FollowStep,
     Leave,
     Placement,
     StepFailed,
@@ -69,11 +71,13 @@ class World:
         poisoned_always: bool = False,
         groups: int = 1,
         most_rows: int = 1,
+        follows: bool = False,
     ) -> None:
         self.plan = RunPlan(
             stages=stages,
             groups=groups,
             most_rows=most_rows,
+            follows=follows,
             min_stages=min_stages,
             total_steps=total_steps,
             snapshot_every=snapshot_every,
@@ -132,7 +136,10 @@ class World:
             return
         self.events += 1
         actions = event(machine)
-        assert len(actions) <= 6 * len(self.nodes) + 12
+        # A newcomer is told at once of all steps since the snapshot that it loads.
+        told = [one for one in actions if isinstance(one, Send) and isinstance(one.message, FollowStep)]
+        assert len(told) <= MOST_STEPS * len(self.nodes)
+        assert len(actions) - len(told) <= 8 * len(self.nodes) + 12
         for action in actions:
             if self.crash_after is not None:
                 if self.crash_after == 0:
@@ -185,6 +192,9 @@ class World:
             case Commit():
                 recorded = self.disk.commits.get(message.step)
                 assert recorded == (message.clip_coefficient, message.lr), "so is a commit"
+            case FollowStep():
+                recorded = self.disk.commits.get(message.step)
+                assert recorded == (message.clip_coefficient, message.lr), "also for those that follow"
             case Begin() if (message.epoch, message.step) not in self.begun:
                 self.begun.add((message.epoch, message.step))
                 assert self.restored[message.epoch] <= message.step

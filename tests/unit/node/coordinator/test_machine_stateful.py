@@ -15,7 +15,8 @@ Whatever happens, in whatever order:
 8. What is on record stays: placements, commits and snapshots survive any death of the coordinator, also one
    between two actions of the same event.
 9. Actions of one event, snapshots asked for and members are bounded.
-10. When faults end and nodes come, the run ends in a bounded number of events: with all steps done and the
+10. A node that follows the run holds the run's state after every step that it is told of.
+11. When faults end and nodes come, the run ends in a bounded number of events: with all steps done and the
     one right state in the last snapshot, or, if the step itself is not finite, with the line that says so.
 """
 
@@ -48,6 +49,7 @@ class RunWorld(RuleBasedStateMachine):
         always=st.booleans(),
         groups=st.sampled_from([1, 1, 2, 4]),
         rows=st.integers(1, 3),
+        follows=st.booleans(),
     )
     def begin(
         self,
@@ -60,6 +62,7 @@ class RunWorld(RuleBasedStateMachine):
         always: bool,
         groups: int,
         rows: int,
+        follows: bool,
     ) -> None:
         self.world = World(
             stages=stages,
@@ -70,6 +73,7 @@ class RunWorld(RuleBasedStateMachine):
             poisoned_always=always,
             groups=groups,
             most_rows=min(groups, rows),
+            follows=follows,
         )
         for _ in range(min(MOST_NODES, max(1, stages * min(groups, rows) + nodes))):
             self.world.add_node()

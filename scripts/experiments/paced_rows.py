@@ -1,0 +1,299 @@
+"""Rows of a grid over shaped relays: `python -m scripts.experiments.paced_rows`.
+
+Processes of the program on one machine, whose blocks wait for a set time and compute nothing, so that a few
+cores can play many machines (`paced_pipeline`). Three questions, one report:
+
+- rows: the step of 2 x S nodes against that of 1 x S, with equal global batch and equal bits, over links of
+  several rates and round trips.
+- snapshots: the longest time between two steps with snapshots every few steps, against that without.
+- newcomers: the time between the two steps at which a row enters, and the steps done while it fetched.
+"""
+
+import argparse
+import asyncio
+import itertools
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from node.config.schema import (
+    CoordinatorSection,
+    DataSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    SnapshotsSection,
+    TrainingSection,
+)
+from node.lab.results import commit, hardware
+from node.pipeline.gradient_groups import RowShare, sync_bytes
+from node.pipeline.placement import stage_units
+from node.pipeline.snapshot_place import snapshot_bytes
+from node.run_file.loader import to_toml
+from node.telemetry import events
+from scripts.experiments.paced_pipeline import NODE, SCRIPT, TIMES
+from scripts.experiments.shaped_relay import ShapedRelay
+from scripts.report import RESULTS, ROOT, write
+
+OUT = RESULTS / "rows.json"
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
+START_SECONDS, STEP_SECONDS = 180.0, 180.0
+RATES, ROUND_TRIPS = (1000.0, 300.0, 100.0), (0.0, 50.0)
+"""Mbit/s, ms."""
+
+
+def run_config(stages: int, rows: int, microbatches: int, steps: int) -> RunConfig:
+    """The same run, whatever the rows: two gradient groups."""
+    return RunConfig(
+        run=RunSection(name="rows", steps=steps, snapshot_every=steps),
+        model=ModelSection(layers=stages, hidden=512, heads=8, kv_heads=2, ffn=128, vocab=256, sequence=1024),
+        data=DataSection(path="stdlib"),
+        training=TrainingSection(global_batch=microbatches, microbatch=1, warmup_steps=0),
+        pipeline=PipelineSection(stages=stages, groups=2, replicas=rows),
+        coordinator=CoordinatorSection(listen="127.0.0.1:0", silent_seconds=90.0),
+    )
+
+
+@dataclass
+class Running:
+    """A coordinator and its nodes. `told` is every event, with the time of its reading."""
+
+    directory: Path
+    coordinator: asyncio.subprocess.Process
+    environment: dict[str, str]
+    line: str = ""
+    children: list[asyncio.subprocess.Process] = field(default_factory=list)
+    relays: list[ShapedRelay] = field(default_factory=list)
+    told: list[tuple[float, Any]] = field(default_factory=list)
+
+    async def until(self, kind: type[Any], seconds: float) -> Any:
+        """The next event of this kind."""
+        assert self.coordinator.stdout is not None
+        async with asyncio.timeout(seconds):
+            while line := await self.coordinator.stdout.readline():
+                event = events.from_json(line.decode())
+                self.told.append((time.monotonic(), event))
+                if isinstance(event, kind):
+                    return event
+        raise RuntimeError("the coordinator ended")
+
+    async def add_node(self, stack: AsyncExitStack) -> None:
+        """One that others reach through a relay of its own."""
+        port = _free_port()
+        relay = stack.enter_context(ShapedRelay(port, rate=1.25e8))
+        self.relays.append(relay)
+        self.children.append(
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", SCRIPT, NODE),
+                *(self.line, f"127.0.0.1:{port}", f"127.0.0.1:{relay.port}"),
+                str(self.directory / f"node-{len(self.children)}"),
+                env=self.environment,
+                stdout=subprocess.DEVNULL,
+                cwd=ROOT,
+            )
+        )
+
+    async def steps(self, count: int) -> list[float]:
+        """Seconds between the ends of so many steps."""
+        ends = []
+        for _ in range(count + 1):
+            await self.until(events.StepDone, STEP_SECONDS)
+            ends.append(self.told[-1][0])
+        return [after - before for before, after in itertools.pairwise(ends)]
+
+
+@asynccontextmanager
+async def running(config: RunConfig, nodes: int) -> AsyncIterator[tuple[Running, AsyncExitStack]]:
+    """A run of this config with so many nodes."""
+    async with AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run_file = directory / "run.toml"
+        run_file.write_text(to_toml(config), encoding="utf-8")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            "XDG_STATE_HOME": str(directory / "state"),
+            "OMP_NUM_THREADS": "1",
+            TIMES: f"{FORWARD_SECONDS} {BACKWARD_SECONDS}",
+        }
+        coordinator = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "node.cli.main", "coordinator", str(run_file), "--json"),
+            *("--run-dir", str(directory / "run")),
+            env=environment,
+            stdout=subprocess.PIPE,
+            limit=1 << 20,
+            cwd=ROOT,
+        )
+        run = Running(directory, coordinator, environment)
+        try:
+            line = await run.until(events.JoinLine, START_SECONDS)
+            run.line = line.line.split()[-1]
+            for _ in range(nodes):
+                await run.add_node(stack)
+            yield run, stack
+        finally:
+            for child in (coordinator, *run.children):
+                if child.returncode is None:
+                    child.kill()
+            for child in (coordinator, *run.children):
+                await child.wait()
+
+
+async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The steps of a grid over every kind of link, one run for all."""
+    shapes = [(rate, delay) for rate in arguments.rates for delay in arguments.round_trips]
+    config = run_config(stages, rows, arguments.microbatches, 10**5)
+    share = RowShare(config, 0, ((0,), (1,)) if rows == 2 else ((0, 1),))
+    sent = max(sync_bytes(config, units, share) for units in stage_units(config, stages))
+    found = []
+    async with running(config, rows * stages) as (run, _):
+        while True:
+            placed = await run.until(events.PlacementMade, START_SECONDS)
+            if len(placed.nodes) == rows * stages:
+                break
+        for rate, delay in shapes:
+            for relay in run.relays:
+                relay.shape(rate=rate * 1e6 / 8, delay=delay / 2e3)
+            await run.steps(arguments.settle)
+            times = await run.steps(arguments.steps)
+            # What each row must compute, one microbatch after the other, and the pipeline's fill and drain.
+            own = config.microbatches // rows
+            least = (own + stages - 1) * (FORWARD_SECONDS + BACKWARD_SECONDS)
+            found.append(
+                {
+                    "stages": stages,
+                    "rows": rows,
+                    "rate_mbit": rate,
+                    "round_trip_ms": delay,
+                    "step_seconds": times,
+                    "compute_seconds": least,
+                    "sync_bytes": sent,
+                }
+            )
+            print(found[-1], flush=True)
+    return found
+
+
+async def waits(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Two stages and a state of some size: snapshots beside steps, then a row that enters."""
+    model = ModelSection(layers=2, hidden=512, heads=8, kv_heads=2, ffn=8192, vocab=256, sequence=1024)
+    config = replace(
+        run_config(2, 2, arguments.microbatches, 10**5),
+        model=model,
+        run=RunSection(name="waits", steps=10**5, snapshot_every=arguments.every),
+        snapshots=SnapshotsSection(keep=arguments.keep),
+    )
+    async with running(config, 2) as (run, stack):
+        await run.until(events.StepDone, START_SECONDS)
+        await run.steps(arguments.settle)
+        gaps: list[float] = []
+        numbers: list[int] = []
+        before = run.told[-1][0]
+        while len(gaps) < 3 * arguments.every:
+            done = await run.until(events.StepDone, STEP_SECONDS)
+            at = run.told[-1][0]
+            gaps.append(at - before)
+            numbers.append(done.step)
+            before = at
+        saving = [gap for gap, step in zip(gaps, numbers, strict=True) if (step - 1) % arguments.every == 0]
+        others = [gap for gap, step in zip(gaps, numbers, strict=True) if (step - 1) % arguments.every]
+        for _ in range(2):
+            await run.add_node(stack)
+        entered = None
+        while entered is None:
+            await run.until(events.StepDone, STEP_SECONDS)
+            grids = [(at, one) for at, one in run.told if isinstance(one, events.PlacementMade)]
+            entered = next((at for at, one in grids if len(one.nodes) == 4), None)
+        notices = [(at, one.text) for at, one in run.told if isinstance(one, events.Notice)]
+        begun = next(at for at, text in notices if "follow the run" in text)
+        ends = [at for at, one in run.told if isinstance(one, events.StepDone)]
+        last = max(at for at in ends if at < entered)
+        first = min(at for at in ends if at > entered)
+        after = await run.steps(arguments.steps)
+    return {
+        "stages": 2,
+        "keep": arguments.keep,
+        "snapshot_bytes": snapshot_bytes(config),
+        "snapshot_every": arguments.every,
+        "usual_step_seconds": statistics.median(others),
+        "slowest_usual_step_seconds": max(others),
+        "steps_with_a_snapshot_seconds": saving,
+        "longest_wait_for_a_snapshot_seconds": max(saving) - statistics.median(others),
+        "newcomers": {
+            "seconds_from_arrival_to_entry": entered - begun,
+            "steps_meanwhile": sum(begun < at <= entered for at in ends),
+            "seconds_between_the_steps_around_the_entry": first - last,
+            "step_with_two_rows_seconds": statistics.median(after),
+            "wait_seconds": first - last - statistics.median(after),
+        },
+    }
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many times as fast two rows are, by stages and links."""
+    found = []
+    for one in results:
+        for two in results:
+            same = all(one[key] == two[key] for key in ("stages", "rate_mbit", "round_trip_ms"))
+            if same and (one["rows"], two["rows"]) == (1, 2):
+                before, after = (statistics.median(each["step_seconds"]) for each in (one, two))
+                keys = ("stages", "rate_mbit", "round_trip_ms")
+                found.append({**{key: one[key] for key in keys}, "times": before / after})
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Rows of a grid over shaped relays, with paced blocks.")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--stages", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--rates", type=float, nargs="*", default=RATES, metavar="MBIT")
+    parser.add_argument("--round-trips", type=float, nargs="*", default=ROUND_TRIPS, metavar="MS")
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--settle", type=int, default=2, help="steps after each change of the links")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--every", type=int, default=5, help="steps between snapshots")
+    parser.add_argument("--keep", default="nodes", help="snapshots.keep of the run that measures waits")
+    parser.add_argument("--no-waits", action="store_true")
+    arguments = parser.parse_args()
+    results = []
+    for stages in arguments.stages:
+        for rows in (1, 2):
+            results += asyncio.run(throughput(stages, rows, arguments))
+    report = {
+        "experiment": "rows",
+        "commit": commit(),
+        "hardware": hardware(),
+        "load": list(os.getloadavg()),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "paced": f"blocks wait {FORWARD_SECONDS:g} s forward and {BACKWARD_SECONDS:g} s backward",
+        "microbatches": arguments.microbatches,
+        "steps": arguments.steps,
+        "speedups": compare(results),
+        "waits": None if arguments.no_waits else asyncio.run(waits(arguments)),
+        "results": results,
+    }
+    write(arguments.out, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
