@@ -86,6 +86,9 @@ class Stage:
     def use_windows(self, link_windows: tuple[int, ...]) -> None:
         self.windows = link_windows
 
+    def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:
+        assert not activations and not gradients, "the run file's"
+
     def run_step(self, epoch: int, step: int, io: LoopIO, **batch: object) -> StepOutcome:
         self.io = io
         if self.trouble is not None:

@@ -70,6 +70,8 @@ class Scene:
             client=cast(CoordinatorClient, self.coordinator),
             cache=self.cache,
             peers=cast(LayerPeers, self.peers),
+            store="",
+            pacer=None,
             group=group,
             post=self.posted.put_nowait,
             tell=self.told.put_nowait,
