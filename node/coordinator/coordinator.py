@@ -589,8 +589,7 @@ class Coordinator:
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
 
     def _kept_stored(self, manifest: Manifest) -> None:
-        place = self._kept.place(manifest.step)
-        where = "the disks of the run's nodes" if place == NODES else place
+        where = self._kept.where_in_words(manifest.step)
         self._reporter.snapshot_stored(manifest.step, manifest.total_bytes, where, manifest.weights_sha256)
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
 

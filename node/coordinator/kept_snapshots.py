@@ -162,6 +162,10 @@ class KeptSnapshots:
         """Where the layers of `step` go: `NODES`, or a folder in an object store."""
         return self._places.url(step) or NODES
 
+    def where_in_words(self, step: int) -> str:
+        """The same, for people."""
+        return self._places.url(step) or "the disks of the run's nodes"
+
     def expect(self, step: int, rows: Sequence[Sequence[str]], url: str = "") -> None:
         """The nodes of these rows, by stage, are about to save the state of `step`: on their disks, or in the
         object store that is named."""

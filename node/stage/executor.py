@@ -12,28 +12,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.common.random_bits import mixed
 from node import faults
 from node.config.schema import RunConfig
 from node.model.labels import label_weight
 from node.model.units import EMBED, HEAD, unit_names
-from node.pipeline.codec_plan import PLANNED, Way, first_codecs, ladder, of_gradients
 from node.pipeline.gradient_groups import RowShare, group_of
-from node.pipeline.placement import boundaries, hops, stage_orders
-from node.pipeline.routing import StageLayout, source_stage
+from node.pipeline.placement import hops, stage_orders
+from node.pipeline.routing import StageLayout
 from node.pipeline.schedule import Action, Kind, Order, held_activations
 from node.pipeline.turns import Turns
 from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
 from node.stage.gradient_sync import GradientSync, KeepSums, SyncIO, SyncPlan
 from node.stage.inbox import StepInterrupted
+from node.stage.stage_codecs import StageCodecs
 from node.stage.stage_model import StageCompute
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
 from node.training.serialization import without_cache
 from wire.codecs.base import Codec
-from wire.codecs.registry import codec
 from wire.errors import ProtocolViolationError
 from wire.spec import Direction, TensorKey, TensorSpec
 
@@ -96,19 +94,9 @@ class StageExecutor:
         self._order: Order = ()
         self._windows: tuple[int, ...] = ()
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
-        raw, pipeline = codec("fp32"), config.pipeline
-        first = first_codecs(pipeline)
-        self._codecs: dict[Direction, Codec] = {
-            Direction.ACTIVATION: codec(first[0]),
-            Direction.GRADIENT: codec(first[1]),
-            Direction.TIED_SHARE: raw,
-            Direction.TIED_SUM: raw,
-        }
-        self._planned: dict[Way, Codec] = {}
-        """Of tensors whose codecs the coordinator planned for the epoch."""
-        self._raw = raw
         self._transfer = TensorTransfer(device_transfer(device), clock.beside)
-        self._caches = BoundaryCaches(config, windows) if pipeline.remembers else None
+        self._caches = BoundaryCaches(config, windows) if config.pipeline.remembers else None
+        self._codecs = StageCodecs(config, self._caches)
         self.uncompressed = False
         """Whether every link carries fp32 instead of the run's codecs."""
         self._plans: dict[bool, SyncPlan] = {}
@@ -124,14 +112,9 @@ class StageExecutor:
 
     def compile_codecs(self) -> None:
         """Compile the codecs in the background so the first step doesn't wait."""
-        # A codec with a sample cache packs for a placement only.
-        directions = (Direction.ACTIVATION, Direction.GRADIENT)[self._caches is not None :]
         elements = torch.arange(self._boundary.elements, device=self.device)
         example = elements.remainder_(251).sub_(125).float().view(self._boundary.shape)
-        codecs = dict.fromkeys(self._codecs[direction] for direction in directions)
-        if self._sync is not None:
-            codecs[codec(self.config.pipeline.sync_codec)] = None
-        self._transfer.compile_codecs(codecs, example)
+        self._transfer.compile_codecs(self._codecs.all, example)
 
     # ---- placement and state
 
@@ -170,7 +153,7 @@ class StageExecutor:
             self.state_step = -1
             self.voted = False
         self.use_windows(())
-        self._planned = {}
+        self._codecs.forget()
         self._plans.clear()
         return self.state_step
 
@@ -201,26 +184,7 @@ class StageExecutor:
 
         Raises ProtocolViolationError for codecs that are none, or that do not fit the placement.
         """
-        expected = boundaries(self.config, self.stages) if self.config.pipeline.plans_codecs else 0
-        if (len(activations), len(gradients)) != (expected, expected):
-            raise ProtocolViolationError(
-                f"the coordinator plans {len(activations)} codecs of activations and {len(gradients)} of "
-                f"gradients; expected {expected} of each"
-            )
-        rungs = ladder(self.config.pipeline.min_bits) if expected else ()
-        planned: dict[Way, Codec] = {}
-        for direction, names, allowed in (
-            (Direction.ACTIVATION, activations, rungs),
-            (Direction.GRADIENT, gradients, tuple(map(of_gradients, rungs))),
-        ):
-            for boundary, name in enumerate(names):
-                if name not in allowed:
-                    raise ProtocolViolationError(
-                        f"the coordinator plans codec {name} for boundary {boundary}, which this run's file "
-                        f"does not allow: {', '.join(allowed)} are"
-                    )
-                planned[boundary, direction] = codec(name)
-        self._planned = planned
+        self._codecs.plan(activations, gradients, self.stages)
 
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
         """Go to the state of `step`: keep it, or build it from the seed (step 0) and what `fetch` gives.
@@ -570,40 +534,10 @@ class StageExecutor:
 
     def codec_name(self, direction: Direction) -> str:
         """The codec in use for this kind of tensor."""
-        if self.uncompressed:
-            return self._raw.name
-        if direction in (Direction.SYNC_SHARE, Direction.SYNC_SUM):
-            return self.config.pipeline.sync_codec
-        sent = {
-            one.name
-            for (boundary, kind), one in self._planned.items()
-            if kind is direction and self._sends(boundary, kind)
-        }
-        if len(sent) > 1:
-            # A flow counts all of a direction's tensors together.
-            return PLANNED
-        return sent.pop() if sent else self._codecs[direction].name
-
-    def _sends(self, boundary: int, direction: Direction) -> bool:
-        return source_stage(TensorKey(0, 0, 0, boundary, direction), self.stages) == self.stage
+        return self._codecs.name(direction, self.stage, self.stages, uncompressed=self.uncompressed)
 
     def _codec(self, key: TensorKey) -> Codec:
-        if self.uncompressed:
-            return self._raw
-        if key.microbatch >= self.config.microbatches and key.direction is Direction.ACTIVATION:
-            return (
-                self._raw
-                if (key.microbatch // self.config.microbatches - 1) % 2
-                else self._trained_codec(key)
-            )
-        if self._caches is not None and key.direction is Direction.ACTIVATION:
-            return self._caches.codec(key)
-        return self._trained_codec(key)
-
-    def _trained_codec(self, key: TensorKey) -> Codec:
-        """The run's codec of a tensor, whatever an epoch or a pass has in its place."""
-        found = self._planned.get((key.boundary, key.direction), self._codecs[key.direction])
-        return found.salted(_salt(self.config.run.seed, key))
+        return self._codecs.of(key, uncompressed=self.uncompressed)
 
     def _of_row(self, batch: np.ndarray | None) -> tuple[Tensor, ...]:
         """The row's microbatches, from all of them or from its own alone."""
@@ -618,11 +552,3 @@ class StageExecutor:
     def _cached_boundaries(self) -> dict[int, str]:
         """By number, the unit before each boundary of this stage; empty if the codec has no sample cache."""
         return {} if self._caches is None else self._place.boundaries
-
-
-def _salt(seed: int, key: TensorKey) -> int:
-    """32 bits for what is drawn for a tensor; a step that runs again in another epoch draws the same."""
-    salt = mixed(seed & 0xFFFFFFFF)
-    for number in (key.step, key.microbatch, key.boundary, key.direction.value):
-        salt = mixed(salt ^ number)
-    return salt

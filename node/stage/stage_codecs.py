@@ -1,0 +1,114 @@
+"""Which codec a tensor of a stage has: the run's, one that the coordinator planned for an epoch, or fp32."""
+
+from collections.abc import Iterable
+
+from kernels.common.random_bits import mixed
+from node.config.schema import RunConfig
+from node.pipeline.codec_plan import PLANNED, Way, first_codecs, ladder, of_gradients
+from node.pipeline.placement import boundaries
+from node.pipeline.routing import source_stage
+from node.stage.boundary_caches import BoundaryCaches
+from wire.codecs.base import Codec
+from wire.codecs.registry import codec
+from wire.errors import ProtocolViolationError
+from wire.spec import Direction, TensorKey
+
+
+class StageCodecs:
+    """Of one node, for whatever stage it has."""
+
+    def __init__(self, config: RunConfig, caches: BoundaryCaches | None) -> None:
+        """`caches`: those of activations, for a codec with a sample cache."""
+        raw, first = codec("fp32"), first_codecs(config.pipeline)
+        self._config = config
+        self._caches = caches
+        self._raw = raw
+        self._codecs: dict[Direction, Codec] = {
+            Direction.ACTIVATION: codec(first[0]),
+            Direction.GRADIENT: codec(first[1]),
+            Direction.TIED_SHARE: raw,
+            Direction.TIED_SUM: raw,
+        }
+        self._planned: dict[Way, Codec] = {}
+        """Of tensors whose codecs the coordinator planned for the epoch."""
+
+    @property
+    def all(self) -> Iterable[Codec]:
+        """Those of the run file that can pack without a placement, each once."""
+        # A codec with a sample cache packs for a placement only.
+        directions = (Direction.ACTIVATION, Direction.GRADIENT)[self._caches is not None :]
+        found = dict.fromkeys(self._codecs[direction] for direction in directions)
+        if self._config.pipeline.groups > 1:
+            found[codec(self._config.pipeline.sync_codec)] = None
+        return found
+
+    def forget(self) -> None:
+        """The placement that codecs were planned for is over."""
+        self._planned = {}
+
+    def plan(self, activations: tuple[str, ...], gradients: tuple[str, ...], stages: int) -> None:
+        """Use these codecs, one a boundary; empty uses the run file's.
+
+        Raises ProtocolViolationError for codecs that are none, or that do not fit the placement.
+        """
+        expected = boundaries(self._config, stages) if self._config.pipeline.plans_codecs else 0
+        if (len(activations), len(gradients)) != (expected, expected):
+            raise ProtocolViolationError(
+                f"the coordinator plans {len(activations)} codecs of activations and {len(gradients)} of "
+                f"gradients; expected {expected} of each"
+            )
+        rungs = ladder(self._config.pipeline.min_bits) if expected else ()
+        planned: dict[Way, Codec] = {}
+        for direction, names, allowed in (
+            (Direction.ACTIVATION, activations, rungs),
+            (Direction.GRADIENT, gradients, tuple(map(of_gradients, rungs))),
+        ):
+            for boundary, name in enumerate(names):
+                if name not in allowed:
+                    raise ProtocolViolationError(
+                        f"the coordinator plans codec {name} for boundary {boundary}, which this run's file "
+                        f"does not allow: {', '.join(allowed)} are"
+                    )
+                planned[boundary, direction] = codec(name)
+        self._planned = planned
+
+    def name(self, direction: Direction, stage: int, stages: int, *, uncompressed: bool) -> str:
+        """The codec in use for what a stage sends of this kind."""
+        if uncompressed:
+            return self._raw.name
+        if direction in (Direction.SYNC_SHARE, Direction.SYNC_SUM):
+            return self._config.pipeline.sync_codec
+        sent = {
+            one.name
+            for (boundary, kind), one in self._planned.items()
+            if kind is direction and source_stage(TensorKey(0, 0, 0, boundary, direction), stages) == stage
+        }
+        if len(sent) > 1:
+            # A flow counts all of a direction's tensors together.
+            return PLANNED
+        return sent.pop() if sent else self._codecs[direction].name
+
+    def of(self, key: TensorKey, *, uncompressed: bool) -> Codec:
+        """A tensor's codec. `uncompressed`: the epoch has fp32 on every link."""
+        if uncompressed:
+            return self._raw
+        microbatches = self._config.microbatches
+        if key.microbatch >= microbatches and key.direction is Direction.ACTIVATION:
+            # Held-out samples: every other pass is without the run's codecs.
+            return self._raw if (key.microbatch // microbatches - 1) % 2 else self._trained(key)
+        if self._caches is not None and key.direction is Direction.ACTIVATION:
+            return self._caches.codec(key)
+        return self._trained(key)
+
+    def _trained(self, key: TensorKey) -> Codec:
+        """The run's codec of a tensor, whatever an epoch or a pass has in its place."""
+        found = self._planned.get((key.boundary, key.direction), self._codecs[key.direction])
+        return found.salted(_salt(self._config.run.seed, key))
+
+
+def _salt(seed: int, key: TensorKey) -> int:
+    """32 bits for what is drawn for a tensor; a step that runs again in another epoch draws the same."""
+    salt = mixed(seed & 0xFFFFFFFF)
+    for number in (key.step, key.microbatch, key.boundary, key.direction.value):
+        salt = mixed(salt ^ number)
+    return salt
