@@ -366,19 +366,16 @@ class Coordinator:
         return await self._disk.write(lambda: asyncio.to_thread(write, *what))
 
     async def _open_snapshot(self, step: int, epoch: Epoch) -> None:
-        rates = [session.hello.download_rate for session in self._sessions]
         # Layers do not go by the relay: a node that others cannot reach hands its own in here.
         reachable = self._addresses().keys() >= {*epoch.snapshot_nodes}
-        place = snapshot_place(self.config, step, rates)
+        place = snapshot_place(self.config, step, [one.hello.download_rate for one in self._sessions])
         if is_url(place):
             return self._kept.expect(step, [epoch.snapshot_nodes], place)
         if not reachable or place != NODES:
-            await self._snapshots.expect(step, epoch.snapshot_nodes)
-            return
+            return await self._snapshots.expect(step, epoch.snapshot_nodes)
         # Other rows hold the same state: a second one saves its own copy, and nothing has to be sent.
-        rows = [epoch.snapshot_nodes, *map(epoch.row, range(epoch.rows))]
-        second = [row for row in rows[1:] if row != rows[0]][:1]
-        self._kept.expect(step, [rows[0], *second])
+        second = [row for row in map(epoch.row, range(epoch.rows)) if row != epoch.snapshot_nodes][:1]
+        self._kept.expect(step, [epoch.snapshot_nodes, *second])
         for node in (node for row in second for node in row):
             self._send(node, TakeSnapshot(epoch=epoch.number, step=step))
 

@@ -379,9 +379,8 @@ class RunMachine:
             return epoch.validate(self.plan.held_out)
         if self._may_go_on(epoch):
             if self._newcomers.ready(epoch) and self._snapshots.idle:
-                grid = self._newcomers.enter()
-                over = self._end_epoch(AbortKind.PLACEMENT, "nodes that followed the run enter")
-                return over + self._begin_epoch(grid, now)
+                grid, why = self._newcomers.enter(), "nodes that followed the run enter"
+                return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
             epoch.keeps_sums = self._newcomers.follow
             return epoch.begin() if not self._shares_anew(epoch) else self._place_anew(now)
         if self._snapshots.newest < epoch.step and not self._leaves_to_others(epoch):
@@ -411,10 +410,8 @@ class RunMachine:
 
     def _join_early(self, now: float) -> list[Action]:
         """Before the first step is done, newcomers enter at once: its state costs little."""
-        epoch = self.epoch
-        if epoch is None or self.stopped or self._ending.due:
-            return []
-        if not self._newcomers.enter_at_once(epoch, self._candidates(), self._snapshots.newest):
+        epoch, over = self.epoch, self.stopped or self._ending.due
+        if epoch is None or over or not self._newcomers.enter_at_once(epoch, self._candidates()):
             return []
         self._assigner.regroup(now)
         return self._place_anew(now)

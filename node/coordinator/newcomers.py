@@ -111,9 +111,9 @@ class Newcomers:
         )
         return [Announce(text=text)]
 
-    def enter_at_once(self, epoch: Epoch, candidates: Sequence[Candidate], newest_snapshot: int) -> bool:
+    def enter_at_once(self, epoch: Epoch, candidates: Sequence[Candidate]) -> bool:
         """Whether there are newcomers who enter now: before the first step is done its state costs little."""
-        is_early = max(epoch.step, newest_snapshot) == 0 and epoch.phase is not Phase.APPLYING
+        is_early = epoch.step == 0 and epoch.phase is not Phase.APPLYING
         if not is_early or self._assigner.most_rows == 1 or not self._roster.connected(epoch.hosts):
             return False
         return self._assigner.can_grow(epoch.stages, candidates, epoch.rows)
