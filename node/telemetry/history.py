@@ -337,6 +337,13 @@ def evicted_nodes(directory: Path) -> dict[str, float]:
     return found
 
 
+def codec_plans(directory: Path) -> list[events.CodecsPlanned]:
+    """The plans of codecs that the run in `directory` had, in the order in which they were made. RunError."""
+    name = events.CodecsPlanned.event.encode()
+    entries = [parse_line(line) for _, line in _lines(directory, 0, None) if name in line]
+    return [one.event for one in entries if one is not None and isinstance(one.event, events.CodecsPlanned)]
+
+
 def _lines_from_the_end(directory: Path) -> Iterator[bytes]:
     before: int | None = None
     while before is None or before > 0:

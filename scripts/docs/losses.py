@@ -9,6 +9,7 @@ from scripts.report import RESULTS, markdown
 CODEC_LOSSES = tuple(RESULTS / f"codec_loss{which}.json" for which in ("", "_earlier", "_16_cores"))
 """The newest report, and earlier ones with more widths and seeds or another machine."""
 CONVERGENCE = RESULTS / "convergence.json"
+GRADIENT_BIAS = RESULTS / "gradient_bias.json"
 BASELINE = ("fp32", "fp32")
 
 
@@ -211,7 +212,37 @@ def _stage_bits(run: dict[str, Any]) -> str:
     return f" ({', '.join(bits)})" if len(set(bits)) > 1 else ""
 
 
+def gradient_bias() -> str:
+    """What gradients in few bits cost, with and without a mean error."""
+    rows, captions = [], []
+    for report in read_report(GRADIENT_BIAS)["reports"]:
+        plain = next(run for run in report["runs"] if run["way"] == "none")
+        settings = report["settings"]
+        tokens = settings["steps"] * settings["batch"] * settings["sequence"] / 1e6
+        for run in report["runs"]:
+            bits, error = run.get("gradient_bits", []), run.get("gradient_error", [])
+            rows.append(
+                [
+                    f"{tokens:.1f} million",
+                    f"`{run['way'].replace('codec:', '')}`",
+                    f"{sum(bits) / len(bits):.2f}" if bits else "",
+                    f"{sum(error) / len(error):.3f}" if error else "",
+                    f"{run['held_out_loss']:.3f}",
+                    "" if run is plain else f"{run['held_out_loss'] / plain['held_out_loss'] - 1:+.1%}",
+                ]
+            )
+        captions.append(f"{report['hardware']}, torch {report['torch']}, commit {commit(report)}")
+    columns = [("trained on", "left"), ("gradients", "left"), ("bits", "right"), ("error", "right")]
+    columns += [("held-out loss", "right"), ("against none", "right")]
+    return (
+        f"{markdown(columns, rows)}\n\nEight blocks 1024 wide, seven boundaries, in one process, activations "
+        "unpacked, one seed; lines of one number of tokens compare. Error: relative, of the last steps' "
+        f"gradients. {'; '.join(dict.fromkeys(captions))}."
+    )
+
+
 TABLES: Tables = {
+    "gradient_bias": gradient_bias,
     "codec_loss": codec_loss,
     "convergence": convergence,
     "convergence_words": convergence_words,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from node.coordinator.decisions import recorded_codecs
 from node.coordinator.rebuild import damage, rebuild
 from node.coordinator.store import DATABASE_FILE, Member, SnapshotRecord, StepRecord, Store
 from node.run_file.loader import to_json
@@ -127,6 +128,20 @@ def test_a_lost_write_ahead_log_is_noticed_and_evictions_in_the_history_hold(run
         assert [one.node_id for one in store.members()] == list(NODES)
         assert evicted(store) == [NODES[1]]
         assert [one.step for one in store.snapshots()] == list(STEPS)
+
+
+def test_planned_codecs_are_recovered_from_the_history(run: Path) -> None:
+    """The last one was made after a rollback, in place of that of step 9."""
+    for step, codec in ((0, "trellis-4"), (9, "trellis-5"), (6, "trellis-3")):
+        plan = events.CodecsPlanned(text="", step=step, activations=(codec,), gradients=("dither-4",))
+        append(run, BEGAN + 30, plan)
+    (run / DATABASE_FILE).unlink()
+    what = damage(run)
+    assert what is not None
+    rebuild(run, what, BEGAN + 100)
+    with Store.open(run) as store:
+        changes = recorded_codecs(store).changes
+    assert [(step, plan.activations) for step, plan in changes] == [(0, ("trellis-4",)), (6, ("trellis-3",))]
 
 
 def test_damage_inside_is_found(run: Path) -> None:
