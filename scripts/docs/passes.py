@@ -6,6 +6,8 @@ from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spac
 from scripts.report import RESULTS, markdown
 
 COMPUTE = RESULTS / "compute.json"
+COMPILED = RESULTS / "compute_compiled.json"
+WHOLE_MODEL = RESULTS / "whole_model.json"
 CAPTURED_PASSES = RESULTS / "captured_passes.json"
 GPU_TESTS = RESULTS / "gpu_tests.json"
 GIB = 2**30
@@ -20,30 +22,75 @@ SHARED_BY = {
 
 def stage_compute() -> str:
     """A stage's time a microbatch against compiled layers and products: scripts/bench/compute.py."""
-    report = read_report(COMPUTE)
-    ways = ("plain", "agoq", "compiled, fastest", "compiled, fixed order", "products")
-    rows = []
+    report, earlier = read_report(COMPUTE), read_report(COMPILED)
+    elsewhere = {(row["name"], row["blocks"]): row["seconds"] for row in earlier["rows"]}
+    ours = ("plain", "plain, any order", "agoq", "fp8", "fp8, agoq")
+    others = ("compiled, fastest", "products")
+    rows, borrowed = [], False
     for row in report["rows"]:
-        seconds = row["seconds"]
-        plain = seconds["plain"]
+        seconds = {**elsewhere.get((row["name"], row["blocks"]), {}), **row["seconds"]}
+        borrowed = borrowed or ("compiled, fastest" in seconds and "compiled, fastest" not in row["seconds"])
+        compiled = seconds.get("compiled, fastest", math.nan)
+        shares = (
+            seconds["plain"] / compiled,
+            seconds["plain, any order"] / compiled,
+            seconds["fp8"] / compiled,
+            seconds["plain"] / seconds["products"],
+        )
         rows.append(
             [
                 row["name"],
-                *(f"{1e3 * seconds[way]:.1f}" for way in ways),
-                *(f"{plain / seconds[way]:.2f}" for way in ways[2:]),
+                *(_number(1e3 * seconds.get(way, math.nan), 1) for way in (*ours, *others)),
+                *(_number(share, 2) for share in shares),
             ]
         )
-    columns = [("stage of", "left"), ("plain, ms", "right"), ("`agoq`", "right")]
-    columns += [("compiled, fastest attention", "right"), ("compiled, fixed order", "right")]
-    columns += [("products and attention alone", "right"), ("plain / fastest", "right")]
-    columns += [("plain / fixed order", "right"), ("plain / products", "right")]
+    columns = [("stage of", "left"), ("plain, ms", "right"), ("in any order", "right"), ("`agoq`", "right")]
+    columns += [("FP8", "right"), ("FP8, `agoq`", "right"), ("compiled", "right"), ("products", "right")]
+    columns += [("plain / compiled", "right"), ("any order / compiled", "right")]
+    columns += [("FP8 / compiled", "right"), ("plain / products", "right")]
     (tokens,) = {row["tokens"] for row in report["rows"]}
+    caption = f"""Forward and backward of a microbatch of {tokens:,} tokens, four blocks. *Compiled* is
+transformers' decoder layers under `torch.compile` in bf16, with the attention that torch prefers, whose
+backward does not repeat its bits. *In any order* is our stage with `training.deterministic = false`, *FP8*
+with `training.compute = "fp8"`. `agoq` also has gradients and moments in FP8 and weights in bf16. *Products*
+are the matrix products in bf16 and our attention, nothing else. {report["hardware"]}, median of
+{report["rows"][0]["runs"]}, torch {report["torch"]}, commit {commit(report)}."""
+    if borrowed:
+        caption += f" Compiled layers: another run on the same kind of card, commit {commit(earlier)}."
+    return f"{markdown(columns, rows)}\n\n{caption}"
+
+
+def _number(value: float, digits: int) -> str:
+    return "" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def whole_model() -> str:
+    """Steps of a whole model on one GPU beside a compiled transformers loop: scripts/bench/whole_model.py."""
+    report = read_report(WHOLE_MODEL)
+    rows = []
+    for row in report["rows"]:
+        for name, seconds in row["seconds"].items():
+            start = row["start_seconds"].get(name)
+            rows.append(
+                [
+                    row["name"],
+                    name,
+                    f"{row['tokens_per_second'][name]:,.0f}",
+                    f"{seconds:.3f}",
+                    f"{100 * row['beside_share'][name]:.1f}" if name in row["beside_share"] else "",
+                    f"{start['first step']:.1f}" if start else "",
+                    f"{start['second step']:.1f}" if start else "",
+                ]
+            )
+    columns = [("model", "left"), ("way", "left"), ("tokens/s", "right"), ("a step, s", "right")]
+    columns += [("neither forward nor backward, %", "right"), ("first step, s", "right")]
+    columns += [("second step, s", "right")]
+    sizes = " and ".join(f"{row['tokens']:,}" for row in report["rows"])
     return f"""{markdown(columns, rows)}
 
-Forward and backward of a microbatch of {tokens:,} tokens in bf16, three or four blocks. *Compiled* is
-transformers' decoder layers under `torch.compile`: with the attention that torch prefers, whose backward does
-not repeat its bits, and with torch's deterministic algorithms. *Products* are the matrix products and our
-attention, nothing else. {report["hardware"]}, median of {report["rows"][0]["runs"]}, torch
+Steps of {sizes} tokens, AdamW on float32 weights, clipping; *compiled* is transformers' model in bf16
+autocast, each layer under `torch.compile`, with torch's fused AdamW. The first step compiles kernels, the
+second captures graphs. {report["hardware"]}, median of {report["rows"][0]["runs"]}, torch
 {report["torch"]}, commit {commit(report)}."""
 
 
@@ -120,5 +167,6 @@ def gpu_tests() -> str:
 TABLES: Tables = {
     "stage_compute": stage_compute,
     "captured_passes": captured_passes,
+    **if_recorded(WHOLE_MODEL, "whole_model", whole_model),
     **if_recorded(GPU_TESTS, "gpu_tests", gpu_tests),
 }
