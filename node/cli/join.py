@@ -77,6 +77,12 @@ def add_parser(commands: Any) -> None:
         "this machine's environment",
     )
     parser.add_argument(
+        "--max-host-memory",
+        type=float,
+        metavar="GB",
+        help="main memory for what does not fit on the GPU, in GB; 0 is none (default: half of what is free)",
+    )
+    parser.add_argument(
         "--metrics", default="", metavar="HOST:PORT", help="serve this node's metrics for Prometheus"
     )
     parser.add_argument(
@@ -117,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
         "--max-bandwidth": args.max_bandwidth,
         "--max-disk": args.max_disk,
         "--max-memory": args.max_memory,
+        "--max-host-memory": args.max_host_memory or 0.0,
     }
     for name, value in limits.items():
         if not 0 <= value <= MOST_LIMIT:
@@ -137,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
         max_bandwidth_mbit=args.max_bandwidth,
         max_memory_gb=args.max_memory,
+        max_host_memory_gb=args.max_host_memory,
         max_disk_gb=args.max_disk,
         store=args.store,
         metrics=args.metrics,

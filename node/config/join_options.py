@@ -38,6 +38,9 @@ class JoinOptions:
     """Upload limit in Mbit/s; 0 is no limit."""
     max_memory_gb: float = 0.0
     """Memory limit of a stage in GB (10^9 bytes); 0 is all of the device's."""
+    max_host_memory_gb: float | None = None
+    """Limit of the main memory that a GPU's stage may move to, in GB (10^9 bytes): 0 is none, None half of
+    what is free. It is page-locked: other programs cannot have it meanwhile."""
     max_disk_gb: float = 0.0
     """Limit of what layers of snapshots take on disk, in GB (10^9 bytes); 0 is half of what is free."""
     store: str = ""

@@ -131,7 +131,9 @@ def useless(
     return (
         f"the smallest of {stages} stages needs an estimated {_mebibytes(least)}{_where(candidate.devices)}, "
         f"and this node offers {_mebibytes(candidate.memory_bytes)}: join with more memory (--max-memory, "
-        "another --device, or --gpus N with --tensor-parallel T, which shares the blocks)"
+        "another --device, or --gpus N with --tensor-parallel T, which shares the blocks; for a GPU "
+        "--max-host-memory), or let the run have more pipeline.stages, a smaller training.microbatch, "
+        "storage.preset agoq or compact, or gradients and moments in fp8"
     )
 
 

@@ -114,7 +114,14 @@ async def _serve(
     fix_order(device)
     note = MemoryNote(directory, _most_bytes(options))
     hardware = note.limit(
-        describe(chosen, tensor_parallel=options.tensor_parallel, most_bytes=note.most_bytes)
+        describe(
+            chosen,
+            tensor_parallel=options.tensor_parallel,
+            most_bytes=note.most_bytes,
+            most_host_bytes=None
+            if options.max_host_memory_gb is None
+            else int(options.max_host_memory_gb * 1e9),
+        )
     )
     screen = VolunteerScreen(json_lines=options.json)
     screen.now("enrolling")

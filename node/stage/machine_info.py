@@ -37,7 +37,13 @@ def choose_device(wanted: str) -> torch.device:
     return device
 
 
-def describe(chosen: Sequence[torch.device], *, tensor_parallel: int = 1, most_bytes: int = 0) -> Hardware:
+def describe(
+    chosen: Sequence[torch.device],
+    *,
+    tensor_parallel: int = 1,
+    most_bytes: int = 0,
+    most_host_bytes: int | None = None,
+) -> Hardware:
     """The devices' name and memory, and the machine's cores.
 
     A GPU's memory is what is free on it now; of several, the least, because each process holds as much as the
@@ -45,6 +51,8 @@ def describe(chosen: Sequence[torch.device], *, tensor_parallel: int = 1, most_b
 
     Args:
         most_bytes: above 0, the owner's limit for each GPU or for the machine. On a GPU torch enforces it.
+        most_host_bytes: the owner's limit of main memory for what does not fit on the GPUs; None is a share
+            of what is free.
 
     Raises UserError for a GPU that cannot be used.
     """
@@ -57,7 +65,8 @@ def describe(chosen: Sequence[torch.device], *, tensor_parallel: int = 1, most_b
             memory = min(memory, _free_elsewhere(chosen[1:]))
         limit_memory(first, most_bytes)
         memory = min(memory, most_bytes or memory)
-        host = int(HOST_SHARE * available_bytes()) // len(chosen)
+        share = int(HOST_SHARE * available_bytes())
+        host = (share if most_host_bytes is None else min(most_host_bytes, 2 * share)) // len(chosen)
     else:
         name, memory = CPU, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         memory = min(memory, most_bytes or memory) // len(chosen)

@@ -51,6 +51,22 @@ def test_free_memory_of_the_fullest_gpu_counts() -> None:
     assert describe(cuda(0)).memory_bytes == 70_000
 
 
+@pytest.mark.usefixtures("gpus")
+def test_gpus_share_half_of_the_free_main_memory_or_what_the_owner_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine_info, "available_bytes", lambda: 1000)
+    assert describe(cuda(0)).host_bytes == 500
+    assert describe(cuda(0, 1)).host_bytes == 250
+    assert describe(cuda(0, 1), most_host_bytes=80).host_bytes == 40
+    assert describe(cuda(0), most_host_bytes=0).host_bytes == 0
+    assert describe([CPU]).host_bytes == 0
+
+
+def test_the_free_main_memory_is_what_the_system_says() -> None:
+    assert 0 < machine_info.available_bytes() <= 1 << 50
+
+
 def test_a_gpu_that_cannot_be_asked_is_one_line() -> None:
     """By a real process, which finds no such GPU on any machine."""
     with pytest.raises(UserError, match="this node cannot use cuda:99 ") as caught:
