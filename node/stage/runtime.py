@@ -266,7 +266,7 @@ class NodeRuntime:
         self._tasks.append(group.create_task(self._heartbeats(welcome.heartbeat_seconds)))
         hardware = self._settings.hardware
         times = None
-        if hardware.devices == 1:
+        if hardware.devices == 1 and self._settings.devices.first.type == "cuda":
             # Of several, each would measure other times and plan another stage.
             self.progress.doing("measuring a block")
             times = await self._compute.run(lambda: measured_times(config, self._settings.devices.first))

@@ -221,11 +221,17 @@ def test_a_run_with_more_stages_than_memory_still_has_a_plan() -> None:
         model=ModelSection(
             layers=96, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32000, sequence=512
         ),
-        training=replace(FORMS["autocast"][0], global_batch=64, microbatch=2),
+        training=replace(
+            FORMS["autocast"][0],
+            global_batch=64,
+            microbatch=8,
+            gradients="fp8",
+            moments="fp8",
+            cuda_graphs=False,
+        ),
         storage=PACKED,
         pipeline=PipelineSection(stages=2),
     )
-    config = replace(config, training=replace(config.training, cuda_graphs=False))
     low = least_stage_bytes(config, 2, GPU)[0]
     high = stage_memory(config, 2, GPU)[0].total
     added = [plan_stage(config, 2, 0, GPU, int(budget)).added for budget in np.linspace(low, high, 4)]
