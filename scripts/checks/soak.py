@@ -84,7 +84,32 @@ class Schedule:
             pipeline=replace(config.pipeline, stages=stages, window=chance.randrange(3)),
         )
         faults = tuple(_fault(chance, stages, steps) for _ in range(chance.randrange(8, 16)))
-        return cls(seed, config, tuple(dict.fromkeys(faults)), chance.randrange(3))
+        schedule = cls(seed, config, tuple(dict.fromkeys(faults)), chance.randrange(3))
+        return schedule._with_rows(random.Random(f"rows {seed}"))
+
+    def _with_rows(self, chance: random.Random) -> "Schedule":
+        """Half of the schedules with up to two rows, whose nodes die and come back in sync too."""
+        if chance.random() < 0.5:
+            return self
+        pipeline, steps = self.config.pipeline, self.config.run.steps
+        groups, codec = chance.choice((2, 4)), chance.choice(("fp32", "bf16", "fixed-8", "trellis-4.41"))
+        pipeline = replace(pipeline, groups=groups, sync_codec=codec, replicas=2)
+        kills = [
+            Fault(
+                kind=Kind.KILL,
+                phase=chance.choice((Phase.SYNC, Phase.STATE_FETCH)),
+                stage=chance.randrange(pipeline.stages),
+                step=chance.randrange(steps),
+                skip=chance.randrange(2),
+            )
+            for _ in range(4)
+        ]
+        return replace(
+            self,
+            config=replace(self.config, pipeline=pipeline),
+            faults=tuple(dict.fromkeys((*self.faults, *kills))),
+            spares=self.spares + pipeline.stages,
+        )
 
 
 def _fault(chance: random.Random, stages: int, steps: int) -> Fault:
@@ -179,9 +204,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not _run(schedule, prefork, totals):
                 print(f'failed; run it again: make soak SOAK_ARGS="--seed {seed} --runs 1"')
                 return 1
+            pipeline = schedule.config.pipeline
             print(
-                f"seed {seed}: {schedule.config.pipeline.stages} stages, {schedule.config.run.steps} steps, "
-                f"{schedule.spares} spares; {totals.kills} killed so far",
+                f"seed {seed}: {pipeline.stages} stages, {pipeline.groups} groups, "
+                f"{schedule.config.run.steps} steps, {schedule.spares} spares; {totals.kills} killed so far",
                 flush=True,
             )
     if args.runs is None:

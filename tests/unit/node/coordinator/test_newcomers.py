@@ -1,5 +1,7 @@
 """Nodes that come to a run of rows follow its steps, and enter between two of them without a wait."""
 
+import random
+
 import pytest
 
 from node.coordinator.actions import Action, Announce, OpenSnapshot, RecordPlacement
@@ -14,6 +16,7 @@ from tests.support.machine_driver import (
     restore_of,
     sent,
 )
+from tests.support.machine_world import World
 from wire.messages import Begin, Follow, FollowStep, PlacedStage
 
 EVERY = 50
@@ -181,3 +184,43 @@ def test_there_is_nothing_to_follow_where_gradients_are_not_summed_by_groups() -
     run = Driver(stages=2, groups=4, every=EVERY, steps=200).started("ab", 1)
     run.join("xy")
     assert of_kind(step(run), OpenSnapshot) == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_replicas_die_and_join_by_seeded_schedules(seed: int) -> None:
+    """Whatever they do, every step ends with the one right outcome, which the world asserts."""
+    rng = random.Random(seed)
+    world = World(
+        stages=2,
+        min_stages=2,
+        total_steps=30,
+        snapshot_every=rng.choice([3, 10]),
+        groups=4,
+        most_rows=3,
+        follows=True,
+    )
+    for _ in range(2):
+        world.add_node()
+    world.run(400, rng)
+    for _ in range(4):
+        world.add_node()
+    for _ in range(6):
+        world.run(rng.randrange(20, 150), rng)
+        world.check_nodes()
+        node = rng.choice(world.nodes)
+        match rng.randrange(5):
+            case 0 if node.alive:
+                node.die()
+                node.start()
+            case 1 if world.sessions:
+                rng.choice(world.sessions).broken = True
+            case 2:
+                world.tick(1.5)
+            case 3:
+                world.add_node()
+            case 4 if node.alive:
+                node.leave()
+            case _:
+                pass
+    assert world.settle().reason == "all steps are done"
+    assert max(world.disk.snapshots) == 30 == len(world.disk.commits)
