@@ -43,7 +43,7 @@ PATH_SECONDS = 3.0
 RELAY_SILENT_SECONDS = 2.0
 """A relay that is silent for this long is left, where there is another."""
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 300.0
-"""From coming to a path to looking for a better one; ten times as long the next time, and so on."""
+"""From coming to a path to looking for a better one; three times as long the next time, and so on."""
 QUIET_SECONDS, QUIET_POLL_SECONDS = 30.0, 0.02
 """How long a better path waits until nothing is on its way, and how often that is looked at."""
 _CLOSE_SECONDS = 5.0
@@ -300,6 +300,9 @@ class DialledLink(Link):
         self._ranked = tuple(paths)
         self._paths = deque(sorted(paths, key=lambda path: path.in_background))
         self._prepared: _Prepared | None = None
+        self._look_pause = LOOK_SECONDS
+        """From one look for a better path to the next."""
+        self._look = asyncio.Event()
         self._identity = identity
         self.path = self._paths[0].name
         self.why_not: dict[str, str] = {}
@@ -359,13 +362,20 @@ class DialledLink(Link):
         while not wanted(self._paths[0]):
             self._paths.rotate(-1)
 
+    def add_paths(self, paths: Sequence[LinkPath]) -> None:
+        """More ways to the neighbour, better than the last one so far."""
+        self._ranked = (*self._ranked[:-1], *paths, self._ranked[-1])
+        self._paths.extend(paths)
+        self._look_pause = LOOK_SECONDS
+        self._look.set()
+
     async def _look_for_better(self) -> None:
-        pause = LOOK_SECONDS
         while not self._over.is_set():
-            await wait_until(self._over, now() + pause)
+            await wait_until(self._look, now() + self._look_pause)
+            self._look.clear()
             if not self.up or self._paths[0] is self._ranked[0]:
                 continue
-            pause = min(10 * pause, LONGEST_LOOK_SECONDS)
+            self._look_pause = min(3 * self._look_pause, LONGEST_LOOK_SECONDS)
             for path in self._ranked[: self._ranked.index(self._paths[0])]:
                 if (prepared := await self._prepare(path)) is not None:
                     await self._take(prepared)

@@ -17,12 +17,14 @@ from wire.byte_stream import REFUSAL_KEY, ServerContext, ServerStream, StreamDro
 from wire.channels import LinkIdentity, make_server
 from wire.connection import Connection
 from wire.descriptors import raise_limit
-from wire.errors import ProtocolViolationError, RefusalCode
-from wire.front import Front, serve_behind, start_behind
+from wire.door import Door
+from wire.errors import ProtocolViolationError, RefusalCode, UserError
+from wire.front import Front, listen_or_advise, serve_behind, start_behind
 from wire.identity.credentials import mutual_tls, peer_node_id
 from wire.layer_exchange import LAYER_METHOD, LayerServer
 from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
 from wire.link_state import LinkSettings, LinkState, OnTensor
+from wire.relay import PROTOCOL_NAME as RELAY_PROTOCOL
 from wire.stream_receiver import Expect
 from wire.telemetry import DIRECT
 from wire.version import PROTOCOL
@@ -141,13 +143,17 @@ class LinkServer:
         self._settings = settings or LinkSettings()
         self._server: grpc.aio.Server | None = None
         self._front: Front | None = None
+        self._door: Door | None = None
+        """Listens in place of the front, where this node is a relay too."""
         self._epoch = -1
         self._links: dict[str, AcceptedLink] = {}  # of the newest epoch, by neighbour
         self.layers: LayerServer | None = None
         """Serves this node's layers of snapshots, once it is a member of the run."""
 
-    async def start(self, listen: str) -> int:
+    async def start(self, listen: str, relay: Front | None = None) -> int:
         """Listen on `listen` ("host:port"; port 0 picks one); returns the port.
+
+        Clients that ask for a relay (`wire.relay`) go to `relay`, if this node is one.
 
         With an empty `listen` nothing listens on the network, 0 is returned, and connections come by `adopt`.
         Raises `UserError` when the address cannot be bound.
@@ -158,9 +164,21 @@ class LinkServer:
         )
         front = Front(Limits.of_members(raise_limit()))
         credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
-        port = 0
-        if listen:
-            advice = "take a free port and an address of this machine"
+        port, advice = 0, "take a free port and an address of this machine"
+        if listen and relay is not None:
+            door = Door(Limits.of_members(raise_limit()))
+            door.serve_protocol(RELAY_PROTOCOL, relay)
+            door.serve_other(front)
+            await start_behind(front, server, credentials)
+            try:
+                port = listen_or_advise(door.front, listen, advice)
+            except UserError:
+                await server.stop(None)
+                await front.close()
+                await door.front.close()
+                raise
+            self._door = door
+        elif listen:
             port = await serve_behind(front, server, listen, credentials, advice)
         else:
             await start_behind(front, server, credentials)
@@ -178,6 +196,9 @@ class LinkServer:
         """Close every link and the port."""
         for link in list(self._links.values()):
             await link.close()
+        if self._door is not None:
+            await self._door.front.close()
+            self._door = None
         if self._server is not None:
             await self._server.stop(grace=None)
             self._server = None

@@ -57,6 +57,8 @@ class Hello:
     process_nonce: int
     name: str = ""
     """What its owner calls it, as `clean_name` returns it."""
+    relay_rate: float = 0.0
+    """Bytes a second that it relays for others; 0: it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +151,13 @@ class Following:
     """Why it holds none, if it does not."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RelayTimes:
+    """Round trips in seconds to the relays of `Relays`, by node id; one that does not answer is left out."""
+
+    times: Mapping[str, float]
+
+
 NodeMessage = (
     Hello
     | Placed
@@ -161,6 +170,7 @@ NodeMessage = (
     | Leave
     | StepSpans
     | Following
+    | RelayTimes
 )
 
 
@@ -211,6 +221,22 @@ class Placement:
     """The node's own row."""
     rows: tuple[PlacedRow, ...] = ()
     """Empty: one row, with all groups. Nodes of one stage in different rows sum their gradients."""
+    relays: Mapping[str, tuple[PlacedStage, ...]] = field(default_factory=dict)
+    """By neighbour: volunteers that relay the link to it, the best first; then comes the coordinator's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relays:
+    """The volunteers that relay for others now."""
+
+    relays: tuple[PlacedStage, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayFor:
+    """To a relay: any two of these nodes may be joined, and nobody else."""
+
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +378,8 @@ CoordinatorMessage = (
     | Follow
     | FollowStep
     | HeartbeatReply
+    | Relays
+    | RelayFor
     | Abort
     | Finish
     | Refusal

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
-from wire.identity.names import clean_name
+from wire.identity.names import clean_name, is_node_id
 from wire.messages import (
     LONGEST_REASON,
     Abort,
@@ -33,6 +33,9 @@ from wire.messages import (
     Placement,
     Prefetch,
     Ready,
+    RelayFor,
+    Relays,
+    RelayTimes,
     Restore,
     Retain,
     SendLayers,
@@ -49,6 +52,7 @@ from wire.telemetry_proto import (
     finite,
     line,
     member,
+    seconds,
     spans_from_proto,
     spans_to_proto,
     telemetry_from_proto,
@@ -103,6 +107,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                     epoch=message.epoch,
                     process_nonce=message.process_nonce,
                     name=message.name,
+                    relay_rate=message.relay_rate,
                 )
             )
         case Placed():
@@ -167,6 +172,9 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
             return control_pb2.NodeMessage(step_spans=spans_to_proto(message))
         case Following():
             return control_pb2.NodeMessage(following=control_pb2.Following(**vars(message)))
+        case RelayTimes():
+            times = [control_pb2.RelayTime(node_id=n, seconds=s) for n, s in message.times.items()]
+            return control_pb2.NodeMessage(relay_times=control_pb2.RelayTimes(times=times))
 
 
 def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
@@ -184,6 +192,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 epoch=hello.epoch,
                 process_nonce=hello.process_nonce,
                 name=clean_name(hello.name),
+                relay_rate=amount(hello.relay_rate, "a rate"),
             )
         case "placed":
             placed = message.placed
@@ -239,6 +248,11 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
             return Following(
                 snapshot=told.snapshot, step=told.step, failed=line(told.failed)[:LONGEST_REASON]
             )
+        case "relay_times":
+            found = {one.node_id: seconds(one.seconds, "a round trip") for one in message.relay_times.times}
+            if not all(map(is_node_id, found)):
+                raise ProtocolViolationError("a round trip is to no node")
+            return RelayTimes(times=found)
         case _:
             raise ProtocolViolationError("a node sent an empty control message")
 
@@ -258,6 +272,10 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
                     stages=own if own is not None else _stages_to_proto(message.stages),
                     replica=message.replica,
                     rows=rows,
+                    relays=[
+                        control_pb2.PeerRelays(node_id=peer, relays=_stages_to_proto(relays))
+                        for peer, relays in message.relays.items()
+                    ],
                 )
             )
         case Restore():
@@ -315,6 +333,12 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
             )
         case HeartbeatReply():
             return control_pb2.CoordinatorMessage(heartbeat_reply=control_pb2.HeartbeatReply(**vars(message)))
+        case Relays():
+            return control_pb2.CoordinatorMessage(
+                relays=control_pb2.Relays(relays=_stages_to_proto(message.relays))
+            )
+        case RelayFor():
+            return control_pb2.CoordinatorMessage(relay_for=control_pb2.RelayFor(nodes=message.nodes))
         case Abort():
             return control_pb2.CoordinatorMessage(abort=control_pb2.Abort(**vars(message)))
         case Finish():
@@ -403,6 +427,10 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
         case "heartbeat_reply":
             reply = message.heartbeat_reply
             return HeartbeatReply(sent_at=finite(reply.sent_at, "a time"), at=finite(reply.at, "a time"))
+        case "relays":
+            return Relays(relays=_stages_from_proto(message.relays.relays))
+        case "relay_for":
+            return RelayFor(nodes=tuple(message.relay_for.nodes))
         case "abort":
             return Abort(epoch=message.abort.epoch, reason=line(message.abort.reason))
         case "finish":
@@ -462,6 +490,7 @@ def _placement_from_proto(message: control_pb2.Placement) -> Placement:
         rows=tuple(
             PlacedRow(stages=_stages_from_proto(row.stages), groups=tuple(row.groups)) for row in message.rows
         ),
+        relays={one.node_id: _stages_from_proto(one.relays) for one in message.relays},
     )
 
 

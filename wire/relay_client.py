@@ -51,7 +51,8 @@ class RelayClient:
             server_name: what its certificate must name.
         """
         self._identity = identity
-        self._address = address
+        self.address = address
+        """host:port; the relay may move."""
         self._server_name = server_name
         self._directory = ""
         self._listeners: dict[str, socket.socket] = {}
@@ -61,11 +62,6 @@ class RelayClient:
         """By neighbour: why the newest attempt through the relay failed; empty after a success."""
         self.trouble_together: dict[str, str] = {}
         """The same for dialling at the same moment."""
-
-    @property
-    def address(self) -> str:
-        """The relay's host:port."""
-        return self._address
 
     def local_address(self, peer: str, *, together: bool = False) -> str:
         """Where gRPC dials to reach `peer` through the relay, or `together` with it."""
@@ -169,7 +165,7 @@ class RelayClient:
 
     async def _dial_together(self, peer: str, seconds: float | None) -> socket.socket:
         """A connection with `peer`, which dials too. Raises LinkError."""
-        if proxy_for(self._address) is not None:
+        if proxy_for(self.address) is not None:
             raise LinkError("through a proxy nobody can dial at the same moment")
         asking, there = await self._ask(TOGETHER, peer, seconds)
         with contextlib.closing(asking):
@@ -177,7 +173,7 @@ class RelayClient:
                 host, port = split_address(there)
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
             except ValueError:
-                raise LinkError(f"the relay at {self._address} told no address of {peer}") from None
+                raise LinkError(f"the relay at {self.address} told no address of {peer}") from None
             if family != asking.family:
                 raise LinkError("one end has IPv4 and the other IPv6, so they cannot dial at the same moment")
             own = asking.getsockname()
@@ -195,7 +191,7 @@ class RelayClient:
 
         For `TOGETHER` the socket to the relay, whose port can be used again, and the address of `peer`.
         """
-        identity, name = self._identity, self._address
+        identity, name = self._identity, self.address
         context = mutual_context(
             server_side=False,
             key_pem=identity.key_pem,
@@ -207,7 +203,7 @@ class RelayClient:
         late = f"the relay at {name} did not answer in time"
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                connection = await connect(self._address, reused=role == TOGETHER)
+                connection = await connect(self.address, reused=role == TOGETHER)
                 keep_alive(connection)
                 tls = TlsSocket(connection, context, server_name=self._server_name)
                 await tls.handshake()

@@ -89,6 +89,11 @@ class Telemetry:
     """The node's wall clock minus the coordinator's."""
     clock_error_seconds: float = 0.0
     """Bound on its error: half the round trip of the measurement; 0 before it is known."""
+    relayed_bytes: int = 0
+    """Carried for others since the process began."""
+    relay_pairs: int = 0
+    """Pairs of connections of others that it joins now; a link has two."""
+    relay_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)

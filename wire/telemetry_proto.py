@@ -37,6 +37,9 @@ def telemetry_to_proto(telemetry: Telemetry) -> control_pb2.Telemetry:
         gpu_peak_memory_bytes=telemetry.gpu_peak_memory_bytes,
         clock_skew_seconds=telemetry.clock_skew_seconds,
         clock_error_seconds=telemetry.clock_error_seconds,
+        relayed_bytes=telemetry.relayed_bytes,
+        relay_pairs=telemetry.relay_pairs,
+        relay_refused=telemetry.relay_refused,
     )
 
 
@@ -53,6 +56,9 @@ def telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
         gpu_peak_memory_bytes=count(message.gpu_peak_memory_bytes, "a GPU's peak memory"),
         clock_skew_seconds=finite(message.clock_skew_seconds, "a clock's skew"),
         clock_error_seconds=seconds(message.clock_error_seconds, "a clock's error"),
+        relayed_bytes=count(message.relayed_bytes, "relayed bytes"),
+        relay_pairs=message.relay_pairs,
+        relay_refused=count(message.relay_refused, "refused relays"),
     )
 
 

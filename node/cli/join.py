@@ -56,6 +56,14 @@ def add_parser(commands: Any) -> None:
         "--max-bandwidth", type=float, default=0.0, metavar="MBIT", help="upload limit in Mbit/s"
     )
     parser.add_argument(
+        "--relay",
+        type=float,
+        default=0.0,
+        metavar="MBIT",
+        help="carry up to so many Mbit/s between other nodes that cannot reach each other; needs a port that "
+        "others can reach",
+    )
+    parser.add_argument(
         "--max-disk",
         type=float,
         default=0.0,
@@ -116,11 +124,16 @@ def run(args: argparse.Namespace) -> int:
         parse_listen(args.metrics)
     if len(args.name) > MOST_NAME:
         raise UsageError(f"--name may have at most {MOST_NAME} characters, got {len(args.name)}")
+    if args.relay and args.no_listen:
+        raise UsageError("--relay carries what comes to an open port and --no-listen opens none: give one")
+    if 0 < args.relay < 1:
+        raise UsageError(f"--relay must be at least 1 Mbit/s, got {args.relay:g}")
     check_devices(args)
     if not 0 <= args.threads <= MOST_THREADS:
         raise UsageError(f"--threads must be 0 (torch's own choice) to {MOST_THREADS}, got {args.threads}")
     limits = {
         "--max-bandwidth": args.max_bandwidth,
+        "--relay": args.relay,
         "--max-disk": args.max_disk,
         "--max-memory": args.max_memory,
         "--max-host-memory": args.max_host_memory or 0.0,
@@ -143,6 +156,7 @@ def run(args: argparse.Namespace) -> int:
         tensor_parallel=args.tensor_parallel,
         threads=args.threads,
         max_bandwidth_mbit=args.max_bandwidth,
+        relay_mbit=args.relay,
         max_memory_gb=args.max_memory,
         max_host_memory_gb=args.max_host_memory,
         max_disk_gb=args.max_disk,

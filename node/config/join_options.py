@@ -36,6 +36,8 @@ class JoinOptions:
     """CPU threads for arithmetic; 0 is torch's default."""
     max_bandwidth_mbit: float = 0.0
     """Upload limit in Mbit/s; 0 is no limit."""
+    relay_mbit: float = 0.0
+    """Mbit/s carried between other nodes that cannot reach each other; 0 is none."""
     max_memory_gb: float = 0.0
     """Memory limit of a stage in GB (10^9 bytes); 0 is all of the device's."""
     max_host_memory_gb: float | None = None

@@ -43,8 +43,9 @@ from node.coordinator.held_out import LOSSLESS, held_out_samples
 from node.coordinator.kept_snapshots import KeptSnapshots
 from node.coordinator.machine import RunMachine
 from node.coordinator.planners import Planners
+from node.coordinator.relays import RelayDesk
 from node.coordinator.reporter import Emit, Reporter, Tracer
-from node.coordinator.run_plan import Past, run_plan, step_plan
+from node.coordinator.run_plan import Past, as_told, run_plan, step_plan
 from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler, UploadPermit
 from node.coordinator.store import (
@@ -79,7 +80,9 @@ from wire.messages import (
     Leave,
     NodeMessage,
     PlacedStage,
+    Placement,
     Ready,
+    RelayTimes,
     TakeSnapshot,
     Validated,
     Vote,
@@ -121,23 +124,13 @@ class Coordinator:
         unreported: StepRecord | None = None,
     ) -> None:
         """`unreported` is a step that an earlier coordinator committed but did not report."""
-        self.allow_links: Callable[[Sequence[str]], None] = lambda nodes: None
-        """Called with the nodes of each placement before they learn of it; a relay joins these alone."""
         self.config = config
         self._directory = directory
         self._store = store
         self._enrolment = enrolment
         self._corpus = corpus
         self._emit = emit
-        # Of where the text is here, nodes need to know nothing.
-        data = config.data
-        there = replace(
-            data,
-            path=Path(data.path).name,
-            valid=Path(data.valid).name,
-            tokenizer=Path(data.tokenizer).name,
-        )
-        told_config = replace(config, data=there)
+        told_config = as_told(config)
         self._config_json = to_json(told_config)
         self._held_out = held_out_samples(config, corpus)
         self._machine = RunMachine(
@@ -185,6 +178,7 @@ class Coordinator:
         )
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._sessions = Sessions()
+        self.relays = RelayDesk(self._sessions.send, config.coordinator.relay)
         self._outcome: Outcome | None = None
         go_on = functools.partial(self._machine.stop, at_once=False, soon=True)
         self.changes = Changes(config, directory, emit, lambda why: self._post(lambda _now: go_on(why)))
@@ -325,7 +319,7 @@ class Coordinator:
                 self._send(action.node_id, action.message)
             case RecordPlacement():
                 self._reporter.placed()
-                self.allow_links(action.nodes)
+                self.relays.placed(action.nodes, action.addresses, len(action.groups))
                 hosts = zip(action.nodes, action.addresses, strict=True)
                 stages = len(action.nodes) // len(action.groups)
                 placed = [
@@ -380,9 +374,11 @@ class Coordinator:
             self._send(node, TakeSnapshot(epoch=epoch.number, step=step))
 
     def _send(self, node_id: str, message: CoordinatorMessage) -> None:
-        """Where a snapshot's layers go is no affair of the state machine."""
+        """Where a snapshot's layers go, and who relays, is no affair of the state machine."""
         if isinstance(message, TakeSnapshot) and message.step in self._kept:
             message = replace(message, place=self._kept.place(message.step))
+        elif isinstance(message, Placement):
+            message = self.relays.with_relays(node_id, message)
         self._sessions.send(node_id, message)
 
     def _about(self, corpus_sha256: str, last_epoch: int) -> dict[str, object]:
@@ -462,6 +458,7 @@ class Coordinator:
             session.send(self._machine.goodbye)
             session.close()
             return
+        self.relays.opened(session)
 
         def happening(now: float) -> list[Action]:
             known = self._machine.members.get(node_id)
@@ -490,6 +487,8 @@ class Coordinator:
         match message:
             case StepSpans():
                 self._tracer.add(node_id, message)
+            case RelayTimes():
+                self.relays.plan.measured(node_id, message.times)
             case Heartbeat():
                 session.answer(HeartbeatReply(sent_at=message.sent_at, at=time.time()))
                 self._machine.heard(node_id, time.monotonic(), longest_kind(before, message.telemetry))
@@ -514,6 +513,7 @@ class Coordinator:
         node_id = session.node_id
         if session in self._sessions:
             self._sessions.remove(session)
+            self.relays.closed(node_id)
             self._post(lambda now: self._machine.disconnected(node_id, now))
 
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:

@@ -4,7 +4,7 @@ NAT.
 Counters belong to this process: they start at 0 with it, as Prometheus expects, and outlive nodes and epochs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -16,7 +16,7 @@ from node.coordinator.actions import AbortKind
 from node.telemetry import events
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
 from wire.relay import Relay, RelayTotals
-from wire.telemetry import is_relayed
+from wire.telemetry import Telemetry, is_relayed
 from wire.version import PROTOCOL, VERSION
 
 COUNTED = (
@@ -42,6 +42,7 @@ class RunMetrics(Collector):
     def __init__(self, view: Callable[[], RunView]) -> None:
         self.accounting: Accounting | None = None
         self.relay: Relay | None = None
+        self._volunteers = _VolunteerTotals()
         """Set with the coordinator's ports, if it has one."""
         self._view = view
         self._counts = dict.fromkeys(COUNTED, 0.0)
@@ -107,6 +108,11 @@ class RunMetrics(Collector):
                     families.set("node_clock_skew_seconds", report.clock_skew_seconds, node)
                     families.set("node_clock_error_seconds", report.clock_error_seconds, node)
         totals = self.relay.totals if self.relay is not None else RelayTotals()
+        newest = self.accounting.newest if self.accounting is not None else {}
+        self._volunteers.count(newest)
+        families.set("volunteer_relay_bytes_total", self._volunteers.bytes)
+        families.set("volunteer_relay_refused_total", self._volunteers.refused)
+        families.set("volunteer_relay_pairs", sum(report.relay_pairs for report in newest.values()))
         families.set("relay_bytes_total", totals.bytes)
         families.set("relay_refused_total", totals.refused)
         families.set("relay_pairs", self.relay.pairs if self.relay is not None else 0)
@@ -132,6 +138,25 @@ class RunMetrics(Collector):
             ("snapshot_bytes", view.snapshot.bytes if view.snapshot else 0),
         ):
             families.set(name, value)
+
+
+class _VolunteerTotals:
+    """What volunteers' relays have done; it never shrinks, whoever leaves or starts again."""
+
+    def __init__(self) -> None:
+        self.bytes = self.refused = 0
+        self._counted: dict[str, tuple[int, int]] = {}
+        """By node: its totals when they were counted last."""
+
+    def count(self, newest: Mapping[str, Telemetry]) -> None:
+        for node, report in newest.items():
+            had_bytes, had_refused = self._counted.get(node, (0, 0))
+            if report.relayed_bytes < had_bytes:
+                had_bytes = had_refused = 0  # another process of that node
+            self.bytes += report.relayed_bytes - had_bytes
+            self.refused += max(0, report.relay_refused - had_refused)
+            if report.relayed_bytes or report.relay_refused:
+                self._counted[node] = report.relayed_bytes, report.relay_refused
 
 
 def _stages(families: Families, accounting: Accounting) -> None:

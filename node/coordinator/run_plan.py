@@ -3,7 +3,8 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from node.config.schema import RunConfig
 from node.coordinator.codec_control import CodecControl, codec_control, no_codecs
@@ -140,3 +141,12 @@ def _unit_numbers(config: RunConfig, stages: int) -> list[frozenset[int]]:
 
 def _neighbours(config: RunConfig, stage: int, stages: int) -> tuple[int, ...]:
     return neighbours(stage, stages, chunks_of(config, stages), config.model.tied)
+
+
+def as_told(config: RunConfig) -> RunConfig:
+    """The config that nodes get. Of where the text is here they need to know nothing."""
+    data = config.data
+    there = replace(
+        data, path=Path(data.path).name, valid=Path(data.valid).name, tokenizer=Path(data.tokenizer).name
+    )
+    return replace(config, data=there)

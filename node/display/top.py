@@ -4,7 +4,7 @@ import textwrap
 
 from node.analysis.run_view import HeldOutView, LinkView, RunView, StageView
 from node.telemetry.format import bytes_text, count_text, duration_text, named, printable, table_lines
-from wire.telemetry import DIRECT, RELAY
+from wire.telemetry import DIRECT, RELAY, is_relayed
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 48
@@ -171,7 +171,9 @@ def path_sentences(view: RunView, *, relayed_only: bool = False) -> list[str]:
 
 
 def _path(link: LinkView) -> str:
-    return f"{RELAY} (coordinator)" if link.path == RELAY else link.path or "-"
+    if is_relayed(link.path):
+        return f"{RELAY} ({link.path.partition(' ')[2] or 'coordinator'})"
+    return link.path or "-"
 
 
 def _use(link: LinkView) -> str:

@@ -365,7 +365,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
             )
         )
         if ports.relay is not None:
-            coordinator.allow_links = ports.relay.allow
+            coordinator.relays.allow_here = ports.relay.allow
             metrics.relay = ports.relay
         addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
         run.store.set_addresses(addresses)

@@ -134,6 +134,7 @@ async def _serve(
         listen=options.listen,
         advertise=options.advertise,
         name=options.name,
+        relay_rate=options.relay_mbit * 1e6 / 8,
         devices=_devices(chosen, options),
         hardware=hardware,
         flops=len(chosen) * await asyncio.to_thread(measure_flops, device),

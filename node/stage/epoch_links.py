@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import functools
+import logging
+import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from node.config.schema import RunConfig
@@ -15,15 +17,22 @@ from node.stage.epoch_task import LinkEvents
 from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
+from wire.dialing import connect
 from wire.errors import LinkLostError, ThinwireError, first_error
 from wire.layer_exchange import LayerServer
-from wire.link import PATH_SECONDS, Link, LinkPath, LinkSettings, LinkStats, dial_link
+from wire.link import PATH_SECONDS, DialledLink, Link, LinkPath, LinkSettings, LinkStats, dial_link
 from wire.link_server import AcceptedLink, LinkServer
 from wire.messages import PlacedStage, Placement
+from wire.relay import PROTOCOL_NAME, Relay
 from wire.relay_client import TOGETHER_SECONDS, RelayClient
 from wire.spec import TensorKey
-from wire.telemetry import RELAY, TOGETHER
+from wire.telemetry import RELAY, TOGETHER, relay_path
+from wire.tls_socket import mutual_context
 
+log = logging.getLogger(__name__)
+
+MEASURED = 3
+"""Connections to a relay, of which the fastest is its round trip."""
 OFFER_SECONDS = 2.0
 """A neighbour that should dial this node and has not done so for this long may come by the relay."""
 LOOK_SECONDS = 0.5
@@ -77,27 +86,68 @@ def _placed(placement: Placement, peer: Peer) -> PlacedStage:
 class EpochLinks:
     """Links of one epoch at a time. Call everything on the event loop."""
 
-    def __init__(self, identity: IdentityHolder, settings: LinkSettings, relay_address: str = "") -> None:
-        """`relay_address` is the host:port of the coordinator's relay, for runs that have one."""
+    def __init__(
+        self,
+        identity: IdentityHolder,
+        settings: LinkSettings,
+        relay_address: str = "",
+        relay_rate: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            relay_address: host:port of the coordinator's relay, for runs that have one.
+            relay_rate: bytes a second that this node relays for others; 0: it does not.
+        """
         self._identity = identity
-        name = identity.current.coordinator_name
-        self._relay = RelayClient(identity, relay_address, name) if relay_address else None
+        self._relay_address = relay_address
+        self._clients: dict[str, RelayClient] = {}
+        """By the relay's node id, "" for the coordinator."""
+        self.relay: Relay | None = None
+        """Joins connections of others, once this listens."""
+        self._relay_rate = relay_rate
+        self._context = functools.lru_cache(maxsize=1)(_server_context)
         self._settings = settings
         self._server = LinkServer(identity=identity, run_id=identity.current.run_id, settings=settings)
         self._links: dict[Peer, Link] = {}
+        self._known: dict[Peer, dict[str, RelayClient]] = {}
+        """By neighbour of the current epoch: the paths with a relay's help."""
+        self._add: Callable[[Peer, Mapping[str, RelayClient]], None] = lambda peer, found: None
+        """Gives a link of the current epoch more of them."""
 
     async def start(self, listen: str) -> int:
         """Listen on `listen`; returns the port. Raises UserError when the address cannot be bound.
 
         If it is empty, nothing listens, and neighbours come by the relay.
         """
-        return await self._server.start(listen)
+        if self._relay_rate and listen:
+            identity = self._identity
+            self.relay = Relay(
+                lambda: self._context(identity.key_pem, identity.certificate_pem, identity.ca_pem),
+                lambda why: log.info("refused to relay: %s", why),
+                self._relay_rate,
+            )
+        return await self._server.start(listen, self.relay.front if self.relay is not None else None)
 
     async def stop(self) -> None:
         """Close every link and the port."""
-        if self._relay is not None:
-            await self._relay.close()
+        for client in self._clients.values():
+            await client.close()
         await self._server.stop()
+        if self.relay is not None:
+            await self.relay.close()
+
+    async def round_trips(self, relays: Sequence[PlacedStage]) -> dict[str, float]:
+        """Seconds to connect to each relay, the least of a few; one that does not answer is left out."""
+        found: dict[str, float] = {}
+        for relay in relays:
+            with contextlib.suppress(OSError, TimeoutError, ThinwireError):
+                for _ in range(MEASURED):
+                    began = time.monotonic()
+                    async with asyncio.timeout(PATH_SECONDS):
+                        (await connect(relay.address)).close()
+                    spent = time.monotonic() - began
+                    found[relay.node_id] = min(found.get(relay.node_id, spent), spent)
+        return found
 
     def serve_layers(self, layers: LayerServer) -> None:
         """From now on answer other nodes that ask for layers of snapshots."""
@@ -122,8 +172,9 @@ class EpochLinks:
         if any(peer.replica != placement.replica for peer in peers):
             room = max(room, sync_outbox_bytes(config, stages, placement.stage))
         settings = replace(self._settings, outbox_bytes=room)
-        relay = self._relay if config.coordinator.relay else None
-        links = {peer: self._make(placement, peer, events, settings, relay) for peer in peers}
+        relays = config.coordinator.relay and bool(self._relay_address)
+        clients = {peer: self._relays(placement, peer) if relays else {} for peer in peers}
+        links = {peer: self._make(placement, peer, events, settings, clients[peer]) for peer in peers}
         for peer, link in links.items():
             link.lost.add_done_callback(functools.partial(_report_lost, events, peer))
         try:
@@ -131,12 +182,26 @@ class EpochLinks:
                 for link in links.values():
                     group.create_task(link.run())
                 reachable = bool(placement.stages[placement.stage].address)
-                offers = [
-                    group.create_task(self._offer(relay, link, reachable, together))
-                    for link in links.values()
-                    if relay is not None and isinstance(link, AcceptedLink)
-                    for together in (False, True)
-                ]
+                offers: list[asyncio.Task[None]] = []
+
+                def add(peer: Peer, found: Mapping[str, RelayClient]) -> None:
+                    clients[peer] |= found
+                    link, other = links[peer], _placed(placement, peer).node_id
+                    if isinstance(link, DialledLink):
+                        link.add_paths([_path_by(name, client, other) for name, client in found.items()])
+                    else:
+                        offer(peer, found)
+
+                def offer(peer: Peer, found: Mapping[str, RelayClient]) -> None:
+                    link = links[peer]
+                    assert isinstance(link, AcceptedLink)
+                    for path, client in found.items():
+                        offers.append(group.create_task(self._offer(client, link, reachable, path)))
+
+                for peer, link in links.items():
+                    if isinstance(link, AcceptedLink):
+                        offer(peer, clients[peer])
+                self._add, self._known = add, clients
                 self._links = links
                 try:
                     for peer, link in links.items():
@@ -147,18 +212,25 @@ class EpochLinks:
                             raise
                     yield links
                 finally:
-                    self._links = {}
-                    for offer in offers:
-                        offer.cancel()
+                    self._links, self._known = {}, {}
+                    for task in offers:
+                        task.cancel()
                     for link in links.values():
                         await link.close()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
-    async def _offer(self, relay: RelayClient, link: AcceptedLink, reachable: bool, together: bool) -> None:
-        """Take the neighbour's connections from the relay, or dial `together` with it; if this node is
-        reachable, once it needs that."""
-        take = functools.partial(self._server.adopt, path=TOGETHER if together else RELAY)
+    def learn_relays(self, placement: Placement) -> None:
+        """The same placement with more relays: links take them if they are better than what they have."""
+        for peer, known in self._known.items():
+            found = self._relays(placement, peer)
+            if new := {name: client for name, client in found.items() if name not in known}:
+                self._add(peer, new)
+
+    async def _offer(self, relay: RelayClient, link: AcceptedLink, reachable: bool, path: str) -> None:
+        """Take the neighbour's connections that come by this path; if this node is reachable, once it needs
+        that."""
+        take = functools.partial(self._server.adopt, path=path)
         down_since = time.monotonic()
         while reachable:
             await asyncio.sleep(LOOK_SECONDS)
@@ -166,7 +238,25 @@ class EpochLinks:
                 down_since = time.monotonic()
             elif time.monotonic() - down_since > OFFER_SECONDS:
                 break
-        await relay.offer(link.peer_node_id, take, together=together)
+        await relay.offer(link.peer_node_id, take, together=path == TOGETHER)
+
+    def _relays(self, placement: Placement, peer: Peer) -> dict[str, RelayClient]:
+        """The paths to a neighbour with a relay's help, the best first, and whose help."""
+        own = self._client("", self._relay_address)
+        found = {TOGETHER: own}
+        for relay in placement.relays.get(_placed(placement, peer).node_id, ()):
+            found[relay_path(relay.node_id)] = self._client(relay.node_id, relay.address)
+        return {**found, RELAY: own}
+
+    def _client(self, node_id: str, address: str) -> RelayClient:
+        """For the relay of a volunteer, or with "" for the coordinator's."""
+        known = self._clients.get(node_id)
+        if known is None:
+            identity = self._identity.current
+            name = identity.server_name(node_id) if node_id else identity.coordinator_name
+            known = self._clients[node_id] = RelayClient(self._identity, address, name)
+        known.address = address
+        return known
 
     def _make(
         self,
@@ -174,7 +264,7 @@ class EpochLinks:
         peer: Peer,
         events: LinkEvents,
         settings: LinkSettings,
-        relay: RelayClient | None,
+        relays: Mapping[str, RelayClient],
     ) -> Link:
         other = _placed(placement, peer)
 
@@ -190,7 +280,7 @@ class EpochLinks:
                 peer_node_id=other.node_id,
                 peer_stage=peer.stage,
                 peer_address=other.address,
-                paths=() if relay is None else _paths_by(relay, other.node_id),
+                paths=[_path_by(path, client, other.node_id) for path, client in relays.items()],
                 expect=expect,
                 on_tensor=events.arrived,
                 settings=settings,
@@ -206,23 +296,27 @@ class EpochLinks:
         )
 
 
-def _paths_by(relay: RelayClient, node_id: str) -> tuple[LinkPath, ...]:
-    """The ways to a neighbour with the coordinator's relay, the better first."""
-    return (
-        LinkPath(
-            name=TOGETHER,
-            address=relay.local_address(node_id, together=True),
-            shown="simultaneous open",
-            trouble=lambda: relay.trouble_together.get(node_id, ""),
-            seconds=TOGETHER_SECONDS + PATH_SECONDS,
-            in_background=True,
-        ),
-        LinkPath(
-            name=RELAY,
-            address=relay.local_address(node_id),
-            shown="the coordinator's relay",
-            trouble=lambda: relay.trouble.get(node_id, ""),
-        ),
+def _path_by(name: str, relay: RelayClient, node_id: str) -> LinkPath:
+    """The path of this name to a neighbour."""
+    together = name == TOGETHER
+    trouble = relay.trouble_together if together else relay.trouble
+    return LinkPath(
+        name=name,
+        address=relay.local_address(node_id, together=together),
+        shown="the coordinator's relay" if name == RELAY else name,
+        trouble=lambda: trouble.get(node_id, ""),
+        seconds=TOGETHER_SECONDS + PATH_SECONDS if together else PATH_SECONDS,
+        in_background=together,
+    )
+
+
+def _server_context(key_pem: bytes, certificate_pem: bytes, ca_pem: bytes) -> ssl.SSLContext:
+    return mutual_context(
+        server_side=True,
+        key_pem=key_pem,
+        certificate_pem=certificate_pem,
+        ca_pem=ca_pem,
+        protocol=PROTOCOL_NAME,
     )
 
 

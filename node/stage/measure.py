@@ -13,6 +13,7 @@ from node.pipeline.routing import Peer
 from node.telemetry.clock import ClockSync, SpanRing, StageClock, Times, difference
 from node.telemetry.trace_files import TracedSteps
 from wire.link_state import LinkStats
+from wire.relay import Relay
 from wire.spec import Direction, TensorKey
 from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, StepSpans, Telemetry
 from wire.transfers import TransferKind
@@ -23,6 +24,8 @@ class NodeMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.sync = ClockSync()
+        self.relay: Relay | None = None
+        """What this node carries for others, if it does."""
         self.ring = SpanRing()
         self._traced = TracedSteps.parse("off")
         self._device = device
@@ -109,6 +112,9 @@ class NodeMeter:
             gpu_peak_memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else 0,
             clock_skew_seconds=skew,
             clock_error_seconds=self.sync.error,
+            relayed_bytes=self.relay.totals.bytes if self.relay is not None else 0,
+            relay_pairs=self.relay.pairs if self.relay is not None else 0,
+            relay_refused=self.relay.totals.refused if self.relay is not None else 0,
         )
 
     def _link(

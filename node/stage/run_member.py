@@ -155,6 +155,8 @@ class RunMember:
             case Placement() if message.epoch != self.epoch:
                 await self._end_epoch()
                 self._begin_epoch(message)
+            case Placement():
+                self._links.learn_relays(message)
             case Abort():
                 if self._running is not None and self.epoch == message.epoch:
                     self._tell(f"epoch {message.epoch} is over: {message.reason}")

@@ -41,7 +41,17 @@ from wire.errors import DeviceLostError, RunError, first_error
 from wire.identity.enrolment import Hardware, Refusal
 from wire.layer_exchange import LayerServer
 from wire.link import LinkSettings
-from wire.messages import CoordinatorMessage, Finish, Heartbeat, HeartbeatReply, Hello, Welcome
+from wire.messages import (
+    CoordinatorMessage,
+    Finish,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    RelayFor,
+    Relays,
+    RelayTimes,
+    Welcome,
+)
 from wire.pacing import Pacer
 from wire.telemetry import Telemetry
 from wire.version import PROTOCOL, VERSION
@@ -75,6 +85,8 @@ class NodeSettings:
     """The most that snapshots may take on disk."""
     store: str = ""
     """Address below which this machine's owner lets runs keep snapshots in an object store."""
+    relay_rate: float = 0.0
+    """Bytes a second that it relays for others; 0: it does not."""
     pacer: Pacer | None = None
     """Limits the bandwidth, if the machine's owner asked for it."""
 
@@ -100,6 +112,7 @@ class NodeRuntime:
                 pacer=settings.pacer, frame_filter=faults.frame_filter(), on_transfer=self._meter.transferred
             ),
             settings.control_address,
+            settings.relay_rate,
         )
         self._peers = LayerPeers(identity)
         self.progress = Progress()
@@ -123,6 +136,7 @@ class NodeRuntime:
         try:
             async with asyncio.TaskGroup() as group:
                 port = await self._links.start(self._settings.listen)
+                self._meter.relay = self._links.relay
                 self._tell.now("measuring the line to the coordinator")
                 hello = self._hello(port, await self._client.measure_download())
                 session = self._session.run(
@@ -228,6 +242,7 @@ class NodeRuntime:
             epoch=0,
             process_nonce=secrets.randbits(63),
             name=self._settings.name,
+            relay_rate=self._settings.relay_rate if port else 0.0,
         )
 
     async def _handle(self, group: asyncio.TaskGroup, message: CoordinatorMessage) -> None:
@@ -236,6 +251,11 @@ class NodeRuntime:
                 await self._join(group, message)
             case HeartbeatReply():
                 self._meter.sync.answer(sent=message.sent_at, received=time.monotonic(), at=message.at)
+            case Relays():
+                self._tasks.append(group.create_task(self._measure_relays(message)))
+            case RelayFor():
+                if self._links.relay is not None:
+                    self._links.relay.allow(message.nodes)
             case Finish():
                 self._end(message)
             case Refusal():
@@ -321,6 +341,10 @@ class NodeRuntime:
         executor = StageExecutor(config, device, self._compute.clock, model, windows=room.windows)
         executor.compile_codecs()
         return executor
+
+    async def _measure_relays(self, message: Relays) -> None:
+        others = [relay for relay in message.relays if relay.node_id != self._identity.node_id]
+        self._session.post(RelayTimes(times=await self._links.round_trips(others)))
 
     async def _heartbeats(self, seconds: float) -> None:
         while True:

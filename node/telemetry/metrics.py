@@ -102,6 +102,9 @@ RUN_METRICS: tuple[Definition, ...] = (
     _counter("relay_bytes_total", "Bytes that the coordinator's relay carried, both ways together."),
     _counter("relay_refused_total", "Requests that the coordinator's relay refused."),
     _gauge("relay_pairs", "Pairs of connections that the coordinator's relay joins; a link has two."),
+    _counter("volunteer_relay_bytes_total", "Bytes that volunteers' relays carried, both ways together."),
+    _counter("volunteer_relay_refused_total", "Requests that volunteers' relays refused."),
+    _gauge("volunteer_relay_pairs", "Pairs of connections that volunteers' relays join."),
     _gauge("node_clock_skew_seconds", "The node's wall clock minus the coordinator's.", "node"),
     _gauge("node_clock_error_seconds", "Bound on the error of the skew.", "node"),
 )

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from node.display.watch import HistoryWatch
-from node.telemetry.events import NodeJoined, PageServed
+from node.telemetry.events import NodeJoined, PageServed, StepAborted, StepCosts
 from tests.support.fault_prefork import Prefork
 from tests.support.ports import listening
-from tests.support.run_harness import SMALL, Run, Still
+from tests.support.run_harness import SMALL, TINY, Run, Still
 
 CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=3))
 
@@ -42,6 +42,32 @@ def test_nodes_that_open_no_port_train_the_same_weights(prefork: Prefork, tmp_pa
             )
             for stage in (0, 1)
         }
+
+
+def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(prefork: Prefork, tmp_path: Path) -> None:
+    """It joins in mid-run and carries the link from then on; after its death the coordinator's relay does.
+    No step is lost or run again."""
+    config = replace(
+        CONFIG,
+        model=TINY,
+        pipeline=replace(CONFIG.pipeline, stages=2),
+        run=replace(CONFIG.run, steps=250),
+    )
+    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=1, steps=4)) as run:
+        coordinator = run.start()
+        for _ in range(2):
+            run.add_node(options=("--no-listen",))
+        still = run.wait_still()
+        relay = run.add_node(run.new_token(), options=("--relay", "200"))
+        coordinator.wait_event(NodeJoined, lambda event: event.listens)
+        still.go_on()
+        path = f"relay {run.node_id(2)}"
+        coordinator.wait_event(StepCosts, lambda costs: path in {link.path for link in costs.links})
+        relay.kill()
+        assert coordinator.wait_exit() == 0
+        run.assert_undisturbed()
+        assert coordinator.all(StepAborted) == []
+        assert {link.path for link in HistoryWatch(run.run_dir).view().links} == {"relay"}
 
 
 def test_a_node_that_opens_no_port_dials_a_neighbour_that_does(prefork: Prefork, tmp_path: Path) -> None:

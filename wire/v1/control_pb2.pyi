@@ -22,7 +22,7 @@ FAILURE_INTERNAL: FailureKind
 FAILURE_PEER: FailureKind
 
 class Hello(_message.Message):
-    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "download_rate", "epoch", "process_nonce", "name")
+    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "download_rate", "epoch", "process_nonce", "name", "relay_rate")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class Hello(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROCESS_NONCE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    RELAY_RATE_FIELD_NUMBER: _ClassVar[int]
     version: str
     protocol: int
     peer_address: str
@@ -41,7 +42,8 @@ class Hello(_message.Message):
     epoch: int
     process_nonce: int
     name: str
-    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+    relay_rate: float
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ..., name: _Optional[str] = ..., relay_rate: _Optional[float] = ...) -> None: ...
 
 class Placed(_message.Message):
     __slots__ = ("epoch", "held_step", "voted", "lineage")
@@ -188,7 +190,7 @@ class KindSeconds(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Telemetry(_message.Message):
-    __slots__ = ("times", "wall_seconds", "links", "epoch", "memory_bytes", "peak_memory_bytes", "gpu_memory_bytes", "gpu_peak_memory_bytes", "clock_skew_seconds", "clock_error_seconds")
+    __slots__ = ("times", "wall_seconds", "links", "epoch", "memory_bytes", "peak_memory_bytes", "gpu_memory_bytes", "gpu_peak_memory_bytes", "clock_skew_seconds", "clock_error_seconds", "relayed_bytes", "relay_pairs", "relay_refused")
     TIMES_FIELD_NUMBER: _ClassVar[int]
     WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +201,9 @@ class Telemetry(_message.Message):
     GPU_PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     CLOCK_SKEW_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_ERROR_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RELAY_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_REFUSED_FIELD_NUMBER: _ClassVar[int]
     times: _containers.RepeatedCompositeFieldContainer[KindSeconds]
     wall_seconds: float
     links: _containers.RepeatedCompositeFieldContainer[LinkReport]
@@ -209,7 +214,10 @@ class Telemetry(_message.Message):
     gpu_peak_memory_bytes: int
     clock_skew_seconds: float
     clock_error_seconds: float
-    def __init__(self, times: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., epoch: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., gpu_memory_bytes: _Optional[int] = ..., gpu_peak_memory_bytes: _Optional[int] = ..., clock_skew_seconds: _Optional[float] = ..., clock_error_seconds: _Optional[float] = ...) -> None: ...
+    relayed_bytes: int
+    relay_pairs: int
+    relay_refused: int
+    def __init__(self, times: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., epoch: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., gpu_memory_bytes: _Optional[int] = ..., gpu_peak_memory_bytes: _Optional[int] = ..., clock_skew_seconds: _Optional[float] = ..., clock_error_seconds: _Optional[float] = ..., relayed_bytes: _Optional[int] = ..., relay_pairs: _Optional[int] = ..., relay_refused: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("telemetry", "sent_at")
@@ -271,8 +279,22 @@ class Following(_message.Message):
     failed: str
     def __init__(self, snapshot: _Optional[int] = ..., step: _Optional[int] = ..., failed: _Optional[str] = ...) -> None: ...
 
+class RelayTime(_message.Message):
+    __slots__ = ("node_id", "seconds")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    seconds: float
+    def __init__(self, node_id: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class RelayTimes(_message.Message):
+    __slots__ = ("times",)
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    times: _containers.RepeatedCompositeFieldContainer[RelayTime]
+    def __init__(self, times: _Optional[_Iterable[_Union[RelayTime, _Mapping]]] = ...) -> None: ...
+
 class NodeMessage(_message.Message):
-    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following")
+    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following", "relay_times")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +306,7 @@ class NodeMessage(_message.Message):
     STEP_SPANS_FIELD_NUMBER: _ClassVar[int]
     VALIDATED_FIELD_NUMBER: _ClassVar[int]
     FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    RELAY_TIMES_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     placed: Placed
     ready: Ready
@@ -295,7 +318,8 @@ class NodeMessage(_message.Message):
     step_spans: StepSpans
     validated: Validated
     following: Following
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ...) -> None: ...
+    relay_times: RelayTimes
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ..., relay_times: _Optional[_Union[RelayTimes, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("node_id", "config_json", "heartbeat_seconds", "windows")
@@ -326,18 +350,40 @@ class PlacedRow(_message.Message):
     def __init__(self, stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("epoch", "stage", "stages", "replica", "rows")
+    __slots__ = ("epoch", "stage", "stages", "replica", "rows", "relays")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     stages: _containers.RepeatedCompositeFieldContainer[PlacedStage]
     replica: int
     rows: _containers.RepeatedCompositeFieldContainer[PlacedRow]
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., replica: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PlacedRow, _Mapping]]] = ...) -> None: ...
+    relays: _containers.RepeatedCompositeFieldContainer[PeerRelays]
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., replica: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PlacedRow, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[PeerRelays, _Mapping]]] = ...) -> None: ...
+
+class PeerRelays(_message.Message):
+    __slots__ = ("node_id", "relays")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    relays: _containers.RepeatedCompositeFieldContainer[PlacedStage]
+    def __init__(self, node_id: _Optional[str] = ..., relays: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ...) -> None: ...
+
+class Relays(_message.Message):
+    __slots__ = ("relays",)
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    relays: _containers.RepeatedCompositeFieldContainer[PlacedStage]
+    def __init__(self, relays: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ...) -> None: ...
+
+class RelayFor(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("sent_at", "at")
@@ -486,7 +532,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., paused: bool = ..., soon: bool = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate", "retain", "send_layers", "follow", "follow_step")
+    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate", "retain", "send_layers", "follow", "follow_step", "relays", "relay_for")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
@@ -503,6 +549,8 @@ class CoordinatorMessage(_message.Message):
     SEND_LAYERS_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_STEP_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FOR_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     placement: Placement
     restore: Restore
@@ -519,7 +567,9 @@ class CoordinatorMessage(_message.Message):
     send_layers: SendLayers
     follow: Follow
     follow_step: FollowStep
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., send_layers: _Optional[_Union[SendLayers, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., follow_step: _Optional[_Union[FollowStep, _Mapping]] = ...) -> None: ...
+    relays: Relays
+    relay_for: RelayFor
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., send_layers: _Optional[_Union[SendLayers, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., follow_step: _Optional[_Union[FollowStep, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ..., relay_for: _Optional[_Union[RelayFor, _Mapping]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("bytes",)

@@ -149,7 +149,9 @@ function lane(link, names) {
 }
 
 function path(link) {
-  return link.path === "relay" ? `relay (coordinator)${link.why_not_direct ? `, as ${link.why_not_direct}` : ""}` : link.path;
+  const [kind, relay] = link.path.split(" ");
+  if (kind !== "relay") return link.path;
+  return `relay (${relay || "coordinator"})${link.why_not_direct ? `, as ${link.why_not_direct}` : ""}`;
 }
 
 function troubles(links) {

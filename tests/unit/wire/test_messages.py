@@ -33,6 +33,9 @@ from wire.messages import (
     Placement,
     Prefetch,
     Ready,
+    RelayFor,
+    Relays,
+    RelayTimes,
     Restore,
     Retain,
     SendLayers,
@@ -112,6 +115,9 @@ TELEMETRY = st.builds(
     gpu_peak_memory_bytes=MEASURED,
     clock_skew_seconds=FINITE,
     clock_error_seconds=AMOUNT,
+    relayed_bytes=MEASURED,
+    relay_pairs=NUMBER,
+    relay_refused=MEASURED,
 )
 MICROSECONDS = st.integers(0, 2**40).map(lambda ticks: ticks / 1e6)
 """Up to 12 days: a stage waits that long for a coordinator or for a lost neighbour."""
@@ -147,10 +153,11 @@ SPANS = st.integers(0, 2**32 - 1).flatmap(
 )
 
 
+PLACE = st.builds(PlacedStage, node_id=TEXT, address=TEXT)
+
+
 def _placements(stages: int) -> st.SearchStrategy[Placement]:
-    row = st.lists(st.builds(PlacedStage, node_id=TEXT, address=TEXT), min_size=stages, max_size=stages).map(
-        tuple
-    )
+    row = st.lists(PLACE, min_size=stages, max_size=stages).map(tuple)
     rows = st.lists(
         st.builds(PlacedRow, stages=row, groups=st.lists(NUMBER, max_size=3).map(tuple)), max_size=3
     ).map(tuple)
@@ -162,6 +169,7 @@ def _placements(stages: int) -> st.SearchStrategy[Placement]:
             stages=row,
             replica=st.integers(0, max(0, len(placed) - 1)),
             rows=st.just(placed),
+            relays=st.dictionaries(TEXT, st.lists(PLACE, max_size=3).map(tuple), max_size=3),
         )
     )
 
@@ -179,6 +187,7 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         epoch=NUMBER,
         process_nonce=COUNT,
         name=TEXT.map(clean_name),
+        relay_rate=AMOUNT,
     ),
     Placed: st.builds(Placed, epoch=NUMBER, held_step=st.integers(-(2**63), 2**63 - 1), voted=st.booleans()),
     Ready: st.builds(Ready, epoch=NUMBER, telemetry=TELEMETRY),
@@ -212,6 +221,9 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
     Following: st.builds(Following, snapshot=NUMBER, step=NUMBER, failed=LINE),
     Leave: st.builds(Leave, reason=LINE, failed=st.booleans()),
     StepSpans: SPANS,
+    RelayTimes: st.builds(
+        RelayTimes, times=st.dictionaries(st.from_regex(r"node-[a-z2-7]{10}", fullmatch=True), AMOUNT)
+    ),
 }
 COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
     Welcome: st.builds(
@@ -252,6 +264,8 @@ COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
         Prefetch, step=NUMBER, units=st.lists(TEXT, max_size=5).map(tuple), keep=st.booleans()
     ),
     HeartbeatReply: st.builds(HeartbeatReply, sent_at=FINITE, at=FINITE),
+    Relays: st.builds(Relays, relays=st.lists(PLACE, max_size=3).map(tuple)),
+    RelayFor: st.builds(RelayFor, nodes=st.lists(TEXT, max_size=5).map(tuple)),
     Abort: st.builds(Abort, epoch=NUMBER, reason=LINE),
     Finish: st.builds(Finish, reason=LINE, failed=st.booleans()),
     Refusal: st.builds(Refusal, code=st.sampled_from(RefusalCode), message=LINE),

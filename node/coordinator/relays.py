@@ -1,0 +1,165 @@
+"""Which volunteers relay the links of which neighbours: a plan without I/O, and the messages to carry it out.
+
+A pair of neighbours needs a relay if neither can be dialled. The relay that moves a piece of a tensor soonest
+is chosen: the sum of both round trips, and the piece at the share of the relay's rate that is left for one
+more link. So pairs spread over relays. Each pair also knows the next best ones, and both ends keep
+connections waiting there: when a relay dies, the links through it go on by the next without a word to the
+coordinator, whose own relay is the last.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+
+from node.coordinator.sessions import ControlSession
+from wire.messages import CoordinatorMessage, PlacedStage, Placement, RelayFor, Relays
+
+PIECE_BYTES = 256 * 1024
+"""A frame of a link."""
+UNKNOWN_SECONDS = 0.2
+"""The round trip to a relay that has not been measured yet."""
+MOST_CHOICES = 3
+"""Relays of one pair."""
+LEAST_RATE = 125_000.0
+"""Bytes a second, 1 Mbit/s: a relay with less left for a link is none."""
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayOffer:
+    """A volunteer that relays."""
+
+    address: str
+    """host:port, at which the coordinator has reached it."""
+    rate: float
+    """Bytes a second that it carries."""
+
+
+class RelayPlan:
+    """Who relays for whom. Pure: the same calls give the same plan."""
+
+    def __init__(self) -> None:
+        self.offers: dict[str, RelayOffer] = {}
+        self._times: dict[str, dict[str, float]] = {}
+        """Round trips in seconds, by node and relay."""
+        self._routes: dict[str, dict[str, tuple[str, ...]]] = {}
+        """By node and neighbour: the relays of their link, the best first."""
+
+    def measured(self, node: str, times: Mapping[str, float]) -> None:
+        """`node` has measured its round trips to these relays."""
+        self._times[node] = {relay: seconds for relay, seconds in times.items() if relay in self.offers}
+
+    def gone(self, node: str) -> bool:
+        """A node has left; whether it was a relay."""
+        self._times.pop(node, None)
+        return self.offers.pop(node, None) is not None
+
+    def place(self, rows: Sequence[Sequence[PlacedStage]]) -> None:
+        """Choose for the neighbours of a placement; `rows` are its pipelines."""
+        load = dict.fromkeys(self.offers, 0)
+        self._routes = {}
+        for pair in pairs_to_relay(rows):
+            choices = sorted(
+                (self._seconds(pair, relay, load[relay]), relay)
+                for relay, offer in self.offers.items()
+                if relay not in pair and offer.rate / (load[relay] + 1) >= LEAST_RATE
+            )
+            if choices:
+                best = tuple(relay for _, relay in choices[:MOST_CHOICES])
+                for node, other in (pair, pair[::-1]):
+                    self._routes.setdefault(node, {})[other] = best
+                load[choices[0][1]] += 1
+
+    def relays_of(self, node: str) -> Mapping[str, tuple[str, ...]]:
+        """By neighbour of `node`: the relays of their link, the best first."""
+        return self._routes.get(node, {})
+
+    def _seconds(self, pair: Pair, relay: str, load: int) -> float:
+        there = sum(self._times.get(node, {}).get(relay, UNKNOWN_SECONDS) for node in pair)
+        return there + PIECE_BYTES * (load + 1) / self.offers[relay].rate
+
+
+def pairs_to_relay(rows: Sequence[Sequence[PlacedStage]]) -> list[Pair]:
+    """Neighbours of which neither can be dialled: of a row, its ends included, and of a stage in all rows."""
+    found: dict[Pair, None] = {}
+    beside = [ends for row in rows for ends in (*pairwise(row), (row[-1], row[0]))]
+    beside += [ends for column in zip(*rows, strict=True) for ends in combinations(column, 2)]
+    for one, other in beside:
+        if not one.address and not other.address and one.node_id != other.node_id:
+            low, high = sorted((one.node_id, other.node_id))
+            found[low, high] = None
+    return sorted(found)
+
+
+class RelayDesk:
+    """Keeps the plan by what the sessions say, and tells nodes and relays of it."""
+
+    def __init__(self, send: Callable[[str, CoordinatorMessage], object], enabled: bool) -> None:
+        """`enabled`: whether links may be relayed in this run at all."""
+        self.plan = RelayPlan()
+        self.allow_here: Callable[[Sequence[str]], None] = lambda nodes: None
+        """Called with the nodes of each placement before they learn of it; the coordinator's relay joins
+        these alone."""
+        self._send = send
+        self._enabled = enabled
+        self._here: dict[str, None] = {}
+        """Connected nodes, the longest first."""
+        self._allowed: tuple[str, ...] = ()
+        self._rows: list[list[PlacedStage]] = []
+        self._placements: dict[str, Placement] = {}
+        """The newest of each node that is placed."""
+
+    def opened(self, session: ControlSession) -> None:
+        """A node has connected."""
+        node, rate = session.node_id, session.hello.relay_rate
+        self._here[node] = None
+        if self._enabled and rate >= LEAST_RATE and session.address:
+            self.plan.offers[node] = RelayOffer(address=session.address, rate=rate)
+            self._send(node, RelayFor(nodes=self._allowed))
+            self._tell(list(self._here))
+            self._tell_links()
+        elif self.plan.offers:
+            self._tell([node])
+
+    def closed(self, node: str) -> None:
+        """A node has gone."""
+        self._here.pop(node, None)
+        if self.plan.gone(node):
+            self._tell(list(self._here))
+
+    def placed(self, nodes: Sequence[str], addresses: Sequence[str], rows: int) -> None:
+        """A new placement: `nodes` row after row, any two of which may be joined, and their addresses."""
+        stages = len(nodes) // rows
+        places = [PlacedStage(node_id=n, address=a) for n, a in zip(nodes, addresses, strict=True)]
+        self._rows = [places[row * stages : (row + 1) * stages] for row in range(rows)]
+        self.plan.place(self._rows)
+        self._placements = {}
+        self._allowed = tuple(dict.fromkeys(nodes))
+        self.allow_here(self._allowed)
+        for relay in self.plan.offers:
+            self._send(relay, RelayFor(nodes=self._allowed))
+
+    def with_relays(self, node: str, placement: Placement) -> Placement:
+        """The placement with the relays of this node's links."""
+        self._placements[node] = placement
+        relays = {}
+        for peer, choices in self.plan.relays_of(node).items():
+            if here := tuple(self._place(relay) for relay in choices if relay in self.plan.offers):
+                relays[peer] = here
+        return replace(placement, relays=relays) if relays else placement
+
+    def _tell_links(self) -> None:
+        """A relay has come in mid-epoch: the links that need one learn of it."""
+        self.plan.place(self._rows)
+        for node, placement in list(self._placements.items()):
+            if (found := self.with_relays(node, placement)).relays:
+                self._send(node, found)
+
+    def _tell(self, nodes: Sequence[str]) -> None:
+        message = Relays(relays=tuple(self._place(relay) for relay in self.plan.offers))
+        for node in nodes:
+            self._send(node, message)
+
+    def _place(self, relay: str) -> PlacedStage:
+        return PlacedStage(node_id=relay, address=self.plan.offers[relay].address)

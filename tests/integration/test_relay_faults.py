@@ -1,0 +1,208 @@
+"""Links over two relays of which one fails: every tensor arrives, once and whole, by the other."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.support.links import EPOCH, SECONDS, End, content, eventually, key, quick
+from tests.support.pki import RUN_ID, new_authority, new_node
+from tests.support.relay import Relay as Forwarder
+from tests.support.relay import Relayed
+from wire.admission import Limits
+from wire.door import Door
+from wire.link import DialledLink, LinkPath, dial_link
+from wire.link_server import LinkServer
+from wire.relay import PROTOCOL_NAME, Relay
+from wire.relay_client import RelayClient
+from wire.telemetry import RELAY, relay_path
+from wire.tls_socket import mutual_context
+
+LENGTH = 400_000
+TENSORS = 12
+AUTHORITY = new_authority()
+LOWER, UPPER = new_node(AUTHORITY), new_node(AUTHORITY)
+RELAYS = new_node(AUTHORITY), new_node(AUTHORITY)
+
+
+class Faulty(Forwarder):
+    """Forwards to a relay and spoils what passes after the first `AFTER` bytes of a connection."""
+
+    AFTER = 100_000
+
+    def __init__(self, target: int, fault: str) -> None:
+        super().__init__(target)
+        self.fault = fault
+        self.spoilt = 0
+
+    async def _copy(
+        self,
+        connection: Relayed,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        upward: bool,
+    ) -> None:
+        passed, held = 0, b""
+        while data := await reader.read(16384):
+            passed += len(data)
+            if passed > self.AFTER:
+                self.spoilt += 1
+                match self.fault:
+                    case "drops":
+                        data = data[: len(data) // 2]
+                    case "repeats":
+                        data += data
+                    case "reorders":
+                        data, held = (b"", data) if not held else (data + held, b"")
+                    case "corrupts":
+                        data = data[:-1] + bytes([data[-1] ^ 1])
+                    case "delays":
+                        await asyncio.sleep(0.02)
+                    case "throttles":
+                        await asyncio.sleep(len(data) / 2_000_000)
+                    case "freezes":
+                        self.flowing.clear()
+                    case "dies":
+                        self.die()
+                        return
+            await self.flowing.wait()
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    def die(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+
+
+@dataclass
+class Ends:
+    lower: DialledLink
+    at_lower: End = field(default_factory=End)
+    at_upper: End = field(default_factory=End)
+
+
+@contextlib.asynccontextmanager
+async def relay_of(number: int) -> AsyncIterator[int]:
+    """A volunteer's relay; its port."""
+    identity = RELAYS[number]
+    context = mutual_context(
+        server_side=True,
+        key_pem=identity.key_pem,
+        certificate_pem=identity.certificate_pem,
+        ca_pem=AUTHORITY.certificate_pem,
+        protocol=PROTOCOL_NAME,
+    )
+    relay, door = Relay(lambda: context, lambda why: None), Door(Limits.of_members(1000))
+    door.serve_protocol(PROTOCOL_NAME, relay.front)
+    relay.allow([LOWER.node_id, UPPER.node_id])
+    try:
+        yield door.front.listen("127.0.0.1:0")
+    finally:
+        await door.front.close()
+        await relay.close()
+
+
+@contextlib.asynccontextmanager
+async def linked(ports: tuple[int, int]) -> AsyncIterator[Ends]:
+    """A link whose both ends know two relays, the first of them better."""
+    dials, takes = (
+        [
+            RelayClient(node, f"127.0.0.1:{port}", node.server_name(relay.node_id))
+            for port, relay in zip(ports, RELAYS, strict=True)
+        ]
+        for node in (LOWER, UPPER)
+    )
+    server = LinkServer(identity=UPPER, run_id=RUN_ID, settings=quick())
+    await server.start("")
+    at_lower, at_upper = End(), End()
+    upper = server.expect_peer(
+        epoch=EPOCH,
+        stage=1,
+        peer_node_id=LOWER.node_id,
+        peer_stage=0,
+        expect=lambda _: LENGTH,
+        on_tensor=at_upper.on_tensor,
+    )
+    paths = [
+        LinkPath(name=relay_path(relay.node_id), address=client.local_address(UPPER.node_id), shown=RELAY)
+        for client, relay in zip(dials, RELAYS, strict=True)
+    ]
+    lower = dial_link(
+        identity=LOWER,
+        run_id=RUN_ID,
+        epoch=EPOCH,
+        stage=0,
+        peer_node_id=UPPER.node_id,
+        peer_stage=1,
+        paths=paths,
+        expect=lambda _: LENGTH,
+        on_tensor=at_lower.on_tensor,
+        settings=quick(),
+    )
+    at_lower.link, at_upper.link = lower, upper
+
+    def taking(path: str) -> Callable[[socket.socket], None]:
+        return lambda connection: server.adopt(connection, path)
+
+    try:
+        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+            offers = [
+                group.create_task(client.offer(LOWER.node_id, taking(path.name)))
+                for client, path in zip(takes, paths, strict=True)
+            ]
+            running = [group.create_task(link.run()) for link in (lower, upper)]
+            try:
+                yield Ends(lower, at_lower, at_upper)
+            finally:
+                for offer in offers:
+                    offer.cancel()
+                await lower.close()
+                await upper.close()
+                await asyncio.wait(running)
+    finally:
+        for client in (*dials, *takes):
+            await client.close()
+        await server.stop()
+
+
+@pytest.mark.parametrize("fault", ["dies", "freezes", "drops", "repeats", "reorders", "corrupts"])
+async def test_a_link_leaves_a_relay_that_fails(fault: str) -> None:
+    async with (
+        relay_of(0) as first,
+        relay_of(1) as second,
+        Faulty(first, fault) as faulty,
+        linked((faulty.port, second)) as ends,
+    ):
+        await ends.lower.ready(SECONDS)
+        assert ends.lower.path == relay_path(RELAYS[0].node_id)
+        await exchange(ends)
+        assert faulty.spoilt > 0
+        await eventually(lambda: ends.lower.path == relay_path(RELAYS[1].node_id))
+
+
+@pytest.mark.parametrize("fault", ["delays", "throttles"])
+async def test_a_slow_relay_carries_the_same_bytes(fault: str) -> None:
+    async with (
+        relay_of(0) as first,
+        relay_of(1) as second,
+        Faulty(first, fault) as faulty,
+        linked((faulty.port, second)) as ends,
+    ):
+        await ends.lower.ready(SECONDS)
+        await exchange(ends)
+        assert faulty.spoilt > 0
+
+
+async def exchange(ends: Ends) -> None:
+    """Tensors both ways; each arrives once, whole and in order."""
+    for number in range(TENSORS):
+        ends.lower.send(key(number), content(key(number), LENGTH))
+        await ends.at_upper.until(number + 1)
+    assert ends.at_upper.arrived == [key(number) for number in range(TENSORS)]
+    assert all(bytes(ends.at_upper.buffers[one]) == content(one, LENGTH) for one in ends.at_upper.arrived)
