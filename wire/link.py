@@ -269,6 +269,8 @@ class LinkPath:
     """For people."""
     trouble: Callable[[], str] = str
     """Why the newest attempt beyond `address` failed; empty if it did not."""
+    leave: Callable[[], None] = lambda: None
+    """Called when a connection by this path has ended."""
     seconds: float = PATH_SECONDS
     """Limit for one attempt to connect while there is another path."""
     in_background: bool = False
@@ -337,6 +339,7 @@ class DialledLink(Link):
                 await self._connect(connection, path, prepared)
             except StreamDroppedError as error:
                 connection.end(StreamDroppedError(path.trouble() or str(error), error.refusal))
+            path.leave()
             if isinstance(connection.error, StreamDroppedError) and connection.error.refusal:
                 self._fail(_refused(connection.error, self._peer))
             if connection.was_up:
@@ -390,6 +393,7 @@ class DialledLink(Link):
         except BaseException as error:
             await bulk.close()
             await control.close()
+            path.leave()
             if isinstance(error, TimeoutError):
                 self.why_not[path.name] = path.trouble() or f"no answer within {path.seconds:g} s"
                 return None
@@ -404,6 +408,7 @@ class DialledLink(Link):
         if not self.up or self._over.is_set() or self._connection is None:
             await prepared.bulk.close()
             await prepared.control.close()
+            prepared.path.leave()
             return
         self._prepared = prepared
         self._was_up = False  # what follows is no reconnect

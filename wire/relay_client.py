@@ -57,7 +57,8 @@ class RelayClient:
         self._directory = ""
         self._listeners: dict[str, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pipes: set[Pipe] = set()
+        self._pipes: dict[Pipe, tuple[str, bool]] = {}
+        """Whose each is, and whether it was dialled together."""
         self.trouble: dict[str, str] = {}
         """By neighbour: why the newest attempt through the relay failed; empty after a success."""
         self.trouble_together: dict[str, str] = {}
@@ -92,6 +93,12 @@ class RelayClient:
         async with asyncio.TaskGroup() as group:
             for _ in range(SPARES):
                 group.create_task(self._offer_one(peer, take, together))
+
+    def hang_up(self, peer: str, *, together: bool = False) -> None:
+        """Close this process's connections to `peer`. gRPC may keep those of a closed channel for long."""
+        for pipe in [pipe for pipe, whose in self._pipes.items() if whose == (peer, together)]:
+            self._pipes.pop(pipe, None)
+            pipe.closed()
 
     async def close(self) -> None:
         """Drop every connection."""
@@ -137,12 +144,16 @@ class RelayClient:
                 return
             raise
         trouble[peer] = ""
-        pipe = Pipe(lambda: self._pipes.discard(pipe))
-        self._pipes.add(pipe)
+
+        def closed() -> None:
+            self._pipes.pop(pipe, None)
+
+        pipe = Pipe(closed)
+        self._pipes[pipe] = peer, together
         try:
             await splice(outer, local, pipe)
         except OSError:
-            self._pipes.discard(pipe)
+            self._pipes.pop(pipe, None)
 
     async def _offer_one(self, peer: str, take: Callable[[socket.socket], None], together: bool) -> None:
         trouble = self.trouble_together if together else self.trouble

@@ -42,8 +42,8 @@ class RunMetrics(Collector):
     def __init__(self, view: Callable[[], RunView]) -> None:
         self.accounting: Accounting | None = None
         self.relay: Relay | None = None
-        self._volunteers = _VolunteerTotals()
         """Set with the coordinator's ports, if it has one."""
+        self._volunteers = _VolunteerTotals()
         self._view = view
         self._counts = dict.fromkeys(COUNTED, 0.0)
         self._step_seconds = Histogram()

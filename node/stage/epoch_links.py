@@ -305,6 +305,7 @@ def _path_by(name: str, relay: RelayClient, node_id: str) -> LinkPath:
         address=relay.local_address(node_id, together=together),
         shown="the coordinator's relay" if name == RELAY else name,
         trouble=lambda: trouble.get(node_id, ""),
+        leave=functools.partial(relay.hang_up, node_id, together=together),
         seconds=TOGETHER_SECONDS + PATH_SECONDS if together else PATH_SECONDS,
         in_background=together,
     )

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from node.lab.reach import reach_table
 from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
 from scripts.docs.markdown import Tables, commit, notes, read_report, spaced
@@ -17,6 +18,7 @@ TRACE_COST = RESULTS / "trace_cost.json"
 STATUS_SPEED = RESULTS / "status_speed.json"
 PAUSES = RESULTS / "pauses.json"
 TIED_MODELS = RESULTS / "tied_models.json"
+REACH = RESULTS / "reach.json"
 GOAL = 0.9
 """Efficiency to reach wherever a link is the bottleneck."""
 PAPER_SHAPE = (48, 1600)
@@ -352,7 +354,23 @@ def _processor(measured: Mapping[str, float] | None) -> str:
     return "-" if measured is None else f"{measured['processor_seconds']:.2f}"
 
 
+def reach() -> str:
+    """The path that each pair of ways to be joined to the internet came to."""
+    report = read_report(REACH)
+    head, *rows = reach_table(report)
+    meanings = "; ".join(f"{kind}: {words}" for kind, words in report["kinds"].items())
+    good = sum(pair["same_weights"] for pair in report["pairs"])
+    machine = report["machine"]
+    caption = (
+        f"{meanings}. The last path of a run of {report['steps']} steps; of {len(report['pairs'])} pairs "
+        f"{good} trained the weights of two open machines. {spaced(machine['processor'])}, "
+        f"{machine['cores']} cores, kernel {machine['kernel']}, commit {machine['commit'][:12]}."
+    )
+    return f"{markdown([(words, 'left') for words in head], rows)}\n\n{caption}"
+
+
 TABLES: Tables = {
+    "reach": reach,
     "lab": lab,
     "lab_floor": lab_floor,
     "throughput": throughput,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -95,7 +96,14 @@ async def linked(served: Served, *, address: str = "", listen: str = "") -> Asyn
         peer_node_id=UPPER.node_id,
         peer_stage=1,
         peer_address=address,
-        paths=[LinkPath(name=RELAY, address=local, shown="the relay")],
+        paths=[
+            LinkPath(
+                name=RELAY,
+                address=local,
+                shown="the relay",
+                leave=functools.partial(dialler.hang_up, UPPER.node_id),
+            )
+        ],
         expect=lambda _: LENGTH,
         on_tensor=at_lower.on_tensor,
         settings=quick(),
