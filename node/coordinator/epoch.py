@@ -157,6 +157,10 @@ class Epoch:
         """The nodes of a row, by stage."""
         return self.hosts[replica * self.stages : (replica + 1) * self.stages]
 
+    def has(self, node_id: str) -> bool:
+        """Whether a node hosts a stage."""
+        return node_id in self._seats
+
     def stage_of(self, node_id: str) -> int:
         return self._seats[node_id] % self.stages
 

@@ -237,7 +237,7 @@ class RunMachine:
         epoch, ended = self.epoch, self._epochs.ended
         if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
             return self._complaint(ended, node_id, message, now)
-        if self.stopped or epoch is None or node_id not in epoch.hosts:
+        if self.stopped or epoch is None or not epoch.has(node_id):
             return self._newcomers.message(node_id, message)
         match message:
             case Placed() if message.epoch == epoch.number:

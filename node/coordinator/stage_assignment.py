@@ -72,26 +72,40 @@ def assign(
     """
     here = {candidate.node_id for candidate in candidates}
     needs = {devices: stage_bytes(stages, devices) for devices in {c.devices for c in candidates}}
-    fits: list[list[str]] = [
-        [c.node_id for c in candidates if c.memory_bytes == 0 or c.memory_bytes >= needs[c.devices][stage]]
-        for stage in range(stages)
-    ]
+    offers = [(c.node_id, c.memory_bytes, needs[c.devices]) for c in candidates]
+    # Most stages need the same: look once for all of them which nodes fit.
+    kinds = list(needs.values())
+    alike = [tuple(need[stage] for need in kinds) for stage in range(stages)]
+    known = {
+        kind: [node for node, memory, need in offers if memory == 0 or memory >= need[alike.index(kind)]]
+        for kind in set(alike)
+    }
     places = rows * stages
-    fitting = fits * rows
+    fitting = [known[kind] for kind in alike] * rows
+    sets = {kind: set(nodes) for kind, nodes in known.items()}
+    able = [sets[kind] for kind in alike] * rows
+    # A node that has a place keeps one, so what was passed over once need not be looked at again.
+    left = {kind: iter(nodes) for kind, nodes in known.items()}
+    waiting = [left[kind] for kind in alike] * rows
+    taken: set[str] = set()
     wished: Sequence[str | None] = [node for node in previous if node in here]
     if len(previous) == previous_rows * stages:
         wished = by_row(holders_by_stage(previous, previous_rows, here), rows)
     hosts: list[str | None] = [None] * places
     for place, node in enumerate(wished[:places]):
-        if node in fitting[place]:
+        if node in able[place]:
             hosts[place] = node
+            taken.add(node)
     for place in range(places):
         if hosts[place] is None:
-            free = next((node for node in fitting[place] if node not in hosts), None)
+            free = next((node for node in waiting[place] if node not in taken), None)
             if free is not None:
                 hosts[place] = free
+                taken.add(free)
             elif not _make_room(place, hosts, fitting, set()):
                 return None
+            else:
+                taken = {node for node in hosts if node is not None}
     return tuple(node for node in hosts if node is not None)
 
 

@@ -146,8 +146,10 @@ class VoteHistory:
     def implausible(self, votes: Sequence[Vote]) -> tuple[int, str] | None:
         """The stage whose finite vote is far from the newest steps', and what of it. `votes`: by stage."""
         largest = [max(vote.norms.values(), default=0.0) for vote in votes]
+        # Of all stages but one, the largest is one of the two largest.
+        first, second = (*sorted(largest, reverse=True)[:2], 0.0)[:2]
         for stage, vote in enumerate(votes):
-            others = max((norm for at, norm in enumerate(largest) if at != stage), default=0.0)
+            others = second if largest[stage] == first else first
             for unit, norm in vote.norms.items():
                 if self._is_far(unit, norm, others):
                     return stage, f"the gradient of layer unit {unit} at stage {stage}"
