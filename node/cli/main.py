@@ -17,6 +17,7 @@ from pathlib import Path
 
 from node.cli import (
     compare,
+    completion,
     config,
     coordinator,
     dashboard,
@@ -46,6 +47,7 @@ from wire.version import VERSION
 COMMANDS = (
     *(demo, coordinator, join, resume, set, status, top, dashboard),
     *(eval, sample, trace, compare, export, token, evict, recover, config, plan, data, lab, doctor),
+    completion,
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of stdout itself: a full disk, a closed terminal. Errors of other files carry a file name."""

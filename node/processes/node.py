@@ -160,6 +160,8 @@ async def _serve(
             screen(f"metrics at http://{address}/metrics")
         while True:
             runtime = NodeRuntime(settings, holder, screen)
+            if latest:
+                runtime.progress.goes_on(latest[-1].progress)
             latest[:] = [runtime]
             try:
                 finish, interrupted = await _until_done(runtime)
@@ -172,13 +174,11 @@ async def _serve(
                     raise
                 finish, interrupted = Finish(reason=str(error), failed=True, paused=True), False
             screen(finish.reason)
-            if thanks := runtime.progress.thanks():
-                screen(thanks)
-            if interrupted:
-                return INTERRUPTED
             seconds = max(options.wait_seconds, SOON_SECONDS if finish.soon else 0.0)
-            if not (finish.paused and seconds):
-                return 1 if finish.failed else 0
+            if interrupted or not (finish.paused and seconds):
+                if thanks := runtime.progress.thanks():
+                    screen(thanks)
+                return INTERRUPTED if interrupted else 1 if finish.failed else 0
             screen(f"waiting up to {duration_text(seconds)} for the run to go on; Ctrl-C ends")
             with _ended_by_signals():
                 goes_on = await reach.again(seconds)

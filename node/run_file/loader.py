@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from node.config.schema import Every, RunConfig, Window
-from node.run_file.validate import validate
+from node.run_file.validate import together, validate
 from node.telemetry.format import parse_duration
 from node.training.text import expanded
 from wire.errors import ConfigError, nearest
@@ -118,8 +118,8 @@ def parse_override(text: str) -> tuple[str, str, Any]:
         raise ConfigError(f"override {text!r}: expected section.key=value, for example training.lr=3e-4")
     section, dot, key = name.partition(".")
     if not dot:
-        candidates = [full for full in _full_keys() if full.endswith(f".{name}")]
-        hint = f"; did you mean {' or '.join(candidates)}?" if candidates else nearest(name, _full_keys())
+        candidates = [full for full in full_keys() if full.endswith(f".{name}")]
+        hint = f"; did you mean {' or '.join(candidates)}?" if candidates else nearest(name, full_keys())
         raise ConfigError(f"override {text!r}: {name!r} names no section{hint}")
     kind = _field_type(section, key, where=f"override {text!r}")
     value = _parse_override_value(raw, kind)
@@ -150,7 +150,7 @@ def from_json(text: str) -> RunConfig:
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: expected an object of sections, got {_shown(raw)}")
     values = _read_sections(raw, where=where)
-    for full in _full_keys():
+    for full in full_keys():
         section, _, key = full.partition(".")
         if key not in values.get(section, {}):
             raise ConfigError(f"{where}: {full} is missing; both sides must run the same version of thinwire")
@@ -190,7 +190,8 @@ def _key_types(section: str) -> Mapping[str, Any]:
     return {key.rstrip("_"): kind for key, kind in get_type_hints(section_types()[section]).items()}
 
 
-def _full_keys() -> list[str]:
+def full_keys() -> list[str]:
+    """Every `section.key` of a run file."""
     return [f"{section}.{key}" for section in section_types() for key in _key_types(section)]
 
 
@@ -296,21 +297,30 @@ def _with_checkpoint(values: Values) -> Values:
 
 
 def _read_sections(raw: Mapping[str, Any], where: str) -> Values:
+    """Raises ConfigError with everything that is wrong."""
     values: Values = {}
+    wrong: list[str] = []
     for section, table in raw.items():
         if section not in section_types():
             # A key outside its section is the likeliest mistake.
-            owners = [full for full in _full_keys() if full.endswith(f".{section}")]
+            owners = [full for full in full_keys() if full.endswith(f".{section}")]
             if owners and not isinstance(table, dict):
                 owner = owners[0].partition(".")[0]
-                raise ConfigError(f"{where}: key {section!r} is outside its section; put it under [{owner}]")
-            raise ConfigError(f"{where}: unknown section [{section}]{nearest(section, section_types())}")
-        if not isinstance(table, dict):
-            raise ConfigError(f"{where}: [{section}] must be a section of keys, got {_shown(table)}")
-        values[section] = {
-            key: convert(value, _field_type(section, key, where), where=where, name=f"{section}.{key}")
-            for key, value in table.items()
-        }
+                wrong.append(f"key {section!r} is outside its section; put it under [{owner}]")
+            else:
+                wrong.append(f"unknown section [{section}]{nearest(section, section_types())}")
+        elif not isinstance(table, dict):
+            wrong.append(f"[{section}] must be a section of keys, got {_shown(table)}")
+        else:
+            values[section] = {}
+            for key, value in table.items():
+                try:
+                    kind = _field_type(section, key, where)
+                    values[section][key] = convert(value, kind, where=where, name=f"{section}.{key}")
+                except ConfigError as error:
+                    wrong.append(str(error).removeprefix(f"{where}: "))
+    if wrong:
+        raise ConfigError(f"{where}: {together(wrong)}")
     return values
 
 
@@ -321,7 +331,7 @@ def _field_type(section: str, key: str, where: str) -> Any:
     if key in types:
         return types[key]
     hint = nearest(key, types)
-    elsewhere = [full for full in _full_keys() if full.endswith(f".{key}")]
+    elsewhere = [full for full in full_keys() if full.endswith(f".{key}")]
     if elsewhere:
         hint = f"; did you mean {' or '.join(elsewhere)}?"
     raise ConfigError(f"{where}: unknown key {key!r} in [{section}]{hint}")

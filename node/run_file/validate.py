@@ -45,6 +45,8 @@ FORMATS = ("text", "chat")
 ORDERS = ("auto", "whole", "shards")
 LOGGERS = ("tensorboard", "wandb")
 
+MOST_SHOWN = 8
+"""Problems of a run file that are named at once."""
 MOST_VALID_SAMPLES = 65_536
 MAX_NAME = 64
 BYTE_VOCABULARY = 256
@@ -55,11 +57,15 @@ MAX_CERTIFICATE_HOURS = 3650 * 24
 
 
 def validate(config: RunConfig, where: str) -> None:
-    """Raise ConfigError with the first problem and the number of others. `where` names their source."""
-    found = problems(config)
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise ConfigError(f"{where}: {found[0]}{more}")
+    """Raise ConfigError with all problems in one line. `where` names their source."""
+    if found := problems(config):
+        raise ConfigError(f"{where}: {together(found)}")
+
+
+def together(found: Sequence[str]) -> str:
+    """Several problems in one line; beyond `MOST_SHOWN` only their number."""
+    rest = len(found) - MOST_SHOWN
+    return "; also: ".join(found[:MOST_SHOWN]) + (f" (and {rest} more)" if rest > 0 else "")
 
 
 def problems(config: RunConfig) -> list[str]:

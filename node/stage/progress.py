@@ -64,6 +64,10 @@ class Progress:
         self.own_steps = 0
         """Steps that this node has taken part in."""
 
+    def goes_on(self, before: "Progress") -> None:
+        """The same machine, after a pause of the run: what it gave before counts."""
+        self.own_steps, self._sent, self._received = before.own_steps, before._sent, before._received
+
     def joined(self, steps: int) -> None:
         """The run has so many steps."""
         self._steps = steps

@@ -35,7 +35,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.lab.results import commit, processor
-from node.run_file.loader import to_toml
+from node.run_file.loader import toml_value
 from node.telemetry.events import Event, JoinLine, StepDone, from_json
 from node.training.reference import ReferenceTrainer
 from node.training.shards import load_data
@@ -61,6 +61,18 @@ class Timed:
     processor: dict[str, float]
 
 
+def run_file(config: RunConfig) -> str:
+    """What differs from the defaults, so that checkouts with fewer keys read it too."""
+    blocks = []
+    for name, section in vars(config).items():
+        usual = vars(type(section)())
+        lines = [
+            f"{key} = {toml_value(value)}" for key, value in vars(section).items() if value != usual[key]
+        ]
+        blocks.append("\n".join([f"[{name}]", *lines]))
+    return "\n".join(blocks) + "\n"
+
+
 def events(coordinator: "subprocess.Popen[str]") -> Iterator[Event]:
     assert coordinator.stdout is not None
     for line in coordinator.stdout:
@@ -79,7 +91,7 @@ def run(checkout: Path, stages: int) -> Timed:
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         where = Path(folder)
-        (where / "run.toml").write_text(to_toml(config), encoding="utf-8")
+        (where / "run.toml").write_text(run_file(config), encoding="utf-8")
 
         def start(*arguments: str) -> "subprocess.Popen[str]":
             process = subprocess.Popen(
@@ -112,6 +124,8 @@ def run(checkout: Path, stages: int) -> Timed:
                     seconds.append(event.seconds)
                 if event.step == STEPS - 1:
                     break
+        if not before:
+            raise SystemExit(f"{checkout}: the run did not reach step {WARM}")
         after = {name: used(process.pid) for name, process in processes.items()}
         each = {name: (after[name] - before[name]) / (STEPS - 1 - WARM) for name in after}
         return Timed(statistics.median(seconds), each)

@@ -1,5 +1,6 @@
 """Figures of the root README: results in six rows, and which models fit which cards and links."""
 
+import json
 from dataclasses import replace
 from math import ceil
 
@@ -26,6 +27,14 @@ STAGES = 4
 UPLOADS_MBIT = (20, 100)
 TOKENS = 1_000_000_000
 DAY = 86400
+
+
+def first_hour() -> str:
+    """One volunteer's terminal in the recorded run, whole, with the second at which each line came."""
+    recording = json.loads((RESULTS / "first_hour.json").read_text(encoding="utf-8"))
+    one = next(terminal for terminal in recording["terminals"] if "--name" in terminal["typed"])
+    lines = [f"{at:6.1f}  {line}" for at, line in one["lines"]]
+    return "\n".join(f"    {line}".rstrip() for line in (f"$ {one['typed']}", *lines))
 
 
 def worth() -> str:
@@ -131,4 +140,4 @@ def _framed(name: str, config: RunConfig) -> int:
     return size + HEADER_BYTES * ceil(size / PAYLOAD_BYTES)
 
 
-TABLES: Tables = {"worth": worth, "planning": planning}
+TABLES: Tables = {"first_hour": first_hour, "worth": worth, "planning": planning}

@@ -303,3 +303,20 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_that_is_said(caplog: pytest.Lo
 def test_a_width_that_a_codec_lacks_names_the_closest(name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown codec '{name}'; did you mean '{meant}'"):
         default_config([f"pipeline.backward_codec={name}"])
+
+
+def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[training]\nlrr = 1\nclip = "x"\n[piepline]\nstages = 2\n[run]\nsteps = 5\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == (
+        f"{path}: unknown key 'lrr' in [training]; did you mean 'lr'?; "
+        "also: training.clip must be a number, got 'x' (a string); "
+        "also: unknown section [piepline]; did you mean 'pipeline'?"
+    )
+    path.write_text("[training]\nlr = -1.0\nclip = -1.0\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    first, second = str(caught.value).split("; also: ")
+    assert "training.lr" in first and "training.clip" in second

@@ -81,6 +81,13 @@ def test_another_placement_forgets_the_speed_and_keeps_what_was_given() -> None:
     assert progress.thanks() == "thank you: 8 steps computed here, 6.12 MB sent, 4.5 MB received"
 
 
+def test_what_a_machine_gave_before_a_pause_counts() -> None:
+    before, _ = training()
+    after = Progress(Clock())
+    after.goes_on(before)
+    assert after.thanks() == before.thanks() == "thank you: 7 steps computed here, 6 MB sent, 4.5 MB received"
+
+
 def test_who_computed_nothing_is_not_thanked_for_it() -> None:
     assert Progress(Clock()).thanks() == ""
 

@@ -1,0 +1,65 @@
+"""`thinwire completion bash|zsh`: a script that completes commands, options and run file keys."""
+
+import argparse
+import functools
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+SHELLS = ("bash", "zsh")
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("completion", help="a script that completes commands in your shell")
+    parser.add_argument(
+        "shell", metavar="SHELL", choices=SHELLS, help='bash or zsh: eval "$(thinwire completion bash)"'
+    )
+    parser.set_defaults(run=functools.partial(run, commands.choices), parser=parser)
+
+
+def run(commands: Mapping[str, argparse.ArgumentParser], args: argparse.Namespace) -> int:
+    """`commands`: all of the program's, by name."""
+    # zsh runs bash's completions.
+    start = "autoload -U +X bashcompinit && bashcompinit\n" if args.shell == "zsh" else ""
+    sys.stdout.write(start + script(words(commands)))
+    return 0
+
+
+def words(commands: Mapping[str, argparse.ArgumentParser]) -> dict[str, list[str]]:
+    """What may follow each command: options, actions, `section.key=` where it takes them."""
+    from node.run_file.loader import full_keys
+
+    keys = [f"{key}=" for key in full_keys()]
+    found = {}
+    for name, command in commands.items():
+        actions = _actions(command)
+        options = [text for one in (command, *actions.values()) for text in one._option_string_actions]
+        takes_keys = any(
+            action.dest == "overrides" for one in (command, *actions.values()) for action in one._actions
+        )
+        found[name] = sorted({*options, *actions, *(keys if takes_keys else [])})
+    return found
+
+
+def script(follow: dict[str, list[str]]) -> str:
+    """For bash: commands first, then what may follow them, else files."""
+    cases = "\n".join(f'    {name}) words="{" ".join(after)}" ;;' for name, after in follow.items())
+    return f"""_thinwire() {{
+  local current="${{COMP_WORDS[COMP_CWORD]}}" words=""
+  case "${{COMP_WORDS[1]}}" in
+{cases}
+  esac
+  if ((COMP_CWORD == 1)); then words="{" ".join(follow)}"; fi
+  COMPREPLY=($(compgen -W "$words" -- "$current"))
+  if ((${{#COMPREPLY[@]}} == 0)); then COMPREPLY=($(compgen -f -- "$current")); fi
+  if [[ ${{#COMPREPLY[@]}} -eq 1 && ${{COMPREPLY[0]}} == *= ]]; then compopt -o nospace 2>/dev/null; fi
+}}
+complete -o filenames -F _thinwire thinwire
+"""
+
+
+def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
