@@ -13,7 +13,8 @@ import numpy as np
 
 ENOUGH = 1e-3
 """Of an optimum: a plan may be worse by this share."""
-SOLVE_SECONDS = 5.0
+MOST_NODES = 5000
+"""Of the search tree. A limit of time would let the processes of one node find different plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +166,7 @@ def solve(program: Program) -> Counts | None:
         constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
         integrality=whole,
         bounds=Bounds(0, high),
-        options={"mip_rel_gap": ENOUGH, "time_limit": SOLVE_SECONDS},
+        options={"mip_rel_gap": ENOUGH, "node_limit": MOST_NODES},
     )
     if found.x is None:
         return None
