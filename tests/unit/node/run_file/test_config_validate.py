@@ -106,6 +106,16 @@ def test_the_most_that_is_allowed() -> None:
             "pipeline.backward_codec: aqsgd-4 packs activations alone: use fixed-4 to fixed-8 or tah for "
             "gradients",
         ),
+        (
+            {"pipeline.forward_codec": "auto"},
+            "pipeline.backward_codec: fixed-8 beside pipeline.forward_codec = auto: plan codecs for both "
+            "directions of a link or for neither; set pipeline.backward_codec = auto too",
+        ),
+        (
+            {"pipeline.forward_codec": "auto", "pipeline.backward_codec": "auto", "pipeline.min_bits": 9.0},
+            "pipeline.min_bits is 9; it must be at most 8",
+        ),
+        ({"pipeline.sync_codec": "dither-4"}, "pipeline.sync_codec: dither-4 packs tensors between stages"),
         ({"pipeline.cache_gb": 0.0}, "pipeline.cache_gb must be a finite number above 0, got 0.0"),
         ({"training.global_batch": 15}, "training.global_batch (15) must be a multiple of"),
         (
