@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.fp8 import rows
-from kernels.fp8.products import CodedWeight, code_rows, product
+from kernels.fp8.products import CodedWeight, code_rows, lacks_products, product
 from kernels.fp8.rows import Coded, decoded
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
@@ -74,6 +74,20 @@ def test_torchs_product_of_codes_agrees(dtype: torch.dtype) -> None:
     found = torch._scaled_mm(a.codes, b.codes.t(), a.scales, b.scales.t(), out_dtype=dtype)
     wanted = product(a, b, dtype)
     assert (found.double() - wanted.double()).norm() < (1e-6 if dtype == torch.float32 else 3e-3) * 500
+
+
+@outside
+def test_gpus_before_ada_have_no_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, lacks in {
+        (8, 0): True,
+        (8, 6): True,
+        (8, 9): False,
+        (9, 0): False,
+        (12, 0): False,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert lacks_products(torch.device("cuda", 0)) == lacks
+    assert not lacks_products(CPU)
 
 
 @inside

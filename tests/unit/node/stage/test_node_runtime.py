@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from unittest.mock import AsyncMock
 import pytest
 import torch
 
-from node.config.schema import RunConfig
+from node.config.schema import RunConfig, TrainingSection
 from node.display.volunteer import VolunteerScreen
 from node.run_file.loader import to_json
 from node.stage import session as module
@@ -24,7 +25,7 @@ from node.stage.stage_model import OneDevice
 from node.stage.watchdog import StuckError
 from node.telemetry.clock import TimeKind
 from tests.support.pki import new_authority, new_node
-from wire.errors import LinkError, LinkLostError, RefusalCode, Refused
+from wire.errors import LinkError, LinkLostError, RefusalCode, Refused, RunError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.credentials import NodeIdentity, load_key
 from wire.identity.enrolment import Hardware
@@ -218,6 +219,22 @@ async def test_a_node_lives_while_its_devices_start(
         task.cancel()
         over.set()
         await asyncio.wait([task])
+
+
+async def test_a_gpu_without_products_in_fp8_refuses_a_run_that_has_them(
+    runtime: NodeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = TrainingSection(precision="bfloat16", compute="fp8")
+    welcome = replace(WELCOME, config_json=to_json(RunConfig(training=training)))
+    runtime._settings = replace(
+        runtime._settings,
+        devices=OneDevice(torch.device("cuda", 0)),
+        hardware=replace(runtime._settings.hardware, device="NVIDIA A100"),
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    async with asyncio.TaskGroup() as group:
+        with pytest.raises(RunError, match=r"multiplies in FP8 .* this node's NVIDIA A100 cannot: join with"):
+            await runtime._join(group, welcome)
 
 
 async def test_devices_that_never_start_end_the_node(
