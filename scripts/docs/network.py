@@ -19,6 +19,7 @@ STATUS_SPEED = RESULTS / "status_speed.json"
 PAUSES = RESULTS / "pauses.json"
 TIED_MODELS = RESULTS / "tied_models.json"
 REACH = RESULTS / "reach.json"
+RELAY = RESULTS / "relay.json"
 GOAL = 0.9
 """Efficiency to reach wherever a link is the bottleneck."""
 PAPER_SHAPE = (48, 1600)
@@ -369,7 +370,27 @@ def reach() -> str:
     return f"{markdown([(words, 'left') for words in head], rows)}\n\n{caption}"
 
 
+def relay() -> str:
+    """What one relay process carries, beside socat, and its memory."""
+    report = read_report(RELAY)
+    rows = []
+    for name in ("relay", "socat"):
+        rates = sorted(report["loopback"][f"{name}_bits_per_second"])
+        middle = statistics.median(rates)
+        rows.append([name, *(f"{rate / 1e9:.2f}" for rate in (rates[0], middle, rates[-1]))])
+    sizes = report["memory_bytes"].items()
+    memory = "; ".join(f"{what.replace('_', ' ')}: {size / 1e6:.1f} MB" for what, size in sizes)
+    columns = [("on loopback, Gbit/s", "left"), ("least", "right"), ("median", "right"), ("most", "right")]
+    caption = (
+        f"Median of the pairs' ratios {report['loopback']['ratio']:.2f}, {report['runs']} pairs in turn. "
+        f"Resident memory of the process: {memory}. {spaced(report['hardware'])}, shared with other work, "
+        f"{report['event_loop']}, Python {report['python']}, commit {commit(report)}."
+    )
+    return f"{markdown(columns, rows)}\n\n{caption}"
+
+
 TABLES: Tables = {
+    "relay": relay,
     "reach": reach,
     "lab": lab,
     "lab_floor": lab_floor,
