@@ -28,28 +28,26 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from node.training.data import text_windows
+    from node.training.samples import samples_of
     from node.training.shards import load_data
 
     config, step, directory = open_snapshot(args)
     path = config.data.valid if args.text is None else str(args.text.absolute())
     limit = args.samples or (config.data.valid_samples if args.text is None else None)
-    if path:
-        windows = text_windows(config.data, path, config.model.sequence, limit)
-    else:
-        corpus = load_data(config, lambda line: None)
-        windows = corpus.validation_windows(limit)
+    corpus = None if path else load_data(config, lambda line: None)
+    samples = samples_of(config, corpus, path, limit)
+    if corpus is not None:
         corpus.close()
-    if len(windows) > config.training.microbatch:
-        windows = windows[: len(windows) // config.training.microbatch * config.training.microbatch]
-    loss = load_model(args, config, directory).loss(windows)
+    if len(samples) > config.training.microbatch:
+        samples = samples.whole_microbatches(config.training.microbatch)
+    loss = load_model(args, config, directory).loss(samples)
     perplexity = math.exp(min(loss, 700.0))
     if args.json:
-        said = {"step": step, "loss": loss, "perplexity": perplexity, "samples": len(windows)}
+        said = {"step": step, "loss": loss, "perplexity": perplexity, "samples": len(samples)}
         sys.stdout.write(json.dumps(said) + "\n")
     else:
         sys.stdout.write(
             f"step {step}: held-out loss {loss:.4f} nats a token, perplexity {perplexity:.4g}, "
-            f"{len(windows)} samples of {config.model.sequence} tokens\n"
+            f"{len(samples)} samples of {config.model.sequence} tokens\n"
         )
     return 0

@@ -141,6 +141,9 @@ class DataSection:
     order: str = "auto"
     """`whole`: hold all tokens and shuffle all samples. `shards`: tokenize in shards beside training, shuffle
     shards and the samples in them. `auto` is `whole` for one text source of less than 2 GB, else `shards`."""
+    separate_documents: bool = False
+    """Attention does not cross documents that are packed into one sample, and GPT-2's positions begin again
+    with each."""
     shift: bool = True
     """Cut each pass over the text at another offset. `aqsgd-b` needs `false`."""
     valid: str = ""

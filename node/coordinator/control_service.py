@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from node.coordinator.sessions import ControlSession, Measured, MessageLimits
 from node.coordinator.snapshot_handler import UploadPermit
+from node.model.labels import BatchPart
 from node.training.manifest import UnitEntry
 from wire.channels import NOT_YET
 from wire.errors import NotYetError, ProtocolViolationError, RefusalCode, RunError, ThinwireError
@@ -72,7 +73,7 @@ class Handler(Protocol):
         node_id: str,
         step: int,
         *,
-        labels: bool,
+        part: BatchPart,
         held_out: bool = False,
         groups: Sequence[int] = (),
     ) -> bytes:
@@ -290,10 +291,11 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         node_id = await self._member(context)
         async with self._calls.turn(node_id, "batch"):
             try:
+                part = BatchPart.LABELS if request.labels else BatchPart.INPUTS
                 data = await self._handler.batch(
                     node_id,
                     request.step,
-                    labels=request.labels,
+                    part=BatchPart.DOCUMENTS if request.documents else part,
                     held_out=request.held_out,
                     groups=tuple(request.groups),
                 )

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from node import faults
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting, longest_kind
@@ -39,7 +37,7 @@ from node.coordinator.decisions import record_codecs
 from node.coordinator.disk import Disk
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.epoch import Epoch
-from node.coordinator.held_out import LOSSLESS, held_out_samples
+from node.coordinator.held_out import LOSSLESS
 from node.coordinator.kept_snapshots import KeptSnapshots
 from node.coordinator.machine import RunMachine
 from node.coordinator.planners import Planners
@@ -56,6 +54,7 @@ from node.coordinator.store import (
     StepRecord,
     Store,
 )
+from node.model.labels import BatchPart, to_bytes
 from node.pipeline.codec_plan import Lines
 from node.pipeline.device_memory import devices_of
 from node.pipeline.snapshot_place import is_url, snapshot_place
@@ -65,6 +64,7 @@ from node.telemetry import events
 from node.telemetry.costs import Place, group_seconds
 from node.telemetry.history import EVICTED
 from node.training.manifest import MANIFEST_NAME, Manifest, UnitEntry
+from node.training.samples import held_out_samples, part_of
 from node.training.shards import TrainingData
 from node.training.snapshot import Checked, list_snapshots
 from wire.errors import ProtocolViolationError, RefusalCode, RunError, UserError
@@ -134,7 +134,9 @@ class Coordinator:
         self._config_json = to_json(told_config)
         self._held_out = held_out_samples(config, corpus)
         self._machine = RunMachine(
-            run_plan(config, corpus.windows, len(self._held_out)), step_plan(config), past
+            run_plan(config, corpus.windows, len(self._held_out), self._held_out.label_weight),
+            step_plan(config),
+            past,
         )
         self._reporter = Reporter(config, emit, unreported)
         self._tracer = Tracer(config.telemetry, directory, self._places)
@@ -524,31 +526,25 @@ class Coordinator:
         node_id: str,
         step: int,
         *,
-        labels: bool,
+        part: BatchPart,
         held_out: bool = False,
         groups: Sequence[int] = (),
     ) -> bytes:
         epoch = self._machine.epoch
-        entitled = epoch is not None and epoch.may_fetch(node_id, groups, labels=labels)
+        entitled = epoch is not None and epoch.may_fetch(node_id, groups, part)
         size = self.config.training.global_batch
         if not entitled or step * size >= (len(self._held_out) if held_out else self.config.run.steps * size):
             raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
         if held_out:
-            rows = self._held_out[step * size : (step + 1) * size]
-            wanted = rows[:, 1:] if labels else rows[:, :-1]
-            return np.ascontiguousarray(wanted).astype("<i4").tobytes()
+            return to_bytes(part, self._held_out[step * size : (step + 1) * size].part(part))
         faults.reach_coordinator(faults.Phase.FORWARD, step=step)
-        corpus = self._corpus
+        corpus, count = self._corpus, self.config.pipeline.groups
         try:
-            wanted = await asyncio.to_thread(corpus.labels if labels else corpus.inputs, step)
+            return to_bytes(part, await asyncio.to_thread(part_of, corpus, step, part, groups, count))
         except UserError as error:
             # A shard that is read during the run is damaged: no step can go on without it.
             self._fail(str(error))
             raise
-        if groups:
-            length = size // self.config.pipeline.groups
-            wanted = np.concatenate([wanted[one * length : (one + 1) * length] for one in groups])
-        return np.ascontiguousarray(wanted).astype("<i4").tobytes()
 
     def layer_holders(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]

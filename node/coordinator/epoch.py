@@ -31,6 +31,7 @@ from node.coordinator.votes import (
     UnitNumbers,
     VoteHistory,
 )
+from node.model.labels import BatchPart
 from node.pipeline.codec_plan import CodecPlan
 from node.training.schedule import global_norm
 from wire.messages import (
@@ -145,6 +146,7 @@ class Epoch:
         self.snapshot_nodes: tuple[str, ...] = ()
         """The row that the newest snapshot is taken from."""
         self._passes: Sequence[HeldOutPass] = ()
+        self._microbatch, self._label_weight = 1, 1.0
         self._losses: list[float] = []
         """Of the passes that are done."""
         self._loss = math.nan
@@ -178,10 +180,12 @@ class Epoch:
         stage = f"stage {self.stage_of(node_id)}"
         return stage if self.rows == 1 else f"{stage} of row {self.replica_of(node_id)}"
 
-    def may_fetch(self, node_id: str, groups: Collection[int], *, labels: bool) -> bool:
-        """Whether a node has use for inputs or labels: of these groups, or of the whole step if empty."""
-        stage = self.loss_stage if labels else 0
-        if node_id not in self._seats or self.stage_of(node_id) != stage:
+    def may_fetch(self, node_id: str, groups: Collection[int], part: BatchPart) -> bool:
+        """Whether a node has use for a part of the samples: of these groups, or of the whole step if
+        empty."""
+        stage = self.loss_stage if part is BatchPart.LABELS else 0
+        every = part is BatchPart.DOCUMENTS
+        if node_id not in self._seats or not (every or self.stage_of(node_id) == stage):
             return False
         return set(groups) <= set(self.groups[self.replica_of(node_id)])
 
@@ -242,10 +246,16 @@ class Epoch:
         self.snapshot_nodes = self.row(replica)
         return [Send(node_id=node, message=self._snapshot) for node in self.snapshot_nodes]
 
-    def validate(self, passes: Sequence[HeldOutPass]) -> list[Action]:
-        """Measure the held-out loss of the state that every stage holds. Call in `IDLE` only."""
+    def validate(self, passes: Sequence[HeldOutPass], microbatch: int, label_weight: float) -> list[Action]:
+        """Measure the held-out loss of the state that every stage holds. Call in `IDLE` only.
+
+        Args:
+            microbatch: samples in one.
+            label_weight: of all held-out samples (`node.model.labels`).
+        """
         self.phase = Phase.VALIDATING
         self._passes, self._losses = passes, []
+        self._microbatch, self._label_weight = microbatch, label_weight
         self._answered.clear()
         return self._to_asked(self._validate())
 
@@ -342,7 +352,7 @@ class Epoch:
         self.steps_done += 1
         return [StepDone(epoch=self.number, step=step, nodes=self.hosts)]
 
-    def validated(self, node_id: str, message: Validated, microbatch: int) -> list[Action]:
+    def validated(self, node_id: str, message: Validated) -> list[Action]:
         """A stage is done with a pass: begins the next one, or ends with `RecordHeldOut`."""
         current = self._validate() if self.phase is Phase.VALIDATING else None
         if current is None or (message.step, message.number) != (current.step, current.number):
@@ -352,7 +362,7 @@ class Epoch:
         if not self._all_answered(node_id, Phase.VALIDATING):
             return []
         self._answered.clear()
-        self._losses.append(self._loss)
+        self._losses.append(self._loss * self._label_weight)
         self._loss = math.nan
         if len(self._losses) < len(self._passes):
             return self._to_asked(self._validate())
@@ -362,7 +372,7 @@ class Epoch:
         exact = [(one.microbatches, loss) for one, loss in done if one.number % 2]
         uncompressed = _mean(exact)
         assert uncompressed is not None, "every batch has a pass with fp32"
-        samples = microbatch * sum(count for count, _ in exact)
+        samples = self._microbatch * sum(count for count, _ in exact)
         return [
             RecordHeldOut(
                 epoch=self.number, step=self.step, loss=as_trained, uncompressed=uncompressed, samples=samples

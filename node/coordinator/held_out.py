@@ -1,17 +1,9 @@
-"""Measurements of the held-out loss: their samples, their passes, and when one is due.
-
-All but `held_out_samples`, which reads the text, is pure.
-"""
+"""Measurements of the held-out loss: their passes, and when one is due. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from node.config.schema import RunConfig
-from node.training.data import text_windows
-from node.training.shards import TrainingData
-from wire.errors import DataError
 
 LOSSLESS = "fp32"
 
@@ -62,21 +54,3 @@ class HeldOutSchedule:
         if is_best:
             self._best = uncompressed
         return is_best
-
-
-def held_out_samples(config: RunConfig, corpus: TrainingData) -> np.ndarray:
-    """Held-out windows that the loss is measured on, [n, sequence + 1]: whole microbatches; n is 0 for none.
-
-    Raises DataError when the run file asks for them and the text is too short.
-    """
-    data, microbatch = config.data, config.training.microbatch
-    if data.valid_every and data.valid:
-        windows = text_windows(data, data.valid, config.model.sequence, data.valid_samples)
-    else:
-        windows = corpus.validation_windows(data.valid_samples if data.valid_every else 0)
-    if data.valid_every and len(windows) < microbatch:
-        raise DataError(
-            f"the held-out text gives {len(windows)} samples; data.valid_every needs {microbatch} "
-            "(a microbatch): give more text, name some in data.valid, or set data.valid_every = 0"
-        )
-    return windows[: len(windows) // microbatch * microbatch]

@@ -249,7 +249,7 @@ class RunMachine:
             case Applied() if message.epoch == epoch.number:
                 return self._progress(epoch, epoch.applied(node_id, message.step), now)
             case Validated() if message.epoch == epoch.number:
-                return self._held_out(epoch, epoch.validated(node_id, message, self.plan.microbatch), now)
+                return self._held_out(epoch, epoch.validated(node_id, message), now)
             case StepFailed() if message.epoch == epoch.number:
                 return self._failed(epoch, node_id, message, now)
             case _:
@@ -376,7 +376,7 @@ class RunMachine:
 
     def _between_steps(self, epoch: Epoch, now: float) -> list[Action]:
         if self._validation_due(epoch):
-            return epoch.validate(self.plan.held_out)
+            return epoch.validate(self.plan.held_out, self.plan.microbatch, self.plan.label_weight)
         if self._may_go_on(epoch):
             if self._newcomers.ready(epoch) and self._snapshots.idle:
                 grid, why = self._newcomers.enter(), "nodes that followed the run enter"

@@ -41,6 +41,8 @@ class RunPlan:
     """Steps between measurements of the held-out loss; 0 for none."""
     held_out: tuple[HeldOutPass, ...] = ()
     """The passes of a measurement."""
+    label_weight: float = 1.0
+    """Of all held-out samples (`node.model.labels`)."""
     microbatch: int = 1
     """Samples in a microbatch."""
     keep_best: bool = True
@@ -87,11 +89,12 @@ class Past:
 RECONNECT_SECONDS = 1.0
 
 
-def run_plan(config: RunConfig, windows: int, held_out: int = 0) -> RunPlan:
+def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: float = 1.0) -> RunPlan:
     """
     Args:
         windows: samples of one pass over the text.
-        held_out: held-out samples to measure the loss on.
+        held_out: held-out samples to measure the loss on, and
+        label_weight: theirs.
     """
     pipeline, settings = config.pipeline, config.coordinator
     every = config.run.snapshot_every
@@ -104,6 +107,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0) -> RunPlan:
         snapshot_seconds=0.0 if isinstance(every, int) else parse_duration(every) or 0.0,
         valid_every=config.data.valid_every,
         held_out=held_out_passes(config, held_out),
+        label_weight=label_weight,
         microbatch=config.training.microbatch,
         keep_best=config.run.keep_best,
         silent_seconds=settings.silent_seconds,

@@ -1,10 +1,12 @@
-"""Labels that do not count, such as the user's part of a conversation. Torch-free: coordinator and model
-agree on it.
+"""What nodes get of a step's samples, and labels that do not count, such as the user's part of a
+conversation. Torch-free: coordinator and model agree on it.
 
 The loss of a step is the mean over the labels that count in all of its microbatches, however they are spread.
 Each microbatch computes its mean over all positions with 0 for ignored labels, and the step's `label_weight`
 makes up for these.
 """
+
+from enum import StrEnum
 
 import numpy as np
 
@@ -16,3 +18,34 @@ def label_weight(labels: np.ndarray) -> float:
     """All labels of a step, [global batch, sequence], over those that count; 0 if none does."""
     counted = int(np.count_nonzero(labels != IGNORED))
     return labels.size / counted if counted else 0.0
+
+
+class BatchPart(StrEnum):
+    """A part of a step's samples that nodes fetch."""
+
+    INPUTS = "inputs"
+    """Token ids [rows, sequence], for the first stage."""
+    LABELS = "labels"
+    """Token ids or `IGNORED`, for the stage with the head."""
+    DOCUMENTS = "documents"
+    """Where documents begin, bool [rows, sequence]: with `data.separate_documents`, for every stage."""
+
+
+def to_bytes(part: BatchPart, rows: np.ndarray) -> bytes:
+    """Rows [n, sequence] as they travel: int32, little endian, or a bit a token in whole bytes a row."""
+    if part is BatchPart.DOCUMENTS:
+        return np.packbits(rows, axis=1).tobytes()
+    return np.ascontiguousarray(rows).astype("<i4").tobytes()
+
+
+def bytes_of(part: BatchPart, rows: int, columns: int) -> int:
+    """Bytes of so many rows as they travel."""
+    return rows * (-(-columns // 8) if part is BatchPart.DOCUMENTS else 4 * columns)
+
+
+def from_bytes(part: BatchPart, data: bytes, rows: int, columns: int) -> np.ndarray:
+    """The reverse of `to_bytes`: int64, or bool."""
+    if part is BatchPart.DOCUMENTS:
+        bits = np.frombuffer(data, dtype=np.uint8).reshape(rows, -1)
+        return np.unpackbits(bits, axis=1, count=columns).astype(bool)
+    return np.frombuffer(data, dtype="<i4").astype(np.int64).reshape(rows, columns)

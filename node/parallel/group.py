@@ -80,7 +80,13 @@ class RankModel:
         self.local.begin_step(label_weight)
 
     def forward(
-        self, chunk: int, microbatch: int, flags: int, fed: Tensor | None, labels: Tensor | None
+        self,
+        chunk: int,
+        microbatch: int,
+        flags: int,
+        fed: Tensor | None,
+        labels: Tensor | None,
+        documents: Tensor | None,
     ) -> Tensor | None:
         """Forward of this rank's tokens; the leader gives all inputs and gets all outputs."""
         if flags & _EMBEDDED:
@@ -89,8 +95,18 @@ class RankModel:
             mine = self.ranks.scatter(fed, self._hidden, torch.float32)
         wanted = self.ranks.scatter(labels, self._tokens, torch.int64) if flags & _LABELLED else None
         with torch.set_grad_enabled(not flags & _EVALUATED):
-            result = self.local.forward(chunk, microbatch, mine, wanted)
+            result = self.local.forward(chunk, microbatch, mine, wanted, self._documents(documents))
         return self.ranks.gather(result.view(1) if flags & _LABELLED else result)
+
+    def _documents(self, whole: Tensor | None) -> Tensor | None:
+        """Of this rank's samples, all positions; the leader gives those of all samples."""
+        config = self.config
+        if not config.data.separate_documents:
+            return None
+        shape = (config.training.microbatch, config.model.sequence)
+        told = torch.empty(shape, dtype=torch.uint8) if whole is None else whole.to(torch.uint8)
+        shared = self.ranks.share(told.to(self.ranks.device).contiguous()).bool().cpu()
+        return shared.chunk(self.ranks.data_parallel)[self.ranks.rank // self.ranks.tensor_rank.count]
 
     def backward(self, chunk: int, microbatch: int, flags: int, gradient: Tensor | None) -> Tensor | None:
         """Backward of this rank's tokens; the leader gives all gradients and gets those of the input."""
@@ -147,7 +163,7 @@ class Follower:
             case Op.BEGIN:
                 model.begin_step(value(a))
             case Op.FORWARD:
-                model.forward(a, b, c, None, None)
+                model.forward(a, b, c, None, None, None)
             case Op.BACKWARD:
                 model.backward(a, b, c, None)
             case Op.FINISH:
@@ -210,12 +226,19 @@ class Leader:
         self._ranks.lead(Op.BEGIN, number(label_weight))
         self._model.begin_step(label_weight)
 
-    def forward(self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        chunk: int,
+        microbatch: int,
+        fed: Tensor,
+        labels: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         flags = (0 if fed.is_floating_point() else _EMBEDDED) | (0 if labels is None else _LABELLED)
         flags |= 0 if torch.is_grad_enabled() else _EVALUATED
         self._flags[chunk] = flags
         self._ranks.lead(Op.FORWARD, chunk, microbatch, flags)
-        result = _present(self._model.forward(chunk, microbatch, flags, fed, labels))
+        result = _present(self._model.forward(chunk, microbatch, flags, fed, labels, documents))
         # Shares of the loss, always added in the same order.
         return result if labels is None else result.double().sum().float()
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from kernels.attention.reach import Documents
 from kernels.common.matrices import empty_together
 from node.model.blocks import Block
 from node.model.chunk import Chunk
@@ -105,6 +106,7 @@ class _Slot:
 
     fed: Tensor
     labels: Tensor | None
+    documents: Documents | None = None
     gradient: Tensor | None = None
     """Of the result; None for a loss."""
     result: Tensor = field(init=False)
@@ -140,7 +142,7 @@ class CapturedPasses:
         leaves, module = self._make_leaves(precision), self._module
         self._leaves = leaves
         self._by_autograd = AutogradPasses(
-            lambda fed, labels: functional_call(module, leaves, (fed, labels)),
+            lambda fed, labels, documents: functional_call(module, leaves, (fed, labels, documents)),
             precision,
             device,
             shares,
@@ -167,14 +169,18 @@ class CapturedPasses:
         if self._casts:
             torch._foreach_copy_([copy for copy, _ in self._casts], [whole for _, whole in self._casts])
 
-    def forward(self, microbatch: int, fed: Tensor, labels: Tensor | None) -> Tensor:
-        slot = self._slot(fed, labels) if torch.is_grad_enabled() else None
+    def forward(
+        self, microbatch: int, fed: Tensor, labels: Tensor | None, documents: Documents | None = None
+    ) -> Tensor:
+        slot = self._slot(fed, labels, documents) if torch.is_grad_enabled() else None
         if slot is None:
-            return self._by_autograd.forward(microbatch, fed, labels)
+            return self._by_autograd.forward(microbatch, fed, labels, documents)
         with torch.no_grad():
             slot.fed.copy_(fed)
             if slot.labels is not None and labels is not None:
                 slot.labels.copy_(labels)
+            if slot.documents is not None and documents is not None:
+                slot.documents.copy_(documents)
         slot.forward()
         self._in_flight[microbatch] = slot
         # A copy: the slot is reused while this result may still be in transfer.
@@ -194,8 +200,11 @@ class CapturedPasses:
 
     # ---- recording
 
-    def _slot(self, fed: Tensor, labels: Tensor | None) -> _Slot | None:
-        """A free or new slot; None in the first step or after capturing failed."""
+    def _slot(self, fed: Tensor, labels: Tensor | None, documents: Documents | None) -> _Slot | None:
+        """A free or new slot; None in the first step, after capturing failed, or for a microbatch of more
+        documents than graphs are captured for."""
+        if documents is not None and self._slots and not documents.like(_present(self._slots[0].documents)):
+            return None
         if self._free:
             return self._free.pop()
         if not self._warm or self._refused:
@@ -204,7 +213,7 @@ class CapturedPasses:
             # Free autograd's cached memory: graphs use separate memory.
             torch.cuda.empty_cache()
         try:
-            slot = self._record(fed, labels)
+            slot = self._record(fed, labels, documents)
         except RuntimeError as error:
             self._refused = True
             reason = str(error).strip().split("\n")[0]
@@ -217,13 +226,17 @@ class CapturedPasses:
         self._slots.append(slot)
         return slot
 
-    def _record(self, fed: Tensor, labels: Tensor | None) -> _Slot:
-        slot = _Slot(fed.detach().clone(), None if labels is None else labels.clone())
+    def _record(self, fed: Tensor, labels: Tensor | None, documents: Documents | None) -> _Slot:
+        slot = _Slot(
+            fed.detach().clone(),
+            None if labels is None else labels.clone(),
+            None if documents is None else documents.clone(),
+        )
         if slot.fed.is_floating_point():
             slot.fed.requires_grad_()
 
         def forward() -> None:
-            slot.result = self._by_autograd.run(slot.fed, slot.labels)
+            slot.result = self._by_autograd.run(slot.fed, slot.labels, slot.documents)
 
         def backward() -> None:
             slot.fed.grad = None
@@ -292,3 +305,8 @@ class CapturedPasses:
                 leaf.grad = None
 
         return add
+
+
+def _present(documents: Documents | None) -> Documents:
+    assert documents is not None, "microbatches of a run have all documents or none"
+    return documents

@@ -14,7 +14,7 @@ import grpc.aio
 import numpy as np
 
 from node.config.schema import RunConfig
-from node.model.labels import IGNORED
+from node.model.labels import IGNORED, BatchPart, bytes_of, from_bytes
 from node.stage.layer_peers import LayerPlace
 from node.stage.snapshot_cache import LayerFile
 from wire.channels import NOT_YET, open_channel
@@ -155,13 +155,25 @@ class CoordinatorClient:
         return PROBE_BYTES / (time.perf_counter() - began)
 
     async def batch(
-        self, step: int, *, labels: bool, size: int, held_out: bool = False, groups: tuple[int, ...] = ()
+        self,
+        step: int,
+        *,
+        part: BatchPart,
+        size: int,
+        held_out: bool = False,
+        groups: tuple[int, ...] = (),
     ) -> bytes:
-        """Token ids (or labels) of a step or held-out batch: exactly `size` bytes of little-endian int32.
+        """A part of a step or held-out batch: exactly `size` bytes, as `node.model.labels.to_bytes`.
 
         `groups`: of these gradient groups alone; by default of all.
         """
-        request = control_pb2.GetBatchRequest(step=step, labels=labels, held_out=held_out, groups=groups)
+        request = control_pb2.GetBatchRequest(
+            step=step,
+            labels=part is BatchPart.LABELS,
+            documents=part is BatchPart.DOCUMENTS,
+            held_out=held_out,
+            groups=groups,
+        )
         return await self._retry(
             lambda stub: _collect(
                 stub.GetBatch(request, timeout=CALL_SECONDS), size, f"{_batch_name(step, held_out)}"
@@ -294,7 +306,7 @@ class CoordinatorClient:
 
 
 class Batches:
-    """Token ids for the first stage and labels for the last, fetched one step ahead.
+    """Token ids for the first stage, labels for the last and documents' starts, fetched one step ahead.
 
     A batch is a pure function of its step, so it can be fetched early, and again after an abort.
     """
@@ -305,64 +317,65 @@ class Batches:
         self._masks_labels = config.data.masks_labels
         self._steps = config.run.steps
         self._group_count = config.pipeline.groups
-        self._groups: dict[bool, tuple[int, ...]] = {}
-        """Of the newest inputs and of the newest labels."""
+        self._groups: dict[BatchPart, tuple[int, ...]] = {}
+        """Of the newest batch of each part."""
         self._client = client
         self._group = group
-        self._ahead: dict[tuple[int, bool], asyncio.Task[np.ndarray | None]] = {}
-        self._held_out: dict[tuple[int, bool], np.ndarray] = {}
+        self._ahead: dict[tuple[int, BatchPart], asyncio.Task[np.ndarray | None]] = {}
+        self._held_out: dict[tuple[int, BatchPart], np.ndarray] = {}
 
-    async def get(self, step: int, *, labels: bool, groups: tuple[int, ...] = ()) -> np.ndarray:
-        """int64 [global batch, sequence]; starts to fetch the next step's.
+    async def get(self, step: int, part: BatchPart, groups: tuple[int, ...] = ()) -> np.ndarray:
+        """int64 or bool [global batch, sequence]; starts to fetch the next step's.
 
         With `groups` of these gradient groups alone, except labels of a run that masks some: their weight
         needs all. Raises LinkLostError when the coordinator does not answer, ProtocolViolationError for bad
         ids.
         """
-        if labels and self._masks_labels:
+        if part is BatchPart.LABELS and self._masks_labels:
             groups = ()
-        if groups != self._groups.get(labels, ()):
-            for old in [key for key in self._ahead if key[1] == labels]:
+        if groups != self._groups.get(part, ()):
+            for old in [key for key in self._ahead if key[1] is part]:
                 self._ahead.pop(old).cancel()
-            self._groups[labels] = groups
-        ahead = self._ahead.pop((step, labels), None)
-        for old in [key for key in self._ahead if key[0] <= step and key[1] == labels]:
+            self._groups[part] = groups
+        ahead = self._ahead.pop((step, part), None)
+        for old in [key for key in self._ahead if key[0] <= step and key[1] is part]:
             self._ahead.pop(old).cancel()
         batch = await ahead if ahead is not None else None
         if batch is None:
-            batch = await self._fetch(step, labels, groups=groups)
-        if step + 1 < self._steps and (step + 1, labels) not in self._ahead:
-            fetched = self._try_fetch(step + 1, labels, groups)
-            self._ahead[step + 1, labels] = self._group.create_task(fetched)
+            batch = await self._fetch(step, part, groups=groups)
+        if step + 1 < self._steps and (step + 1, part) not in self._ahead:
+            fetched = self._try_fetch(step + 1, part, groups)
+            self._ahead[step + 1, part] = self._group.create_task(fetched)
         return batch
 
-    async def held_out(self, batch: int, rows: int, *, labels: bool) -> np.ndarray:
-        """Held-out batch `batch`, int64 [rows, sequence]; fetched once. Raises as `get`."""
-        found = self._held_out.get((batch, labels))
+    async def held_out(self, batch: int, rows: int, part: BatchPart) -> np.ndarray:
+        """Held-out batch `batch`, [rows, sequence]; fetched once. Raises as `get`."""
+        found = self._held_out.get((batch, part))
         if found is None or len(found) != rows:
-            found = await self._fetch(batch, labels, rows)
-            self._held_out[batch, labels] = found
+            found = await self._fetch(batch, part, rows)
+            self._held_out[batch, part] = found
         return found
 
-    async def _try_fetch(self, step: int, labels: bool, groups: tuple[int, ...]) -> np.ndarray | None:
+    async def _try_fetch(self, step: int, part: BatchPart, groups: tuple[int, ...]) -> np.ndarray | None:
         """None on failure: `get` fetches again and reports the error."""
         try:
-            return await self._fetch(step, labels, groups=groups)
+            return await self._fetch(step, part, groups=groups)
         except ThinwireError:
             return None
 
     async def _fetch(
-        self, step: int, labels: bool, held_out: int = 0, groups: tuple[int, ...] = ()
+        self, step: int, part: BatchPart, held_out: int = 0, groups: tuple[int, ...] = ()
     ) -> np.ndarray:
         """A step's batch, or with `held_out` rows that held-out batch."""
         whole = self._shape[0] * len(groups) // self._group_count if groups else self._shape[0]
         rows, columns = held_out or whole, self._shape[1]
-        data = await self._client.batch(
-            step, labels=labels, size=4 * rows * columns, held_out=held_out > 0, groups=groups
-        )
-        ids = np.frombuffer(data, dtype="<i4").astype(np.int64).reshape(rows, columns)
+        size = bytes_of(part, rows, columns)
+        data = await self._client.batch(step, part=part, size=size, held_out=held_out > 0, groups=groups)
+        ids = from_bytes(part, data, rows, columns)
+        if part is BatchPart.DOCUMENTS:
+            return ids
         wrong = (ids < 0) | (ids >= self._vocab)
-        if labels and self._masks_labels:
+        if part is BatchPart.LABELS and self._masks_labels:
             wrong &= ids != IGNORED
         if wrong.any():
             what = _batch_name(step, held_out > 0)

@@ -287,13 +287,12 @@ class EpochTask:
         self._step = step
         rows, batches = self.placement.rows, services.batches
         groups = rows[self.placement.replica].groups if len(rows) > 1 else ()
-        inputs = await batches.get(step, labels=False, groups=groups) if executor.is_first else None
-        labels = await batches.get(step, labels=True, groups=groups) if executor.has_loss else None
+        found = {part: await batches.get(step, part, groups) for part in executor.needs}
         io = self._io()
 
         def work() -> StepOutcome:
             executor.use_windows(begin.link_windows)
-            return executor.run_step(self.number, step, io, inputs=inputs, labels=labels)
+            return executor.run_step(self.number, step, io, found)
 
         outcome = await services.compute(work)
         faults.reach(faults.Phase.VOTING, stage=self.stage, step=step)
@@ -314,14 +313,11 @@ class EpochTask:
             services.progress.doing("measuring the held-out loss")
             rows = command.microbatches * executor.config.training.microbatch
             batches, batch = services.batches, command.number // 2
-            inputs = await batches.held_out(batch, rows, labels=False) if executor.is_first else None
-            labels = await batches.held_out(batch, rows, labels=True) if executor.has_loss else None
+            found = {part: await batches.held_out(batch, rows, part) for part in executor.needs}
             io = self._io()
 
             def work() -> float | None:
-                return executor.validate(
-                    self.number, command.number, command.microbatches, io, inputs=inputs, labels=labels
-                )
+                return executor.validate(self.number, command.number, command.microbatches, io, found)
 
             loss = await services.compute(work)
             done = self._validated = Validated(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from node import faults
 from node.config.schema import RunConfig
-from node.model.labels import label_weight
+from node.model.labels import BatchPart, label_weight
 from node.model.units import EMBED, HEAD, unit_names
 from node.pipeline.gradient_groups import RowShare, group_of
 from node.pipeline.placement import hops, stage_orders
@@ -129,13 +129,14 @@ class StageExecutor:
         return tuple(dict.fromkeys((*self.units, *self._cached_boundaries().values())))
 
     @property
-    def is_first(self) -> bool:
-        return self._place.is_first
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether this stage has the head, so that it needs labels."""
-        return self._place.has_loss
+    def needs(self) -> tuple[BatchPart, ...]:
+        """What of a step's samples this stage computes with."""
+        wanted = {
+            BatchPart.INPUTS: self._place.is_first,
+            BatchPart.LABELS: self._place.has_loss,
+            BatchPart.DOCUMENTS: self.config.data.separate_documents,
+        }
+        return tuple(part for part, is_wanted in wanted.items() if is_wanted)
 
     def place(self, stage: int, stages: int, share: RowShare | None = None) -> int:
         """Take stage `stage` of `stages`; returns the step of the state held for it, or -1.
@@ -239,22 +240,21 @@ class StageExecutor:
         epoch: int,
         step: int,
         io: StageIO,
-        *,
-        inputs: np.ndarray | None,
-        labels: np.ndarray | None,
+        samples: Mapping[BatchPart, np.ndarray],
     ) -> StepOutcome:
         """Forward and backward of every microbatch, in the order that `Turns` gives.
 
-        `inputs` (first stage) and `labels` (the stage with the head) are int64 [global batch, sequence], or
-        of the microbatches of this row alone; labels of a run that masks some are all, for their weight.
+        `samples`: what the stage `needs`, [global batch, sequence] or of the microbatches of this row alone;
+        labels of a run that masks some are all, for their weight.
 
         Raises NonFiniteError, which names the stage and the tensor, or StepInterrupted.
         """
         self.voted = False
+        labels = samples.get(BatchPart.LABELS)
         self._model.begin_step(1.0 if labels is None else label_weight(labels))
         if self._caches is not None:
             self._caches.rollback()
-        fed, wanted = self._of_row(inputs), self._of_row(labels)
+        given = {part: self._of_row(part, batch) for part, batch in samples.items()}
         first = self._share.microbatches.start
         losses: dict[int, list[Tensor]] = {}
         order = self._order
@@ -273,7 +273,7 @@ class StageExecutor:
                 phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
                 faults.reach(phase, stage=self.stage, step=step)
                 if action.kind is Kind.FORWARD:
-                    result = self._forward(epoch, step, action, io, fed, wanted, first)
+                    result = self._forward(epoch, step, action, io, given, first)
                     if self._place.global_chunk(action) == self._place.last_chunk:
                         losses.setdefault(group_of(self.config, action.microbatch), []).append(result)
                 else:
@@ -313,16 +313,14 @@ class StageExecutor:
         number: int,
         microbatches: int,
         io: StageIO,
-        *,
-        inputs: np.ndarray | None,
-        labels: np.ndarray | None,
+        samples: Mapping[BatchPart, np.ndarray],
     ) -> float | None:
         """Pass `number` over held-out samples with the held state: forward only. Changes no state.
 
-        `inputs` and `labels` as for `run_step`, with `microbatches` microbatches. Returns the mean loss on
-        the stage with the head, in nats a token. Raises as `run_step`.
+        `samples` as for `run_step`, with `microbatches` microbatches. Returns the mean loss on the stage with
+        the head, in nats a token; labels that do not count have a loss of 0. Raises as `run_step`.
         """
-        fed, wanted = self._microbatches(inputs), self._microbatches(labels)
+        given = {part: self._microbatches(part, batch) for part, batch in samples.items()}
         first, step = self.config.microbatches * (1 + number), self.state_step
         losses: list[Tensor] = []
         order = self._held_out_order(first, microbatches)
@@ -332,7 +330,7 @@ class StageExecutor:
                 faults.reach(faults.Phase.VALIDATION, stage=self.stage, step=step)
                 self._model.begin_step()  # keeps nothing for a backward
                 with torch.no_grad():
-                    result = self._forward(epoch, step, action, io, fed, wanted, first)
+                    result = self._forward(epoch, step, action, io, given, first)
                 if self._place.global_chunk(action) == self._place.last_chunk:
                     losses.append(result)
             self._model.begin_step()
@@ -411,21 +409,23 @@ class StageExecutor:
         step: int,
         action: Action,
         io: StageIO,
-        inputs: tuple[Tensor, ...],
-        labels: tuple[Tensor, ...],
+        samples: Mapping[BatchPart, tuple[Tensor, ...]],
         first: int = 0,
     ) -> Tensor:
-        """The chunk's output, or the microbatch's share of the loss. `first`: the number of `inputs[0]`."""
+        """The chunk's output, or the microbatch's share of the loss. `first`: the number of the first of
+        `samples`."""
         index = self._place.global_chunk(action)
+        own = {part: batches[action.microbatch - first] for part, batches in samples.items()}
         if index == 0:
-            fed = inputs[action.microbatch - first]
+            fed = own[BatchPart.INPUTS]
         else:
             key = TensorKey(epoch, step, action.microbatch, index - 1, Direction.ACTIVATION)
             fed = self._receive(key, self._boundary, io, TimeKind.WAIT_UPSTREAM)
         out = TensorKey(epoch, step, action.microbatch, index, Direction.ACTIVATION)
         self.clock.switch(TimeKind.FORWARD, out)
-        wanted = labels[action.microbatch - first] if index == self._place.last_chunk else None
-        result = self._model.forward(action.chunk, action.microbatch, fed, wanted)
+        wanted = own[BatchPart.LABELS] if index == self._place.last_chunk else None
+        documents = own.get(BatchPart.DOCUMENTS)
+        result = self._model.forward(action.chunk, action.microbatch, fed, wanted, documents)
         if wanted is not None:
             self._computed()
             return result
@@ -491,7 +491,7 @@ class StageExecutor:
         down = TensorKey(epoch, step, 0, 0, Direction.TIED_SUM)
         if place.is_first and place.has_loss:
             self._sum_own_tie()
-        elif self.is_first:
+        elif place.is_first:
             # In the received share's memory: with its packed form, at most two copies of the matrix.
             total = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)
             sum_tied_gradients(total, model.tied_gradient(EMBED))
@@ -539,15 +539,16 @@ class StageExecutor:
     def _codec(self, key: TensorKey) -> Codec:
         return self._codecs.of(key, uncompressed=self.uncompressed)
 
-    def _of_row(self, batch: np.ndarray | None) -> tuple[Tensor, ...]:
+    def _of_row(self, part: BatchPart, batch: np.ndarray) -> tuple[Tensor, ...]:
         """The row's microbatches, from all of them or from its own alone."""
-        found, own = self._microbatches(batch), self._share.microbatches
+        found, own = self._microbatches(part, batch), self._share.microbatches
         return found[own.start : own.stop] if len(found) == self.config.microbatches else found
 
-    def _microbatches(self, batch: np.ndarray | None) -> tuple[Tensor, ...]:
-        if batch is None:
-            return ()
-        return torch.split(torch.from_numpy(batch).to(self.device), self.config.training.microbatch)
+    def _microbatches(self, part: BatchPart, batch: np.ndarray) -> tuple[Tensor, ...]:
+        whole = torch.from_numpy(batch)
+        if part is not BatchPart.DOCUMENTS:  # which are listed on the CPU
+            whole = whole.to(self.device)
+        return torch.split(whole, self.config.training.microbatch)
 
     def _cached_boundaries(self) -> dict[int, str]:
         """By number, the unit before each boundary of this stage; empty if the codec has no sample cache."""

@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.attention.reach import Documents
 from node.model.chunk import Chunk, compute_precision
 
-Call = Callable[[Tensor, Tensor | None], Tensor]
-"""Maps a chunk's input to hidden states, or with labels to the mean loss."""
+Call = Callable[[Tensor, Tensor | None, Documents | None], Tensor]
+"""Maps a chunk's input to hidden states, or with labels to the mean loss; attention stays in documents."""
 
 
 class Passes(Protocol):
@@ -23,7 +24,9 @@ class Passes(Protocol):
         """Drop the microbatches of an unfinished step; weights may have changed."""
         ...
 
-    def forward(self, microbatch: int, fed: Tensor, labels: Tensor | None) -> Tensor:
+    def forward(
+        self, microbatch: int, fed: Tensor, labels: Tensor | None, documents: Documents | None = None
+    ) -> Tensor:
         """As `node.stage.stage_model.StageModel.forward`."""
         ...
 
@@ -39,9 +42,11 @@ class ChunkCall(nn.Module):
         super().__init__()
         self.chunk = chunk
 
-    def forward(self, fed: Tensor, labels: Tensor | None) -> Tensor:
-        made: Tensor = self.chunk(fed) if labels is None else self.chunk.loss(fed, labels)
-        return made
+    def forward(self, fed: Tensor, labels: Tensor | None, documents: Documents | None) -> Tensor:
+        if labels is None:
+            made: Tensor = self.chunk(fed, documents)
+            return made
+        return self.chunk.loss(fed, labels, documents)
 
 
 @dataclass(frozen=True)
@@ -79,16 +84,18 @@ class AutogradPasses:
         if self._label_weight is not None:
             self._label_weight.fill_(label_weight)
 
-    def forward(self, microbatch: int, fed: Tensor, labels: Tensor | None) -> Tensor:
+    def forward(
+        self, microbatch: int, fed: Tensor, labels: Tensor | None, documents: Documents | None = None
+    ) -> Tensor:
         source = fed.requires_grad_() if fed.is_floating_point() else None
-        result = self.run(fed, labels)
+        result = self.run(fed, labels, documents)
         self._in_flight[microbatch] = _InFlight(source, result)
         return result.detach()
 
-    def run(self, fed: Tensor, labels: Tensor | None) -> Tensor:
+    def run(self, fed: Tensor, labels: Tensor | None, documents: Documents | None) -> Tensor:
         """The chunk's output, or the microbatch's share of the loss, with its graph."""
         with compute_precision(self._precision, self._device):
-            made = self._call(fed, labels)
+            made = self._call(fed, labels, documents)
         if labels is None:
             return made
         return (made if self._label_weight is None else made * self._label_weight) / self._shares

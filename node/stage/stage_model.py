@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.attention.reach import Documents
 from kernels.fp8.reference import Fp8Gradient
 from node.config.schema import RunConfig
 from node.model.chunk import Chunk, build_chunk, weight_dtype
@@ -42,7 +43,14 @@ class StageCompute(Protocol):
 
     def begin_step(self, label_weight: float = 1.0) -> None: ...
 
-    def forward(self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None) -> Tensor: ...
+    def forward(
+        self,
+        chunk: int,
+        microbatch: int,
+        fed: Tensor,
+        labels: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor: ...
 
     def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None: ...
 
@@ -232,18 +240,27 @@ class StageModel:
             self._offload.begin_step()
         self.optimizer.zero_grad()
 
-    def forward(self, chunk: int, microbatch: int, fed: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        chunk: int,
+        microbatch: int,
+        fed: Tensor,
+        labels: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """One chunk's forward.
 
         Args:
             fed: token ids [B, S] int64 or hidden [B, S, C] float32.
             labels: [B, S] int64, for the chunk that holds the head.
+            documents: where documents begin, bool [B, S] on the CPU; None for one a sample.
 
         Returns:
             Hidden [B, S, C] float32, or with `labels` the microbatch's share of the mean loss; no graph.
         """
         self.optimizer.begin_forward(microbatch, self.rank)
-        return self._passes[chunk].forward(microbatch, fed, labels)
+        apart = None if documents is None else Documents.of(documents, self.device)
+        return self._passes[chunk].forward(microbatch, fed, labels, apart)
 
     def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """The backward of one chunk's `forward`.

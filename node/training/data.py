@@ -13,9 +13,9 @@ import numpy as np
 
 from node.config.schema import DataSection
 from node.training.order import SampleOrder
-from node.training.text import read_text
+from node.training.text import SEPARATOR, read_text
 from node.training.token_cache import cache_folder, tokens_of
-from node.training.tokenizer import BYTES, load_tokenizer
+from node.training.tokenizer import BYTES, Tokenizer, load_tokenizer
 from wire.errors import ConfigError, DataError
 
 VALIDATION_SHARE = 100
@@ -28,7 +28,14 @@ class Corpus:
     """The text as tokens, cut into a training part and a held-out tail."""
 
     def __init__(
-        self, tokens: np.ndarray, *, sequence: int, global_batch: int, seed: int, shift: bool = True
+        self,
+        tokens: np.ndarray,
+        *,
+        sequence: int,
+        global_batch: int,
+        seed: int,
+        shift: bool = True,
+        end: int | None = None,
     ) -> None:
         """
         Args:
@@ -36,6 +43,7 @@ class Corpus:
             sequence: tokens a sample.
             global_batch: samples a step.
             shift: every pass starts at another token below `sequence`, so that samples do not come again.
+            end: the token that ends a document; None takes a sample for one document.
 
         Raises:
             DataError: fewer than `sequence` + 1 tokens.
@@ -55,6 +63,7 @@ class Corpus:
         self.sequence = sequence
         self.global_batch = global_batch
         self.seed = seed
+        self._end = end
 
         room = len(self.training) - 1
         # One window fewer than fit, so that every phase below `sequence` leaves room for all of them.
@@ -89,12 +98,13 @@ class Corpus:
                 f"model.vocab is {vocab}, but the tokenizer in {data.tokenizer} has {tokenizer.vocabulary} "
                 f"tokens: set model.vocab to {tokenizer.vocabulary} or more"
             )
+        end = end_of_text(tokenizer, data) if data.separate_documents else None
         text = read_text(data)
         if data.tokenizer == BYTES:
             tokens = np.frombuffer(text, dtype=np.uint8)
         else:
             tokens = tokens_of(text, tokenizer, cache_folder(), tell)
-        return cls(tokens, sequence=sequence, global_batch=global_batch, seed=seed, shift=data.shift)
+        return cls(tokens, sequence=sequence, global_batch=global_batch, seed=seed, shift=data.shift, end=end)
 
     def fingerprint(self) -> str:
         """SHA-256 of the training tokens: a resumed run needs the same text."""
@@ -116,6 +126,10 @@ class Corpus:
         """Labels of a step, [global_batch, sequence]: every token counts."""
         return self.batch(step)[:, 1:]
 
+    def documents(self, step: int) -> np.ndarray:
+        """Where documents begin in the inputs of a step, bool [global_batch, sequence]."""
+        return document_starts(self.inputs(step), self._end)
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -128,6 +142,26 @@ class Corpus:
         current = self._order.pass_of(number)
         start = current.phase + int(current.order[index]) * self.sequence
         return self.training[start : start + self.sequence + 1]
+
+
+def end_of_text(tokenizer: Tokenizer, data: DataSection) -> int:
+    """The token that ends a document. Raises ConfigError if the tokenizer writes several."""
+    (ids,) = tokenizer.encode([SEPARATOR])
+    if len(ids) != 1:
+        raise ConfigError(
+            f"data.separate_documents needs an end of text of one token, and the tokenizer in "
+            f"{data.tokenizer} writes {len(ids)}: add one to it"
+        )
+    return int(ids[0])
+
+
+def document_starts(inputs: np.ndarray, end: int | None) -> np.ndarray:
+    """Where documents begin in samples [n, sequence], bool: at their first token and after each `end`."""
+    starts = np.zeros(inputs.shape, dtype=bool)
+    starts[:, :1] = True
+    if end is not None:
+        starts[:, 1:] = inputs[:, :-1] == end
+    return starts
 
 
 def windows_of(tokens: np.ndarray, sequence: int, limit: int | None = None) -> np.ndarray:

@@ -42,7 +42,13 @@ TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
 PARQUET = ".parquet"
 _END_BYTES = 1 << 16
 
+BATCH_DOCUMENTS = 64
+BATCH_BYTES = 4 << 20
+"""Tokenized at once, on all cores, whichever is reached first."""
+
 Row = dict[str, Any]
+Batch = list[tuple[str, Row | bytes]]
+"""Documents with their places."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,22 @@ def text_of(row: Row | bytes, place: str, data: DataSection) -> bytes:
         )
     # Escapes may stand for zero bytes and halves of surrogate pairs, which a text file cannot contain.
     return value.encode("utf-8", "replace").replace(SEPARATOR, b" ")
+
+
+def batches(rows: Iterator[tuple[str, Row | bytes]]) -> Iterator[Batch]:
+    """The same documents, as many at a time as are tokenized at once."""
+    batch: Batch = []
+    size = 0
+    for place, row in rows:
+        batch.append((place, row))
+        size += (
+            len(row) if isinstance(row, bytes) else sum(len(one) for one in row.values() if type(one) is str)
+        )
+        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def is_data(path: Path) -> bool:

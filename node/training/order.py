@@ -1,6 +1,6 @@
 """The samples of each step: a pure function of (seed, step), for the coordinator and every stage."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 
 import numpy as np
@@ -11,6 +11,7 @@ _KEPT = 3
 """Passes held at once: a step may touch two, and `known` looks at the one before."""
 _KEPT_STEPS = 8
 """Results of `known` held at once: it is called for every tensor of a step."""
+MIX_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -86,3 +87,34 @@ class SampleOrder:
         last_seen[current.order[:index]] = np.arange(index) + number * self.windows
         earliest = since * self._global_batch
         return tuple(bool(last_seen[sample] >= earliest) for sample in self.samples(step))
+
+
+@dataclass
+class Mixture:
+    """Which source each sample comes from: drawn block by block, in proportion."""
+
+    weights: np.ndarray
+    seed: int
+    before: list[np.ndarray] = field(default_factory=list)
+    """Samples of each source before each block."""
+
+    def source_of(self, sample: int) -> tuple[int, int]:
+        """(source, number of the sample within it)."""
+        if len(self.weights) == 1:
+            return 0, sample
+        block, at = divmod(sample, MIX_BLOCK)
+        if not self.before:
+            self.before.append(np.zeros(len(self.weights), dtype=np.int64))
+        while len(self.before) <= block:
+            drawn = np.bincount(self._draw(len(self.before) - 1), minlength=len(self.weights))
+            self.before.append(self.before[-1] + drawn)
+        drawn = self._draw(block)
+        source = int(drawn[at])
+        return source, int(self.before[block][source] + np.count_nonzero(drawn[:at] == source))
+
+    def _draw(self, block: int) -> np.ndarray:
+        random = generator(self.seed, step=block, purpose="sources")
+        # One draw in each of MIX_BLOCK equal strata: shares are exact to a sample a block.
+        places = (np.arange(MIX_BLOCK) + random.random(MIX_BLOCK)) / MIX_BLOCK
+        sources = np.searchsorted(np.cumsum(self.weights), places, side="right")
+        return random.permutation(np.minimum(sources, len(self.weights) - 1))

@@ -9,7 +9,7 @@ import numpy as np
 
 from node.config.schema import RunConfig
 from node.training.data import Corpus
-from node.training.shards import ShardedCorpus, Stream, load_data
+from node.training.shards import COUNTS, ShardedCorpus, Stream, load_data
 from node.training.tokenizer import load_tokenizer
 
 
@@ -69,7 +69,7 @@ def preview(config: RunConfig, tokens: int) -> Preview:
 def _of_stream(stream: Stream, weight: float, decode: Any, count: int, *, masked: bool) -> SourcePreview:
     ids, mask = stream.window(0)
     ids = ids[:count]
-    counted = np.ones(len(ids), bool) if mask is None else mask[:count] != 0
+    counted = np.ones(len(ids), bool) if mask is None else mask[:count] & COUNTS != 0
     dropped: Counter[str] = Counter()
     found = stream.counts()
     for counts in found:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.attention.reach import Documents
 from node.config.schema import RunConfig
 from node.model.chunk import build_chunk, compute_precision, weight_dtype
 from node.model.labels import label_weight
@@ -22,6 +23,7 @@ from node.training.gradients import gradient_of
 from node.training.group_sums import GroupSums
 from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
+from node.training.samples import Samples
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from node.training.serialization import load_unit
 from node.training.shards import TrainingData
@@ -104,11 +106,15 @@ class ReferenceTrainer:
         self.optimizer.zero_grad()
         labels = self.corpus.labels(self.step)
         weight = label_weight(labels)
+        starts = self.corpus.documents(self.step)
         batches = zip(
-            np.split(self.corpus.batch(self.step)[:, :-1], count), np.split(labels, count), strict=True
+            np.split(self.corpus.batch(self.step)[:, :-1], count),
+            np.split(labels, count),
+            np.split(starts, count),
+            strict=True,
         )
-        for index, (inputs, wanted) in enumerate(batches):
-            loss, crossings = self._forward(inputs, wanted, index)
+        for index, (inputs, wanted, documents) in enumerate(batches):
+            loss, crossings = self._forward(inputs, wanted, documents, index)
             # Each microbatch has equally many positions, so the step's mean is the mean of means.
             share = (loss * weight if self.config.data.masks_labels else loss) / count
             self._backward(share, crossings, index)
@@ -153,21 +159,23 @@ class ReferenceTrainer:
         self.step = read_manifest(directory).step
 
     @torch.no_grad()
-    def validation_loss(self, windows: np.ndarray) -> float:
-        """Mean cross entropy in nats over windows [n, sequence + 1], boundaries included.
+    def validation_loss(self, windows: np.ndarray | Samples) -> float:
+        """Mean cross entropy in nats over samples, or windows [n, sequence + 1] of one document each,
+        boundaries included.
 
         Raises:
             DataError: there are no windows.
         """
-        if len(windows) == 0:
+        samples = windows if isinstance(windows, Samples) else Samples.of(windows)
+        if len(samples) == 0:
             raise DataError("the text is too short to hold any out for validation; give more text")
         size = self.config.training.microbatch
         total = 0.0
-        for index, first in enumerate(range(0, len(windows), size)):
-            rows = windows[first : first + size]
-            loss, _ = self._forward(rows[:, :-1], rows[:, 1:], index)
+        for index, first in enumerate(range(0, len(samples), size)):
+            rows = samples[first : first + size]
+            loss, _ = self._forward(rows.windows[:, :-1], rows.labels, rows.documents, index)
             total += loss.item() * len(rows)
-        return total / len(windows)
+        return total / len(samples) * samples.label_weight
 
     def weights_sha256(self) -> str:
         """The same hash as a snapshot's manifest gives these weights."""
@@ -180,21 +188,24 @@ class ReferenceTrainer:
         )
 
     def _forward(
-        self, inputs: np.ndarray, labels: np.ndarray, microbatch: int
+        self, inputs: np.ndarray, labels: np.ndarray, starts: np.ndarray, microbatch: int
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Loss of a microbatch, and at each boundary what was sent and what arrived."""
         self.optimizer.begin_forward(microbatch)
         x, wanted = (torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (inputs, labels))
+        documents = None
+        if self.config.data.separate_documents:
+            documents = Documents.of(torch.from_numpy(starts), self.device)
         crossings = []
         precision = self.config.training.precision
         for index, chunk in enumerate(self.chunks[:-1]):
             # Boundaries stay outside, as codecs do in a run: their arithmetic is not the model's.
             with compute_precision(precision, self.device):
-                sent = chunk(x)
+                sent = chunk(x, documents)
             x = self._cross(sent.detach(), microbatch, index, Direction.ACTIVATION).requires_grad_()
             crossings.append((sent, x))
         with compute_precision(precision, self.device):
-            return self.chunks[-1].loss(x, wanted), crossings
+            return self.chunks[-1].loss(x, wanted, documents), crossings
 
     def _backward(self, loss: Tensor, crossings: list[tuple[Tensor, Tensor]], microbatch: int) -> None:
         self.optimizer.begin_backward(microbatch)

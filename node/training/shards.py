@@ -6,7 +6,8 @@ form a group, whose windows are permuted. So sample n of a source is known once 
 tokenized, the first after seconds, and is the same whenever it is asked for. Parts stay on disk:
 
     FOLDER/SHARD.PART.tokens   ids, little endian
-                      .mask    a byte a token, 1 for the assistant's; chat alone
+                      .mask    a byte a token: `COUNTS` for the assistant's, `BEGINS` for the first of a
+                               conversation; chat alone
                       .json    counts and SHA-256; written last
 
 Several sources are mixed by weights: which source a sample comes from is drawn in blocks of `MIX_BLOCK`
@@ -19,7 +20,7 @@ import threading
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -30,26 +31,29 @@ from node.config.schema import DataSection, RunConfig
 from node.model.labels import IGNORED
 from node.model.rng import generator
 from node.training.chat import ChatEncoder, Dropped, load_chat_encoder
-from node.training.data import Corpus
+from node.training.data import Corpus, document_starts, end_of_text
 from node.training.documents import (
-    Row,
+    Batch,
     Shard,
     Source,
+    batches,
     is_shards_only,
     list_source,
     read_rows,
     text_of,
 )
+from node.training.order import Mixture
 from node.training.text import SEPARATOR, STDLIB, expanded
 from node.training.token_cache import cache_folder, replace_json, sole_writer
 from node.training.tokenizer import Tokenizer, load_tokenizer, pieces_of
 from wire.errors import ConfigError, DataError
 
+COUNTS, BEGINS = 1, 2
+"""Bits of a mask: the token counts as a label; it begins a document."""
 PART_TOKENS = 1 << 20
 GROUP_PARTS = 4
 GROUPS_AHEAD = 4
 """Tokenized beyond what training has used."""
-MIX_BLOCK = 1024
 LARGE_BYTES = 2_000_000_000
 """A text source of this size is read in shards unless `[data] order` says otherwise."""
 OPEN_PARTS = 64
@@ -57,13 +61,8 @@ MOST_PARTS = 16
 """Tokenized of a shard to estimate its size."""
 CLOSE_SECONDS = 2.0
 """For the thread that tokenizes ahead to end; it may be in the middle of a part, which is made again."""
-BATCH_DOCUMENTS = 64
-BATCH_BYTES = 4 << 20
-"""Encoded at once, on all cores, whichever is reached first."""
 
 Tell = Callable[[str], None]
-Batch = list[tuple[str, Row | bytes]]
-"""Documents with their places."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Part:
     tokens: np.ndarray
     """[n], unsigned."""
     mask: np.ndarray | None
-    """[n] of 0 and 1: the tokens that count as labels; None if all do."""
+    """[n] of `COUNTS` and `BEGINS`; None if all tokens count and documents end by a token."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,12 @@ class TokenizedSource:
         self._tokenizer = tokenizer
         self._chat = chat
         self._vocab = vocab
-        parts = [source.digest, tokenizer.fingerprint, data.jsonl_field, chat.fingerprint if chat else ""]
+        parts = [
+            source.digest,
+            tokenizer.fingerprint,
+            data.jsonl_field,
+            f"{chat.fingerprint} 2" if chat else "",
+        ]
         self.key = sha256("\0".join(parts).encode()).hexdigest()
         self._folder = folder / self.key
         self._open: OrderedDict[tuple[int, int], Part] = OrderedDict()
@@ -218,7 +222,7 @@ class TokenizedSource:
         dropped: Counter[str] = Counter()
         tokens = documents = labels = 0
         rows = islice(read_rows(shard, chat=self._chat is not None, skips=self.source.skips), skipped, None)
-        for batch in _batches(rows):
+        for batch in batches(rows):
             if tokens >= PART_TOKENS:
                 yield ids, masks, Counts(tokens, documents, labels, dict(dropped), last=False)
                 ids, masks, dropped = [], [], Counter()
@@ -232,7 +236,7 @@ class TokenizedSource:
                 tokens += len(encoded)
                 if mask is not None:
                     masks.append(mask)
-                    labels += int(mask.sum())
+                    labels += int(np.count_nonzero(mask & COUNTS))
         yield ids, masks, Counts(tokens, documents, labels, dict(dropped), last=True)
 
     def _encode(self, batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray | None, str]]:
@@ -247,7 +251,9 @@ class TokenizedSource:
                     yield end, None, str(reason)
                     continue
                 self._check(ids, place)
-                yield np.concatenate([ids, end]), np.concatenate([mask, np.zeros(len(end), bool)]), ""
+                bits = np.concatenate([mask, np.zeros(len(end), bool)]).astype(np.uint8) * COUNTS
+                bits[0] |= BEGINS
+                yield np.concatenate([ids, end]), bits, ""
             return
         texts = [text_of(row, place, self._data) for place, row in batch]
         cut = [list(pieces_of(text)) if text.strip() else [] for text in texts]
@@ -288,21 +294,6 @@ class TokenizedSource:
             )
 
 
-def _batches(rows: Iterator[tuple[str, Row | bytes]]) -> Iterator[Batch]:
-    batch: Batch = []
-    size = 0
-    for place, row in rows:
-        batch.append((place, row))
-        size += (
-            len(row) if isinstance(row, bytes) else sum(len(one) for one in row.values() if type(one) is str)
-        )
-        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 @dataclass
 class _Group:
     """Parts whose windows are shuffled together."""
@@ -316,8 +307,12 @@ class _Group:
 class Stream:
     """The samples of one source in order, endlessly: pass after pass. Safe for threads."""
 
-    def __init__(self, tokenized: TokenizedSource, *, sequence: int, seed: int, name: str) -> None:
+    def __init__(
+        self, tokenized: TokenizedSource, *, sequence: int, seed: int, name: str, end: int | None = None
+    ) -> None:
+        """`end`: the token that ends a document; None if a sample counts as one."""
         self.tokenized = tokenized
+        self.end = end
         self._sequence = sequence
         self._seed = seed
         self._name = name
@@ -375,11 +370,19 @@ class Stream:
         """Tokens [sequence + 1] of sample `index`, and their mask."""
         self.prepare(index)
         group = self._groups[self.group_of(index)]
-        shard, number, window = group.places[index - group.first]
+        return self._cut(*group.places[index - group.first])
+
+    def _cut(self, shard: int, number: int, window: int) -> tuple[np.ndarray, np.ndarray | None]:
         part = self.tokenized.part(shard, number)
         start = window * self._sequence
         cut = slice(start, start + self._sequence + 1)
         return part.tokens[cut], None if part.mask is None else part.mask[cut]
+
+    def in_order(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """As `window`, the first samples in the order of the listing."""
+        parts = self._parts(np.arange(len(self.tokenized.source.shards)))
+        places = ((shard, part, window) for shard, part, count in parts for window in range(count))
+        yield from (self._cut(*place) for place in islice(places, limit))
 
     def _groups_in_order(self) -> Iterator[_Group]:
         first = number = 0
@@ -416,37 +419,6 @@ class Stream:
                 part += 1
 
 
-@dataclass
-class _Mixture:
-    """Which source each sample comes from: drawn block by block, in proportion."""
-
-    weights: np.ndarray
-    seed: int
-    before: list[np.ndarray] = field(default_factory=list)
-    """Samples of each source before each block."""
-
-    def source_of(self, sample: int) -> tuple[int, int]:
-        """(source, number of the sample within it)."""
-        if len(self.weights) == 1:
-            return 0, sample
-        block, at = divmod(sample, MIX_BLOCK)
-        if not self.before:
-            self.before.append(np.zeros(len(self.weights), dtype=np.int64))
-        while len(self.before) <= block:
-            drawn = np.bincount(self._draw(len(self.before) - 1), minlength=len(self.weights))
-            self.before.append(self.before[-1] + drawn)
-        drawn = self._draw(block)
-        source = int(drawn[at])
-        return source, int(self.before[block][source] + np.count_nonzero(drawn[:at] == source))
-
-    def _draw(self, block: int) -> np.ndarray:
-        random = generator(self.seed, step=block, purpose="sources")
-        # One draw in each of MIX_BLOCK equal strata: shares are exact to a sample a block.
-        places = (np.arange(MIX_BLOCK) + random.random(MIX_BLOCK)) / MIX_BLOCK
-        sources = np.searchsorted(np.cumsum(self.weights), places, side="right")
-        return random.permutation(np.minimum(sources, len(self.weights) - 1))
-
-
 class ShardedCorpus:
     """Batches from streams of shards. Tokenizes ahead on a thread while training goes on."""
 
@@ -459,7 +431,7 @@ class ShardedCorpus:
         self.global_batch = global_batch
         self.weights: np.ndarray = shares / shares.sum()
         """Each stream's share of samples."""
-        self._mixture = _Mixture(self.weights, seed)
+        self._mixture = Mixture(self.weights, seed)
         self._lock = threading.Lock()
         self._used = {0: 0}
         self._wake = threading.Event()
@@ -487,7 +459,15 @@ class ShardedCorpus:
         rows = []
         for tokens, mask in self._samples(step):
             labels = tokens[1:].astype(np.int64)
-            rows.append(labels if mask is None else np.where(mask[1:] != 0, labels, IGNORED))
+            rows.append(labels if mask is None else np.where(mask[1:] & COUNTS, labels, IGNORED))
+        return np.stack(rows)
+
+    def documents(self, step: int) -> np.ndarray:
+        """Where documents begin in the inputs of a step, bool [global_batch, sequence]."""
+        end = self.streams[0].end
+        rows = [
+            starts_in(ids[:-1], None if mask is None else mask[:-1], end) for ids, mask in self._samples(step)
+        ]
         return np.stack(rows)
 
     def estimated_tokens(self) -> int:
@@ -552,22 +532,10 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
         return Corpus.load(
             data, sequence=sequence, global_batch=batch, seed=seed, vocab=config.model.vocab, tell=tell
         )
-    tokenizer = load_tokenizer(data.tokenizer)
-    chat = load_chat_encoder(data.tokenizer, data.chat_template) if data.format == "chat" else None
-    streams = []
-    for number, name in enumerate(data.sources or (data.path,)):
-        source = list_source(name)
-        if not source.is_tokens and tokenizer.vocabulary > config.model.vocab:
-            raise ConfigError(
-                f"model.vocab is {config.model.vocab}, but the tokenizer in {data.tokenizer} has "
-                f"{tokenizer.vocabulary} tokens: set model.vocab to {tokenizer.vocabulary} or more"
-            )
-        if source.is_tokens and chat is not None:
-            raise ConfigError(f'{name} holds token ids, and data.format = "chat" needs conversations')
-        tokenized = TokenizedSource(
-            source, data, tokenizer, chat, config.model.vocab, folder or cache_folder() / "shards"
-        )
-        streams.append(Stream(tokenized, sequence=sequence, seed=seed, name=str(number)))
+    streams = [
+        open_stream(config, name, str(number), folder)
+        for number, name in enumerate(data.sources or (data.path,))
+    ]
     corpus = ShardedCorpus(streams, list(data.weights), sequence=sequence, global_batch=batch, seed=seed)
     for stream in streams:
         stream.prepare(0)
@@ -576,6 +544,33 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
             f"{stream.groups * GROUP_PARTS} tokenized; the rest beside training"
         )
     return corpus
+
+
+def starts_in(tokens: np.ndarray, mask: np.ndarray | None, end: int | None) -> np.ndarray:
+    """Where documents begin in a sample, bool [n]: by its mask, or after each `end`; it begins one itself."""
+    starts: np.ndarray = document_starts(tokens[None], None if mask is not None else end)[0]
+    if mask is not None:
+        starts |= (mask & BEGINS) != 0
+    return starts
+
+
+def open_stream(config: RunConfig, path: str, name: str, folder: Path | None = None) -> Stream:
+    """The samples of one source; `name` tells its order from those of others. Raises as `load_data`."""
+    data, vocab = config.data, config.model.vocab
+    tokenizer = load_tokenizer(data.tokenizer)
+    chat = load_chat_encoder(data.tokenizer, data.chat_template) if data.format == "chat" else None
+    source = list_source(path)
+    if not source.is_tokens and tokenizer.vocabulary > vocab:
+        raise ConfigError(
+            f"model.vocab is {vocab}, but the tokenizer in {data.tokenizer} has "
+            f"{tokenizer.vocabulary} tokens: set model.vocab to {tokenizer.vocabulary} or more"
+        )
+    if source.is_tokens and chat is not None:
+        raise ConfigError(f'{path} holds token ids, and data.format = "chat" needs conversations')
+    tokenized = TokenizedSource(source, data, tokenizer, chat, vocab, folder or cache_folder() / "shards")
+    apart = data.separate_documents and chat is None
+    end = end_of_text(tokenizer, data) if apart else None
+    return Stream(tokenized, sequence=config.model.sequence, seed=config.run.seed, name=name, end=end)
 
 
 def in_shards(data: DataSection) -> bool:

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.attention.reach import Documents
 from node.config.schema import RunConfig
 from node.model.chunk import Chunk, build_chunk, compute_precision, weight_dtype
 from node.model.units import unit_names
+from node.training.samples import Samples
 from node.training.serialization import load_unit
 from node.training.unit_state import PARAMETER_PREFIX
 from wire.errors import DataError, UserError
@@ -43,6 +45,7 @@ class WholeModel:
         units = unit_names(config.model)
         dtype = weight_dtype(config.training.weights)
         self.chunk: Chunk = build_chunk(config.model, units, config.run.seed, device, dtype, lora=config.lora)
+        self.chunk.masks_labels = config.data.masks_labels
         with torch.no_grad():
             for unit in units:
                 if frozen is not None:
@@ -54,17 +57,23 @@ class WholeModel:
                     parameter.copy_(state[f"{PARAMETER_PREFIX}{name}"])
 
     @torch.no_grad()
-    def loss(self, windows: np.ndarray) -> float:
-        """Mean cross-entropy in nats a token over windows [n, sequence + 1]. DataError without windows."""
-        if not len(windows):
+    def loss(self, samples: Samples) -> float:
+        """Mean cross-entropy in nats a token that counts. DataError without samples."""
+        if not len(samples):
             raise DataError("the text is too short to measure a loss on: give more text")
         size = self.config.training.microbatch
         total = 0.0
-        for first in range(0, len(windows), size):
-            rows = torch.from_numpy(windows[first : first + size].astype(np.int64)).to(self.device)
+        for first in range(0, len(samples), size):
+            rows = samples[first : first + size]
+            inputs, labels = (
+                torch.from_numpy(ids.copy()).to(self.device) for ids in (rows.windows[:, :-1], rows.labels)
+            )
+            documents = None
+            if self.config.data.separate_documents:
+                documents = Documents.of(torch.from_numpy(rows.documents), self.device)
             with compute_precision(self.config.training.precision, self.device):
-                total += float(self.chunk.loss(rows[:, :-1], rows[:, 1:])) * len(rows)
-        return total / len(windows)
+                total += float(self.chunk.loss(inputs, labels, documents)) * len(rows)
+        return total / len(samples) * samples.label_weight
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> Tensor:

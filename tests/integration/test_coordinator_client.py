@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from node.model.labels import BatchPart
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.snapshot_cache import LayerFile
 from wire.channels import NOT_YET
@@ -92,7 +93,7 @@ async def test_a_failed_upload_leaves_a_download_in_peace() -> None:
     await server.start()
     try:
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-            batch = group.create_task(client.batch(4, labels=False, size=len(BATCH)))
+            batch = group.create_task(client.batch(4, part=BatchPart.INPUTS, size=len(BATCH)))
             await service.asked.wait()
             await client.put_layer(2, "embed", b"state")
             assert service.failures == 0

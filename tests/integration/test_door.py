@@ -21,6 +21,7 @@ from node.coordinator.ports import Ports, open_ports
 from node.coordinator.store import Store
 from node.dashboard.feed import Feed
 from node.dashboard.pages import live_page
+from node.model.labels import BatchPart
 from node.processes.enrol import enrol
 from node.stage.coordinator_client import CoordinatorClient
 from node.telemetry import events
@@ -109,7 +110,7 @@ async def served(directory: Path, *, one_port: bool = True, tls: bool = False) -
 async def batch(address: str, identity: NodeIdentity) -> bytes:
     client = CoordinatorClient(address, lambda: identity, 0.0)
     try:
-        return await client.batch(0, labels=False, size=1000)
+        return await client.batch(0, part=BatchPart.INPUTS, size=1000)
     finally:
         await client.close()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from node.config.schema import RunConfig
+from node.model.labels import from_bytes, to_bytes
 from node.model.units import unit_names
 from node.pipeline.gradient_groups import RowShare
 from node.pipeline.routing import BETWEEN_ROWS, source_stage, target_stage
@@ -26,6 +27,7 @@ from node.training.data import Corpus
 from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.optimizer import PARAMETER
 from node.training.reference import Boundary, ReferenceTrainer, Step
+from node.training.samples import part_of
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from wire.codecs.registry import codec
 from wire.spec import Direction, TensorKey, TensorSpec
@@ -48,6 +50,7 @@ def corpus(config: RunConfig, text: bytes = TEXT) -> Corpus:
         global_batch=config.training.global_batch,
         seed=config.run.seed,
         shift=config.data.shift,
+        end=ord("\n") if config.data.separate_documents else None,
     )
 
 
@@ -160,16 +163,13 @@ class MemoryPipeline:
         """Run the step on every stage up to its vote. One stage's error ends all, and is raised."""
 
         def stage_step(stage: int) -> StepOutcome:
-            rows = self._corpus.batch(self.step).astype(np.int64)
             executor = self.executors[stage]
+            samples = {}
+            for part in executor.needs:
+                rows = part_of(self._corpus, self.step, part)
+                samples[part] = from_bytes(part, to_bytes(part, rows), *rows.shape)
             try:
-                return executor.run_step(
-                    epoch,
-                    self.step,
-                    self.ios[stage],
-                    inputs=rows[:, :-1] if executor.is_first else None,
-                    labels=np.ascontiguousarray(rows[:, 1:]) if executor.has_loss else None,
-                )
+                return executor.run_step(epoch, self.step, self.ios[stage], samples)
             except BaseException as error:
                 for inbox in self.inboxes:
                     inbox.interrupt(f"stage {stage} failed: {error}")

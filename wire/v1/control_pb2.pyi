@@ -592,16 +592,18 @@ class RenewReply(_message.Message):
     def __init__(self, certificate_pem: _Optional[bytes] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ...) -> None: ...
 
 class GetBatchRequest(_message.Message):
-    __slots__ = ("step", "labels", "held_out", "groups")
+    __slots__ = ("step", "labels", "held_out", "groups", "documents")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
     HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     labels: bool
     held_out: bool
     groups: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., labels: bool = ..., held_out: bool = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
+    documents: bool
+    def __init__(self, step: _Optional[int] = ..., labels: bool = ..., held_out: bool = ..., groups: _Optional[_Iterable[int]] = ..., documents: bool = ...) -> None: ...
 
 class GetLayerRequest(_message.Message):
     __slots__ = ("step", "unit", "held_sha256", "bad_holders")

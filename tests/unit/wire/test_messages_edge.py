@@ -16,6 +16,7 @@ import pytest
 from node.coordinator.control_service import ControlService
 from node.coordinator.sessions import ControlSession
 from node.coordinator.snapshot_handler import UploadPermit
+from node.model.labels import BatchPart
 from node.stage.coordinator_client import CoordinatorClient
 from node.training.manifest import UnitEntry
 from tests.support.pki import hello, new_authority, new_node
@@ -70,7 +71,7 @@ class FakeHandler:
         raise AssertionError("nobody asks")
 
     async def batch(
-        self, node_id: str, step: int, *, labels: bool, held_out: bool = False, groups: Sequence[int] = ()
+        self, node_id: str, step: int, *, part: BatchPart, held_out: bool = False, groups: Sequence[int] = ()
     ) -> bytes:
         return b"12345678"
 
@@ -206,5 +207,5 @@ async def test_a_node_refuses_bulk_data_that_is_junk(junk: bytes) -> None:
         client = CoordinatorClient(f"127.0.0.1:{port}", lambda: NODE, 5.0)
         async with asyncio.timeout(SECONDS):
             with pytest.raises(ThinwireError):
-                await client.batch(0, labels=False, size=8)
+                await client.batch(0, part=BatchPart.INPUTS, size=8)
         await client.close()

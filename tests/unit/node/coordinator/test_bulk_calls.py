@@ -23,6 +23,7 @@ from node.coordinator.control_service import (
     zeros_sha256,
 )
 from node.coordinator.snapshot_handler import UploadPermit
+from node.model.labels import BatchPart
 from node.stage.coordinator_client import CoordinatorClient
 from node.training.manifest import UnitEntry
 from tests.support.pki import new_authority, new_node
@@ -63,7 +64,7 @@ class Handler:
         raise AssertionError("nobody asks")
 
     async def batch(
-        self, node_id: str, step: int, *, labels: bool, held_out: bool = False, groups: Sequence[int] = ()
+        self, node_id: str, step: int, *, part: BatchPart, held_out: bool = False, groups: Sequence[int] = ()
     ) -> bytes:
         return LAYER[:1000]
 
@@ -158,7 +159,7 @@ async def test_one_node_waits_for_itself_alone() -> None:
                 assert (await first).total_bytes == len(LAYER)
             one, other = client(port, NODE), client(port, OTHER)
             assert await other.layer(4, "embed", len(LAYER)) == LAYER
-            assert await one.batch(4, labels=False, size=1000) == LAYER[:1000]
+            assert await one.batch(4, part=BatchPart.INPUTS, size=1000) == LAYER[:1000]
             assert handler.asked == MOST_CALLS + 1
             for waiting in begun:
                 waiting.cancel()

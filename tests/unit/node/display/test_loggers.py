@@ -1,6 +1,7 @@
 """Steps in TensorBoard and Weights & Biases."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,6 +77,49 @@ def test_tensorboard_reads_the_losses_back(tmp_path: Path) -> None:
                 losses[event.step] = value.simple_value
         data = data[16 + size :]
     assert losses == {1: 3.0, 2: 2.0}
+
+
+@pytest.mark.filterwarnings("ignore")  # the package's own
+def test_wandb_without_a_network_keeps_the_steps_to_send_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the package itself, where it is installed: its file holds the run, its settings and every step."""
+    wandb = pytest.importorskip("wandb", reason='needs pip install "thinwire[wandb]"')
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")):
+        monkeypatch.setenv(name, value)
+    with loggers(config("wandb")) as (sink,):
+        for event in (started(tmp_path), step(1, 3.0), Notice(text="x"), step(2, 2.0)):
+            sink(event)
+    wandb.teardown()  # the process that writes the file ends
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-run-1.wandb")
+    losses: dict[int, float] = {}
+    for data in written(path.read_bytes()):
+        record = Record.FromString(data)
+        values = {"".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        if "step/loss" in values:
+            losses[int(values["_step"])] = float(values["step/loss"])
+        if record.HasField("run"):
+            assert record.run.run_id == "run-1" and record.run.display_name == "run"
+            assert any(item.key == "pipeline" for item in record.run.config.update)
+    assert losses == {1: 3.0, 2: 2.0}
+
+
+def written(data: bytes) -> Iterator[bytes]:
+    """The records of a .wandb file: after 7 bytes, LevelDB's log format in blocks of 32 KiB."""
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield whole
+            whole = b""
 
 
 class FakeRun:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
+from node.model.labels import BatchPart
 from node.pipeline.gradient_groups import RowShare
 from node.pipeline.routing import Peer
 from node.stage.coordinator_client import Batches
@@ -68,7 +69,7 @@ class Stage:
         self.lineage = 0
         self.uncompressed = False
         self.units = self.sources = ("block.0001",)
-        self.is_first = self.has_loss = False
+        self.needs: tuple[BatchPart, ...] = ()
         self.trouble: Exception | None = None
 
     def place(self, stage: int, stages: int, share: RowShare | None = None) -> int:
@@ -89,7 +90,7 @@ class Stage:
     def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:
         assert not activations and not gradients, "the run file's"
 
-    def run_step(self, epoch: int, step: int, io: LoopIO, **batch: object) -> StepOutcome:
+    def run_step(self, epoch: int, step: int, io: LoopIO, samples: Mapping[BatchPart, object]) -> StepOutcome:
         self.io = io
         if self.trouble is not None:
             raise self.trouble

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from node.analysis.explain import explain, framed_bytes
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.model.labels import BatchPart
 from node.pipeline.placement import chunk_units, hops
 from node.pipeline.routing import target_stage
 from node.stage.executor import UnitState
@@ -123,7 +124,7 @@ def test_only_tensors_of_this_placement_are_expected(stages: MemoryPipeline) -> 
 def test_with_the_head_first_the_ring_is_a_boundary_and_no_tied_gradient_is_expected() -> None:
     with MemoryPipeline(HEAD_FIRST) as stages:
         first, _, last = stages.executors
-        assert (first.has_loss, last.has_loss) == (True, False)
+        assert BatchPart.LABELS in first.needs and BatchPart.LABELS not in last.needs
         hidden = first.expected_bytes(TensorKey(1, 0, 0, 2, Direction.ACTIVATION))
         assert hidden is not None and hidden < 4 * 16 * 32
         assert last.expected_bytes(TensorKey(1, 0, 0, 2, Direction.GRADIENT)) is not None
@@ -184,7 +185,7 @@ def test_a_stage_waits_for_nothing_once_called_off(stages: MemoryPipeline) -> No
 
     stages.ios[2].wait_any = signal  # type: ignore[method-assign]  # observes only
     rows = torch.zeros(4, 16, dtype=torch.int64).numpy()
-    future = stages.submit(lambda: last.run_step(1, 0, stages.ios[2], inputs=None, labels=rows))
+    future = stages.submit(lambda: last.run_step(1, 0, stages.ios[2], {BatchPart.LABELS: rows}))
     assert waiting.wait(20)
     stages.inboxes[2].interrupt("node three left")
     with pytest.raises(StepInterrupted, match="node three left"):

@@ -23,6 +23,7 @@ from node.model.units import parameter_specs, unit_names
 from node.stage.stage_model import StageModel
 from node.training.chat import Dropped, load_chat_encoder, messages_of
 from node.training.reference import ReferenceTrainer
+from node.training.samples import held_out_samples
 from node.training.shards import ShardedCorpus, load_data
 from tests.support.chat_data import MARKED, TEMPLATE, conversations, sharegpt, write_jsonl, write_tokenizer
 from tests.support.huggingface import hf_model, hf_name
@@ -243,3 +244,28 @@ def test_the_preview_marks_labels_and_counts_what_is_dropped(
     text = capsys.readouterr().out
     assert "dropped 1: no assistant message" in text and "[[" in text
     assert all("question" not in part.partition("]]")[0] for part in text.split("[[")[1:])
+
+
+def test_held_out_conversations_have_labels_and_begin_where_they_begin(tmp_path: Path) -> None:
+    """Though a conversation's turns end with the same token as the conversation would."""
+    config = chat_config(tmp_path)
+    valid = write_jsonl(tmp_path / "valid.jsonl", conversations(30))
+    data = replace(config.data, valid=str(valid), valid_every=1, valid_samples=8, separate_documents=True)
+    config = replace(config, data=data)
+    corpus = corpus_of(config)
+    held_out = held_out_samples(config, corpus)
+    corpus.close()
+    assert held_out.windows.shape == (8, 33)
+    encoder = load_chat_encoder(data.tokenizer, "")
+    ids, mask, begins = [], [], []
+    for row in conversations(30):
+        one, counted = encoder.encode(row, "")
+        begins.append(len(ids))
+        ids += [*one, 0]  # the end of text that stands between them
+        mask += [*counted, False]
+    tokens = held_out.windows
+    assert tokens[:, :-1].flatten().tolist() == ids[: 8 * 32]
+    labels = [token if counts else IGNORED for token, counts in zip(ids, mask, strict=True)]
+    assert held_out.labels.flatten().tolist() == labels[1 : 8 * 32 + 1]
+    found = set(np.flatnonzero(held_out.documents).tolist())
+    assert found == {*range(0, 8 * 32, 32), *(at for at in begins if at < 8 * 32)}
