@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +11,21 @@ import pytest
 
 from node.config.schema import SnapshotsSection
 from node.coordinator.rebuild import newest_record
+from node.faults import Fault, Kind, Phase
 from node.telemetry.events import SnapshotStored
 from node.training.object_store import bring, stored_steps
 from node.training.snapshot import list_snapshots, read_manifest
+from tests.support.fault_run import FaultRun, small
 from tests.support.links import eventually
-from tests.support.run_harness import SMALL, TINY, Run, Still
+from tests.support.run_harness import undisturbed
 from tests.support.s3 import s3_server
 from wire.errors import UserError
 
-CONFIG = replace(
-    SMALL,
-    run=replace(SMALL.run, steps=8, snapshot_every=3),
-    model=TINY,
-    pipeline=replace(SMALL.pipeline, stages=2),
-)
+pytestmark = pytest.mark.timeout(240)
+
+CONFIG = small(steps=8, snapshot_every=3)
+HOLD = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=5)
+"""Computes nothing from then on, and saves what it has."""
 
 
 def recorded(url: str) -> int:
@@ -40,12 +42,14 @@ def test_a_run_that_lost_its_coordinator_and_its_nodes_goes_on_from_the_store(
     pytest.importorskip("fsspec")
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(s3_server(monkeypatch)) if kind == "s3" else f"file://{tmp_path}/store"
-        config = replace(CONFIG, snapshots=SnapshotsSection(keep=url))
-        run = stack.enter_context(Run(tmp_path, config, still=Still(stage=1, steps=5)))
+        pipeline = replace(CONFIG.pipeline, stages=2)
+        config = replace(CONFIG, pipeline=pipeline, snapshots=SnapshotsSection(keep=url))
+        run = stack.enter_context(FaultRun(tmp_path, config, [HOLD]))
+        gate = stack.enter_context(run.plan.gate(HOLD).open("a"))
+        fcntl.flock(gate, fcntl.LOCK_EX)
         lost = run.start()
         for _ in range(2):
             run.add_node(options=("--store", url))
-        run.wait_still()
         lost.wait_event(SnapshotStored, lambda stored: stored.step == 3)
         ((step, folder),) = stored_steps(run.run_dir).items()
         assert (step, list_snapshots(run.run_dir / "snapshots")) == (3, ()), "nothing at the coordinator"
@@ -53,21 +57,22 @@ def test_a_run_that_lost_its_coordinator_and_its_nodes_goes_on_from_the_store(
         asyncio.run(eventually(lambda: recorded(folder) == 3))
         for process in (lost, *run.nodes):
             process.kill()
+        fcntl.flock(gate, fcntl.LOCK_UN)
         shutil.rmtree(run.run_dir)
         for number in range(2):
             shutil.rmtree(run.state_dir(number))
 
         recovered = run.command(
             *("recover", "--from", folder, "--run-dir", str(run.run_dir)),
-            *(f"data.path={run.text_file}", "coordinator.listen=127.0.0.1:0"),
+            f"data.path={run.text_file}",
         )
         assert recovered.wait_exit() == 0, recovered.report()
         assert f"at the snapshot of step 3; its layers are in {folder}" in recovered.lines[0]
         again = run.resume()
-        stranger = run.add_node(run.new_token())
+        stranger = run.add_node()
         assert stranger.wait_exit() != 0
         assert f"join with --store {url} to let it" in stranger.report()
         for _ in range(2):
             run.add_node(run.new_token(), options=("--store", url))
         assert again.wait_exit() == 0, again.report()
-        run.assert_undisturbed()
+        assert run.weights_sha256 == undisturbed(config).weights_sha256

@@ -132,9 +132,16 @@ class FaultRun(Run):
     def environment(self) -> dict[str, str]:
         return {**super().environment, VARIABLE: self.plan.to_json()}
 
-    def add_node(self, token: str | None = None, *, state_dir: Path | None = None) -> Process:
+    def add_node(
+        self,
+        token: str | None = None,
+        *,
+        state_dir: Path | None = None,
+        options: Sequence[str] = (),
+        wrapper: Sequence[str] = (),
+    ) -> Process:
         directory = state_dir or self.state_dir(len(self.nodes))
-        node = super().add_node(token, state_dir=directory)
+        node = super().add_node(token, state_dir=directory, options=options, wrapper=wrapper)
         self.state_dirs[node] = directory
         return node
 
