@@ -20,7 +20,6 @@ from node.model.storage import configured, kv_width
 from node.model.units import block_name
 from node.pipeline.block_times import BlockTimes, assumed_times
 from node.pipeline.device_memory import Devices
-from node.stage.out_of_memory import ran_out
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ COPIED = 1 << 28
 
 
 def measured_times(config: RunConfig, device: torch.device) -> BlockTimes | None:
-    """Of a GPU that computes a stage alone; None elsewhere, and where a block does not even fit.
+    """Of a GPU that computes a stage alone; None elsewhere, and where that fails.
 
     What takes a whole microbatch is measured on one that is as long but has a single sample.
     """
@@ -41,9 +40,9 @@ def measured_times(config: RunConfig, device: torch.device) -> BlockTimes | None
     try:
         return _measure(config, device)
     except RuntimeError as error:
-        if not ran_out(error):
-            raise
-        log.warning("a block does not fit beside what else is on %s: its times are assumed", device)
+        # Times only decide how fast a plan is, never whether it is right.
+        reason = str(error).strip().split("\n")[0]
+        log.warning("a block could not be measured on %s (%s): its times are assumed", device, reason)
         return None
     finally:
         torch.cuda.empty_cache()
