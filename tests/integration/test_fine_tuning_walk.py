@@ -23,7 +23,7 @@ PAGE = (ROOT / "deploy" / "FINE_TUNING.md").read_text(encoding="utf-8")
 def files() -> dict[str, str]:
     """The files that the page tells to save, by name: the block after `Save ... as`."""
     found = {}
-    told = r"[Ss]ave (?:it|this) as `([\w.-]+)`[^\n]*\n(?:\S[^\n]*\n)*\n((?:    .*\n|\n)+)"
+    told = r"[Ss]ave (?:it|this) as [*]{2}([\w.-]+?)[*]{2}[^\n]*\n(?:\S[^\n]*\n)*\n((?:    .*\n|\n)+)"
     for name, block in re.findall(told, PAGE):
         found[name] = re.sub(r"^    ", "", block, flags=re.MULTILINE).strip() + "\n"
     return found
