@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 SILENT_SECONDS = 5.0
 """From accepting a connection to its first byte."""
@@ -60,6 +61,7 @@ def _between(value: int, least: int, most: int) -> int:
     return max(least, min(value, most))
 
 
+@lru_cache(maxsize=1024)
 def address_group(host: str) -> str:
     """What counts as one address: an IPv4 address, or the /64 of an IPv6 address."""
     try:
@@ -79,21 +81,77 @@ class _Connection:
     since: float
 
 
+class _Places:
+    """The connections in one phase, by group. Every method takes the same time however many there are: a
+    crowd pays for its own processor time, the port's owner for each of its connections."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._groups: dict[str, dict[int, None]] = {}
+        """Each the oldest first."""
+        self._by_size: dict[int, dict[str, None]] = {}
+        """Groups by how many connections they have."""
+        self._largest = 0
+        self.count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for group in self._groups.values():
+            yield from group
+
+    @property
+    def full(self) -> bool:
+        return self.count >= self._limit
+
+    def of(self, group: str) -> int:
+        """How many connections of this group there are."""
+        return len(self._groups.get(group, ()))
+
+    def oldest(self, group: str) -> int:
+        return next(iter(self._groups[group]))
+
+    def crowd(self) -> str:
+        """The group with most connections."""
+        return next(iter(self._by_size[self._largest]))
+
+    def add(self, number: int, group: str) -> None:
+        members = self._groups.setdefault(group, {})
+        members[number] = None
+        self._resize(group, len(members) - 1, len(members))
+        self.count += 1
+
+    def remove(self, number: int, group: str) -> None:
+        members = self._groups[group]
+        del members[number]
+        if not members:
+            del self._groups[group]
+        self._resize(group, len(members) + 1, len(members))
+        self.count -= 1
+
+    def _resize(self, group: str, before: int, after: int) -> None:
+        if before:
+            del self._by_size[before][group]
+            if not self._by_size[before]:
+                del self._by_size[before]
+        if after:
+            self._by_size.setdefault(after, {})[group] = None
+        if after > self._largest or (before == self._largest and before not in self._by_size):
+            self._largest = after
+
+
 class Admission:
     """The connections of one port. Methods return the connections to close; these are already forgotten."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._places = (limits.silent, limits.handshakes, limits.proven)
         self._connections: dict[int, _Connection] = {}
-        self._groups: tuple[dict[str, dict[int, None]], ...] = ({}, {}, {})
-        """For each phase: connections by group, each the oldest first."""
+        self._places = tuple(map(_Places, (limits.silent, limits.handshakes, limits.proven)))
+        """Of each phase."""
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def count(self, phase: Phase) -> int:
-        return sum(map(len, self._groups[phase].values()))
+        return self._places[phase].count
 
     def accepted(self, number: int, host: str, now: float) -> list[int]:
         """A new connection from `host`; `now` is seconds on any clock."""
@@ -116,10 +174,7 @@ class Admission:
     def closed(self, number: int) -> None:
         """It ended."""
         if (connection := self._connections.pop(number, None)) is not None:
-            groups = self._groups[connection.phase]
-            del groups[connection.group][number]
-            if not groups[connection.group]:
-                del groups[connection.group]
+            self._places[connection.phase].remove(number, connection.group)
 
     def expired(self, now: float) -> list[int]:
         """Connections that took too long."""
@@ -127,7 +182,7 @@ class Admission:
         late = [
             number
             for phase, limit in seconds.items()
-            for number in self._of(phase)
+            for number in self._places[phase]
             if self._connections[number].since + limit <= now
         ]
         for number in late:
@@ -137,7 +192,7 @@ class Admission:
     def shed(self) -> list[int]:
         """Descriptors have run out: drop the older half of the unproven connections."""
         unproven = sorted(
-            (*self._of(Phase.SILENT), *self._of(Phase.HANDSHAKE)),
+            (*self._places[Phase.SILENT], *self._places[Phase.HANDSHAKE]),
             key=lambda number: self._connections[number].since,
         )
         dropped = unproven[: -(-len(unproven) // 2)]
@@ -146,20 +201,14 @@ class Admission:
         return dropped
 
     def _enter(self, number: int, connection: _Connection) -> list[int]:
-        groups = self._groups[connection.phase]
+        places = self._places[connection.phase]
         dropped: list[int] = []
-        own = groups.get(connection.group, {})
-        if connection.phase is Phase.PROVEN and len(own) >= MOST_OF_A_NODE:
-            dropped.append(next(iter(own)))
-        elif self.count(connection.phase) >= self._places[connection.phase] and groups:
-            crowd = max(groups, key=lambda group: len(groups[group]))
-            dropped.append(next(iter(groups[crowd])))
+        if connection.phase is Phase.PROVEN and places.of(connection.group) >= MOST_OF_A_NODE:
+            dropped.append(places.oldest(connection.group))
+        elif places.full and places.count:
+            dropped.append(places.oldest(places.crowd()))
         for oldest in dropped:
             self.closed(oldest)
         self._connections[number] = connection
-        groups.setdefault(connection.group, {})[number] = None
+        places.add(number, connection.group)
         return dropped
-
-    def _of(self, phase: Phase) -> Iterator[int]:
-        for group in self._groups[phase].values():
-            yield from group

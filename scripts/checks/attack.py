@@ -60,7 +60,13 @@ def _row(one: Attack | Siege, directory: Path, prefork: Prefork, *, small: bool)
     if isinstance(one, Siege):
         siege = one if small else at_full_size(one)
         withstood = besiege(siege, directory, launch=prefork.popen)
-        size = {"idle": siege.idle, "idle_a_second": siege.idle_a_second, "seconds": siege.seconds}
+        size = {
+            "idle": siege.idle,
+            "idle_a_second": siege.idle_a_second,
+            "seconds": siege.seconds,
+            "rounds": siege.rounds,
+            "calm_seconds": siege.calm_seconds,
+        }
         return "strangers", {**asdict(withstood), **size, "withstood": withstood.good}
     seen = attack(one, directory, launch=prefork.popen)
     return "members", {**asdict(seen), "withstood": seen.good(one)}

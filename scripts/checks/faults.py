@@ -308,7 +308,7 @@ def _attacks() -> str:
         [
             f"{row['what']}, {_size(row)}",
             "goes on" if row["ended"] else f"stops: `{row['line']}`",
-            f"{row['speed']:.2f}",
+            f"{row['speed']:.2f} ({min(row['speeds']):.2f} to {max(row['speeds']):.2f})",
             f"{row['cpu']:.2f}",
             _text(row["reconnect_seconds"]),
             _text(row["join_seconds"]),
@@ -343,11 +343,11 @@ computes holds it up for ten minutes. Every stage sees activations, and the firs
 
 Nobody here has a certificate; idle connections come from 200 addresses. Each process of the run may have
 1,024 descriptors. The run has one core and the strangers another, so that what they spend is not held against
-the run. *Speed*: steps a second during the siege, over the mean of 45 s before and 45 s after it. *CPU*: the
-run's own processor seconds for a step, over those of the same calm times. A member opens a new connection
-every 2 s, dialling as nodes do. Measured once each, on {report["cores"]} cores that did other work too. Steps
-take tens of milliseconds, so that what a connection costs counts for more than in a real run. Requests
-to join are the dearest: the coordinator answers each.
+the run. *Speed*: steps a second during the siege, over the mean of a calm time before and one after it; the
+median of the rounds, and in brackets the lowest and the highest. *CPU*: the run's own processor seconds for a
+step, likewise. All the time a member opens a new connection every 2 s, dialling as nodes do. Measured on
+{report["cores"]} cores that did other work too. Steps take tens of milliseconds, so that what a connection
+costs counts for more than in a real run. Requests to join are the dearest: the coordinator answers each.
 
 {markdown(stranger_columns, strangers)}
 """
@@ -361,10 +361,11 @@ def _outcome(row: dict[str, Any]) -> str:
 
 def _size(row: dict[str, Any]) -> str:
     """How many strangers, and for how long."""
+    times = f"{row['rounds']} times {row['seconds']:g} s"
     if not row["idle"]:
-        return f"800 a second for {row['seconds']:g} s"
+        return f"800 a second for {times}"
     more = f" and {row['idle_a_second']} new ones a second" if row["idle_a_second"] else ""
-    return f"{row['idle']:,}{more} for {row['seconds']:g} s"
+    return f"{row['idle']:,}{more} for {times}"
 
 
 def _soak_table(soak: dict[str, Any]) -> str:

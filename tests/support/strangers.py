@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import grpc
 import grpc.aio
@@ -73,8 +74,10 @@ class Siege:
     joins_a_second: int = 0
     """Requests to join with made-up tokens."""
     seconds: float = 6.0
+    rounds: int = 1
+    """Sieges of so many seconds, each between two calm times."""
     calm_seconds: float = 1.0
-    """Seconds measured before and after the siege, for comparison."""
+    """Seconds of each calm time, for comparison."""
     own_core: bool = False
     """The run has one core, and the strangers another, where there are two."""
     addresses: int = 200
@@ -91,9 +94,11 @@ class Withstood:
     """The run ended when its operator asked for it."""
     bits_equal: bool
     speed: float
-    """Steps a second during the siege, over those of calm times."""
+    """Steps a second in a siege, over those of the calm times before and after it; the median round."""
+    speeds: tuple[float, ...]
+    """Of each round."""
     cpu: float
-    """CPU seconds of the run's processes for a step during the siege, over those of calm times."""
+    """CPU seconds of the run's processes for a step, likewise."""
     reconnect_seconds: float | None
     """The longest that a new connection of a member took during the siege, with its handshake and, at the
     coordinator, an answer. None: one failed."""
@@ -119,18 +124,21 @@ SIEGES = (
 
 
 def at_full_size(siege: Siege) -> Siege:
-    """10,000 idle connections and 500 new ones a second, or the same flood, for five minutes."""
+    """10,000 idle connections and 500 new ones a second, or the same flood, for five minutes in all.
+
+    In turns with calm times, because a machine that does other work too has fast minutes and slow ones.
+    """
     idle = {"idle": 10_000, "idle_a_second": 500} if siege.idle else {}
-    return replace(siege, **idle, seconds=300.0, calm_seconds=45.0, own_core=True)
+    return replace(siege, **idle, seconds=60.0, rounds=5, calm_seconds=30.0, own_core=True)
 
 
 class _Watch:
-    """Steps that are done, and the CPU time of the run's processes, at certain times."""
+    """Steps that are done, and the CPU time of the run's processes, in calm times and sieges by turns."""
 
     def __init__(self) -> None:
         self._done: list[float] = []
-        self._processes: Sequence[Process] = ()
-        self._rates: dict[str, list[tuple[float, float]]] = {}
+        self._rates: list[tuple[float, float]] = []
+        """Of each block: steps a second, and CPU seconds a step."""
 
     def note(self, process: Process, line: str | None) -> None:
         """A listener of the run's processes."""
@@ -138,18 +146,20 @@ class _Watch:
             self._done.append(time.monotonic())
 
     @contextlib.contextmanager
-    def measure(self, times: str, processes: Sequence[Process]) -> Iterator[None]:
-        """What happens in the block counts as one of the `times`."""
+    def measure(self, processes: Sequence[Process]) -> Iterator[None]:
+        """The block is the next calm time or siege."""
         began, cpu, steps = time.monotonic(), _cpu_seconds(processes), len(self._done)
         yield
         ended, used, done = time.monotonic(), _cpu_seconds(processes) - cpu, len(self._done) - steps
-        if done:
-            self._rates.setdefault(times, []).append((done / (ended - began), used / done))
+        self._rates.append((done / (ended - began), used / max(done, 1)))
 
-    def rate(self, times: str) -> tuple[float, float]:
-        """Steps a second, and CPU seconds a step: means over the blocks of these times."""
-        rates, cpus = zip(*self._rates.get(times, [(0.0, 0.0)]), strict=True)
-        return sum(rates) / len(rates), sum(cpus) / len(cpus)
+    def ratios(self) -> list[tuple[float, float]]:
+        """(speed, CPU) of each siege over the mean of the calm times around it."""
+        found = []
+        for before, siege, after in zip(self._rates[::2], self._rates[1::2], self._rates[2::2], strict=False):
+            calm = [max((one + other) / 2, 1e-9) for one, other in zip(before, after, strict=True)]
+            found.append((siege[0] / calm[0], siege[1] / calm[1]))
+        return found
 
 
 def _cpu_seconds(processes: Sequence[Process]) -> float:
@@ -169,41 +179,43 @@ def _wrapper(core: int | None) -> tuple[str, ...]:
 
 
 def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
-    """Run one siege, after which the operator ends the run. A third node joins meanwhile.
+    """Run one siege, after which the operator ends the run.
 
-    `launch` starts that node, and should do so quickly.
+    A spare connects again and again all the time, so that calm times have that cost, too. Another node joins
+    during the first round and leaves. `launch` starts nodes, and should do so quickly.
     """
     config = small(steps=MOST_STEPS, snapshot_every=SNAPSHOT_EVERY)
     config = replace(config, pipeline=replace(config.pipeline, stages=2))
     apart = siege.own_core and (os.cpu_count() or 1) > 1
+    core = 0 if apart else None
     watch = _Watch()
     with Run(directory, config, launch=launch, listener=watch.note) as run:
-        coordinator = run.start(wrapper=_wrapper(0 if apart else None))
+        coordinator = run.start(wrapper=_wrapper(core))
         for _ in range(2):
-            run.add_node(wrapper=_wrapper(0 if apart else None))
+            run.add_node(wrapper=_wrapper(core))
         coordinator.wait_step(20)
         join_port = int(config.coordinator.listen.rpartition(":")[2])
         besieged = coordinator.wait_event(NodeJoined)
         link_port = int(besieged.address.rpartition(":")[2])
         port = link_port if siege.port == "link" else join_port
         token = JoinToken.parse(coordinator.token)
-        members, joined = list(run.processes), None
-        with watch.measure("calm", members):
-            _wait(siege.calm_seconds, coordinator)
-        with _strangers(siege, port, token, core=1 if apart else None, launch=launch) as reached:
-            started = time.monotonic()
-            with contextlib.suppress(StuckError):
-                spare = run.add_node(run.new_token())
-                spare.wait_line(lambda line: "joined run" in line, JOIN_SECONDS)
-                joined = round(time.monotonic() - started, 2)
-            identity = NodeIdentity.load(run.state_dir(2))
-            assert identity is not None or joined is None, "who has joined has an identity"
-            with (
-                watch.measure("siege", members),
-                _reconnecting(identity, join_port, besieged if siege.port == "link" else None) as took,
-            ):
-                _wait(siege.seconds, coordinator)
-        with watch.measure("calm", members):
+        members = list(run.processes)
+        _join(run, _wrapper(core))
+        spare = NodeIdentity.load(run.state_dir(2))
+        assert spare is not None, "who has joined has an identity"
+        joined, reached = None, 0
+        at = besieged if siege.port == "link" else None
+        took: list[float] = []
+        for number in range(siege.rounds):
+            with watch.measure(members), _reconnecting(spare, join_port, at, []):
+                _wait(siege.calm_seconds, coordinator)
+            with _strangers(siege, port, token, core=1 if apart else None, launch=launch) as counted:
+                if number == 0:
+                    joined = _join(run, _wrapper(core), leaves=True)
+                with watch.measure(members), _reconnecting(spare, join_port, at, took):
+                    _wait(siege.seconds, coordinator)
+            reached += counted[0]
+        with watch.measure(members), _reconnecting(spare, join_port, at, []):
             _wait(siege.calm_seconds, coordinator)
         coordinator.interrupt()
         code: int | None = None
@@ -213,7 +225,7 @@ def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
         ended = done > 0 and code == INTERRUPTED
         expected = _undisturbed(run, done) if ended else None
         finished = coordinator.all(RunFinished)
-        (speed, cpu), (calm_speed, calm_cpu) = watch.rate("siege"), watch.rate("calm")
+        speeds, cpus = zip(*watch.ratios(), strict=True)
         return Withstood(
             name=siege.name,
             what=siege.what,
@@ -221,14 +233,30 @@ def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
             bits_equal=expected is not None
             and run.losses == expected.losses
             and run.weights_sha256 == expected.weights_sha256,
-            speed=round(speed / max(calm_speed, 1e-9), 2),
-            cpu=round(cpu / max(calm_cpu, 1e-9), 2),
+            speed=round(median(speeds), 2),
+            speeds=tuple(round(one, 2) for one in speeds),
+            cpu=round(median(cpus), 2),
             reconnect_seconds=round(max(took), 2) if took and max(took) < RECONNECT_LIMIT else None,
             reconnects=len(took),
             join_seconds=joined,
-            reached=reached[0],
+            reached=reached,
             line="" if ended else finished[-1].reason if finished else "nothing happened any more",
         )
+
+
+def _join(run: Run, wrapper: Sequence[str], *, leaves: bool = False) -> float | None:
+    """Seconds from the start of a new node to its admission; None if that took too long."""
+    started = time.monotonic()
+    node = run.add_node(run.new_token(), wrapper=wrapper)
+    try:
+        node.wait_line(lambda line: "joined run" in line, JOIN_SECONDS)
+    except StuckError:
+        return None
+    took = round(time.monotonic() - started, 2)
+    if leaves:
+        node.interrupt()
+        node.wait_exit()
+    return took
 
 
 def _undisturbed(run: Run, steps: int) -> Expected:
@@ -248,20 +276,19 @@ def _wait(seconds: float, coordinator: Coordinator) -> None:
 
 @contextlib.contextmanager
 def _reconnecting(
-    identity: NodeIdentity | None, port: int, neighbour: NodeJoined | None
-) -> Iterator[list[float]]:
-    """Connect again and again inside the block, as a member; gives the seconds of each time."""
-    took: list[float] = []
+    identity: NodeIdentity, port: int, neighbour: NodeJoined | None, took: list[float]
+) -> Iterator[None]:
+    """Connect again and again inside the block, as a member; adds the seconds of each time to `took`."""
     over = threading.Event()
 
     def work() -> None:
-        while identity is not None and not over.wait(RECONNECT_EVERY):
+        while not over.wait(RECONNECT_EVERY):
             took.append(asyncio.run(_reconnect(identity, port, neighbour)))
 
     thread = threading.Thread(target=work, name="reconnecting")
     thread.start()
     try:
-        yield took
+        yield
     finally:
         over.set()
         thread.join()

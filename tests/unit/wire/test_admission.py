@@ -1,5 +1,7 @@
 """Admission of connections: places are bounded, and a crowd loses before anybody else does."""
 
+from collections import Counter
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,6 +93,7 @@ events = st.lists(
 @given(events=events)
 def test_slots_are_kept_and_every_connection_is_released_once(events: list[tuple[str, int, int]]) -> None:
     admission, alive, now, numbers = Admission(SMALL), set[int](), 0.0, iter(range(1000, 10_000))
+    silent: dict[int, int] = {}
     for what, which, group in events:
         now += 0.7
         number = which if which in alive else -1
@@ -99,8 +102,13 @@ def test_slots_are_kept_and_every_connection_is_released_once(events: list[tuple
             case "accept":
                 number = which if which not in alive else next(numbers)
                 dropped = admission.accepted(number, f"10.0.0.{group}", now)
+                if dropped:
+                    crowds = Counter(silent[one] for one in alive if one in silent)
+                    assert crowds[silent[dropped[0]]] == max(crowds.values()), "the largest group loses"
                 alive.add(number)
+                silent[number] = group
             case "speak":
+                silent.pop(number, None)
                 dropped = admission.spoke(number, now)
             case "prove":
                 dropped = admission.proved(number, f"node-{group}", now)
@@ -114,6 +122,7 @@ def test_slots_are_kept_and_every_connection_is_released_once(events: list[tuple
         assert len(set(dropped)) == len(dropped) and set(dropped) <= alive
         assert what in ("expire", "shed") or number not in dropped
         alive -= set(dropped)
+        silent = {one: of for one, of in silent.items() if one in alive}
         assert len(admission) == len(alive)
         assert admission.count(Phase.SILENT) <= SMALL.silent
         assert admission.count(Phase.HANDSHAKE) <= SMALL.handshakes
