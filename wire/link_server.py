@@ -6,7 +6,7 @@ from an epoch that this node does not know yet is asked to try again; anybody el
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import NoReturn
 
 import grpc
@@ -149,6 +149,8 @@ class LinkServer:
         self._links: dict[str, AcceptedLink] = {}  # of the newest epoch, by neighbour
         self.layers: LayerServer | None = None
         """Serves this node's layers of snapshots, once it is a member of the run."""
+        self.shut_out: Collection[str] = frozenset()
+        """Nodes that get no layer, though they hold a certificate of the run."""
 
     async def start(self, listen: str, relay: Front | None = None) -> int:
         """Listen on `listen` ("host:port"; port 0 picks one); returns the port.
@@ -262,6 +264,8 @@ class LinkServer:
             await _abort(context, grpc.StatusCode.PERMISSION_DENIED, "the certificate names no node", None)
         if self._front is not None:
             self._front.prove(context.peer(), peer)
+        if peer in self.shut_out:
+            await _abort(context, grpc.StatusCode.PERMISSION_DENIED, "you were shut out of this run", None)
         if self.layers is None:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not in the run yet", None)
         await self.layers.serve(message, context)

@@ -7,6 +7,7 @@ applied steps.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from wire.identity.enrolment import Hardware, Refusal
 from wire.telemetry import StepSpans, Telemetry
@@ -79,6 +80,35 @@ class Ready:
     """Totals before the epoch's first step."""
 
 
+DIGEST_BYTES = 16
+"""Of a SHA-256: enough that nobody finds other bytes with the same one."""
+
+
+class BoundaryEnd(NamedTuple):
+    """One end of a boundary between two chunks, in one direction."""
+
+    boundary: int
+    backward: bool
+    """Gradients go over it, else activations."""
+    received: bool
+    """The end that received them, else the one that sent them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupDigests:
+    """Digests of what a stage computed for one gradient group.
+
+    The same weights and inputs give the same digests in every row whose nodes compute the same bits.
+    """
+
+    gradient: bytes
+    """Of the packed gradient of the stage's layer units."""
+    boundaries: Mapping[BoundaryEnd, bytes] = field(default_factory=dict)
+    """Of the packed tensors of the group's microbatches, in their order."""
+    loss: float | None = None
+    """Where the head is, of a group that the row computes only to check another row."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Vote:
     """Ready to commit: squared gradient norms by layer unit, and the mean loss where the head is.
@@ -93,6 +123,8 @@ class Vote:
     """None if a run has several gradient groups."""
     group_losses: Mapping[int, float] = field(default_factory=dict)
     """From the last stage with several groups: by group of its row, the group's part of the mean loss."""
+    digests: Mapping[int, GroupDigests] = field(default_factory=dict)
+    """With audits: of each group of its row, and of `Begin.audited`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +279,8 @@ class Begin:
     """Extra microbatches in flight on each link in this step, in order of links; empty: the run file's."""
     keep_sums: bool = False
     """Keep this step's summed gradients, packed: newcomers fetch them."""
+    audited: tuple[int, ...] = ()
+    """Gradient groups of another row, to compute as well and only to give their digests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +323,13 @@ class Retain:
     steps: tuple[int, ...]
     record: str = ""
     """JSON that `thinwire recover` needs of the run; empty: no news."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShutOut:
+    """Nodes that are no longer in the run, though their certificates are still valid: serve them nothing."""
+
+    node_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,6 +414,7 @@ CoordinatorMessage = (
     | TakeSnapshot
     | Retain
     | SendLayers
+    | ShutOut
     | Validate
     | Prefetch
     | Follow

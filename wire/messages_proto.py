@@ -11,10 +11,12 @@ from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.names import clean_name, is_node_id
 from wire.messages import (
+    DIGEST_BYTES,
     LONGEST_REASON,
     Abort,
     Applied,
     Begin,
+    BoundaryEnd,
     Commit,
     CoordinatorMessage,
     FailureKind,
@@ -22,6 +24,7 @@ from wire.messages import (
     Follow,
     Following,
     FollowStep,
+    GroupDigests,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -39,6 +42,7 @@ from wire.messages import (
     Restore,
     Retain,
     SendLayers,
+    ShutOut,
     StepFailed,
     TakeSnapshot,
     Validate,
@@ -69,6 +73,7 @@ def _hardware_to_proto(hardware: Hardware) -> enrolment_pb2.Hardware:
         devices=hardware.devices,
         tensor_parallel=hardware.tensor_parallel,
         host_bytes=hardware.host_bytes,
+        arithmetic=hardware.arithmetic,
     )
 
 
@@ -83,7 +88,41 @@ def _hardware_from_proto(message: enrolment_pb2.Hardware) -> Hardware:
         devices=devices,
         tensor_parallel=tensor_parallel,
         host_bytes=message.host_bytes,
+        arithmetic=line(message.arithmetic),
     )
+
+
+def _digests_to_proto(group: int, digests: GroupDigests) -> control_pb2.GroupDigests:
+    return control_pb2.GroupDigests(
+        group=group,
+        gradient=digests.gradient,
+        boundaries=[
+            control_pb2.BoundaryDigest(
+                boundary=at.boundary, backward=at.backward, received=at.received, digest=digest
+            )
+            for at, digest in sorted(digests.boundaries.items())
+        ],
+        loss=digests.loss if digests.loss is not None else 0.0,
+        has_loss=digests.loss is not None,
+    )
+
+
+def _digests_from_proto(message: control_pb2.GroupDigests) -> GroupDigests:
+    boundaries = {
+        BoundaryEnd(one.boundary, backward=one.backward, received=one.received): _digest(one.digest)
+        for one in message.boundaries
+    }
+    return GroupDigests(
+        gradient=_digest(message.gradient),
+        boundaries=boundaries,
+        loss=message.loss if message.has_loss else None,
+    )
+
+
+def _digest(value: bytes) -> bytes:
+    if len(value) != DIGEST_BYTES:
+        raise ProtocolViolationError(f"a digest of {len(value)} bytes, expected {DIGEST_BYTES}")
+    return value
 
 
 def _squared(value: float) -> float:
@@ -128,6 +167,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                         control_pb2.GroupLoss(group=g, loss=one)
                         for g, one in sorted(message.group_losses.items())
                     ],
+                    digests=[_digests_to_proto(g, one) for g, one in sorted(message.digests.items())],
                 )
             )
         case Applied():
@@ -209,6 +249,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 norms=_norms_from_proto(vote.norms),
                 loss=vote.loss if vote.has_loss else None,
                 group_losses={one.group: one.loss for one in vote.group_losses},
+                digests={one.group: _digests_from_proto(one) for one in vote.digests},
             )
         case "applied":
             applied = message.applied
@@ -323,6 +364,8 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
                     norms=_norms_to_proto(message.norms),
                 )
             )
+        case ShutOut():
+            return control_pb2.CoordinatorMessage(shut_out=control_pb2.ShutOut(node_ids=message.node_ids))
         case Retain():
             return control_pb2.CoordinatorMessage(
                 retain=control_pb2.Retain(steps=message.steps, record=message.record)
@@ -383,6 +426,7 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 step=begin.step,
                 link_windows=tuple(begin.link_windows),
                 keep_sums=begin.keep_sums,
+                audited=tuple(begin.audited),
             )
         case "commit":
             return _commit_from_proto(message.commit)
@@ -420,6 +464,8 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 lr=amount(after.lr, "a learning rate"),
                 norms=_norms_from_proto(after.norms),
             )
+        case "shut_out":
+            return ShutOut(node_ids=tuple(line(one) for one in message.shut_out.node_ids))
         case "retain":
             return Retain(steps=tuple(message.retain.steps), record=message.retain.record)
         case "send_layers":

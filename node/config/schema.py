@@ -337,6 +337,15 @@ class SnapshotsSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AuditSection:
+    """`[audit]`: find a node that computes wrong values, by having another one compute the same."""
+
+    rate: float = 0.0
+    """Share of steps in which a second row computes one of another row's gradient groups too, and the results
+    are compared bit for bit. Needs rows of like nodes (see `pipeline.groups`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CoordinatorSection:
     """`[coordinator]`"""
 
@@ -399,6 +408,7 @@ class RunConfig:
     lora: LoraSection = field(default_factory=LoraSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     snapshots: SnapshotsSection = field(default_factory=SnapshotsSection)
+    audit: AuditSection = field(default_factory=AuditSection)
     coordinator: CoordinatorSection = field(default_factory=CoordinatorSection)
     dashboard: DashboardSection = field(default_factory=DashboardSection)
     telemetry: TelemetrySection = field(default_factory=TelemetrySection)

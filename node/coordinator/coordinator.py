@@ -56,7 +56,6 @@ from node.coordinator.store import (
 )
 from node.model.labels import BatchPart, to_bytes
 from node.pipeline.codec_plan import Lines
-from node.pipeline.device_memory import devices_of
 from node.pipeline.snapshot_place import is_url, snapshot_place
 from node.pipeline.window_plan import Windows
 from node.run_file.loader import to_json
@@ -265,14 +264,16 @@ class Coordinator:
             # The command that evicts writes into the database, from a process of its own. One that cannot be
             # read now may be at the next look; whoever needs it ends the run with a goodbye.
             with contextlib.suppress(RunError):
-                for node_id in await asyncio.to_thread(self._store.evicted):
+                evicted = await asyncio.to_thread(self._store.evicted)
+                self._sessions.shut_out({*evicted, *self._machine.quarantined})
+                for node_id in evicted:
                     self._shut_out(node_id)
 
     def _use_costs(self, number: int, costs: events.StepCosts) -> None:
         """Plan windows and codecs and share groups by what a step cost, unless its epoch is over."""
         epoch, members = self._machine.epoch, self._machine.members
-        if epoch is None or epoch.number != number:
-            return
+        if epoch is None or epoch.number != number or epoch.was_audited(costs.step - 1):
+            return  # in an audited step some rows compute more than their groups
         self._planners.step_done(epoch, [members[node].offer for node in epoch.hosts], costs)
         if epoch.rows > 1:
             length = self.config.microbatches // self.config.pipeline.groups
@@ -467,10 +468,8 @@ class Coordinator:
             if known is None or known.process_nonce != hello.process_nonce:
                 self._reporter.joined(session.joined)
             return self._machine.hello(
-                node_id,
+                session.offer,
                 address=session.address,
-                memory_bytes=hello.hardware.memory_bytes,
-                devices=devices_of(hello.hardware),
                 process_nonce=hello.process_nonce,
                 epoch=hello.epoch,
                 rate=hello.download_rate,

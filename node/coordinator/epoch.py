@@ -12,12 +12,13 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from node.coordinator.actions import Action, RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
+from node.coordinator.audits import Audit, Auditor, Contradiction, Difference
 from node.coordinator.grid import ONE_ROW, Groups
 from node.coordinator.held_out import HeldOutPass
 from node.coordinator.votes import (
@@ -26,9 +27,7 @@ from node.coordinator.votes import (
     Implausible,
     NonFinite,
     Outcome,
-    PastStep,
     RefusedVote,
-    UnitNumbers,
     VoteHistory,
 )
 from node.model.labels import BatchPart
@@ -54,9 +53,8 @@ Neighbours = Callable[[int, int], Collection[int]]
 StepPlan = Callable[[int, float], tuple[float, float]]
 """(step, global gradient norm) -> (clip coefficient, learning rate)."""
 
-PLACING_SECONDS = 90.0
-"""A node that does not say within this time what state it holds is stuck. Longer than a node may take to end
-the epoch before."""
+
+REMEMBERED_AUDITS = 16
 
 
 class Phase(StrEnum):
@@ -101,10 +99,13 @@ class Epoch:
         neighbours: Neighbours,
         history: VoteHistory,
         groups: Groups = ONE_ROW,
+        auditor: Auditor | None = None,
+        kinds: Sequence[Hashable] = (),
     ) -> None:
         """
         Args:
             groups: the gradient groups that each row computes.
+            kinds: what the bits of each host's results depend on.
             lineages: of states that are the run's; None: it is not known, so any that all stages are on.
         """
         self.number = number
@@ -135,6 +136,11 @@ class Epoch:
         self.steps_done = 0
         self._neighbours = neighbours
         self._history = history
+        self._auditor = auditor or Auditor(0.0, b"", lambda _: 0)
+        self._kinds = kinds
+        self.audit: Audit | None = None
+        """What is audited in the step that runs."""
+        self._audited: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
         self._plan = plan
         self._suspect_step = suspect_step
         self._placed: dict[str, Placed] = {}
@@ -187,7 +193,11 @@ class Epoch:
         every = part is BatchPart.DOCUMENTS
         if node_id not in self._seats or not (every or self.stage_of(node_id) == stage):
             return False
-        return set(groups) <= set(self.groups[self.replica_of(node_id)])
+        return set(groups) <= {*self.groups[self.replica_of(node_id)], *self._extra(node_id)}
+
+    def _extra(self, node_id: str) -> tuple[int, ...]:
+        """The groups of another row that this node computes in the step that runs."""
+        return () if self.audit is None else self.audit.extra(self.replica_of(node_id))
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -209,6 +219,9 @@ class Epoch:
         self._windows = self.planned_windows
         self._keeps_sums = self.keeps_sums
         self.votes.clear()
+        self.audit = None if self.uncompressed else self._auditor.draw(self.step, self.groups, self._kinds)
+        if self.audit is not None:
+            self._audited.append(self.step)
         return [Send(node_id=node, message=self._begin(node)) for node in self.hosts]
 
     @property
@@ -325,7 +338,12 @@ class Epoch:
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self._seats:
             return []
         groups = self.groups[self.replica_of(node_id)] if self._group_count > 1 else None
-        if (why := self._history.refusal(vote, self.stage_of(node_id), self.stages, groups)) is not None:
+        stage, has_loss = self.stage_of(node_id), self.stage_of(node_id) == self.loss_stage
+        own = groups if groups is not None and self.rows > 1 else ()
+        why = self._history.refusal(vote, stage, self.stages, groups) or self._auditor.refusal(
+            vote, stage, self.stages, own, self._extra(node_id), has_loss=has_loss
+        )
+        if why is not None:
             return RefusedVote(node_id, why)
         for unit, norm in vote.norms.items():
             if not 0.0 <= norm < math.inf:
@@ -336,6 +354,25 @@ class Epoch:
         self.votes[node_id] = vote
         if len(self.votes) < len(self.hosts):
             return []
+        return self._commit_step()
+
+    def was_audited(self, step: int) -> bool:
+        """Whether one of the epoch's newest steps was, this one."""
+        return step in self._audited
+
+    @property
+    def has_more_auditors(self) -> bool:
+        """Whether a row that has not computed the audited group could."""
+        if self.audit is None:
+            return False
+        own, *_ = self.audit.rows
+        kinds = [self._kinds[row * self.stages : (row + 1) * self.stages] for row in range(self.rows)]
+        alike = [row for row in range(self.rows) if kinds[row] == kinds[own]]
+        return len(self.audit.rows) == 2 and len(alike) > 2
+
+    def commit_unaudited(self) -> Outcome:
+        """Go on although nodes computed different values: nobody can say which of them is wrong."""
+        self.audit = None
         return self._commit_step()
 
     def commit_anyway(self) -> list[Action]:
@@ -386,7 +423,7 @@ class Epoch:
         return Validate(epoch=self.number, step=self.step, number=one.number, microbatches=one.microbatches)
 
     def _commit_step(self, *, confirmed: bool = False) -> Outcome:
-        if (odd := self._disagreement()) is not None:
+        if (odd := self._disagreement() or self._audit_step()) is not None:
             return odd
         loss = self._sum_of_losses()
         votes = [self.votes[node] for node in self.row(0)]
@@ -415,12 +452,16 @@ class Epoch:
         for stage in range(self.stages):
             column = self.hosts[stage :: self.stages]
             norms = {node: self.votes[node].norms for node in column}
-            said = Counter(tuple(sorted(one.items())) for one in norms.values())
+            said = {tuple(sorted(one.items())) for one in norms.values()}
             if len(said) > 1:
-                usual = dict(said.most_common(1)[0][0])
-                odd = [node for node in column if norms[node] != usual][-1]
-                return Disagreement(odd, f"the gradient of stage {stage} is not the same in all rows", norms)
+                return Disagreement(f"the gradient of stage {stage} is not the same in all rows", norms)
         return None
+
+    def _audit_step(self) -> Difference | Contradiction | None:
+        if self.audit is None:
+            return None
+        rows = {row: [(node, self.votes[node]) for node in self.row(row)] for row in self.audit.rows}
+        return self._auditor.compare(self.audit, self.step, rows, self.loss_stage)
 
     def _sum_of_losses(self) -> float:
         """The step's loss. Groups are added in their order, so it does not depend on the rows."""
@@ -459,7 +500,10 @@ class Epoch:
         links = len(self._windows) // self.rows
         first = self.replica_of(node_id) * links
         windows = self._windows[first : first + links]
-        return Begin(epoch=self.number, step=self.step, link_windows=windows, keep_sums=self._keeps_sums)
+        audited, keeps = self._extra(node_id), self._keeps_sums
+        return Begin(
+            epoch=self.number, step=self.step, link_windows=windows, keep_sums=keeps, audited=audited
+        )
 
     def _commit(self) -> Commit:
         committed = self.committed
@@ -501,92 +545,3 @@ def _mean(parts: Sequence[tuple[int, float]]) -> float | None:
     """The weighted mean of (weight, value); None without parts."""
     whole = sum(weight for weight, _ in parts)
     return sum(weight * value for weight, value in parts) / whole if parts else None
-
-
-class EpochSeries:
-    """One epoch at a time, or none."""
-
-    def __init__(
-        self,
-        last_number: int,
-        committed: Committed | None,
-        step_plan: StepPlan,
-        neighbours: Neighbours,
-        units: UnitNumbers,
-        past: Sequence[PastStep] = (),
-    ) -> None:
-        self._neighbours = neighbours
-        self._history = VoteHistory(units, past)
-        self.current: Epoch | None = None
-        self.ended: Epoch | None = None
-        """The newest that is over."""
-        self._step_plan = step_plan
-        self._last_number = last_number
-        self._committed = committed
-        self._newest_state = committed.step + 1 if committed is not None else 0
-        self._lineages: set[int] | None = None
-        """That of the newest commit, and those that began since; unknown before the first commit."""
-        self._windows: tuple[int, ...] = ()
-        """The newest plan for the links; empty before there is one."""
-        self._windows_of = (0, 0)
-        """Nodes and rows that it was made for."""
-        self._began = 0.0
-
-    def begin(
-        self,
-        hosts: tuple[str, ...],
-        addresses: tuple[str, ...],
-        *,
-        newest_snapshot: int,
-        suspect_step: int | None,
-        now: float,
-        groups: Groups = ONE_ROW,
-    ) -> Epoch:
-        """The next epoch. Its nodes are about to receive their places."""
-        self._last_number += 1
-        self._began = now
-        if self._lineages is not None and self.ended is not None and self.ended.lineage is not None:
-            self._lineages.add(self.ended.lineage)
-        self.current = Epoch(
-            number=self._last_number,
-            hosts=hosts,
-            addresses=addresses,
-            newest_snapshot=newest_snapshot,
-            newest_state=self._newest_state,
-            committed=self._committed,
-            lineages=None if self._lineages is None else frozenset(self._lineages),
-            suspect_step=suspect_step,
-            plan=self._step_plan,
-            neighbours=self._neighbours,
-            history=self._history,
-            groups=groups,
-        )
-        if (len(hosts), len(groups)) == self._windows_of:
-            self.current.planned_windows = self._windows
-        return self.current
-
-    def end(self) -> Epoch | None:
-        """The epoch is over; gives it, if there is one."""
-        over, self.current = self.current, None
-        self.ended = over or self.ended
-        return over
-
-    def committed(self, committed: Committed) -> None:
-        """A step of the epoch is committed."""
-        self._committed = committed
-        self._lineages = None if committed.lineage is None else {committed.lineage}
-        self._newest_state = max(self._newest_state, committed.step + 1)
-
-    def plan_windows(self, number: int, windows: tuple[int, ...]) -> None:
-        """If this epoch is on: its next step has these windows, and later epochs of as many stages too."""
-        if self.current is not None and self.current.number == number:
-            self._windows = self.current.planned_windows = windows
-            self._windows_of = len(self.current.hosts), self.current.rows
-
-    def unplaced(self, now: float) -> dict[str, str]:
-        """Nodes that have had their time to take their places, and have not; the line for each."""
-        epoch = self.current
-        if epoch is None or epoch.phase is not Phase.PLACING or now - self._began <= PLACING_SECONDS:
-            return {}
-        line = f"it did not take its place within {PLACING_SECONDS:g} s: start it again"
-        return {node: line for node in epoch.hosts if node not in epoch.answered}

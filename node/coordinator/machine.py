@@ -29,23 +29,17 @@ from node.coordinator.actions import (
     run_over,
     sent_away,
 )
-from node.coordinator.epoch import Epoch, EpochSeries, Phase, StepPlan
-from node.coordinator.failures import (
-    Blame,
-    Ending,
-    Failures,
-    GiveUp,
-    Quarantine,
-    Stragglers,
-    Verdict,
-)
+from node.coordinator.audits import Auditor, Contradiction, Difference
+from node.coordinator.epoch import Epoch, Phase, StepPlan
+from node.coordinator.epoch_series import EpochSeries
+from node.coordinator.failures import Blame, Ending, Failures, GiveUp, Quarantine, Stragglers, Verdict
 from node.coordinator.grid import GroupSharing
 from node.coordinator.held_out import HeldOutSchedule
 from node.coordinator.membership import Member, Roster, loading_seconds, prefetch
 from node.coordinator.newcomers import Newcomers
 from node.coordinator.run_plan import Past, RunPlan
 from node.coordinator.snapshot_schedule import SnapshotSchedule
-from node.coordinator.stage_assignment import ONE, Candidate, StageAssigner
+from node.coordinator.stage_assignment import Candidate, StageAssigner
 from node.coordinator.votes import (
     Disagreement,
     FiniteUncompressed,
@@ -54,8 +48,7 @@ from node.coordinator.votes import (
     Outcome,
     RefusedVote,
 )
-from node.coordinator.wrong_values import WrongValues
-from node.pipeline.device_memory import Devices
+from node.coordinator.wrong_values import CallThird, Undecided, WrongValues
 from wire.messages import Applied, FailureKind, NodeMessage, Placed, Ready, StepFailed, Validated, Vote
 
 
@@ -71,9 +64,8 @@ class RunMachine:
         )
         self._failures = Failures()
         self._blame = Blame()
-        self._epochs = EpochSeries(
-            past.last_epoch, past.committed, step_plan, plan.neighbours, plan.unit_numbers, past.newest
-        )
+        auditor = Auditor(plan.audit_rate, plan.audit_secret, plan.boundaries)
+        self._epochs = EpochSeries(plan, past, step_plan, auditor)
         self._assigner = StageAssigner(
             stages=plan.stages,
             min_stages=plan.min_stages,
@@ -88,7 +80,7 @@ class RunMachine:
         self.codecs = plan.codecs(past.codecs, past.committed.step + 1 if past.committed else 0)
         self._quarantine = Quarantine()
         self._stragglers = Stragglers([one.seconds for one in past.newest])
-        self._wrong = WrongValues(self._assigner, self._blame)
+        self._wrong = WrongValues(self._assigner, self._blame, auditor)
         self._newcomers = Newcomers(self._assigner, self._roster, plan.unit_numbers, follows=plan.follows)
         self._ending = Ending()
         self._measurements = HeldOutSchedule(past.validated, past.best)
@@ -120,22 +112,14 @@ class RunMachine:
     # ---- who is here
 
     def hello(
-        self,
-        node_id: str,
-        *,
-        address: str,
-        memory_bytes: int,
-        process_nonce: int,
-        epoch: int,
-        now: float,
-        devices: Devices = ONE,
-        rate: float = 0.0,
+        self, offer: Candidate, *, address: str, process_nonce: int, epoch: int, now: float, rate: float = 0.0
     ) -> list[Action]:
         """A node opened its control connection: for the first time, again, or as a new process.
 
-        `epoch` is the one it believes to be in, 0 for none. `memory_bytes` is that of the smallest device,
-        `rate` bytes a second from the coordinator (0: unknown). One that cannot hold any stage is sent away.
+        `epoch` is the one it believes to be in, 0 for none. `rate` is bytes a second from the coordinator (0:
+        unknown). One that cannot hold any stage is sent away.
         """
+        node_id = offer.node_id
         if self.stopped:
             return finish_all([node_id], self.goodbye)
         if node_id in self.quarantined:
@@ -148,7 +132,6 @@ class RunMachine:
             again = f"node {node_id} was started again"
             actions += [Announce(text=again), *self._unassign(node_id, again, now)]
             member = None
-        offer = Candidate(node_id=node_id, memory_bytes=memory_bytes, devices=devices)
         if member is None and (line := self._assigner.useless(offer)) is not None:
             return [*actions, *sent_away(node_id, line), *self._try_place(now)]
         self._roster.arrived(offer, address=address, process_nonce=process_nonce, rate=rate, now=now)
@@ -319,10 +302,10 @@ class RunMachine:
             case RefusedVote():
                 actions = self.refused(outcome.node_id, outcome.why, now)
                 return actions + (epoch.ask_again(outcome.node_id) if self.epoch is epoch else [])
-            case Disagreement():
-                again = self._wrong.rows_differ(epoch, outcome, self._roster.candidates(), now)
-                verdict = again or self._failures.failed(epoch, outcome.node_id, outcome.what)
-                return self._after_failure(epoch, verdict, now)
+            case Disagreement() | Difference():
+                return self._rows_differ(epoch, outcome, now)
+            case Contradiction():
+                return self._failed(epoch, outcome.receiver, outcome.complaint(epoch.number), now)
             case Implausible():
                 what = f"{outcome.what} is far from those of the newest steps"
                 retry = self._compute_again(epoch, outcome.node_id, what, now, finite=True)
@@ -390,6 +373,7 @@ class RunMachine:
         if self._ending.due:
             return self._end()
         if self._newcomers.awaited:
+            self._wrong.make_room(epoch, self._roster.candidates(), now)
             self._assigner.regroup(now)
         return self._place_anew(now)
 
@@ -440,13 +424,23 @@ class RunMachine:
         # One of two neighbours breaks the protocol: only with another partner will it show which.
         replaces = isinstance(verdict, GiveUp) or message.kind is FailureKind.PEER
         if (replaces or self._blame.keeps_failing(node_id)) and not self._ending.due:
-            unblamed = self._blame.blameless(self._roster.candidates())
-            for culprit in suspects:
-                if self._assigner.hand_over(culprit, unblamed, now):
-                    self._blame.replace(culprit, by=node_id, step=epoch.step)
-                    verdict = self._failures.stage_given_up(epoch, culprit, verdict)
-                    break
+            candidates = self._roster.candidates()
+            culprit = self._wrong.leave_out_one(suspects, candidates, epoch.step, now, by=node_id)
+            if culprit is not None:
+                verdict = self._failures.stage_given_up(epoch, culprit, verdict)
         return actions + self._after_failure(epoch, verdict, now)
+
+    def _rows_differ(self, epoch: Epoch, found: Disagreement | Difference, now: float) -> list[Action]:
+        match self._wrong.rows_differ(epoch, found, self._roster.candidates(), now):
+            case CallThird(note=note):
+                self._newcomers.awaited, epoch.phase = True, Phase.IDLE
+                return [Announce(text=note), *self._between_steps(epoch, now)]
+            case Undecided(note=note):
+                told = [Announce(text=note)] if note else []
+                return [*told, *self._voted(epoch, epoch.commit_unaudited(), now)]
+            case again:
+                verdict = again or self._failures.failed(epoch, min(found.said), found.what)
+                return self._after_failure(epoch, verdict, now)
 
     def _after_failure(self, epoch: Epoch, verdict: Verdict, now: float) -> list[Action]:
         if isinstance(verdict, GiveUp):
@@ -574,6 +568,7 @@ class RunMachine:
             newest_snapshot=self._snapshots.newest,
             suspect_step=self._failures.suspect_step,
             now=now,
+            kinds=self._roster.kinds(nodes),
             groups=self._sharing.groups_for(nodes, rows=self._assigner.rows, now=now),
         )
         placement = RecordPlacement(

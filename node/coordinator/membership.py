@@ -1,6 +1,6 @@
 """The nodes of the run: connected ones, and those that may still reconnect. Pure."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from node.coordinator.actions import Action, Send
@@ -85,6 +85,10 @@ class Roster:
         stages = len(hosts) // rows
         for place, node_id in enumerate(hosts):
             self.members[node_id].stage = place % stages
+
+    def kinds(self, hosts: Sequence[str]) -> list[Hashable]:
+        """What the bits of each host's results depend on."""
+        return [(self.members[node].offer.kind, self.members[node].offer.devices) for node in hosts]
 
     def spares(self, hosts: Collection[str]) -> list[str]:
         """Candidates without a stage."""

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from node.coordinator.stage_assignment import Sharing, StageBytes, sharing, stag
 from node.coordinator.votes import PastStep, UnitNumbers
 from node.model.units import unit_names
 from node.pipeline.codec_plan import RateHistory
-from node.pipeline.placement import chunks_of, head_first, stage_units
+from node.pipeline.placement import boundaries, chunks_of, head_first, stage_units
 from node.pipeline.routing import neighbours
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.telemetry.format import parse_duration
@@ -61,6 +62,12 @@ class RunPlan:
     sharing: Sharing = lambda _: None
     codecs: Callable[[RateHistory, int], CodecControl] = no_codecs
     """(plans on record, the first step never committed) -> what plans the codecs of links."""
+    audit_rate: float = 0.0
+    """Share of steps in which a gradient group is computed by two rows."""
+    audit_secret: bytes = b""
+    """Nobody else knows it: it says which steps these are."""
+    boundaries: Callable[[int], int] = lambda stages: stages - 1
+    """Number of stages -> boundaries between chunks."""
     state_bytes: Callable[[int], Sequence[int]] = lambda stages: (0,) * stages
     """Number of stages -> bytes of weights and optimizer state of each stage."""
 
@@ -123,6 +130,9 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
         unit_numbers=functools.cache(functools.partial(_unit_numbers, config)),
         neighbours=functools.cache(functools.partial(_neighbours, config)),
         codecs=functools.partial(codec_control, config),
+        audit_rate=config.audit.rate,
+        audit_secret=secrets.token_bytes(32),
+        boundaries=functools.partial(boundaries, config),
         state_bytes=functools.cache(functools.partial(stage_state_bytes, config)),
     )
 

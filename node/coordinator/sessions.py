@@ -4,15 +4,17 @@ A correct node stays far below all limits. What is beyond them is refused before
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from node.config.schema import RunConfig
 from node.coordinator.enrolment_service import RateLimit
+from node.coordinator.stage_assignment import Candidate
 from node.model.units import unit_names
+from node.pipeline.device_memory import devices_of
 from node.telemetry.events import NodeJoined
 from node.telemetry.trace_files import TracedSteps
-from wire.messages import CoordinatorMessage, Finish, Hello
+from wire.messages import CoordinatorMessage, Finish, Hello, ShutOut
 
 MOST_WAITING = 64
 """Messages that wait to be sent to a node before answers to its heartbeats are left out."""
@@ -39,6 +41,17 @@ class ControlSession:
             listens=bool(hello.peer_address),
         )
 
+    @property
+    def offer(self) -> Candidate:
+        """The node as a host of stages."""
+        hardware = self.hello.hardware
+        return Candidate(
+            node_id=self.node_id,
+            memory_bytes=hardware.memory_bytes,
+            devices=devices_of(hardware),
+            kind=f"{hardware.device}, {hardware.arithmetic}",
+        )
+
     def send(self, message: CoordinatorMessage) -> None:
         self._outbox.put_nowait(message)
 
@@ -62,6 +75,7 @@ class Sessions:
         self._newest: dict[str, ControlSession] = {}
         self._deserted = asyncio.Event()
         self._deserted.set()
+        self._shut_out = ShutOut(node_ids=())
 
     def __iter__(self) -> Iterator[ControlSession]:
         return iter(self._newest.values())
@@ -79,6 +93,17 @@ class Sessions:
             older.close()
         self._newest[session.node_id] = session
         self._deserted.clear()
+        if self._shut_out.node_ids and session.node_id not in self._shut_out.node_ids:
+            session.send(self._shut_out)
+
+    def shut_out(self, nodes: Collection[str]) -> None:
+        """These nodes are no longer in the run: all others are told if that is new."""
+        news = ShutOut(node_ids=tuple(sorted(nodes)))
+        if news != self._shut_out:
+            self._shut_out = news
+            for session in self:
+                if session.node_id not in nodes:
+                    session.send(news)
 
     def remove(self, session: ControlSession) -> None:
         """An added session has ended."""
@@ -108,6 +133,8 @@ MOST_LINKS = 4
 MESSAGE_BYTES = 16 * 1024
 UNIT_BYTES = 64
 """Of a vote, for each layer unit."""
+DIGEST_BYTES = 64
+"""Of a vote with audits, for each gradient group and each end of its boundaries."""
 HEARTBEATS_KEPT = 500
 """Heartbeats, and as many other messages, that may come at once after an outage."""
 HEARTBEAT_TIMES = 10.0
@@ -139,7 +166,9 @@ class MessageLimits:
     def __init__(self, config: RunConfig) -> None:
         self.connections = RateLimit(CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE)
         self._traced = TracedSteps.parse(config.telemetry.trace)
-        self._most_bytes = MESSAGE_BYTES + UNIT_BYTES * len(unit_names(config.model))
+        ends = 1 + 4 * (config.pipeline.chunks + 1)
+        digests = DIGEST_BYTES * ends * config.pipeline.groups if config.audit.rate > 0.0 else 0
+        self._most_bytes = MESSAGE_BYTES + UNIT_BYTES * len(unit_names(config.model)) + digests
         self._heartbeats = RateLimit(HEARTBEAT_TIMES / config.coordinator.heartbeat_seconds, HEARTBEATS_KEPT)
         self._others = RateLimit(OTHERS_A_SECOND, HEARTBEATS_KEPT)
         self._spans = RateLimit(SPANS_A_SECOND, SPANS_AT_ONCE)

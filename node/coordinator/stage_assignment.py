@@ -53,6 +53,8 @@ class Candidate:
     node_id: str
     memory_bytes: int
     devices: Devices = ONE
+    kind: str = ""
+    """What the bits of its results depend on, beside the number of devices."""
 
 
 def assign(

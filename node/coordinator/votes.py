@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from node.coordinator.actions import Action
+from node.coordinator.audits import Contradiction, Difference
 from wire.messages import Vote
 
 
@@ -49,14 +50,21 @@ class RefusedVote:
 class Disagreement:
     """Rows give different gradient norms for one stage; in rows that work they have the same bits."""
 
-    node_id: str
-    """Of those in the minority, the one in the last row."""
     what: str
-    norms: Mapping[str, Mapping[int, float]]
-    """What each node of this stage said."""
+    said: Mapping[str, Mapping[int, float]]
+    """The norms from each node of this stage."""
 
 
-Outcome = list[Action] | NonFinite | FiniteUncompressed | Implausible | RefusedVote | Disagreement
+Outcome = (
+    list[Action]
+    | NonFinite
+    | FiniteUncompressed
+    | Implausible
+    | RefusedVote
+    | Disagreement
+    | Difference
+    | Contradiction
+)
 """What a vote leads to."""
 
 

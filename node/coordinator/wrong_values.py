@@ -1,13 +1,16 @@
 """Find whose values are wrong: not finite, not plausible, or not the same in all rows. Pure.
 
 The step runs again without the node that is the likeliest cause. What the commit says then refutes what
-others said before; with one word against another, nobody is refuted.
+others said before. With one word against another nobody is refuted: a third node computes the same, in
+another row, or a spare that takes the place of one of the two once their state is on disk.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from node.coordinator.actions import AbortKind
+from node.coordinator.audits import Auditor, Difference
 from node.coordinator.epoch import Epoch
 from node.coordinator.failures import Blame, RunAgain
 from node.coordinator.stage_assignment import Candidate, StageAssigner
@@ -30,6 +33,12 @@ class _Doubt:
     """That stage."""
     norms: dict[str, Mapping[int, float]] = field(default_factory=dict)
     """What nodes said when rows did not agree."""
+    computed: dict[str, dict[str, set[bytes]]] = field(default_factory=dict)
+    """What nodes said in audits: digests by value and node, where they did not agree."""
+    wrong: set[str] = field(default_factory=set)
+    """Whom two others contradict in an audit."""
+    third_for: str = ""
+    """Whose place a spare takes, so that there are three words."""
 
     def suspects(self, epoch: Epoch, node_id: str, *, neighbours: bool) -> list[str]:
         """Nodes whose stage others are to compute again: the one that reports, those of its stage in other
@@ -61,13 +70,31 @@ class _Doubt:
         return wrong
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallThird:
+    """A spare takes the place of one of two nodes that differ, once the state before the step is on disk."""
+
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undecided:
+    """One of two nodes is wrong, and no third can say which: the step is committed."""
+
+    note: str
+    """For the operator; empty if these two were named before."""
+
+
 class WrongValues:
     """One doubt at a time: that of the step that runs."""
 
-    def __init__(self, assigner: StageAssigner, blame: Blame) -> None:
+    def __init__(self, assigner: StageAssigner, blame: Blame, auditor: Auditor) -> None:
         self._assigner = assigner
         self._blame = blame
+        self._auditor = auditor
         self._doubt: _Doubt | None = None
+        self._told: set[frozenset[str]] = set()
+        """Pairs that differ and that the operator knows of."""
 
     def nothing_to_try(self, epoch: Epoch) -> None:
         """The step is not run again without another node; who was left out last was not the cause."""
@@ -106,22 +133,110 @@ class WrongValues:
         return None
 
     def rows_differ(
-        self, epoch: Epoch, found: Disagreement, candidates: Sequence[Candidate], now: float
-    ) -> RunAgain | None:
-        """Run the step again; if rows differ once more, without the node whose gradient is the odd one.
+        self,
+        epoch: Epoch,
+        found: Disagreement | Difference,
+        candidates: Sequence[Candidate],
+        now: float,
+    ) -> RunAgain | CallThird | Undecided | None:
+        """Nodes of one stage do not say the same: run the step again without the one that two contradict.
 
-        None if the run cannot do without it.
+        Of two, none is the odd one: a third has to compute the same. None if the run cannot do without the
+        node.
         """
-        doubt, culprit = self._of(epoch), found.node_id
+        if isinstance(found, Disagreement):
+            return self._norms_differ(epoch, found, candidates, now)
+        return self._audit_differs(epoch, found, candidates, now)
+
+    def _norms_differ(
+        self, epoch: Epoch, found: Disagreement, candidates: Sequence[Candidate], now: float
+    ) -> RunAgain | CallThird | None:
+        doubt = self._of(epoch)
         is_first = not doubt.norms
-        doubt.norms.update(found.norms)
+        doubt.norms.update(found.said)
         note = f"step {epoch.step + 1} is not committed: {found.what}; it runs again"
         if not is_first:
-            if not self._assigner.hand_over(culprit, self._blame.blameless(candidates), now):
+            said = {node: tuple(sorted(norms.items())) for node, norms in doubt.norms.items()}
+            usual, most = Counter(said.values()).most_common(1)[0]
+            odd = [node for node in found.said if said[node] != usual]
+            if most == 1:
+                third = self._call_third(epoch, found.said, found.what, candidates)
+                if third is not None:
+                    return third
+            if not self._leave_out(odd[-1], candidates, epoch.step, now):
                 return None
-            self._blame.replace(culprit, by=culprit, step=epoch.step)
-            note += f", without node {culprit}"
+            note += f", without node {odd[-1]}"
         return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
+
+    def _audit_differs(
+        self, epoch: Epoch, found: Difference, candidates: Sequence[Candidate], now: float
+    ) -> RunAgain | CallThird | Undecided | None:
+        doubt = self._of(epoch)
+        said = doubt.computed.setdefault(found.what, {})
+        for node, digest in found.said.items():
+            said.setdefault(node, set()).add(digest)
+        self._auditor.doubted = found.step, found.group
+        what = f"{found.what} is not the same in all rows that computed group {found.group}"
+        note = f"step {epoch.step + 1} is not committed: {what}; it runs again"
+        if wrong := _contradicted(said):
+            doubt.wrong |= wrong
+            if not self._leave_out(min(wrong), candidates, epoch.step, now):
+                return None
+            note += f" without node {min(wrong)}, which two others contradict"
+        elif epoch.has_more_auditors:
+            note += ", and a third row computes the group"
+        else:
+            return self._call_third(epoch, found.said, what, candidates) or self._undecided(epoch, found)
+        return RunAgain(kind=AbortKind.DIFFERS, reason=what, note=note)
+
+    def _undecided(self, epoch: Epoch, found: Difference) -> Undecided:
+        nodes = sorted(found.said, key=epoch.hosts.index)
+        named = " and ".join(f"{node} ({epoch.place_of(node)})" for node in nodes)
+        note = (
+            f"step {epoch.step + 1}: {found.what} is not the same from {named}; one of them is wrong, and no "
+            "third node can say which: let another node of their kind join"
+        )
+        is_news = frozenset(nodes) not in self._told
+        self._told.add(frozenset(nodes))
+        return Undecided(note=note if is_news else "")
+
+    def make_room(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> None:
+        """What the nodes hold is on disk, so a spare that was called can take its place."""
+        doubt = self._doubt
+        if doubt is not None and doubt.step == epoch.step and doubt.third_for in epoch.hosts:
+            self._leave_out(doubt.third_for, candidates, epoch.step, now)
+
+    def _call_third(
+        self, epoch: Epoch, nodes: Collection[str], what: str, candidates: Sequence[Candidate]
+    ) -> CallThird | None:
+        """Call a spare of the kind of these nodes, once a step."""
+        doubt, one = self._of(epoch), max(nodes, key=epoch.hosts.index)
+        kinds = {candidate.node_id: candidate.kind for candidate in candidates}
+        spares = [
+            candidate.node_id
+            for candidate in self._blame.blameless(candidates)
+            if candidate.node_id not in epoch.hosts and candidate.kind == kinds.get(one)
+        ]
+        if doubt.third_for or not spares:
+            return None
+        doubt.third_for = one
+        return CallThird(
+            note=f"step {epoch.step + 1} is not committed: {what}; it runs again once a spare has the place "
+            f"of node {one}, to tell who is wrong"
+        )
+
+    def leave_out_one(
+        self, suspects: Sequence[str], candidates: Sequence[Candidate], step: int, now: float, *, by: str
+    ) -> str | None:
+        """The first suspect that the run can do without gives up its stage, for what `by` said."""
+        for node_id in suspects:
+            if self._assigner.hand_over(node_id, self._blame.blameless(candidates), now):
+                self._blame.replace(node_id, by=by, step=step)
+                return node_id
+        return None
+
+    def _leave_out(self, node_id: str, candidates: Sequence[Candidate], step: int, now: float) -> bool:
+        return self.leave_out_one([node_id], candidates, step, now, by=node_id) is not None
 
     def refuted(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> dict[str, str]:
         """The step is committed: who was wrong before, with a line for each. The doubt is over.
@@ -131,12 +246,19 @@ class WrongValues:
         doubt, step = self._doubt, epoch.step
         if doubt is None or doubt.step != step:
             return {}
-        self._doubt = None
+        self._doubt = self._auditor.doubted = None
         odd = f"its gradient of step {step + 1} was not that of other nodes with its stage"
         wrong = dict.fromkeys(doubt.refuted(epoch), odd)
+        for what, said in doubt.computed.items():
+            for node, digest in self._auditor.agreed.get(what, {}).items():
+                said.setdefault(node, set()).add(digest)
+            for node in sorted(doubt.wrong | _contradicted(said)):
+                wrong[node] = f"it computed {what} in step {step + 1} and two others did not get the same"
         for node_id in wrong:
-            if self._assigner.hand_over(node_id, self._blame.blameless(candidates), now):
-                self._blame.replace(node_id, by=node_id, step=step)
+            if node_id in epoch.hosts:
+                self._leave_out(node_id, candidates, step, now)
+        if doubt.third_for and doubt.third_for not in wrong and wrong:
+            self._blame.exonerate(doubt.third_for)
         if doubt.replaced:
             found = (
                 f"what it gave for stage {doubt.stage} in step {step + 1} was wrong, as another node found"
@@ -148,3 +270,12 @@ class WrongValues:
         if self._doubt is None or self._doubt.step != epoch.step:
             self._doubt = _Doubt(step=epoch.step)
         return self._doubt
+
+
+def _contradicted(said: Mapping[str, Collection[bytes]]) -> set[str]:
+    """Who said something else than two others, who said the same."""
+    counts = Counter(digest for digests in said.values() for digest in set(digests))
+    right = [digest for digest, nodes in counts.items() if nodes > 1]
+    if len(right) != 1:
+        return set()
+    return {node for node, digests in said.items() if set(digests) != {right[0]}}

@@ -87,6 +87,7 @@ def problems(config: RunConfig) -> list[str]:
         *_codecs(config.pipeline, config.data.shift),
         *_tensors(config),
         *_snapshots(config.snapshots, config.training),
+        *_audit(config),
         *_coordinator(config.coordinator),
         *_dashboard(config.dashboard, config.coordinator),
         *_telemetry(config.telemetry),
@@ -154,6 +155,16 @@ def _snapshots(snapshots: SnapshotsSection, training: TrainingSection) -> Iterat
             "training.export_every writes from snapshots at the coordinator: set snapshots.keep to "
             '"coordinator", or training.export_every to 0'
         )
+
+
+def _audit(config: RunConfig) -> Iterator[str]:
+    rate = config.audit.rate
+    if not 0.0 <= rate <= 1.0:
+        yield f"audit.rate ({rate:g}) is a share of steps: take a number from 0 to 1"
+    elif rate > 0.0 and config.pipeline.most_rows < 2:
+        yield "audit.rate needs rows to compare: set pipeline.groups to 2 or more, pipeline.replicas to auto"
+    elif rate > 0.0 and not config.training.deterministic:
+        yield "audit.rate compares bits, which training.deterministic = false gives up: leave one of them out"
 
 
 def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:

@@ -324,15 +324,18 @@ class Batches:
         self._ahead: dict[tuple[int, BatchPart], asyncio.Task[np.ndarray | None]] = {}
         self._held_out: dict[tuple[int, BatchPart], np.ndarray] = {}
 
-    async def get(self, step: int, part: BatchPart, groups: tuple[int, ...] = ()) -> np.ndarray:
+    async def get(
+        self, step: int, part: BatchPart, groups: tuple[int, ...] = (), audited: tuple[int, ...] = ()
+    ) -> np.ndarray:
         """int64 or bool [global batch, sequence]; starts to fetch the next step's.
 
-        With `groups` of these gradient groups alone, except labels of a run that masks some: their weight
-        needs all. Raises LinkLostError when the coordinator does not answer, ProtocolViolationError for bad
-        ids.
+        With `groups` of these gradient groups alone and of `audited`, in ascending order, except labels of a
+        run that masks some: their weight needs all.
+
+        Raises LinkLostError when the coordinator does not answer, ProtocolViolationError for bad ids.
         """
         if part is BatchPart.LABELS and self._masks_labels:
-            groups = ()
+            groups = audited = ()
         if groups != self._groups.get(part, ()):
             for old in [key for key in self._ahead if key[1] is part]:
                 self._ahead.pop(old).cancel()
@@ -346,6 +349,11 @@ class Batches:
         if step + 1 < self._steps and (step + 1, part) not in self._ahead:
             fetched = self._try_fetch(step + 1, part, groups)
             self._ahead[step + 1, part] = self._group.create_task(fetched)
+        if groups and audited:
+            more = await self._fetch(step, part, groups=audited)
+            parts = np.split(np.concatenate([batch, more]), len(groups) + len(audited))
+            by_group = dict(zip((*groups, *audited), parts, strict=True))
+            return np.concatenate([by_group[group] for group in sorted(by_group)])
         return batch
 
     async def held_out(self, batch: int, rows: int, part: BatchPart) -> np.ndarray:

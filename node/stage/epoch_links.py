@@ -6,7 +6,7 @@ import functools
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from node.config.schema import RunConfig
@@ -148,6 +148,10 @@ class EpochLinks:
                     spent = time.monotonic() - began
                     found[relay.node_id] = min(found.get(relay.node_id, spent), spent)
         return found
+
+    def shut_out(self, nodes: Collection[str]) -> None:
+        """Serve these nodes nothing from now on."""
+        self._server.shut_out = frozenset(nodes)
 
     def serve_layers(self, layers: LayerServer) -> None:
         """From now on answer other nodes that ask for layers of snapshots."""

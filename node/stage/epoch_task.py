@@ -287,11 +287,12 @@ class EpochTask:
         self._step = step
         rows, batches = self.placement.rows, services.batches
         groups = rows[self.placement.replica].groups if len(rows) > 1 else ()
-        found = {part: await batches.get(step, part, groups) for part in executor.needs}
+        audited = begin.audited
+        found = {part: await batches.get(step, part, groups, audited) for part in executor.needs}
         io = self._io()
 
         def work() -> StepOutcome:
-            executor.use_windows(begin.link_windows)
+            executor.use_windows(begin.link_windows, audited)
             return executor.run_step(self.number, step, io, found)
 
         outcome = await services.compute(work)
@@ -302,6 +303,7 @@ class EpochTask:
             norms=outcome.norms,
             loss=outcome.loss,
             group_losses=outcome.group_losses,
+            digests=outcome.digests,
         )
 
     async def _validate(self, command: Validate) -> None:

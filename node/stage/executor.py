@@ -16,13 +16,14 @@ from node import faults
 from node.config.schema import RunConfig
 from node.model.labels import BatchPart, label_weight
 from node.model.units import EMBED, HEAD, unit_names
-from node.pipeline.gradient_groups import RowShare, group_of
+from node.pipeline.gradient_groups import RowShare, group_of, microbatches_of
 from node.pipeline.placement import hops, stage_orders
 from node.pipeline.routing import StageLayout
 from node.pipeline.schedule import Action, Kind, Order, held_activations
 from node.pipeline.turns import Turns
 from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
+from node.stage.digests import StepDigests
 from node.stage.gradient_sync import GradientSync, KeepSums, SyncIO, SyncPlan
 from node.stage.inbox import StepInterrupted
 from node.stage.stage_codecs import StageCodecs
@@ -33,6 +34,7 @@ from node.training.optimizer import sum_tied_gradients
 from node.training.serialization import without_cache
 from wire.codecs.base import Codec
 from wire.errors import ProtocolViolationError
+from wire.messages import GroupDigests
 from wire.spec import Direction, TensorKey, TensorSpec
 
 UnitState = Mapping[str, Tensor]
@@ -59,6 +61,8 @@ class StepOutcome:
     """None with several gradient groups."""
     group_losses: Mapping[int, float] = field(default_factory=dict)
     """Then, on the last stage: each group's part of the mean loss."""
+    digests: Mapping[int, GroupDigests] = field(default_factory=dict)
+    """With audits: of each group that it computed."""
 
 
 class StageExecutor:
@@ -93,6 +97,8 @@ class StageExecutor:
         self._share = RowShare(config, 0, (range(config.pipeline.groups),))
         self._order: Order = ()
         self._windows: tuple[int, ...] = ()
+        self._audited: tuple[int, ...] = ()
+        """Groups of another row that the step computes as well, only for their digests."""
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
         self._transfer = TensorTransfer(device_transfer(device), clock.beside)
         self._caches = BoundaryCaches(config, windows) if config.pipeline.remembers else None
@@ -163,22 +169,28 @@ class StageExecutor:
         """Extra microbatches in flight on the link that has the most."""
         return max(self._windows, default=self.config.pipeline.first_window)
 
-    def use_windows(self, link_windows: tuple[int, ...]) -> None:
+    def use_windows(self, link_windows: tuple[int, ...], audited: tuple[int, ...] = ()) -> None:
         """Use these extra microbatches in flight on each link from now on; empty uses the run file's.
 
-        Raises ProtocolViolationError for windows that do not fit the placement.
+        Args:
+            audited: groups of another row to compute after the own ones, only for their digests.
+
+        Raises ProtocolViolationError for windows or groups that do not fit the placement.
         """
         most, links = self.config.microbatches, hops(self.config, self.stages)
         if link_windows and (len(link_windows) != links or max(link_windows) > most):
             raise ProtocolViolationError(
                 f"the coordinator plans windows {link_windows}; expected {links} of at most {most}"
             )
-        if self._order and link_windows == self._windows:
+        others = set(range(self.config.pipeline.groups)).difference(self._share.groups)
+        if not others.issuperset(audited) or (audited and self.config.audit.rate == 0.0):
+            raise ProtocolViolationError(f"the coordinator asks for an audit of the groups {audited}")
+        if self._order and (link_windows, audited) == (self._windows, self._audited):
             return
-        self._windows = link_windows
-        own = self._share.microbatches
-        order = stage_orders(self.config, self.stages, link_windows or None, len(own))[self.stage]
-        self._order = tuple(replace(action, microbatch=own.start + action.microbatch) for action in order)
+        self._windows, self._audited = link_windows, audited
+        numbers = self._microbatch_numbers
+        order = stage_orders(self.config, self.stages, link_windows or None, len(numbers))[self.stage]
+        self._order = tuple(replace(action, microbatch=numbers[action.microbatch]) for action in order)
 
     def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:
         """Use these codecs, one a boundary, until the next placement; empty uses the run file's.
@@ -244,8 +256,8 @@ class StageExecutor:
     ) -> StepOutcome:
         """Forward and backward of every microbatch, in the order that `Turns` gives.
 
-        `samples`: what the stage `needs`, [global batch, sequence] or of the microbatches of this row alone;
-        labels of a run that masks some are all, for their weight.
+        `samples`: what the stage `needs`, [global batch, sequence] or of the groups alone that this row
+        computes, in ascending order; labels of a run that masks some are all, for their weight.
 
         Raises NonFiniteError, which names the stage and the tensor, or StepInterrupted.
         """
@@ -255,12 +267,21 @@ class StageExecutor:
         if self._caches is not None:
             self._caches.rollback()
         given = {part: self._of_row(part, batch) for part, batch in samples.items()}
-        first = self._share.microbatches.start
         losses: dict[int, list[Tensor]] = {}
+        digests = StepDigests(self.config) if self.config.audit.rate > 0.0 and self._share.rows > 1 else None
+        self._transfer.digests = digests
         order = self._order
         if self._sync is not None:
             plan = self._sync_plan
-            self._sync.begin(plan, epoch, step, io, uncompressed=self.uncompressed, keep=self.keep_sums)
+            self._sync.begin(
+                plan,
+                epoch,
+                step,
+                io,
+                uncompressed=self.uncompressed,
+                keep=self.keep_sums,
+                digests=digests,
+            )
         needed = [self._needed(epoch, step, action) for action in order]
         # With several chunks, tensors do not arrive in the order in which they are needed.
         turns = Turns(order, swap=not self._place.interleaved)
@@ -273,7 +294,7 @@ class StageExecutor:
                 phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
                 faults.reach(phase, stage=self.stage, step=step)
                 if action.kind is Kind.FORWARD:
-                    result = self._forward(epoch, step, action, io, given, first)
+                    result = self._forward(epoch, step, action, io, given)
                     if self._place.global_chunk(action) == self._place.last_chunk:
                         losses.setdefault(group_of(self.config, action.microbatch), []).append(result)
                 else:
@@ -295,6 +316,7 @@ class StageExecutor:
             raise
         finally:
             self._transfer.settle()
+            self._transfer.digests = None
             if self._sync is not None:
                 self._sync.settle()
         self.clock.switch(TimeKind.OPTIMIZER)
@@ -304,7 +326,8 @@ class StageExecutor:
         return StepOutcome(
             norms=norms,
             loss=sums.get(0) if self._sync is None else None,
-            group_losses={} if self._sync is None else sums,
+            group_losses={group: loss for group, loss in sums.items() if self._counts(group)},
+            digests={} if digests is None else digests.of(sums, self._audited),
         )
 
     def validate(
@@ -320,8 +343,10 @@ class StageExecutor:
         `samples` as for `run_step`, with `microbatches` microbatches. Returns the mean loss on the stage with
         the head, in nats a token; labels that do not count have a loss of 0. Raises as `run_step`.
         """
-        given = {part: self._microbatches(part, batch) for part, batch in samples.items()}
         first, step = self.config.microbatches * (1 + number), self.state_step
+        given = {
+            part: dict(enumerate(self._microbatches(part, batch), first)) for part, batch in samples.items()
+        }
         losses: list[Tensor] = []
         order = self._held_out_order(first, microbatches)
         try:
@@ -330,7 +355,7 @@ class StageExecutor:
                 faults.reach(faults.Phase.VALIDATION, stage=self.stage, step=step)
                 self._model.begin_step()  # keeps nothing for a backward
                 with torch.no_grad():
-                    result = self._forward(epoch, step, action, io, given, first)
+                    result = self._forward(epoch, step, action, io, given)
                 if self._place.global_chunk(action) == self._place.last_chunk:
                     losses.append(result)
             self._model.begin_step()
@@ -409,13 +434,11 @@ class StageExecutor:
         step: int,
         action: Action,
         io: StageIO,
-        samples: Mapping[BatchPart, tuple[Tensor, ...]],
-        first: int = 0,
+        samples: Mapping[BatchPart, Mapping[int, Tensor]],
     ) -> Tensor:
-        """The chunk's output, or the microbatch's share of the loss. `first`: the number of the first of
-        `samples`."""
+        """The chunk's output, or the microbatch's share of the loss. `samples`: by microbatch."""
         index = self._place.global_chunk(action)
-        own = {part: batches[action.microbatch - first] for part, batches in samples.items()}
+        own = {part: batches[action.microbatch] for part, batches in samples.items()}
         if index == 0:
             fed = own[BatchPart.INPUTS]
         else:
@@ -539,10 +562,22 @@ class StageExecutor:
     def _codec(self, key: TensorKey) -> Codec:
         return self._codecs.of(key, uncompressed=self.uncompressed)
 
-    def _of_row(self, part: BatchPart, batch: np.ndarray) -> tuple[Tensor, ...]:
-        """The row's microbatches, from all of them or from its own alone."""
-        found, own = self._microbatches(part, batch), self._share.microbatches
-        return found[own.start : own.stop] if len(found) == self.config.microbatches else found
+    @property
+    def _microbatch_numbers(self) -> list[int]:
+        """The microbatches that a step computes, in their order: the row's, then the audited ones."""
+        audited = [number for group in self._audited for number in microbatches_of(self.config, [group])]
+        return [*self._share.microbatches, *audited]
+
+    def _counts(self, group: int) -> bool:
+        """Whether the row's vote has this group's loss."""
+        return self._sync is not None and group not in self._audited
+
+    def _of_row(self, part: BatchPart, batch: np.ndarray) -> dict[int, Tensor]:
+        """By number, from all microbatches of the step or from those alone that the row computes."""
+        found, numbers = self._microbatches(part, batch), sorted(self._microbatch_numbers)
+        if len(found) == self.config.microbatches:
+            numbers = list(range(len(found)))
+        return dict(zip(numbers, found, strict=False))
 
     def _microbatches(self, part: BatchPart, batch: np.ndarray) -> tuple[Tensor, ...]:
         whole = torch.from_numpy(batch)

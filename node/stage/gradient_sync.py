@@ -16,6 +16,7 @@ from torch import Tensor
 from node.config.schema import RunConfig
 from node.pipeline.gradient_groups import ROOT, Fold, Piece, RowShare, model_pieces, owners, piece_bytes
 from node.stage.device_transfer import DeviceTransfer, device_transfer
+from node.stage.digests import StepDigests
 from node.stage.inbox import StepInterrupted
 from node.stage.tensor_transfer import BadTensorError
 from node.training.group_sums import CodecPacking, Gradient, Packing, PieceSums
@@ -117,6 +118,7 @@ class GradientSync:
         self._place = 0, 0
         self._folds: dict[int, Fold[Tensor]] = {}
         self._roots: dict[str, Future[None]] = {}
+        self._digests: StepDigests | None = None
 
     def begin(
         self,
@@ -127,9 +129,13 @@ class GradientSync:
         *,
         uncompressed: bool,
         keep: KeepSums | None = None,
+        digests: StepDigests | None = None,
     ) -> None:
-        """A step begins; nothing of an earlier one is left. `keep` gets what `finish` unpacks."""
-        self._plan, self._io, self._keep = plan, io, keep
+        """A step begins; nothing of an earlier one is left.
+
+        `keep` gets what `finish` unpacks; `digests` notes groups' packed gradients.
+        """
+        self._plan, self._io, self._keep, self._digests = plan, io, keep, digests
         self._place = epoch, step
         self._sums = PieceSums(self._config, self._packing, uncompressed=uncompressed)
         self._joined = PieceSums(self._config, self._joining, uncompressed=uncompressed)
@@ -139,19 +145,19 @@ class GradientSync:
         self._roots = {}
 
     def group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
-        """Take a group's complete gradients of some layer units.
+        """Take a group's complete gradients of some layer units; of another row's group only for digests.
 
         Waits until those taken before are packed, so that there is one copy at most; raises their error.
         """
         while self._jobs:
             self._jobs.pop(0).result()
-        plan, leaf = self._plan, self._plan.share.tree.leaf(group)
+        plan = self._plan
 
         def work() -> None:
             for unit in plan.units:
                 if unit in gradients:
                     for piece in plan.pieces[unit]:
-                        self._add_leaf(piece, leaf, gradients[unit])
+                        self._take_leaf(piece, group, gradients[unit])
 
         self._submit(work)
 
@@ -207,9 +213,14 @@ class GradientSync:
 
     # ---- on the sync thread
 
-    def _add_leaf(self, piece: Piece, leaf: int, gradients: Mapping[str, Gradient]) -> None:
+    def _take_leaf(self, piece: Piece, group: int, gradients: Mapping[str, Gradient]) -> None:
         plan, fold = self._plan, self._folds[piece.number]
-        fold.put(leaf, self._sums.leaf(piece, gradients))
+        packed = self._sums.leaf(piece, gradients)
+        if self._digests is not None:
+            self._digests.note_piece(group, piece, packed)
+        if group not in plan.share.groups:
+            return
+        fold.put(plan.share.tree.leaf(group), packed)
         if plan.is_own(piece):
             return
         for node in plan.share.subtrees[plan.share.replica]:

@@ -1,6 +1,7 @@
 """The machine as a run sees it: its devices, their memory and speed, and sums in a fixed order."""
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -78,6 +79,7 @@ def describe(
         devices=len(chosen),
         tensor_parallel=tensor_parallel,
         host_bytes=host,
+        arithmetic=arithmetic(first),
     )
 
 
@@ -90,6 +92,18 @@ def available_bytes() -> int:
     sizes = dict(line.split(":", 1) for line in lines if ":" in line)
     kilobytes = sizes.get("MemAvailable", "0").split()
     return 1024 * int(kilobytes[0])
+
+
+def arithmetic(device: torch.device) -> str:
+    """What the bits of a node's results depend on, beside its devices: torch and its kernels, and the chip.
+
+    Sums on a CPU also depend on how many threads share them.
+    """
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"torch {torch.__version__}, sm_{major}{minor}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
 
 
 def _free_elsewhere(others: Sequence[torch.device]) -> int:

@@ -50,6 +50,7 @@ from wire.messages import (
     RelayFor,
     Relays,
     RelayTimes,
+    ShutOut,
     Welcome,
 )
 from wire.pacing import Pacer
@@ -256,6 +257,8 @@ class NodeRuntime:
             case RelayFor():
                 if self._links.relay is not None:
                     self._links.relay.allow(message.nodes)
+            case ShutOut():
+                self._links.shut_out(message.node_ids)
             case Finish():
                 self._end(message)
             case Refusal():

@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from node.stage.device_transfer import DeviceTransfer
+from node.stage.digests import StepDigests
 from node.telemetry.clock import WorkKind
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
@@ -88,6 +89,8 @@ class TensorTransfer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer")
         self._unpacking: dict[TensorKey, Future[tuple[Tensor, Mark | None]]] = {}
         self._packing: list[Future[None]] = []
+        self.digests: StepDigests | None = None
+        """Notes what the step that runs sends and receives."""
 
     def compile_codecs(self, codecs: Iterable[Codec], example: Tensor) -> None:
         """Pack and unpack `example` once with each codec, because the first use compiles.
@@ -116,6 +119,7 @@ class TensorTransfer:
         Raises the error of an earlier tensor that could not be packed.
         """
         self._raise_failures()
+        digests = self.digests
 
         def job() -> None:
             try:
@@ -126,6 +130,8 @@ class TensorTransfer:
                 named = NonFiniteError(_named(key, "to be sent", error)) if is_named else error
                 io.interrupt(named)
                 raise named from error
+            if digests is not None:
+                digests.note(key, packed, received=False)
             io.send(key, packed, tensor.numel())
 
         self._packing.append(self._thread.submit(job))
@@ -178,8 +184,11 @@ class TensorTransfer:
 
     def _begin(self, needed: Incoming, codec: Codec, io: PackedIO) -> None:
         key, packed = needed.key, io.take(needed.key)
+        digests = self.digests
 
         def job() -> tuple[Tensor, Mark | None]:
+            if digests is not None:
+                digests.note(key, packed, received=True)
             try:
                 with self._beside(WorkKind.UNPACK, key):
                     result = self._device.unpack(codec, packed, needed.spec)

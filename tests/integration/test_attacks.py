@@ -26,6 +26,8 @@ SAYS = {
     "internal": "a spare takes stage",
     "blame-link": "a spare takes stage",
     "idle": "it did nothing in step",
+    "wrong-activations": "two others did not get the same",
+    "wrong-gradients": "two others did not get the same",
     "withhold-layers": "it did not hand in its layers of step",
 }
 """What the operator reads about the liar."""

@@ -59,6 +59,7 @@ class Scene:
     holders: list[Holder]
     placed: tuple[PlacedStage, ...]
     peers: LayerPeers
+    servers: list[LinkServer]
 
     def place(self, *order: int) -> LayerPlace:
         holders = tuple(self.placed[number] for number in order)
@@ -92,7 +93,7 @@ async def scene(directory: Path, holders: int = 2) -> AsyncIterator[Scene]:
             made.append(holder)
             placed.append(PlacedStage(node_id=identity.node_id, address=f"127.0.0.1:{port}"))
         try:
-            yield Scene(me, made, tuple(placed), peers)
+            yield Scene(me, made, tuple(placed), peers, servers)
         finally:
             await peers.close()
             for server in servers:
@@ -105,6 +106,18 @@ async def test_a_layer_arrives_complete(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         assert await here.fetch(0, 1) == DATA
         assert [holder.offsets for holder in here.holders] == [[0], []]
+
+
+async def test_a_node_that_was_shut_out_gets_no_layer_though_it_knows_the_hash(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.servers[0].shut_out = {here.identity.node_id}
+        bad: set[str] = set()
+        assert await here.fetch(0, 1, bad=bad) == DATA
+        assert [holder.offsets for holder in here.holders] == [[], [0]]
+        here.servers[1].shut_out = {here.identity.node_id}
+        with pytest.raises(LinkError, match="you were shut out of this run"):
+            await here.fetch(0, 1)
+        assert [holder.offsets for holder in here.holders] == [[], [0]]
 
 
 async def test_a_transfer_that_breaks_goes_on_at_another_holder(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.model.labels import BatchPart
 from node.pipeline.gradient_groups import microbatches_of, model_pieces, piece_bytes
 from node.pipeline.routing import Peer
 from node.stage.coordinator_client import Batches
@@ -61,14 +62,17 @@ class RowBatches:
     def __init__(self, data: Corpus) -> None:
         self._data = data
 
-    async def get(self, step: int, *, labels: bool, groups: tuple[int, ...] = ()) -> np.ndarray:
+    async def get(
+        self, step: int, part: BatchPart, groups: tuple[int, ...] = (), audited: tuple[int, ...] = ()
+    ) -> np.ndarray:
+        assert audited == ()
         rows = self._data.batch(step).astype(np.int64)
         size, own = (
             CONFIG.training.microbatch,
             microbatches_of(CONFIG, groups or range(CONFIG.pipeline.groups)),
         )
         rows = rows[own.start * size : own.stop * size]
-        return np.ascontiguousarray(rows[:, 1:] if labels else rows[:, :-1])
+        return np.ascontiguousarray(rows[:, 1:] if part is BatchPart.LABELS else rows[:, :-1])
 
 
 class Node:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from node.config.schema import AuditSection
 from node.display.render import event_lines
 from node.faults import Fault, Kind, Phase
 from node.telemetry.events import (
@@ -43,15 +44,17 @@ class Attack:
     """One member's lie."""
 
     name: str
-    """A key of `tests.support.liar.LIES`."""
+    """A key of `tests.support.liar.LIES` or `FLAWS`."""
     what: str
     """A description, for the table."""
     step: int = LIES_FROM
     """The first step with the lie, from 0."""
     stage: int = 1
-    """The liar's first stage."""
+    """The liar's first stage; with two rows its number in the grid, row after row."""
     harmless: bool = False
     """The lie costs the run nothing, so its author may keep its stage."""
+    rows: int = 1
+    """With two rows, of two stages each, every step is audited. Then the liar may be in either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,12 @@ MEMBERS = tuple(
         ("norms-of-others", "votes norms of layers that it does not hold", True),
         ("huge-norm", "votes norms of 1e60", False),
     )
+) + tuple(
+    Attack(name=flaw, what=what, rows=2)
+    for flaw, what in (
+        ("wrong-activations", "computes activations that are finite and wrong"),
+        ("wrong-gradients", "computes gradients that are finite and wrong"),
+    )
 )
 
 
@@ -114,11 +123,17 @@ MEMBERS = tuple(
 
 
 class LyingRun(FaultRun):
-    """A run of three stages with a liar among them, held at its second step until the spares are there."""
+    """A run of three stages, or of two rows of two, with a liar among them, held until the
+    spares are there."""
 
     def __init__(self, directory: Path, chosen: Attack, *, launch: Launch = subprocess.Popen) -> None:
         config = small(steps=STEPS, snapshot_every=SNAPSHOT_EVERY, silent_seconds=10.0)
-        hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=1)
+        if chosen.rows > 1:
+            rows = replace(config.pipeline, stages=2, groups=chosen.rows, sync_codec="fixed-8")
+            config = replace(config, pipeline=rows, audit=AuditSection(rate=1.0))
+        self.hosts = config.pipeline.stages * chosen.rows
+        # Rows join before the first step is done, or at a snapshot.
+        hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=int(chosen.rows == 1))
         super().__init__(directory, config, [hold], launch=launch)
         self.marker = directory / "lied"
         self.liar: Process | None = None
@@ -131,13 +146,13 @@ class LyingRun(FaultRun):
         super().__exit__(*error)
 
     def assemble(self, *, liar_at: int) -> None:
-        """Start the coordinator, three nodes, one after the other, and the spares; then the steps go on."""
+        """Start the coordinator, the hosts, one after the other, and the spares; then the steps go on."""
         coordinator = self.start()
-        for number in range(STAGES + SPARES):
+        for number in range(self.hosts + SPARES):
             lies = number == liar_at
             node = (
                 self.add_spare()
-                if number >= STAGES
+                if number >= self.hosts
                 else self.add_node(liar=self._chosen.name if lies else "")
             )
             self.liar = node if lies else self.liar
@@ -167,7 +182,8 @@ class LyingRun(FaultRun):
 def anywhere(chosen: Attack, seed: int) -> Attack:
     """The same lie at a stage and from a step that the seed says."""
     draw = random.Random(f"{seed} {chosen.name}")
-    return replace(chosen, stage=draw.randrange(STAGES), step=draw.randrange(1, STEPS - 1))
+    places = STAGES if chosen.rows == 1 else 2 * chosen.rows
+    return replace(chosen, stage=draw.randrange(places), step=draw.randrange(1, STEPS - 1))
 
 
 def attack(chosen: Attack, directory: Path, *, launch: Launch = subprocess.Popen) -> Seen:

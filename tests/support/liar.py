@@ -3,7 +3,8 @@
     python -m tests.support.liar LIE STEP MARKER join TOKEN ...
 
 It does its part of every step; only its messages are wrong, from step STEP (counted from 0) on. `LIES` says
-how. The file MARKER gets the Unix time of the first lie.
+how. Or it computes wrong values, as a broken card does: `FLAWS`. The file MARKER gets the Unix time of the
+first lie.
 """
 
 import asyncio
@@ -11,13 +12,18 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from node.cli.main import main as thinwire
+from node.pipeline.gradient_groups import Piece
 from node.stage.coordinator_client import CoordinatorClient
+from node.stage.stage_model import StageModel
+from node.training.group_sums import Gradient, PieceSums
 from wire.errors import LinkError
 from wire.messages import (
     Applied,
@@ -41,7 +47,8 @@ class Liar:
     """What one node lies about. One instance a process; it outlives sessions."""
 
     def __init__(self, lie: str, step: int, marker: Path) -> None:
-        self.alter = LIES[lie]
+        self.alter = LIES.get(lie, _honest)
+        self.flaw = lie if lie in FLAWS else ""
         self.withholds_layers = lie == "withhold-layers"
         self.flood = FLOODS.get(lie)
         self.drops_sessions = lie == "reconnect"
@@ -117,6 +124,8 @@ class Liar:
         CoordinatorClient.session = lying_session  # type: ignore[method-assign]
         CoordinatorClient.put_layer = no_layer  # type: ignore[method-assign]
         CoordinatorClient.hold_layers = no_layers  # type: ignore[method-assign]
+        if self.flaw:
+            FLAWS[self.flaw](self)
 
     async def _flood(self, outbox: "asyncio.Queue[NodeMessage]") -> None:
         while self.flood is not None:
@@ -212,6 +221,34 @@ LIES: dict[str, Lie] = {
     "huge-norm": _norms(lambda _: 1e60),
 }
 """By name: what it sends in place of a message."""
+
+
+def _wrong_activations(liar: Liar) -> None:
+    forward = StageModel.forward
+
+    def flawed(model: StageModel, *step: Any, **given: Any) -> Tensor:
+        result = forward(model, *step, **given)
+        return result * 1.001 if liar.lying else result
+
+    StageModel.forward = flawed  # type: ignore[method-assign]
+
+
+def _wrong_gradients(liar: Liar) -> None:
+    leaf = PieceSums.leaf
+
+    def flawed(sums: PieceSums, piece: Piece, gradients: Mapping[str, Gradient]) -> Tensor:
+        if liar.lying:
+            gradients = {name: -one if isinstance(one, Tensor) else one for name, one in gradients.items()}
+        return leaf(sums, piece, gradients)
+
+    PieceSums.leaf = flawed  # type: ignore[method-assign]
+
+
+FLAWS: dict[str, Callable[[Liar], None]] = {
+    "wrong-activations": _wrong_activations,
+    "wrong-gradients": _wrong_gradients,
+}
+"""By name: makes this process compute finite values that are wrong."""
 
 
 def _heartbeat(_: Liar) -> NodeMessage:

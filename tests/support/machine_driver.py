@@ -11,6 +11,7 @@ from node.coordinator.epoch import Epoch, Phase
 from node.coordinator.held_out import HeldOutPass
 from node.coordinator.machine import RunMachine
 from node.coordinator.run_plan import Past, RunPlan
+from node.coordinator.stage_assignment import Candidate
 from node.pipeline.codec_plan import RateHistory
 from node.pipeline.routing import neighbours
 from wire.messages import (
@@ -107,6 +108,10 @@ class Driver:
         self.lineage = 0
         """The default lineage of the states that nodes report."""
 
+    def restart(self) -> None:
+        """A new machine, by the plan as it is now."""
+        self.machine = RunMachine(self.plan, step_plan, Past())
+
     # ---- events
 
     def hello(self, node_id: str, *, epoch: int = 0, again: bool = False) -> list[Action]:
@@ -114,9 +119,8 @@ class Driver:
         nonce = self._nonces.setdefault(node_id, 1) + again
         self._nonces[node_id] = nonce
         return self.machine.hello(
-            node_id,
+            Candidate(node_id=node_id, memory_bytes=self._memory.get(node_id, 0)),
             address=f"{node_id}:1",
-            memory_bytes=self._memory.get(node_id, 0),
             process_nonce=nonce,
             epoch=epoch,
             now=self.time,

@@ -27,6 +27,7 @@ from node.coordinator.machine import RunMachine
 from node.coordinator.newcomers import MOST_STEPS
 from node.coordinator.run_plan import RunPlan
 from node.coordinator.snapshot_schedule import MAX_ASKED
+from node.coordinator.stage_assignment import Candidate
 from node.pipeline.routing import neighbours
 from tests.support.machine_nodes import (
     UNITS,
@@ -327,9 +328,8 @@ class World:
         self.open[node_id] = session
         self.happen(
             lambda machine: machine.hello(
-                node_id,
+                Candidate(node_id=node_id, memory_bytes=0),
                 address=f"{node_id}:1",
-                memory_bytes=0,
                 process_nonce=session.nonce,
                 epoch=session.epoch,
                 now=self.now,

@@ -23,6 +23,8 @@ class Hardware:
     """How many of them share each block; divides `devices`."""
     host_bytes: int = 0
     """Main memory for what each device moves there; 0 if that is the devices' own."""
+    arithmetic: str = ""
+    """What the bits of its results depend on: nodes that say the same compute the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,20 +74,48 @@ class UnitNorm(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., squared_norm: _Optional[float] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("epoch", "step", "norms", "loss", "has_loss", "group_losses")
+    __slots__ = ("epoch", "step", "norms", "loss", "has_loss", "group_losses", "digests")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NORMS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     HAS_LOSS_FIELD_NUMBER: _ClassVar[int]
     GROUP_LOSSES_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     norms: _containers.RepeatedCompositeFieldContainer[UnitNorm]
     loss: float
     has_loss: bool
     group_losses: _containers.RepeatedCompositeFieldContainer[GroupLoss]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ...) -> None: ...
+    digests: _containers.RepeatedCompositeFieldContainer[GroupDigests]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ..., digests: _Optional[_Iterable[_Union[GroupDigests, _Mapping]]] = ...) -> None: ...
+
+class GroupDigests(_message.Message):
+    __slots__ = ("group", "gradient", "boundaries", "loss", "has_loss")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    HAS_LOSS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    gradient: bytes
+    boundaries: _containers.RepeatedCompositeFieldContainer[BoundaryDigest]
+    loss: float
+    has_loss: bool
+    def __init__(self, group: _Optional[int] = ..., gradient: _Optional[bytes] = ..., boundaries: _Optional[_Iterable[_Union[BoundaryDigest, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ...) -> None: ...
+
+class BoundaryDigest(_message.Message):
+    __slots__ = ("boundary", "backward", "received", "digest")
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    boundary: int
+    backward: bool
+    received: bool
+    digest: bytes
+    def __init__(self, boundary: _Optional[int] = ..., backward: bool = ..., received: bool = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class GroupLoss(_message.Message):
     __slots__ = ("group", "loss")
@@ -412,16 +440,18 @@ class Restore(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., lineage: _Optional[int] = ..., activation_codecs: _Optional[_Iterable[str]] = ..., gradient_codecs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("epoch", "step", "link_windows", "keep_sums")
+    __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LINK_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     KEEP_SUMS_FIELD_NUMBER: _ClassVar[int]
+    AUDITED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     link_windows: _containers.RepeatedScalarFieldContainer[int]
     keep_sums: bool
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ...) -> None: ...
+    audited: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ..., audited: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Validate(_message.Message):
     __slots__ = ("epoch", "step", "number", "microbatches")
@@ -452,6 +482,12 @@ class Retain(_message.Message):
     steps: _containers.RepeatedScalarFieldContainer[int]
     record: str
     def __init__(self, steps: _Optional[_Iterable[int]] = ..., record: _Optional[str] = ...) -> None: ...
+
+class ShutOut(_message.Message):
+    __slots__ = ("node_ids",)
+    NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    node_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SendLayers(_message.Message):
     __slots__ = ("step", "units")
@@ -532,7 +568,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., paused: bool = ..., soon: bool = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate", "retain", "send_layers", "follow", "follow_step", "relays", "relay_for")
+    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate", "retain", "send_layers", "follow", "follow_step", "relays", "relay_for", "shut_out")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
@@ -551,6 +587,7 @@ class CoordinatorMessage(_message.Message):
     FOLLOW_STEP_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
     RELAY_FOR_FIELD_NUMBER: _ClassVar[int]
+    SHUT_OUT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     placement: Placement
     restore: Restore
@@ -569,7 +606,8 @@ class CoordinatorMessage(_message.Message):
     follow_step: FollowStep
     relays: Relays
     relay_for: RelayFor
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., send_layers: _Optional[_Union[SendLayers, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., follow_step: _Optional[_Union[FollowStep, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ..., relay_for: _Optional[_Union[RelayFor, _Mapping]] = ...) -> None: ...
+    shut_out: ShutOut
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., send_layers: _Optional[_Union[SendLayers, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., follow_step: _Optional[_Union[FollowStep, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ..., relay_for: _Optional[_Union[RelayFor, _Mapping]] = ..., shut_out: _Optional[_Union[ShutOut, _Mapping]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("bytes",)

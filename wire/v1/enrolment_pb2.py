@@ -24,23 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17wire/v1/enrolment.proto\x12\x10thinwire.wire.v1\"}\n\x08Hardware\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05\x63ores\x18\x02 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07\x64\x65vices\x18\x04 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x05 \x01(\r\x12\x12\n\nhost_bytes\x18\x06 \x01(\x04\"\xa1\x01\n\x0bJoinRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x10\n\x08token_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x0f\n\x07\x63sr_der\x18\x06 \x01(\x0c\x12,\n\x08hardware\x18\x07 \x01(\x0b\x32\x1a.thinwire.wire.v1.Hardware\"Y\n\x07Granted\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63\x61_pem\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63ontrol_port\x18\x04 \x01(\r\"(\n\x07Refusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"r\n\tJoinReply\x12,\n\x07granted\x18\x01 \x01(\x0b\x32\x19.thinwire.wire.v1.GrantedH\x00\x12,\n\x07refusal\x18\x02 \x01(\x0b\x32\x19.thinwire.wire.v1.RefusalH\x00\x42\t\n\x07outcome2O\n\tEnrolment\x12\x42\n\x04Join\x12\x1d.thinwire.wire.v1.JoinRequest\x1a\x1b.thinwire.wire.v1.JoinReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17wire/v1/enrolment.proto\x12\x10thinwire.wire.v1\"\x91\x01\n\x08Hardware\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05\x63ores\x18\x02 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07\x64\x65vices\x18\x04 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x05 \x01(\r\x12\x12\n\nhost_bytes\x18\x06 \x01(\x04\x12\x12\n\narithmetic\x18\x07 \x01(\t\"\xa1\x01\n\x0bJoinRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x10\n\x08token_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x0f\n\x07\x63sr_der\x18\x06 \x01(\x0c\x12,\n\x08hardware\x18\x07 \x01(\x0b\x32\x1a.thinwire.wire.v1.Hardware\"Y\n\x07Granted\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63\x61_pem\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63ontrol_port\x18\x04 \x01(\r\"(\n\x07Refusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"r\n\tJoinReply\x12,\n\x07granted\x18\x01 \x01(\x0b\x32\x19.thinwire.wire.v1.GrantedH\x00\x12,\n\x07refusal\x18\x02 \x01(\x0b\x32\x19.thinwire.wire.v1.RefusalH\x00\x42\t\n\x07outcome2O\n\tEnrolment\x12\x42\n\x04Join\x12\x1d.thinwire.wire.v1.JoinRequest\x1a\x1b.thinwire.wire.v1.JoinReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'wire.v1.enrolment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HARDWARE']._serialized_start=45
-  _globals['_HARDWARE']._serialized_end=170
-  _globals['_JOINREQUEST']._serialized_start=173
-  _globals['_JOINREQUEST']._serialized_end=334
-  _globals['_GRANTED']._serialized_start=336
-  _globals['_GRANTED']._serialized_end=425
-  _globals['_REFUSAL']._serialized_start=427
-  _globals['_REFUSAL']._serialized_end=467
-  _globals['_JOINREPLY']._serialized_start=469
-  _globals['_JOINREPLY']._serialized_end=583
-  _globals['_ENROLMENT']._serialized_start=585
-  _globals['_ENROLMENT']._serialized_end=664
+  _globals['_HARDWARE']._serialized_start=46
+  _globals['_HARDWARE']._serialized_end=191
+  _globals['_JOINREQUEST']._serialized_start=194
+  _globals['_JOINREQUEST']._serialized_end=355
+  _globals['_GRANTED']._serialized_start=357
+  _globals['_GRANTED']._serialized_end=446
+  _globals['_REFUSAL']._serialized_start=448
+  _globals['_REFUSAL']._serialized_end=488
+  _globals['_JOINREPLY']._serialized_start=490
+  _globals['_JOINREPLY']._serialized_end=604
+  _globals['_ENROLMENT']._serialized_start=606
+  _globals['_ENROLMENT']._serialized_end=685
 # @@protoc_insertion_point(module_scope)

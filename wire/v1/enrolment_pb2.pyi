@@ -6,20 +6,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hardware(_message.Message):
-    __slots__ = ("device", "cores", "memory_bytes", "devices", "tensor_parallel", "host_bytes")
+    __slots__ = ("device", "cores", "memory_bytes", "devices", "tensor_parallel", "host_bytes", "arithmetic")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
     device: str
     cores: int
     memory_bytes: int
     devices: int
     tensor_parallel: int
     host_bytes: int
-    def __init__(self, device: _Optional[str] = ..., cores: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., devices: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., host_bytes: _Optional[int] = ...) -> None: ...
+    arithmetic: str
+    def __init__(self, device: _Optional[str] = ..., cores: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., devices: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., host_bytes: _Optional[int] = ..., arithmetic: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("version", "protocol", "run_id", "token_id", "secret", "csr_der", "hardware")

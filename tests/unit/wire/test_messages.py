@@ -15,6 +15,7 @@ from wire.messages import (
     Abort,
     Applied,
     Begin,
+    BoundaryEnd,
     Commit,
     CoordinatorMessage,
     FailureKind,
@@ -22,6 +23,7 @@ from wire.messages import (
     Follow,
     Following,
     FollowStep,
+    GroupDigests,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -39,6 +41,7 @@ from wire.messages import (
     Restore,
     Retain,
     SendLayers,
+    ShutOut,
     StepFailed,
     TakeSnapshot,
     Validate,
@@ -174,6 +177,15 @@ def _placements(stages: int) -> st.SearchStrategy[Placement]:
     )
 
 
+DIGEST = st.binary(min_size=16, max_size=16)
+DIGESTS = st.builds(
+    GroupDigests,
+    gradient=DIGEST,
+    boundaries=st.dictionaries(
+        st.builds(BoundaryEnd, NUMBER, st.booleans(), st.booleans()), DIGEST, max_size=4
+    ),
+    loss=st.none() | ANY_FLOAT,
+)
 COMMIT = st.builds(Commit, epoch=NUMBER, step=NUMBER, clip_coefficient=AMOUNT, lr=AMOUNT)
 NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
     Hello: st.builds(
@@ -198,6 +210,7 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         norms=st.dictionaries(NUMBER, AMOUNT | st.sampled_from([math.inf, math.nan]), max_size=8),
         loss=st.none() | ANY_FLOAT,
         group_losses=st.dictionaries(NUMBER, ANY_FLOAT, max_size=4),
+        digests=st.dictionaries(NUMBER, DIGESTS, max_size=3),
     ),
     Validated: st.builds(
         Validated,
@@ -236,7 +249,13 @@ COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
     Restore: st.builds(
         Restore, epoch=NUMBER, step=NUMBER, missed=st.none() | COMMIT, uncompressed=st.booleans()
     ),
-    Begin: st.builds(Begin, epoch=NUMBER, step=NUMBER, keep_sums=st.booleans()),
+    Begin: st.builds(
+        Begin,
+        epoch=NUMBER,
+        step=NUMBER,
+        keep_sums=st.booleans(),
+        audited=st.lists(NUMBER, max_size=3).map(tuple),
+    ),
     Follow: st.integers(1, 4).flatmap(
         lambda stages: st.builds(
             Follow,
@@ -259,6 +278,7 @@ COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
     TakeSnapshot: st.builds(TakeSnapshot, epoch=NUMBER, step=NUMBER, place=LINE),
     Retain: st.builds(Retain, steps=st.lists(NUMBER, max_size=5).map(tuple), record=TEXT),
     SendLayers: st.builds(SendLayers, step=NUMBER, units=st.lists(TEXT, max_size=5).map(tuple)),
+    ShutOut: st.builds(ShutOut, node_ids=st.lists(LINE, max_size=5).map(tuple)),
     Validate: st.builds(Validate, epoch=NUMBER, step=NUMBER, number=NUMBER, microbatches=NUMBER),
     Prefetch: st.builds(
         Prefetch, step=NUMBER, units=st.lists(TEXT, max_size=5).map(tuple), keep=st.booleans()
@@ -307,6 +327,10 @@ def _text(message: NodeMessage) -> str:
                 sorted(message.norms.items()),
                 message.loss,
                 sorted(message.group_losses.items()),
+                [
+                    (group, one.gradient, sorted(one.boundaries.items()), one.loss)
+                    for group, one in sorted(message.digests.items())
+                ],
             )
         )
     return repr(message)
@@ -335,6 +359,9 @@ def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
                     links=[control_pb2.LinkReport(flows=[control_pb2.FlowReport(direction=9)])]
                 )
             )
+        ),
+        control_pb2.NodeMessage(
+            vote=control_pb2.Vote(digests=[control_pb2.GroupDigests(gradient=bytes(15))])
         ),
         control_pb2.NodeMessage(
             vote=control_pb2.Vote(norms=[control_pb2.UnitNorm(unit=0, squared_norm=-1e-9)])

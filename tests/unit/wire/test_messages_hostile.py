@@ -16,12 +16,14 @@ from wire.messages import (
     Abort,
     Applied,
     Begin,
+    BoundaryEnd,
     Commit,
     FailureKind,
     Finish,
     Follow,
     Following,
     FollowStep,
+    GroupDigests,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -34,6 +36,7 @@ from wire.messages import (
     Restore,
     Retain,
     SendLayers,
+    ShutOut,
     StepFailed,
     TakeSnapshot,
     Vote,
@@ -84,6 +87,7 @@ SPANS = StepSpans(
         Span("wait-upstream", 10.75, 1.0),
     ),
 )
+DIGESTS = GroupDigests(gradient=bytes(16), boundaries={BoundaryEnd(0, True, False): bytes(16)}, loss=0.5)
 COMMIT = Commit(epoch=3, step=41, clip_coefficient=0.5, lr=1e-3)
 FROM_NODES = [
     node_message_to_proto(message).SerializeToString()
@@ -101,6 +105,7 @@ FROM_NODES = [
         Placed(epoch=3, held_step=-1, voted=True),
         Ready(epoch=3, telemetry=TELEMETRY),
         Vote(epoch=3, step=41, norms={0: 1.0, 1: 2.5, 7: 1e-9}, loss=3.25),
+        Vote(epoch=3, step=41, norms={0: 1.0}, loss=None, group_losses={1: 0.5}, digests={1: DIGESTS}),
         Applied(epoch=3, step=41, telemetry=TELEMETRY),
         StepFailed(epoch=3, step=41, kind=FailureKind.PEER, message="damaged frame", peer_stage=2),
         Heartbeat(telemetry=TELEMETRY),
@@ -124,6 +129,7 @@ FROM_THE_COORDINATOR = [
         TakeSnapshot(epoch=3, step=42, place="nodes"),
         Retain(steps=(20, 40), record='{"run": 1}'),
         SendLayers(step=40, units=("embed",)),
+        ShutOut(node_ids=("node-a",)),
         Prefetch(step=40, units=("embed", "block.0000")),
         Follow(step=40, stage=1, stages=2, lineage=3, sources=(PlacedStage(node_id="a", address="h:1"),)),
         FollowStep(snapshot=40, step=41, clip_coefficient=0.5, lr=1e-3, norms={2: 1.5}),

@@ -19,6 +19,7 @@ from node.coordinator.actions import (
 from node.coordinator.epoch import Phase
 from node.coordinator.machine import RunMachine
 from node.coordinator.run_plan import Past
+from node.coordinator.stage_assignment import Candidate
 from node.pipeline.device_memory import Devices
 from tests.support.machine_driver import (
     UNITS,
@@ -421,13 +422,11 @@ def test_a_node_whose_devices_cannot_share_a_stage_is_sent_away() -> None:
 
     def hello(node_id: str, count: int) -> list[Action]:
         return machine.hello(
-            node_id,
+            Candidate(node_id=node_id, memory_bytes=0, devices=Devices(count=count)),
             address=f"{node_id}:1",
-            memory_bytes=0,
             process_nonce=1,
             epoch=0,
             now=0.0,
-            devices=Devices(count=count),
         )
 
     sent, released = hello("a", 3)

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from node.coordinator.actions import Aborted, Action, Announce, OpenSnapshot, Released, StepDone
-from node.coordinator.epoch import PLACING_SECONDS, Phase
+from node.coordinator.epoch import Phase
+from node.coordinator.epoch_series import PLACING_SECONDS
 from node.coordinator.failures import MAX_RETRIES
 from tests.support.machine_driver import (
     REGROUP,

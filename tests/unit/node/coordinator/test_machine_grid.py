@@ -273,6 +273,33 @@ def test_with_one_word_against_another_nobody_is_struck() -> None:
     assert of_kind(actions, RecordCommit) and notes(actions) == []
 
 
+def test_of_two_rows_that_differ_a_spare_decides() -> None:
+    run = grid(3, nodes="abcdx")
+    for attempt in range(2):
+        actions: list[Action] = []
+        for node in run.epoch.hosts:
+            actions = run.vote(node, 2.0 if node == "a" else 1.0)
+        if attempt == 0:
+            run.restored(3)
+    assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=3)]
+    assert "once a spare has the place of node c, to tell who is wrong" in notes(actions)[0]
+    assert placement_of(run.stored(3)) == ("a", "b", "x", "d")
+    for node in "abd":
+        run.placed(node, 3)
+    assert restore_of(run.placed("x")).step == 3
+    run.all_ready()
+    for node in run.epoch.hosts:
+        actions = run.vote(node, 2.0 if node == "a" else 1.0)
+    assert "it runs again, without node a" in notes(actions)[0]
+    assert placement_of(actions) == ("x", "d")
+    run.restored(3)
+    actions = run.all_vote()
+    assert of_kind(actions, RecordCommit)
+    assert notes(actions)[0].startswith("node a: its gradient of step 4 was not that of other nodes")
+    run.all_applied()
+    assert run.machine.quarantined == {} and {"a", "b", "c"} <= set(run.machine.members)
+
+
 def test_a_node_that_spoils_the_sum_of_its_stage_is_found() -> None:
     """All rows report it; the first to report is left out first, and is not to blame."""
     run = grid(3)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from node.coordinator.actions import Action, Announce, Released, Send
-from node.coordinator.epoch import PLACING_SECONDS, Phase
+from node.coordinator.epoch import Phase
+from node.coordinator.epoch_series import PLACING_SECONDS
 from node.coordinator.failures import FIRST_PATIENCE, LATE_SECONDS, MAX_STRIKES, STEP_PATIENCE
 from tests.support.machine_driver import (
     Driver,

@@ -57,6 +57,19 @@ def test_the_most_that_is_allowed() -> None:
         ({"pipeline.groups": 3}, "take 2 or 4"),
         ({"pipeline.groups": 9}, "take 8"),
         (
+            {"audit.rate": 0.1},
+            "audit.rate needs rows to compare: set pipeline.groups to 2",
+        ),
+        (
+            {"audit.rate": 0.1, "pipeline.groups": 2, "pipeline.replicas": 1},
+            "pipeline.replicas to auto",
+        ),
+        (
+            {"audit.rate": 0.1, "pipeline.groups": 2, "training.deterministic": False},
+            "audit.rate compares bits, which training.deterministic = false gives up",
+        ),
+        ({"audit.rate": 1.5, "pipeline.groups": 2}, "audit.rate (1.5) is a share of steps"),
+        (
             {"pipeline.groups": 2, "pipeline.forward_codec": "aqsgd-4", "data.shift": False},
             "set pipeline.groups = 1",
         ),

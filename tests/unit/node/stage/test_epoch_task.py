@@ -84,7 +84,7 @@ class Stage:
         self.log.append("forget")
         self.state_step = -1
 
-    def use_windows(self, link_windows: tuple[int, ...]) -> None:
+    def use_windows(self, link_windows: tuple[int, ...], audited: tuple[int, ...]) -> None:
         self.windows = link_windows
 
     def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:

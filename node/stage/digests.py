@@ -1,0 +1,64 @@
+"""Digests of what a stage computes for each gradient group, with which rows check each other.
+
+Packed tensors are hashed beside compute: those of boundaries on the transfer thread, a group's gradient on
+the sync thread. SHA-256 reads about a gigabyte a second on one core.
+"""
+
+import hashlib
+import threading
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from node.config.schema import RunConfig
+from node.pipeline.gradient_groups import Piece, group_of
+from wire.messages import DIGEST_BYTES, BoundaryEnd, GroupDigests
+from wire.spec import Direction, TensorKey
+
+_BOUNDARIES = (Direction.ACTIVATION, Direction.GRADIENT)
+
+
+class StepDigests:
+    """Of one step of one stage. Call `note` and `note_piece` from any thread."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._tensors: dict[tuple[int, BoundaryEnd], dict[int, bytes]] = {}
+        """By group and end: the SHA-256 of each microbatch's."""
+        self._pieces: dict[int, dict[int, bytes]] = {}
+        """By group: the SHA-256 of each piece of its gradient."""
+
+    def note(self, key: TensorKey, packed: Tensor, *, received: bool) -> None:
+        """A packed tensor, uint8 [n] on the CPU, goes over a boundary or has come over one."""
+        if key.direction not in _BOUNDARIES or key.microbatch >= self._config.microbatches:
+            return
+        end = BoundaryEnd(key.boundary, key.direction is Direction.GRADIENT, received)
+        digest = _sha256(packed)
+        with self._lock:
+            of_group = self._tensors.setdefault((group_of(self._config, key.microbatch), end), {})
+            of_group[key.microbatch] = digest
+
+    def note_piece(self, group: int, piece: Piece, packed: Tensor) -> None:
+        """A piece of a group's gradient is packed."""
+        digest = _sha256(packed)
+        with self._lock:
+            self._pieces.setdefault(group, {})[piece.number] = digest
+
+    def of(self, losses: Mapping[int, float], audited: Collection[int]) -> dict[int, GroupDigests]:
+        """By group, once all is computed. `losses`: of the groups, where the head is."""
+        groups = {}
+        for group, pieces in sorted(self._pieces.items()):
+            ends = {end: _joined(found) for (of, end), found in self._tensors.items() if of == group}
+            loss = losses.get(group) if group in audited else None
+            groups[group] = GroupDigests(gradient=_joined(pieces), boundaries=ends, loss=loss)
+        return groups
+
+
+def _sha256(packed: Tensor) -> bytes:
+    return hashlib.sha256(memoryview(packed.numpy().data)).digest()
+
+
+def _joined(digests: Mapping[int, bytes]) -> bytes:
+    """One digest of several, in the order of their numbers."""
+    return hashlib.sha256(b"".join(digests[number] for number in sorted(digests))).digest()[:DIGEST_BYTES]
