@@ -29,6 +29,9 @@ def add_parser(commands: Any) -> None:
     init.add_argument("--days", type=float, default=7.0, help="how long it may train (default: 7)")
     init.add_argument("--data", default="stdlib", metavar="PATH", help="your text: a file or a folder")
     init.add_argument("--tokenizer", default="bytes", metavar="PATH", help="a tokenizer's file or folder")
+    init.add_argument(
+        "--recipe", metavar="NAME", help="copy an installed run file, with its comments, instead"
+    )
     init.set_defaults(run=run_init, parser=init)
     for action in (explain, init):
         action.add_argument(
@@ -70,6 +73,8 @@ def run_init(args: argparse.Namespace) -> int:
 
     if args.run_file.exists():
         raise UsageError(f"{args.run_file} is there already: give the name of a new file")
+    if args.recipe is not None:
+        return _copy(args.recipe, args.run_file, args.machine)
     if not 0 < args.days <= 3660:
         raise UsageError(f"--days must be above 0 and at most 3660, got {args.days:g}")
     machines = [parse_machine(text) for text in args.machine] or _ask()
@@ -77,6 +82,18 @@ def run_init(args: argparse.Namespace) -> int:
     args.run_file.write_text(run_file(found), encoding="utf-8")
     sys.stdout.write("\n".join(total_lines(found.explanation, machines)) + "\n")
     sys.stdout.write(f"wrote {args.run_file}; start it with: thinwire coordinator {args.run_file}\n")
+    return 0
+
+
+def _copy(name: str, target: Path, machines: list[str]) -> int:
+    """Write a recipe as it is."""
+    from node.cli.parser import UsageError
+    from node.run_file.loader import recipe
+
+    if machines:
+        raise UsageError("--recipe copies a run file as it is: leave out --machine, or --recipe")
+    target.write_bytes(recipe(name).read_bytes())
+    sys.stdout.write(f"wrote {target}; what it comes to: thinwire config explain {target}\n")
     return 0
 
 

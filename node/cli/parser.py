@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
 def add_run_file(parser: argparse.ArgumentParser) -> None:
     """RUN.toml and `section.key=value`: what `load_config` takes."""
-    parser.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
+    parser.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file, or a recipe's name")
     parser.add_argument(
         "overrides",
         metavar="section.key=value",

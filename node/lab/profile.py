@@ -156,7 +156,7 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
 
     Raises ConfigError, in one line that names the file, the key and what was expected.
     """
-    raw = read_toml(path, "profile", "deploy/lab/")
+    raw = read_toml(path, "profile", "see deploy/lab/")
     where = str(path)
     for override in overrides:
         _override(raw, override)

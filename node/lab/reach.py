@@ -71,12 +71,12 @@ class ReachProfile:
 
 def is_reach_profile(path: Path) -> bool:
     """Whether a profile has a `[reach]` section. Raises ConfigError when it cannot be read."""
-    return "reach" in read_toml(path, "profile", "deploy/lab/")
+    return "reach" in read_toml(path, "profile", "see deploy/lab/")
 
 
 def load_reach_profile(path: Path) -> ReachProfile:
     """Read a profile: `[reach]` and any section of a run file. Raises ConfigError in one line."""
-    raw, where = read_toml(path, "profile", "deploy/lab/"), str(path)
+    raw, where = read_toml(path, "profile", "see deploy/lab/"), str(path)
     known = ("reach", *section_types())
     for name in raw:
         if name not in known:

@@ -6,7 +6,6 @@ and reaped whatever happens: end of the run, an error, a child's death, Ctrl-C, 
 
 import asyncio
 import contextlib
-import importlib.resources
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from node.display.terminal import Screen, ending_signals
+from node.run_file.loader import recipe
 from node.telemetry.events import Event, JoinLine, Notice, RunFinished, RunStarted, from_json
 from wire import event_loop
 from wire.errors import RunError, UserError
@@ -32,7 +32,7 @@ MAX_EVENT_BYTES = 1 << 20
 
 def demo_file() -> Path:
     """The demo's run file, installed with the program."""
-    return Path(str(importlib.resources.files("node.processes").joinpath("demo.toml")))
+    return recipe("demo")
 
 
 def run_demo(

@@ -4,6 +4,7 @@ Reading is strict: an unknown section or key is an error with the nearest name, 
 an error with the expected type. Two conversions are made: a whole number to a float, and a list to a tuple.
 """
 
+import importlib.resources
 import json
 import logging
 import re
@@ -61,13 +62,29 @@ Values = dict[str, dict[str, Any]]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file, apply overrides such as `training.lr=3e-4`, check everything.
+    """Read a run file, or a recipe by its name, apply overrides such as `training.lr=3e-4`, check everything.
 
     Raises ConfigError, in one line that names the file or the override, the key and what was expected.
     """
     path = Path(path)
-    values = _read_sections(read_toml(path, "run file", "deploy/recipes/"), where=str(path))
+    if path.name == str(path) and str(path) in recipes() and not path.exists():
+        path = recipe(str(path))
+    samples = f"thinwire config init {path} --recipe NAME (one of {', '.join(recipes())})"
+    values = _read_sections(read_toml(path, "run file", samples), where=str(path))
     return _overridden(values, overrides, where=str(path))
+
+
+def recipes() -> tuple[str, ...]:
+    """Names of the run files that are installed with the program, to start from."""
+    folder = importlib.resources.files("node.run_file").joinpath("recipes")
+    return tuple(sorted(Path(item.name).stem for item in folder.iterdir() if item.name.endswith(".toml")))
+
+
+def recipe(name: str) -> Path:
+    """The file of a recipe. Raises ConfigError for an unknown name."""
+    if name not in recipes():
+        raise ConfigError(f"no recipe {name!r}{nearest(name, recipes())}")
+    return Path(str(importlib.resources.files("node.run_file").joinpath("recipes", f"{name}.toml")))
 
 
 def change_config(config: RunConfig, overrides: Sequence[str], changeable: Collection[str]) -> RunConfig:
@@ -228,13 +245,13 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
 
     Args:
         kind: what to call the file in messages, such as "run file".
-        samples: a folder with examples.
+        samples: what has or writes examples.
     """
     try:
         # Some editors write a byte order mark, which TOML does not allow.
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such {kind}; {samples} has some to start from") from None
+        raise ConfigError(f"{path}: no such {kind}; to start from one: {samples}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory; a {kind} (TOML) is expected here") from None
     except OSError as error:

@@ -100,7 +100,7 @@ def play(scene: Scene) -> None:
     settings = ("pipeline.stages=2", f"run.steps={STEPS}", "training.schedule=constant", "run.name=friends")
     where = f"coordinator.listen=127.0.0.1:{free_port()}"
     first = scene.open(
-        *("coordinator", "coordinator", "deploy/recipes/demo.toml", "--run-dir", run, *settings, where),
+        *("coordinator", "coordinator", "demo", "--run-dir", run, *settings, where),
         show="coordinator friends.toml",
     )
     token = first.wait_for("thinwire join ").split()[-1]

@@ -314,8 +314,11 @@ def test_what_the_image_copies_installs_and_starts(tmp_path: Path) -> None:
                     )
                 else:
                     shutil.copy(ROOT / source, context / source)
-    (install,) = (one["value"] for one in instructions() if one["value"].startswith("pip install"))
-    assert "-c constraints.txt" in install and install.endswith("&& thinwire --version")
+    gpu, install = (one["value"] for one in instructions() if one["value"].startswith("pip install"))
+    index = '--extra-index-url "$TORCH_INDEX" '
+    assert install.replace(index, "", 1) == gpu and index in install, "only CPUs' torch is another"
+    assert "constraints.txt" in install and install.endswith("&& thinwire --version")
+    install = install.replace("/opt/thinwire", str(context))
     site, pip = tmp_path / "site", tmp_path / "pip"
     options = f"--quiet --no-deps --no-build-isolation --no-compile --target '{site}'"
     pip.write_text(f"#!/bin/sh\nexec '{sys.executable}' -m pip \"$@\" {options}\n")
@@ -341,7 +344,8 @@ def test_what_the_image_copies_installs_and_starts(tmp_path: Path) -> None:
     look = (
         "import sys; import importlib.metadata as m; print(m.version('thinwire'));"
         "from node.dashboard.server import assets; import node.cli.main as main; print(main.__file__);"
-        "print(*sorted(assets())); sys.exit(main.main(['--version']))"
+        "print(*sorted(assets())); from node.run_file.loader import load_config;"
+        "print(load_config('several-gpus').training.precision); sys.exit(main.main(['--version']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", look],
@@ -351,7 +355,8 @@ def test_what_the_image_copies_installs_and_starts(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    version, module, assets = done.stdout.splitlines()[:3]
+    version, module, assets, precision = done.stdout.splitlines()[:4]
+    assert precision == "bfloat16", "recipes are installed"
     assert done.stdout.splitlines()[-1] == f"thinwire {version}", done.stderr
     assert installed.endswith(f"thinwire {version}\n")
     assert module.startswith(str(site))

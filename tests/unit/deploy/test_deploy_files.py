@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,24 @@ def test_the_image_is_unprivileged_and_complete() -> None:
     for environment in by_kind["ENV"]:
         for path in re.findall(r"=(/[^\s]+)", environment):
             assert path.startswith(("/var/lib/thinwire", "/tmp")), path  # what the user may write
+
+
+def test_the_image_has_what_a_coordinator_needs_and_torch_for_cpus_on_cpus() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    by_stage: dict[str, str] = {}
+    stage = ""
+    for one in instructions():
+        if one["instruction"] == "FROM":
+            stage = one["value"].split(" AS ")[1]
+        elif one["value"].startswith("pip install"):
+            by_stage[stage] = one["value"]
+    assert set(by_stage) == {"cuda", "cpu"}
+    for install in by_stage.values():
+        (wanted,) = re.findall(r"/opt/thinwire\[([a-z,]+)\]", install)
+        assert wanted.split(",") == ["bpe", "data", "hub"] and extras.keys() >= set(wanted.split(","))
+    assert '--extra-index-url "$TORCH_INDEX"' in by_stage["cpu"] and "TORCH_INDEX" not in by_stage["cuda"]
+    (default,) = (one["value"] for one in instructions() if one["instruction"] == "ARG")
+    assert default == "TORCH_INDEX=https://download.pytorch.org/whl/cpu"
 
 
 def test_files_copied_into_the_image_exist_and_are_not_ignored() -> None:

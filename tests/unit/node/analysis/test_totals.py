@@ -12,7 +12,7 @@ from node.analysis.machines import CARDS, PAYLOAD_SHARE, Card, Machine, machines
 from node.analysis.totals import codec_advice, machine_bytes, order_advice, snapshots_need, totals
 from node.cli.main import main
 from node.config.schema import DataSection, ModelSection, PipelineSection, RunConfig, TrainingSection
-from node.run_file.loader import load_config
+from node.run_file.loader import load_config, recipe
 from wire.errors import UserError
 
 CONFIG = RunConfig(
@@ -151,6 +151,10 @@ def test_from_machines_to_a_run_file_in_one_command(
     assert "a step takes about" in said and f"thinwire coordinator {path}" in said
     assert load_config(path).pipeline.stages == 2
     assert main(asked) == 2, "it replaces no file"
+    copied = tmp_path / "copied.toml"
+    assert main(["config", "init", str(copied), "--recipe", "several-gpus"]) == 0
+    assert copied.read_bytes() == recipe("several-gpus").read_bytes()
+    assert main(["config", "init", str(tmp_path / "x.toml"), "--recipe", "one", "--machine", "cpu,1"]) == 2
     assert main(["config", "init", str(tmp_path / "x.toml"), "--machine", "typewriter"]) == 2
     assert "no such card" in capsys.readouterr().err
 

@@ -280,7 +280,5 @@ def driver(stage: Stage, *command: str) -> str:
     )
 
 
-def test_the_recipe_is_the_installed_file() -> None:
-    recipe = Path(__file__).parents[4] / "deploy" / "recipes" / "demo.toml"
-    assert recipe.read_text() == demo_file().read_text()
-    assert tomllib.loads(recipe.read_text())["pipeline"]["stages"] == 4
+def test_the_installed_recipe_has_four_stages() -> None:
+    assert tomllib.loads(demo_file().read_text())["pipeline"]["stages"] == 4

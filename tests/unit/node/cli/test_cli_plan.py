@@ -1,14 +1,12 @@
 """`thinwire plan`."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from node.cli.main import main
 
-ROOT = Path(__file__).resolve().parents[4]
-RECIPE = str(ROOT / "deploy" / "recipes" / "several-machines.toml")
+RECIPE = "several-machines"
 
 
 def plan(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:

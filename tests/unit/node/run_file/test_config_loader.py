@@ -19,6 +19,8 @@ from node.run_file.loader import (
     from_json,
     load_config,
     parse_override,
+    recipe,
+    recipes,
     section_types,
     to_json,
     to_toml,
@@ -28,7 +30,10 @@ from node.run_file.loader import (
 from wire.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
-RUN_FILES = sorted(path for path in DEPLOY.rglob("*.toml") if path.parent.name != "lab")
+RUN_FILES = [
+    *sorted(path for path in DEPLOY.rglob("*.toml") if path.parent.name != "lab"),
+    *map(recipe, recipes()),
+]
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -213,9 +218,27 @@ def test_rules_are_checked_after_the_overrides(tmp_path: Path) -> None:
 
 
 def test_every_run_file_we_ship_parses() -> None:
-    assert DEPLOY / "recipes" / "demo.toml" in RUN_FILES
+    assert len(RUN_FILES) == 4
     for path in RUN_FILES:
         assert load_config(path).run.steps > 0, path
+
+
+def test_a_recipe_is_found_by_its_name_unless_a_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert recipes() == ("demo", "several-gpus", "several-machines")
+    config = load_config("several-gpus", ["run.steps=7"])
+    assert (config.run.name, config.run.steps) == ("several-gpus", 7)
+    assert config.training.precision == "bfloat16" and config.data.tokenizer != "bytes"
+    Path("several-gpus").write_text("[run]\nname = 'mine'\n")
+    assert load_config("several-gpus").run.name == "mine"
+    with pytest.raises(ConfigError, match="no recipe 'severl-gpus'; did you mean 'several-gpus'"):
+        recipe("severl-gpus")
+    with pytest.raises(
+        ConfigError, match=r"no such run file; to start from one: thinwire config init .*demo"
+    ):
+        load_config("absent.toml")
 
 
 def test_shipped_run_files_keep_the_automatic_window() -> None:
