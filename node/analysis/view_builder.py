@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from node.analysis.bottleneck import bottleneck
+from node.analysis.link_views import NOT_LISTENING, NOT_REACHED, LinkSums, LinkTotals, ends_of, link_views
 from node.analysis.run_view import (
     EventView,
-    FlowView,
     HeldOutView,
-    LinkView,
     MemberView,
     RunView,
     Series,
@@ -21,21 +20,16 @@ from node.analysis.run_view import (
     SnapshotView,
     StageView,
 )
-from node.analysis.step_model import FULL, LITTLE, full_links
+from node.analysis.step_model import FULL, full_links
 from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
-from node.telemetry.costs import LinkKey, Place
+from node.telemetry.costs import LinkKey
 from node.telemetry.format import bytes_text, duration_text, named, printable, without_addresses
-from wire.telemetry import is_relayed
 
 __all__ = ["RunView", "RunViewBuilder", "view"]
 
 RECENT_STEPS = 10
 """Steps over which shares, rates and the bottleneck are taken."""
-NOT_LISTENING = "opens no port"
-NOT_REACHED = "cannot be dialled from the coordinator"
-NOT_ANSWERING = "does not answer its neighbour"
-"""Why a link is relayed, said of a node that its neighbour might have dialled."""
 MOST_EVENTS = 200
 """Newest events kept in the view."""
 MOST_SNAPSHOTS = 1000
@@ -46,30 +40,6 @@ MOST_SNAPSHOTS = 1000
 class _Member:
     device: str
     joined: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlowSums:
-    """What one kind of tensor took on one direction of a link, over the whole run."""
-
-    direction: str
-    codec: str
-    bytes: int
-    elements: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkSums:
-    """One direction of a link over the whole run."""
-
-    source: int
-    target: int
-    source_replica: int = 0
-    target_replica: int = 0
-    bytes: int
-    retransmits: int
-    rejects: int
-    flows: tuple[FlowSums, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +103,7 @@ class RunViewBuilder:
         self._speed = Series()
         self._recent: deque[events.StepCosts] = deque(maxlen=RECENT_STEPS)
         self._paces: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._links: dict[LinkKey, _LinkSums] = {}
+        self._links: dict[LinkKey, LinkTotals] = {}
         self._events: deque[EventView] = deque(maxlen=MOST_EVENTS)
 
     def apply(self, event: events.Event, at: float) -> None:
@@ -239,7 +209,7 @@ class RunViewBuilder:
         made._speed = Series.restored(state.speed)
         made._recent.extend(state.recent)
         made._paces.extend(state.paces)
-        made._links = {_ends(sums): _LinkSums(sums) for sums in state.links}
+        made._links = {ends_of(sums): LinkTotals(sums) for sums in state.links}
         made._events.extend(state.listed)
         return made
 
@@ -304,7 +274,7 @@ class RunViewBuilder:
             epoch=self._placement.epoch if self._placement else 0,
             stages=stages,
             groups=self._placement.groups if self._placement else (),
-            links=self._link_views(),
+            links=link_views(self._links, tuple(self._recent), self._placement, self._undialled),
             members=members,
             # While a stage has no node, every node is needed.
             spares=0 if state == "waiting for nodes" else sum(member.stage is None for member in members),
@@ -367,7 +337,7 @@ class RunViewBuilder:
 
     def _count(self, costs: events.StepCosts) -> None:
         for link in costs.links:
-            self._links.setdefault(_ends(link), _LinkSums()).add(link)
+            self._links.setdefault(ends_of(link), LinkTotals()).add(link)
         if not costs.aborted:
             self._recent.append(costs)
 
@@ -446,116 +416,6 @@ class RunViewBuilder:
                 )
             )
         return tuple(views)
-
-    def _link_views(self) -> tuple[LinkView, ...]:
-        seconds = sum(costs.seconds for costs in self._recent)
-        recent: dict[LinkKey, list[events.LinkCost]] = {}
-        for costs in self._recent:
-            for link in costs.links:
-                recent.setdefault(_ends(link), []).append(link)
-        return tuple(
-            self._with_reason(self._links[ends].view(ends, recent[ends], seconds))
-            for ends in sorted(recent)
-            if seconds > 0
-        )
-
-    def _with_reason(self, link: LinkView) -> LinkView:
-        """The link with the reason why it is not direct, if it is not."""
-        placement = self._placement
-        if not is_relayed(link.path) or placement is None:
-            return link
-        reasons: dict[str, str] = {}
-        places = sorted(((link.source_replica, link.source), (link.target_replica, link.target)))
-        for replica, stage in places:
-            index = replica * placement.stages + stage
-            node_id = placement.nodes[index] if index < len(placement.nodes) else ""
-            where = f"the node of stage {stage}" + (f" of row {replica}" if len(placement.groups) > 1 else "")
-            reasons[where] = self._undialled.get(node_id, NOT_ANSWERING)
-        lower, upper = reasons
-        if reasons[lower] == reasons[upper] == NOT_ANSWERING:
-            # The lower one dials if both can be dialled.
-            del reasons[lower]
-        return replace(link, why_not_direct=" and ".join(f"{where} {why}" for where, why in reasons.items()))
-
-
-def _ends(link: events.LinkCost | LinkSums) -> LinkKey:
-    return Place(link.source_replica, link.source), Place(link.target_replica, link.target)
-
-
-class _LinkSums:
-    """Totals of one direction of a link over the whole run."""
-
-    def __init__(self, state: LinkSums | None = None) -> None:
-        self._bytes = state.bytes if state else 0
-        self._retransmits = state.retransmits if state else 0
-        self._rejects = state.rejects if state else 0
-        flows = state.flows if state else ()
-        self._flows = {(flow.direction, flow.codec): (flow.bytes, flow.elements) for flow in flows}
-
-    def state(self, ends: LinkKey) -> LinkSums:
-        flows = (
-            FlowSums(direction=direction, codec=codec, bytes=size, elements=elements)
-            for (direction, codec), (size, elements) in self._flows.items()
-        )
-        (source_replica, source), (target_replica, target) = ends
-        return LinkSums(
-            source=source,
-            target=target,
-            source_replica=source_replica,
-            target_replica=target_replica,
-            bytes=self._bytes,
-            retransmits=self._retransmits,
-            rejects=self._rejects,
-            flows=tuple(flows),
-        )
-
-    def add(self, cost: events.LinkCost) -> None:
-        self._bytes += cost.bytes
-        self._retransmits += cost.retransmits
-        self._rejects += cost.rejects
-        for flow in cost.flows:
-            size, elements = self._flows.get((flow.direction, flow.codec), (0, 0))
-            self._flows[flow.direction, flow.codec] = size + flow.bytes, elements + flow.elements
-
-    def view(self, ends: LinkKey, recent: list[events.LinkCost], seconds: float) -> LinkView:
-        (source_replica, source), (target_replica, target) = ends
-        newest = recent[-1]
-        rate = sum(cost.bytes for cost in recent) / seconds
-        use = min(1.0, rate / newest.capacity) if newest.capacity > 0 else None
-        flows = []
-        for direction, codec in dict.fromkeys((f.direction, f.codec) for c in recent for f in c.flows):
-            mine = [f for c in recent for f in c.flows if (f.direction, f.codec) == (direction, codec)]
-            elements = sum(flow.elements for flow in mine)
-            sent = sum(flow.bytes for flow in mine)
-            size, all_elements = self._flows[direction, codec]
-            flows.append(
-                FlowView(
-                    direction=direction,
-                    codec=codec,
-                    bits_per_element=8 * sent / elements if elements else 0.0,
-                    mbit=8e-6 * sent / seconds,
-                    bytes=size,
-                    elements=all_elements,
-                )
-            )
-        return LinkView(
-            source=source,
-            target=target,
-            source_replica=source_replica,
-            target_replica=target_replica,
-            bytes=self._bytes,
-            mbit=8e-6 * rate,
-            capacity_mbit=8e-6 * newest.capacity,
-            use=use,
-            busy=min(1.0, sum(cost.busy_seconds for cost in recent) / seconds),
-            flows=tuple(flows),
-            round_trip_seconds=newest.round_trip_seconds,
-            retransmits=self._retransmits,
-            rejects=self._rejects,
-            queued_bytes=newest.queued_bytes,
-            little_used=use is not None and use < LITTLE,
-            path=newest.path,
-        )
 
 
 def view(history: Iterable[tuple[float, events.Event]]) -> RunView:
