@@ -2,11 +2,13 @@
 
 Sentences say what was measured (shares of time, use of links) and what a change would gain. Gains come from
 the lower bound on step time (`pipeline/floor.py`) with measured times and changed bytes or blocks; time
-beyond the bound is assumed to stay.
+beyond the bound is assumed to stay. Advice rests on more steps than what is shown, and holds in each half of
+them, so that noise neither makes it nor changes it.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from node.analysis.remedies import Remedy, better_codec, better_split
 from node.analysis.run_view import LinkView, RunView, StageView
@@ -23,13 +25,32 @@ PACKING = 0.25
 MOST_SENTENCES = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Steps that advice rests on."""
+
+    whole: RunView
+    """The view, measured over all of them."""
+    parts: tuple[RunView, ...]
+    """The view, measured over each half."""
+
+    def row(self, replica: int) -> "Evidence":
+        return Evidence(whole=self.whole.row(replica), parts=tuple(part.row(replica) for part in self.parts))
+
+
 def bottleneck(
-    view: RunView, codec_bits: Mapping[str, float], ends_in_blocks: Sequence[float] = ()
+    view: RunView,
+    codec_bits: Mapping[str, float],
+    ends_in_blocks: Sequence[float] = (),
+    evidence: Evidence | None = None,
+    *,
+    advises: bool = True,
 ) -> tuple[str, ...]:
     """Sentences, the most important first; empty before there are measurements.
 
     `codec_bits`: bits an element on this run's links, by codec. `ends_in_blocks`: compute cost of the
     embedding and the head, in blocks; no split is proposed without it.
+    `evidence`: the steps that advice rests on, if not those of `view`. `advises`: whether those are enough.
     """
     if view.state == "waiting for nodes":
         here, wanted = len(view.members), view.stages_wanted
@@ -37,15 +58,16 @@ def bottleneck(
             return (f"waiting for a stage's node: {here} nodes are here, but none fits and none is back yet",)
         return (f"waiting for nodes: {here} of {wanted} are here; {_how_to_join(view.token_uses)}",)
     if view.rows > 1:
-        return _rows(view, codec_bits, ends_in_blocks)
+        return _rows(view, codec_bits, ends_in_blocks, evidence, advises=advises)
     model = StepModel.of(view)
     if model is None:
         return ()
     floor = model.floor()
+    advice = _Advice.of(view, model, evidence, advises=advises)
     sentences = [
-        *_links(view, model, floor, codec_bits),
-        *_stages(view, model, floor, ends_in_blocks),
-        *_packing(view, model),
+        *_links(view, model, floor, codec_bits, advice),
+        *_stages(view, model, floor, ends_in_blocks, advice),
+        *_packing(view, advice),
         *_coordinator(view),
     ]
     if not sentences:
@@ -53,16 +75,50 @@ def bottleneck(
     return tuple((sentences or [_nothing(view)])[:MOST_SENTENCES])
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Advice:
+    """Whether to advise, and the measurements to do it by."""
+
+    model: StepModel
+    view: RunView
+    parts: tuple[StepModel, ...]
+    enough: bool
+
+    @classmethod
+    def of(cls, view: RunView, model: StepModel, evidence: Evidence | None, *, advises: bool) -> "_Advice":
+        whole = evidence.whole if evidence else view
+        parts = [StepModel.of(part) for part in (evidence.parts if evidence else ())]
+        return cls(
+            model=StepModel.of(whole) or model,
+            view=whole,
+            parts=tuple(part for part in parts if part is not None),
+            enough=advises,
+        )
+
+    def words(self, remedy: Remedy | None) -> list[str]:
+        """The remedy, if there are steps enough for it and every part of them agrees."""
+        confirmed = remedy.confirmed(self.parts) if remedy is not None and self.enough else None
+        return [confirmed.text] if confirmed is not None else []
+
+
 # ---- the cases
 
 
-def _rows(view: RunView, codec_bits: Mapping[str, float], ends_in_blocks: Sequence[float]) -> tuple[str, ...]:
+def _rows(
+    view: RunView,
+    codec_bits: Mapping[str, float],
+    ends_in_blocks: Sequence[float],
+    evidence: Evidence | None,
+    *,
+    advises: bool,
+) -> tuple[str, ...]:
     """Which row the others wait for, what limits that one, and how much of the step sums the gradients."""
     sync = [_sync_share(view.row(replica)) for replica in range(view.rows)]
     if not all(stage.shares for stage in view.stages):
         return ()
     slowest = min(range(view.rows), key=lambda replica: (sync[replica], replica))
-    sentences = list(bottleneck(view.row(slowest), codec_bits, ends_in_blocks))
+    of_row = evidence.row(slowest) if evidence else None
+    sentences = list(bottleneck(view.row(slowest), codec_bits, ends_in_blocks, of_row, advises=advises))
     if max(sync) - sync[slowest] >= WAITING:
         others = [replica for replica in range(view.rows) if sync[replica] - sync[slowest] >= WAITING]
         share = sum(sync[replica] for replica in others) / len(others)
@@ -102,7 +158,9 @@ def _sync_link(link: LinkView) -> str:
     )
 
 
-def _links(view: RunView, model: StepModel, floor: Floor, codec_bits: Mapping[str, float]) -> list[str]:
+def _links(
+    view: RunView, model: StepModel, floor: Floor, codec_bits: Mapping[str, float], advice: _Advice
+) -> list[str]:
     """Full links, fullest first; else the link that sets the lower bound, if the step is near it."""
     uploads = shared_uploads(view)
     shared = [link for upload in uploads for link in upload.links]
@@ -132,20 +190,21 @@ def _links(view: RunView, model: StepModel, floor: Floor, codec_bits: Mapping[st
         parts.append(waiting)
     # The other direction may bind once this one does not, so look at all links, these first.
     others = [link for link in view.links if link not in shared and link not in full]
-    if remedy := better_codec([*shared, *full, *others], model, codec_bits):
-        parts.append(remedy.text)
+    parts += advice.words(better_codec([*shared, *full, *others], advice.model, codec_bits))
     return ["; ".join(parts), *sentences[1:]]
 
 
 def _upload(upload: SharedUpload) -> str:
     targets = _stages_text([link.target for link in upload.links])
     return (
-        f"stage {upload.stage} sends {_mbit(upload.mbit)} to {targets} together, and its links to them are "
-        "all full: they seem to share its upload"
+        f"stage {upload.stage} sends {_mbit(upload.mbit)} of about {_mbit(upload.capacity_mbit)} to "
+        f"{targets} together: its links to them are full and seem to share its upload"
     )
 
 
-def _stages(view: RunView, model: StepModel, floor: Floor, ends_in_blocks: Sequence[float]) -> list[str]:
+def _stages(
+    view: RunView, model: StepModel, floor: Floor, ends_in_blocks: Sequence[float], advice: _Advice
+) -> list[str]:
     """The busiest stage, if it has no time left or sets a lower bound that the step is near."""
     busiest = max(view.stages, key=lambda stage: stage.busy)
     near = floor.binds.kind is ResourceKind.COMPUTE and floor.seconds >= PACE * model.seconds
@@ -155,12 +214,11 @@ def _stages(view: RunView, model: StepModel, floor: Floor, ends_in_blocks: Seque
     parts = [f"stage {busiest.stage} is the slowest: it computes {_percent(busiest.busy)} of the time"]
     if waiting := _who_waits(others):
         parts.append(waiting)
-    if remedy := better_split(view, model, ends_in_blocks):
-        parts.append(remedy.text)
+    parts += advice.words(better_split(advice.view, advice.model, ends_in_blocks))
     return ["; ".join(parts)]
 
 
-def _packing(view: RunView, model: StepModel) -> list[str]:
+def _packing(view: RunView, advice: _Advice) -> list[str]:
     """The stage that packs and unpacks most, if that is much of its time and it is the busiest."""
     stage = max(view.stages, key=_packing_share)
     share = _packing_share(stage)
@@ -168,8 +226,8 @@ def _packing(view: RunView, model: StepModel) -> list[str]:
         return []
     codecs = " and ".join(f"`{name}`" for name in dict.fromkeys((view.forward_codec, view.backward_codec)))
     text = f"stage {stage.stage} packs and unpacks tensors {_percent(share)} of the time ({codecs})"
-    remedy = Remedy.of("codecs that cost no time", model, model.without_packing())
-    return [f"{text}; {remedy.text}" if remedy else text]
+    remedy = Remedy.of("codecs that cost no time", advice.model, StepModel.without_packing)
+    return ["; ".join([text, *advice.words(remedy)])]
 
 
 def _coordinator(view: RunView) -> list[str]:

@@ -119,6 +119,18 @@ class LinkTotals:
         )
 
 
+def alike(steps: Sequence[events.StepCosts]) -> tuple[events.StepCosts, ...]:
+    """The last of the steps that sent the same kinds of tensors in the same codecs, oldest first."""
+
+    def flows(costs: events.StepCosts) -> set[tuple[LinkKey, str, str]]:
+        return {(ends_of(link), flow.direction, flow.codec) for link in costs.links for flow in link.flows}
+
+    first = len(steps)
+    while first and flows(steps[first - 1]) == flows(steps[-1]):
+        first -= 1
+    return tuple(steps[first:])
+
+
 def link_views(
     totals: "Mapping[LinkKey, LinkTotals]",
     recent: Sequence[events.StepCosts],

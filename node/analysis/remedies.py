@@ -1,7 +1,7 @@
 """Changes that would make a run faster, and by how much: other codecs, another split. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from node.analysis.run_view import FlowView, LinkView, RunView
@@ -28,17 +28,32 @@ class Remedy:
     gain: float
     how: str = ""
     """What it costs, and how to make it."""
+    made: Callable[[StepModel], StepModel] = field(default=lambda model: model, compare=False)
+    """The change, for measurements of other steps."""
+    spread: tuple[float, float] | None = None
+    """Least and largest gain, in parts of the measured steps."""
 
     @classmethod
-    def of(cls, change: str, model: StepModel, changed: StepModel, how: str = "") -> Self | None:
+    def of(
+        cls, change: str, model: StepModel, made: Callable[[StepModel], StepModel], how: str = ""
+    ) -> Self | None:
         """None if the gain is below `WORTH`."""
-        gain = model.gain(changed)
-        return cls(change, gain, how) if gain >= WORTH else None
+        gain = model.gain(made(model))
+        return cls(change, gain, how, made) if gain >= WORTH else None
+
+    def confirmed(self, parts: Sequence[StepModel]) -> Self | None:
+        """With its gains in parts of the measured steps; None if one is below `WORTH`: it is noise."""
+        gains = [self.gain, *(part.gain(self.made(part)) for part in parts)]
+        if min(gains) < WORTH:
+            return None
+        return replace(self, spread=(min(gains), max(gains))) if parts else self
 
     @property
     def text(self) -> str:
         digits = 2 if self.gain < 1.15 else 1
-        return f"{self.change} would give about {self.gain:.{digits}f} x{self.how}"
+        least, most = (f"{gain:.{digits}f}" for gain in self.spread or (self.gain, self.gain))
+        gain = f"about {least}" if least == most else f"{least} to {most}"
+        return f"{self.change} would give {gain} x{self.how}"
 
 
 def better_codec(
@@ -76,9 +91,12 @@ def _with(
     smaller = [flow for flow in flows if 0 < bits < flow.bits_per_element]
     if not smaller:
         return None
-    packing = model.more_packing({flow.direction: (flow.codec, name) for flow in smaller})
+    codecs = {flow.direction: (flow.codec, name) for flow in smaller}
     factors = {flow.direction: bits / flow.bits_per_element for flow in smaller}
-    changed = model.with_codecs(**factors, packing=packing)
+
+    def made(model: StepModel) -> StepModel:
+        return model.with_codecs(**factors, packing=model.more_packing(codecs))
+
     ways: dict[str, list[str]] = {}
     for flow in smaller:
         ways.setdefault(flow.codec, []).append(WAYS[flow.direction])
@@ -88,7 +106,7 @@ def _with(
     if "activation" in directions and name in LOSS_FORWARD:
         loss = f" (measured cost in loss, `{name}` forward: {LOSS_FORWARD[name]})"
     keys = " ".join(f"pipeline.{WAYS[direction]}_codec={name}" for direction in directions)
-    return Remedy.of(change, model, changed, f"{loss}: `thinwire set RUN_DIR {keys}`")
+    return Remedy.of(change, model, made, f"{loss}: `thinwire set RUN_DIR {keys}`")
 
 
 def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float]) -> Remedy | None:
@@ -119,4 +137,6 @@ def better_split(view: RunView, model: StepModel, ends_in_blocks: Sequence[float
     after = [count + end for count, end in zip(better, fixed, strict=True)]
     key = f"pipeline.split={','.join(map(str, better))}"
     how = f": `thinwire set RUN_DIR {key}`"
-    return Remedy.of(f"`pipeline.split = {better}`", model, model.with_blocks(before, after), how)
+    return Remedy.of(
+        f"`pipeline.split = {better}`", model, lambda model: model.with_blocks(before, after), how
+    )

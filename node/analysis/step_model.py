@@ -14,7 +14,10 @@ FULL = 0.85
 """A link at this share of its measured capacity is full; a stage this busy has no time left. The alert in
 deploy/prometheus/alerts.yml uses the same number."""
 FULL_TOGETHER = 0.75
-"""Lower for links that share an upload: each is also measured while the other is silent."""
+"""Lower for links that share an upload, of their bytes over the sum of their capacities: each is also
+measured while the other is silent."""
+EACH_TOGETHER = 0.6
+"""Least for each of them."""
 LITTLE = 0.2
 """Below this share of the measured capacity, the measurement is unreliable (`LinkView.little_used`)."""
 UNLIKE = 1.15
@@ -189,7 +192,8 @@ class SharedUpload:
 
 
 def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
-    """Stages whose outgoing links are all full at once, at different rates.
+    """Stages whose outgoing links are full at once, at different rates: in the middle of a pipeline a node
+    sends activations one way and gradients the other, on one line.
 
     Links on one upload share it while both send, so each is measured at its share of the bytes. Links with
     equal capacities are more likely separate links that are full at once.
@@ -198,9 +202,13 @@ def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
     for stage in range(len(view.stages)):
         links = tuple(x for x in view.links if x.source == stage and x.use is not None and x.mbit > 0)
         uses = [link.use or 0.0 for link in links]
-        if len(links) < 2 or min(uses) < FULL_TOGETHER:
+        if len(links) < 2 or min(uses) < EACH_TOGETHER:
             continue
         capacities = [link.capacity_mbit for link in links]
+        # A link measured above its capacity counts as full.
+        sent_at_most = sum(use * capacity for use, capacity in zip(uses, capacities, strict=True))
+        if sent_at_most < FULL_TOGETHER * sum(capacities):
+            continue
         if max(capacities) < UNLIKE * min(capacities):
             continue
         sent = sum(link.mbit for link in links)

@@ -8,8 +8,16 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from node.analysis.bottleneck import bottleneck
-from node.analysis.link_views import NOT_LISTENING, NOT_REACHED, LinkSums, LinkTotals, ends_of, link_views
+from node.analysis.bottleneck import Evidence, bottleneck
+from node.analysis.link_views import (
+    NOT_LISTENING,
+    NOT_REACHED,
+    LinkSums,
+    LinkTotals,
+    alike,
+    ends_of,
+    link_views,
+)
 from node.analysis.run_view import (
     EventView,
     HeldOutView,
@@ -30,6 +38,10 @@ __all__ = ["RunView", "RunViewBuilder", "view"]
 
 RECENT_STEPS = 10
 """Steps over which shares, rates and the bottleneck are taken."""
+ADVICE_STEPS = 40
+"""Most steps that advice rests on: those since the placement and the codecs last changed."""
+LEAST_ADVICE_STEPS = 10
+"""Before them no advice is given."""
 MOST_EVENTS = 200
 """Newest events kept in the view."""
 MOST_SNAPSHOTS = 1000
@@ -101,7 +113,7 @@ class RunViewBuilder:
         self._token_uses: int | None = None
         self._loss = Series()
         self._speed = Series()
-        self._recent: deque[events.StepCosts] = deque(maxlen=RECENT_STEPS)
+        self._recent: deque[events.StepCosts] = deque(maxlen=ADVICE_STEPS)
         self._paces: deque[float] = deque(maxlen=RECENT_STEPS)
         self._links: dict[LinkKey, LinkTotals] = {}
         self._events: deque[EventView] = deque(maxlen=MOST_EVENTS)
@@ -227,7 +239,8 @@ class RunViewBuilder:
         """The view after the events so far."""
         started, step = self._started, self._step
         finished_text = without_addresses(printable(self._finished.reason)) if self._finished else ""
-        stages = self._stage_views()
+        recent = tuple(self._recent)[-RECENT_STEPS:]
+        stages = self._stage_views(recent)
         pace = sum(self._paces) / len(self._paces) if self._paces else None
         steps = started.steps if started else 0
         done = self._steps_done
@@ -274,7 +287,7 @@ class RunViewBuilder:
             epoch=self._placement.epoch if self._placement else 0,
             stages=stages,
             groups=self._placement.groups if self._placement else (),
-            links=link_views(self._links, tuple(self._recent), self._placement, self._undialled),
+            links=link_views(self._links, recent, self._placement, self._undialled),
             members=members,
             # While a stage has no node, every node is needed.
             spares=0 if state == "waiting for nodes" else sum(member.stage is None for member in members),
@@ -300,10 +313,33 @@ class RunViewBuilder:
         so_far = replace(so_far, links=links)
         if started is None:
             return replace(so_far, bottleneck=bottleneck(so_far, {}))
-        words = bottleneck(so_far, started.codec_bits, started.ends_in_blocks)
+        steps_alike = alike(tuple(self._recent))
+        words = bottleneck(
+            so_far,
+            started.codec_bits,
+            started.ends_in_blocks,
+            self._evidence(so_far, steps_alike),
+            advises=len(steps_alike) >= LEAST_ADVICE_STEPS,
+        )
         return replace(so_far, bottleneck=words)
 
     # ---- inside
+
+    def _evidence(self, view: RunView, steps: tuple[events.StepCosts, ...]) -> Evidence | None:
+        """The view over the steps that advice rests on, and over each half of them."""
+        if len(steps) < LEAST_ADVICE_STEPS:
+            return None
+
+        def over(part: tuple[events.StepCosts, ...]) -> RunView:
+            return replace(
+                view,
+                stages=self._stage_views(part),
+                links=link_views(self._links, part, self._placement, self._undialled),
+                step_seconds=sum(costs.seconds for costs in part) / len(part),
+            )
+
+        half = len(steps) // 2
+        return Evidence(whole=over(steps), parts=(over(steps[:half]), over(steps[half:])))
 
     def _start(self, event: events.RunStarted, at: float) -> None:
         self._starts += 1
@@ -378,13 +414,13 @@ class RunViewBuilder:
             return "waiting for nodes"
         return "restoring" if self._restoring else "training"
 
-    def _stage_views(self) -> tuple[StageView, ...]:
+    def _stage_views(self, steps: tuple[events.StepCosts, ...]) -> tuple[StageView, ...]:
         placement = self._placement
         if placement is None:
             return ()
         blocks = dict(enumerate(placement.blocks))
         by_place: dict[tuple[int, int], list[events.StageCost]] = {}
-        for cost in (cost for one in self._recent for cost in one.stages):
+        for cost in (cost for one in steps for cost in one.stages):
             by_place.setdefault((cost.replica, cost.stage), []).append(cost)
         views = []
         for index, node_id in enumerate(placement.nodes):

@@ -141,7 +141,8 @@ SITUATIONS = {
     ),
     "an upload that links share": (
         replace(EVEN, uploads=(60.0, 60.0, 60.0)),
-        r"^stage 1 sends [\d.]+ Mbit/s to stages 0 and 2 together, .* `fixed-8` to `fixed-6` backward would",
+        r"^stage 1 sends [\d.]+ Mbit/s of about [\d.]+ Mbit/s to stages 0 and 2 together: "
+        r".* `fixed-8` to `fixed-6` backward would",
     ),
     "a slow machine": (
         replace(EVEN, a_block=(0.005, 0.015, 0.005)),
