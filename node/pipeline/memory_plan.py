@@ -61,7 +61,7 @@ class Choice:
 
     def __str__(self) -> str:
         if self.again:
-            return "again" + (", input in host memory" if self.moved else "")
+            return "computed again in backward" + (", input in host memory" if self.moved else "")
         parts = [f"{kind} again" for kind in self.recomputed]
         parts += [f"{kind} in host memory" for kind in self.moved]
         return ", ".join(parts) or "kept"

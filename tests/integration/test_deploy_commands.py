@@ -161,6 +161,8 @@ def test_a_coordinator_and_nodes_as_deployed(
         written = Written()
         # What they are parsed for elsewhere is all that can be done with a name and a token that are made up.
         assert written.take("config", "FILE") and written.take("join", "TOKEN")
+        places = {"RUN.toml": str(tmp_path / "etc" / "new.toml"), "NAME": "demo"}
+        said(run, *here(written.take("--recipe"), tmp_path, **places))
         start, pod = here(container_arguments("StatefulSet"), tmp_path), container_environment("StatefulSet")
         assert start[:1] == ["coordinator"] and "--resume" in start and "--stay" in start
 

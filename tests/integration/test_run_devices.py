@@ -165,4 +165,4 @@ def test_a_node_with_little_memory_computes_blocks_again_to_the_same_bits(
         run.add_node()
         assert coordinator.wait_exit() == 0
         run.assert_undisturbed()
-        assert any("blocks are computed again in backward" in line for line in small.lines)
+        assert any("blocks: computed again in backward" in line for line in small.lines)

@@ -123,7 +123,7 @@ def test_it_gets_that_stage_again_only_with_recomputed_blocks(tmp_path: Path, pr
         assert coordinator.wait_exit() == 0
         assert again.wait_exit() == 0
         assert "this node offers less than that for a day" in again.stderr
-        assert any("of 1 blocks are computed again in backward" in line for line in again.lines), (
+        assert any("1 of 1 blocks: computed again in backward" in line for line in again.lines), (
             again.report()
         )
         assert coordinator.all(PlacementMade)[-1].nodes[1] == placed

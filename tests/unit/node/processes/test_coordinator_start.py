@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -83,7 +84,7 @@ def test_ports_answer_while_a_long_history_is_still_being_read(
     monkeypatch.setattr(checkpoint, "read_whole_lines", blocked)
     told: list[events.Event] = []
 
-    async def answered(*_: object) -> int:
+    async def answered(*_: object) -> tuple[int, tuple[str, ...]]:
         (line,) = (event.line for event in told if isinstance(event, events.JoinLine))
         addresses = JoinToken.parse(line.split()[-1]).addresses
         for address in addresses[:1]:
@@ -91,7 +92,7 @@ def test_ports_answer_while_a_long_history_is_still_being_read(
             writer.close()
         assert await asyncio.to_thread(blocked.asked.wait, SECONDS), "it is read, beside all else"
         blocked.gate.set()
-        return 0
+        return 0, ()
 
     monkeypatch.setattr(main, "_until_done", answered)
     assert main.run_coordinator(config_in(tmp_path), run_dir=tmp_path, emit=told.append, resume=False) == 0
@@ -251,8 +252,8 @@ def one_with_snapshots(directory: Path, monkeypatch: pytest.MonkeyPatch, *steps:
     return config
 
 
-async def ended(*_: object) -> int:
-    return 0
+async def ended(*_: object) -> tuple[int, tuple[str, ...]]:
+    return 0, ()
 
 
 def test_a_run_goes_on_from_the_newest_snapshot_that_is_whole(
@@ -301,6 +302,7 @@ class Asked:
         self.stops: list[bool] = []
         """Whether it was to be at once."""
         self._stop = asyncio.Event()
+        self.changes = SimpleNamespace(applied=())
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
         self.stops.append(at_once)
@@ -341,6 +343,6 @@ async def test_only_a_second_signal_ends_a_run_at_once(
 ) -> None:
     """The notice after the first Ctrl-C holds, whatever was asked for on the page before."""
     asked, told = Asked(*happen), list[events.Event]()
-    assert await main._until_done(cast(Coordinator, asked), told.append) == main.INTERRUPTED
+    assert await main._until_done(cast(Coordinator, asked), told.append) == (main.INTERRUPTED, ())
     assert asked.stops == at_once
     assert told == [events.Notice(text=main.STOPPING)]

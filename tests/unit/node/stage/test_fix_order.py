@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.utils.deterministic
 
-from kernels.attention.ops import _fixed_order
+from kernels.attention.ops import _order
 from node.stage.machine_info import fix_order
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -41,7 +41,7 @@ def test_cpus_are_not_limited() -> None:
 def test_attention_keeps_its_order_whatever_is_set(enabled: bool, warns: bool) -> None:
     """Where torch only warns, its operator adds in no fixed order, too."""
     torch.use_deterministic_algorithms(enabled, warn_only=warns)
-    with _fixed_order():
+    with _order(fixed=True):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.are_deterministic_algorithms_enabled() == enabled
