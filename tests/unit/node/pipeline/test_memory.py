@@ -302,7 +302,8 @@ def test_a_captured_head_keeps_forward_and_backward_buffers_apart(
     fed = torch.zeros(1, model.sequence, model.hidden, requires_grad=True)
     made: list[torch.Tensor] = []
     forward, backward = Meter(), Meter()
-    forward.count(lambda: made.append(passes.run(fed, torch.zeros(1, model.sequence, dtype=torch.int64))))
+    labels = torch.zeros(1, model.sequence, dtype=torch.int64)
+    forward.count(lambda: made.append(passes.run(fed, labels, None)))
     backward.count(lambda: torch.autograd.backward(made[0], retain_graph=True))
     assert LEAST <= share.head_keeps() / forward.most <= MOST
     gradient = share.new_gradients([HEAD])
