@@ -26,6 +26,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[FakeGpu]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(there))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there[device.index])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     def asked(device: torch.device) -> tuple[int, int]:
         assert device.index == 0, "asking takes memory of a GPU that another process is to have"

@@ -35,7 +35,7 @@ def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "SHARD_BYTES", 4000)
     monkeypatch.setattr(documents, "TOKEN_BYTES", 2000)
     monkeypatch.setattr(shards, "PART_TOKENS", 1500)
-    monkeypatch.setattr(shards, "BATCH_DOCUMENTS", 4)
+    monkeypatch.setattr(documents, "BATCH_DOCUMENTS", 4)
     monkeypatch.setattr(shards, "GROUP_PARTS", 2)
 
 

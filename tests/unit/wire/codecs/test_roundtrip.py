@@ -59,7 +59,7 @@ def test_shapes_and_dtypes(name: str, shape: tuple[int, ...], dtype: torch.dtype
     if name in TILED:
         off = tiles.tile_rows(decoded.double() - x.double()).abs().amax(1)
         assert (off <= error_bound(name, x)).all()
-    elif name.startswith("trellis"):
+    elif name.startswith(("trellis", "dither")):
         # One step for all of it, in twice the bits: its own tests bound the error closely.
         assert (decoded.double() - x.double()).norm() <= 0.3 * x.double().norm()
     elif name == "fp32" or str(dtype) in {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(name, ""):
@@ -295,7 +295,7 @@ def test_true_bits_of_a_million_elements() -> None:
 
 def test_an_unknown_name_suggests_the_nearest() -> None:
     fixed = {f"fixed-{b}" for b in range(2, 11)}
-    assert set(codec_names()) == {"fp32", "bf16", "fp16", "tah", "trellis-4", *fixed}
+    assert set(codec_names()) == {"fp32", "bf16", "fp16", "tah", "trellis-4", "dither-4", *fixed}
     with pytest.raises(ConfigError, match="'fixed-8'"):
         codec("fixed8")
     with pytest.raises(ConfigError, match="known: fp32"):
