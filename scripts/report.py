@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import platform
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,24 @@ def write(path: Path, report: dict[str, Any]) -> None:
     """Write a report as JSON; its folder need not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def gpu_report(parser: ArgumentParser, bench: str) -> dict[str, Any]:
+    """What a GPU bench's report begins with; ends the program with a message where there is no NVIDIA GPU."""
+    # Here, so that scripts that need no GPU start without torch.
+    import torch
+
+    from node.lab.results import commit
+
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
+    return {
+        "bench": bench,
+        "commit": commit(),
+        "hardware": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def add_boundary_data(parser: ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """Random bits as a hash of (salt, element), for stochastic rounding.
 
 There is no generator state: the same salt gives the same bits however often and in whatever pieces they are
-drawn. `kernels.fp8.triton` has the same hash.
+drawn. `kernels.common.triton.numbers` has the same hash.
 """
 
 import torch

@@ -19,7 +19,7 @@ from kernels.common.triton.e4m3 import (
     scale_of,
     store_codes,
 )
-from kernels.common.triton.numbers import INTERPRETED, wrapped
+from kernels.common.triton.numbers import INTERPRETED, mixed, random_16, wrapped
 from kernels.common.triton.tiles import widened
 from kernels.fp8.layout import blocks
 from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
@@ -28,7 +28,7 @@ from kernels.fp8.rows import Coded
 ROWS = 4
 WARPS = 2
 CHUNK = 4096
-"""Columns of a matrix that a program reads at a time; of longer rows, what it reads again is in the cache."""
+"""Columns that a program reads at a time. Longer rows are read twice, the second time from the cache."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 # Triton compiles again for sizes that are 1 or multiples of 16. Only for the number of elements does that
@@ -170,8 +170,8 @@ def _accumulate(
     noise = place
     if STOCHASTIC:
         # `Draw.salt`, read on the device: a captured graph is replayed with other salts.
-        salt = _mixed(tl.load(microbatch).to(tl.uint32) ^ parameter.to(tl.uint32))
-        noise = (_mixed(place.to(tl.uint32) ^ salt) & 0xFFFFF).to(tl.int32)
+        salt = mixed(tl.load(microbatch).to(tl.uint32) ^ parameter.to(tl.uint32))
+        noise = (mixed(place.to(tl.uint32) ^ salt) & 0xFFFFF).to(tl.int32)
     _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC)
 
 
@@ -256,7 +256,7 @@ def _adamw(
     if parameter.dtype.element_ty == tl.bfloat16:
         bits = weight.to(tl.int32, bitcast=True)
         # An unsigned shift: the sign bit must not be copied.
-        rounded = (bits + _random(first + place, salt)).to(tl.uint32, bitcast=True) >> 16
+        rounded = (bits + random_16(first + place, salt)).to(tl.uint32, bitcast=True) >> 16
         kept = bits.to(tl.uint32, bitcast=True) >> 16
         halves = tl.where((bits & 0x7F800000) == 0x7F800000, kept, rounded)
         tl.store(parameter + place, (halves << 16).to(tl.float32, bitcast=True).to(tl.bfloat16), mask=inside)
@@ -333,20 +333,6 @@ def _encode_stochastically(value, noise):
     normal = magnitude.to(tl.int32, bitcast=True) - 0x3C000000
     subnormal = (magnitude + 0.015625).to(tl.int32, bitcast=True) - 0x3C800000
     return ((tl.maximum(normal, subnormal) + noise) >> 20) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
-
-
-@triton.jit
-def _random(place, salt):
-    """`kernels.common.random_bits`, 16 bits, int32."""
-    return (_mixed(place.to(tl.uint32) ^ salt.to(tl.uint32)) & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
-def _mixed(x):
-    """`kernels.common.random_bits.mixed`, of uint32."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
 
 
 @triton.jit

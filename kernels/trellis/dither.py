@@ -1,8 +1,8 @@
 """Dither that both ends know: it makes the `trellis` codec's error independent of what is coded.
 
 Before the search for a path every element gets a dither, from -1 to 1 steps; the decoder subtracts it. So
-small values are not lost: what is decoded has the value as its mean, whatever that is, and errors of many
-tensors average out. (Subtractive dither: Schuchman, 1964; of lattices: Zamir and Feder, 1996.)
+small values are not lost: the mean of what is decoded is the value itself, and errors of many tensors average
+out. (Subtractive dither: Schuchman, 1964; of lattices: Zamir and Feder, 1996.)
 
 A width of two steps is right for this trellis. Its paths are a lattice of one point in 2**E unit cubes, as
 each quantizer is as coarse as two steps. No two points of the half-open cube [-1, 1)**E differ by a point of

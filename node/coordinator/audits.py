@@ -94,9 +94,8 @@ class Auditor:
         rows = len(groups)
         if rows == 1 or self._rate == 0.0:
             return None
-        stages = len(kinds) // rows
-        row_kinds = [tuple(kinds[row * stages : (row + 1) * stages]) for row in range(rows)]
-        pairs = [(own, row) for own, row in permutations(range(rows), 2) if row_kinds[own] == row_kinds[row]]
+        alike = rows_alike(kinds, rows)
+        pairs = [(own, row) for own, row in permutations(range(rows), 2) if row in alike[own]]
         if self.doubted is not None and self.doubted[0] == step:
             group = self.doubted[1]
             own = next(row for row, run in enumerate(groups) if group in run)
@@ -202,6 +201,17 @@ class Auditor:
             return Difference(step=step, group=group, what=what, said=said)
         self.agreed[what] = said
         return None
+
+
+def rows_alike(kinds: Sequence[Hashable], rows: int) -> list[list[int]]:
+    """For each row the rows whose nodes are of the same kinds, itself included.
+
+    Args:
+        kinds: of the hosts, row after row.
+    """
+    stages = len(kinds) // rows
+    of_rows = [tuple(kinds[row * stages : (row + 1) * stages]) for row in range(rows)]
+    return [[row for row, those in enumerate(of_rows) if those == own] for own in of_rows]
 
 
 def _loss(vote: Vote, group: int) -> bytes:

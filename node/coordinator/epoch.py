@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from node.coordinator.actions import Action, RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
-from node.coordinator.audits import Audit, Auditor, Contradiction, Difference
+from node.coordinator.audits import Audit, Auditor, Contradiction, Difference, rows_alike
 from node.coordinator.grid import ONE_ROW, Groups
 from node.coordinator.held_out import HeldOutPass
 from node.coordinator.votes import (
@@ -365,9 +365,7 @@ class Epoch:
         """Whether a row that has not computed the audited group could."""
         if self.audit is None:
             return False
-        own, *_ = self.audit.rows
-        kinds = [self._kinds[row * self.stages : (row + 1) * self.stages] for row in range(self.rows)]
-        alike = [row for row in range(self.rows) if kinds[row] == kinds[own]]
+        alike = rows_alike(self._kinds, self.rows)[self.audit.rows[0]]
         return len(self.audit.rows) == 2 and len(alike) > 2
 
     def commit_unaudited(self) -> Outcome:

@@ -13,7 +13,6 @@ step's results, upstream gradients, norms and weights. Then measures, per microb
 import argparse
 import gc
 import json
-import platform
 import statistics
 import sys
 import time
@@ -25,9 +24,9 @@ import torch
 from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
-from node.lab.results import commit
 from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
+from scripts.report import gpu_report
 
 STAGES = 4
 STEP = 8
@@ -172,16 +171,10 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=200.0, help="begin no more cases after this")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("needs an NVIDIA GPU")
-        return 2
+    begun = gpu_report(parser, "captured passes")
     fix_order(torch.device("cuda", 0))
     report: dict[str, Any] = {
-        "bench": "captured passes",
-        "commit": commit(),
-        "hardware": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **begun,
         "microbatches_a_step": STEP,
         "rows": [],
     }

@@ -16,7 +16,6 @@ gradients are bf16. Needs transformers.
 import argparse
 import gc
 import json
-import platform
 import statistics
 import sys
 import time
@@ -30,10 +29,10 @@ from torch import Tensor, nn
 
 from kernels.attention.ops import attention, attention_backward
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
-from node.lab.results import commit
 from node.pipeline.placement import chunk_units
 from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
+from scripts.report import gpu_report
 
 MICROBATCHES = 8
 Way = Callable[[], None]
@@ -243,16 +242,10 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("needs an NVIDIA GPU")
-        return 2
+    begun = gpu_report(parser, "compute of a stage")
     fix_order(torch.device("cuda", 0))
     report: dict[str, Any] = {
-        "bench": "compute of a stage",
-        "commit": commit(),
-        "hardware": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **begun,
         "rows": [],
     }
     for shape in SHAPES[: arguments.shapes]:

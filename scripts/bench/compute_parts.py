@@ -12,7 +12,6 @@ For each shape of `scripts.bench.compute`:
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -26,10 +25,10 @@ import torch
 from torch import Tensor
 
 from kernels.attention.ops import attention, attention_backward
-from node.lab.results import commit
 from node.stage.machine_info import fix_order
 from scripts.bench.compute import MICROBATCHES, SHAPES, Shape, compiled, ours
 from scripts.bench.gpu_timing import graph_seconds
+from scripts.report import gpu_report
 
 Work = Callable[[], Any]
 
@@ -196,16 +195,10 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("needs an NVIDIA GPU")
-        return 2
+    begun = gpu_report(parser, "parts of a stage's compute")
     fix_order(torch.device("cuda", 0))
     report: dict[str, Any] = {
-        "bench": "parts of a stage's compute",
-        "commit": commit(),
-        "hardware": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **begun,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]  # torch's
         "shapes": [],
     }

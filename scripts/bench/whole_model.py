@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,9 +27,9 @@ import torch
 from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
-from node.lab.results import commit
 from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
+from scripts.report import gpu_report
 
 MICROBATCHES = 8
 LR, CLIP = 1e-4, 1.0
@@ -202,18 +201,12 @@ def main() -> int:
     names = ["ours", "ours, fp8", "compiled"]
     parser.add_argument("--ways", nargs="+", choices=names, default=names, metavar="WAY")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("needs an NVIDIA GPU")
-        return 2
+    begun = gpu_report(parser, "steps of a whole model")
     # Triton's cache as on a machine that has never trained.
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton-cache-")
     fix_order(torch.device("cuda", 0))
     report: dict[str, Any] = {
-        "bench": "steps of a whole model",
-        "commit": commit(),
-        "hardware": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **begun,
         "rows": [],
     }
     for shape in SHAPES:

@@ -178,3 +178,17 @@ def product(a, b):
     low = a - high * _PART
     right = b.to(tl.bfloat16)
     return tl.dot(high.to(tl.bfloat16), right) * _PART + tl.dot(low.to(tl.bfloat16), right)
+
+
+@triton.jit
+def mixed(x):
+    """`kernels.common.random_bits.mixed`, of uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def random_16(place, salt):
+    """`kernels.common.random_bits`, 16 bits, int32."""
+    return (mixed(place.to(tl.uint32) ^ salt.to(tl.uint32)) & 0xFFFF).to(tl.int32)
