@@ -341,8 +341,8 @@ class AuditSection:
     """`[audit]`: find a node that computes wrong values, by having another one compute the same."""
 
     rate: float = 0.0
-    """Share of steps in which a second row computes one of another row's gradient groups too, and the results
-    are compared bit for bit. Needs rows of like nodes (see `pipeline.groups`)."""
+    """Share of steps in which a second row repeats one of another row's gradient groups, and the results are
+    compared bit for bit. Needs rows of like nodes (see `pipeline.groups`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

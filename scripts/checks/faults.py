@@ -333,7 +333,7 @@ def _attacks() -> str:
     return f"""## Members that lie or are broken
 
 `make attack` runs each of these against a coordinator, three stages and two spares, as real processes. The
-liar is a node with a real certificate that does its part of every step and alters what it sends the
+liar has a real certificate and computes its part of every step, but alters the messages that it sends to the
 coordinator (`tests/support/liar.py`). *Longest wait*: without a new step, from the first lie to the end.
 *Losses and weights* are compared with an undisturbed run's, bit for bit.
 
@@ -341,7 +341,7 @@ coordinator (`tests/support/liar.py`). *Longest wait*: without a new step, from 
 
 The last two compute wrong values, as a broken card does, and run in two rows of two stages with `audit.rate
 = 1`. With rate *p* and *R* rows of like nodes a member that is always wrong is found after *R* / (2 *p*)
-steps in the mean, and after 3 *R* / (2 *p*) in 95 of 100 cases; what it spoiled until then stays in the
+steps on average, and within 3 *R* / (2 *p*) in 95 of 100 cases. What it spoiled until then stays in the
 weights, so go back to a snapshot from before. The cost is one gradient group more for a row in a share *p*
 of the steps: with as many groups as rows, at most *p* of the run's time. In the other steps nodes only hash
 what they send.
@@ -349,8 +349,8 @@ what they send.
 Not protected: with one row, or without audits, a member can send tensors that are finite and wrong, vote a
 norm that is wrong but within the range of recent steps, or, if it has the head, report such a loss. Only a
 second computation of the same work finds these. With audits, one that computes right and then sends other
-gradients to the other rows, or hands in other layers than it holds, is not found. Of two nodes that differ
-without a third of their kind, nobody can say which is wrong: the operator reads both names, and the run
+gradients to the other rows, or hands in other layers than it holds, is not found. If two nodes differ and
+there is no third of their kind, nobody can say which one is wrong: the operator reads both names, and the run
 goes on. A member that does nothing holds up a step for half a minute beyond what is usual, or three times
 that; one that says that it computes or waits, for a minute, or ten times what is usual. In an epoch's first
 step that is two and four minutes. In a run's first, before any step was measured, one that says that it
