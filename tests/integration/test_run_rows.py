@@ -85,6 +85,10 @@ def a_step_is_done(event: Event) -> bool:
     return isinstance(event, StepDone)
 
 
+def five_steps_are_done(event: Event) -> bool:
+    return isinstance(event, StepDone) and event.step >= 5
+
+
 def the_state_is_here(event: Event) -> bool:
     return isinstance(event, Notice) and "the state is here" in event.text
 
@@ -120,6 +124,9 @@ def test_a_node_that_is_started_again_is_back_in_its_row_before_the_next_snapsho
                 run.start()
                 run.add_nodes(4)
                 assert run.tend(until=until_joined(4)) is None
+            # Where steps are slow it would else be back before the next one is done.
+            assert run.tend(until=five_steps_are_done, restart=False) is None
+            run.add_node(state_dir=run.state_dirs[run.killed[0]])
             assert run.tend(until=the_state_is_here) is None
         run.assert_ends_undisturbed()
         # Which row computes how many groups then depends on what was measured.
