@@ -58,6 +58,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """The same random tensors in each test, whichever tests ran before it in the process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def prefork() -> Iterator[Prefork]:
     """A process that has imported everything, from which others are forked."""

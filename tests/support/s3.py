@@ -13,7 +13,9 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server with one empty bucket, for this process and those that it starts; gives the bucket's URL."""
     server_module = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
-    pytest.importorskip("s3fs")
+    s3fs = pytest.importorskip("s3fs")
+    # fsspec keeps a connection by its arguments, and an earlier test's server had another port.
+    s3fs.S3FileSystem.clear_instance_cache()
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -23,6 +25,7 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         boto3.client("s3", region_name="us-east-1").create_bucket(Bucket=BUCKET)
         yield f"s3://{BUCKET}"
     finally:
+        s3fs.S3FileSystem.clear_instance_cache()
         server.stop()
 
 

@@ -116,7 +116,7 @@ def test_a_block_adds_its_weight_gradients_to_main_gradients(
     allowed = (
         {"off": 0.02, "agoq": 0.2}[preset]
         + (0.03 if gradients == "fp8" else 0)
-        + (0.06 if compute == "fp8" else 0)
+        + (0.1 if compute == "fp8" else 0)
     )
     assert [
         round(distance(a, b), 3) for a, b in zip(found, wanted, strict=True) if distance(a, b) > allowed
