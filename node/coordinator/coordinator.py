@@ -17,33 +17,14 @@ from typing import TypeVar
 from node import faults
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting, longest_kind
-from node.coordinator.actions import (
-    Aborted,
-    Action,
-    Announce,
-    OpenSnapshot,
-    RecordCodecs,
-    RecordCommit,
-    RecordHeldOut,
-    RecordPlacement,
-    RecordRestored,
-    Released,
-    Send,
-    StepDone,
-    Stop,
-)
 from node.coordinator.changes import Changes
 from node.coordinator.decisions import record_codecs
 from node.coordinator.disk import Disk
 from node.coordinator.enrolment import EnrolmentHandler
-from node.coordinator.epoch import Epoch
-from node.coordinator.held_out import LOSSLESS
 from node.coordinator.kept_snapshots import KeptSnapshots
-from node.coordinator.machine import RunMachine
 from node.coordinator.planners import Planners
 from node.coordinator.relays import RelayDesk
 from node.coordinator.reporter import Emit, Reporter, Tracer
-from node.coordinator.run_plan import Past, as_told, run_plan, step_plan
 from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler, UploadPermit
 from node.coordinator.store import (
@@ -59,6 +40,25 @@ from node.pipeline.codec_plan import Lines
 from node.pipeline.snapshot_place import is_url, snapshot_place
 from node.pipeline.window_plan import Windows
 from node.run_file.loader import to_json
+from node.run_state.actions import (
+    Aborted,
+    Action,
+    Announce,
+    OpenSnapshot,
+    RecordCodecs,
+    RecordCommit,
+    RecordHeldOut,
+    RecordPlacement,
+    RecordRestored,
+    Released,
+    Send,
+    StepDone,
+    Stop,
+)
+from node.run_state.epoch import Epoch
+from node.run_state.held_out import LOSSLESS
+from node.run_state.machine import RunMachine
+from node.run_state.run_plan import Past, as_told, run_plan, step_plan
 from node.telemetry import events
 from node.telemetry.costs import Place, group_seconds
 from node.telemetry.history import EVICTED

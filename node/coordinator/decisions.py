@@ -2,9 +2,9 @@
 measured then.
 """
 
-from node.coordinator.actions import RecordCodecs
 from node.coordinator.store import Store, has_table
 from node.pipeline.codec_plan import CodecPlan, RateHistory
+from node.run_state.actions import RecordCodecs
 from wire.errors import ConfigError, UserError
 
 # Runs of an earlier version have no such table.

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from node.config.schema import RunConfig
 from node.coordinator.disk import Disk
-from node.coordinator.layer_places import LayerPlaces
 from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
 from node.pipeline.placement import most_layer_bytes, stage_units
+from node.run_state.layer_places import LayerPlaces
 from node.training.manifest import FORMAT, Manifest, SnapshotDamagedError, UnitEntry, weights_sha256
 from node.training.object_store import ObjectStore, run_folder, stored_steps
 from node.training.snapshot import write_errors

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from node.analysis.run_view import RunView
 from node.coordinator.accounting import Accounting
-from node.coordinator.actions import AbortKind
+from node.run_state.actions import AbortKind
 from node.telemetry import events
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
 from wire.relay import Relay, RelayTotals

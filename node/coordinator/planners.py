@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from node.config.schema import RunConfig
-from node.coordinator.epoch import Epoch
-from node.coordinator.stage_assignment import Candidate
 from node.pipeline.codec_plan import Lines
 from node.pipeline.floor import LinkRate
 from node.pipeline.memory import most_held
 from node.pipeline.placement import chunks_of, head_share, hops
 from node.pipeline.schedule import held_activations, schedule
 from node.pipeline.window_plan import StepMeasures, Windows, measured, plan_windows
+from node.run_state.epoch import Epoch
+from node.run_state.stage_assignment import Candidate
 from node.telemetry.costs import Place, row_costs
 from node.telemetry.events import StepCosts
 from wire.telemetry import LinkReport

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from node.analysis.checkpoint import read_view
 from node.config.schema import RunConfig
-from node.coordinator.actions import RecordCodecs
 from node.coordinator.decisions import record_codecs
 from node.coordinator.kept_snapshots import RECORD_FORMAT, write_kept_manifest
 from node.coordinator.store import (
@@ -40,6 +39,7 @@ from node.coordinator.store import (
 )
 from node.pipeline.codec_plan import CodecPlan
 from node.run_file.loader import from_json, load_config, to_json, to_toml
+from node.run_state.actions import RecordCodecs
 from node.stage.snapshot_cache import RECORD_FILE, SnapshotCache
 from node.telemetry import events
 from node.telemetry.history import codec_plans, evicted_nodes, step_done

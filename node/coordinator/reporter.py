@@ -16,7 +16,12 @@ from node.analysis.explain import framed_bytes
 from node.analysis.remedies import LADDER
 from node.config.schema import RunConfig, TelemetrySection
 from node.coordinator.accounting import Accounting
-from node.coordinator.actions import (
+from node.coordinator.store import StepRecord
+from node.model.units import is_block
+from node.pipeline.codec_plan import ladder, of_gradients
+from node.pipeline.placement import stage_units
+from node.pipeline.snapshot_place import stage_state_bytes
+from node.run_state.actions import (
     Aborted,
     AbortKind,
     RecordCodecs,
@@ -24,12 +29,7 @@ from node.coordinator.actions import (
     RecordHeldOut,
     RecordRestored,
 )
-from node.coordinator.grid import ONE_ROW
-from node.coordinator.store import StepRecord
-from node.model.units import is_block
-from node.pipeline.codec_plan import ladder, of_gradients
-from node.pipeline.placement import stage_units
-from node.pipeline.snapshot_place import stage_state_bytes
+from node.run_state.grid import ONE_ROW
 from node.telemetry import events
 from node.telemetry.costs import Place, bits_per_element, idle_by_stage, mbit_by_stage
 from node.telemetry.events import Notice, Recovered

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from node.config.schema import RunConfig
 from node.coordinator.enrolment_service import RateLimit
-from node.coordinator.stage_assignment import Candidate
 from node.model.units import unit_names
 from node.pipeline.device_memory import devices_of
+from node.run_state.stage_assignment import Candidate
 from node.telemetry.events import NodeJoined
 from node.telemetry.trace_files import TracedSteps
 from wire.messages import CoordinatorMessage, Finish, Hello, ShutOut

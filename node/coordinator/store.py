@@ -157,7 +157,7 @@ class SnapshotRecord:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutRecord:
-    """The held-out loss of the state of a step, as `node.coordinator.actions.RecordHeldOut`."""
+    """The held-out loss of the state of a step, as `node.run_state.actions.RecordHeldOut`."""
 
     step: int
     loss: float | None

@@ -22,7 +22,6 @@ from node.coordinator.coordinator import Coordinator
 from node.coordinator.decisions import recorded_codecs
 from node.coordinator.disk import check_room
 from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
-from node.coordinator.epoch import Committed
 from node.coordinator.kept_snapshots import kept_manifests
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.ports import (
@@ -35,11 +34,8 @@ from node.coordinator.ports import (
     where_reached,
 )
 from node.coordinator.reporter import Emit, codec_bits
-from node.coordinator.run_plan import Past
 from node.coordinator.sessions import MessageLimits
-from node.coordinator.stage_assignment import Candidate, sharing, stage_needs, useless
 from node.coordinator.store import StepRecord, Store
-from node.coordinator.votes import REMEMBERED, PastStep
 from node.dashboard.feed import Feed
 from node.dashboard.pages import listen_address, live_page, reading_past, shares_port
 from node.display.terminal import ending_signals
@@ -48,6 +44,10 @@ from node.pipeline.device_memory import devices_of
 from node.pipeline.placement import check_cache, head_share, with_head_place
 from node.processes.locks import run_lock
 from node.run_file.loader import change_config, from_json, to_json, to_toml
+from node.run_state.epoch import Committed
+from node.run_state.run_plan import Past
+from node.run_state.stage_assignment import Candidate, sharing, stage_needs, useless
+from node.run_state.votes import REMEMBERED, PastStep
 from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
 from node.training.schedule import learning_rate

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from node.coordinator.actions import Action, RecordCommit, RecordPlacement, Send
-from node.coordinator.machine import RunMachine
-from node.coordinator.run_plan import Past, RunPlan
 from node.lab.results import commit, hardware
 from node.pipeline.routing import neighbours
+from node.run_state.actions import Action, RecordCommit, RecordPlacement, Send
+from node.run_state.machine import RunMachine
+from node.run_state.run_plan import Past, RunPlan
 from scripts.report import RESULTS, write
 from wire.messages import Applied, Placed, Ready, Restore, Telemetry, Vote
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from node.coordinator.actions import RecordCodecs
 from node.coordinator.decisions import record_codecs, recorded_codecs
 from node.coordinator.store import Store
 from node.pipeline.codec_plan import CodecPlan
+from node.run_state.actions import RecordCodecs
 from node.telemetry.events import CodecsPlanned, Notice, PlacementMade, StepCosts
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, Still

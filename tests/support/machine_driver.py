@@ -5,15 +5,15 @@ from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
-from node.coordinator.actions import Action, OpenSnapshot, RecordPlacement, Send, Stop
-from node.coordinator.codec_control import CodecControl, no_codecs
-from node.coordinator.epoch import Epoch, Phase
-from node.coordinator.held_out import HeldOutPass
-from node.coordinator.machine import RunMachine
-from node.coordinator.run_plan import Past, RunPlan
-from node.coordinator.stage_assignment import Candidate
 from node.pipeline.codec_plan import RateHistory
 from node.pipeline.routing import neighbours
+from node.run_state.actions import Action, OpenSnapshot, RecordPlacement, Send, Stop
+from node.run_state.codec_control import CodecControl, no_codecs
+from node.run_state.epoch import Epoch, Phase
+from node.run_state.held_out import HeldOutPass
+from node.run_state.machine import RunMachine
+from node.run_state.run_plan import Past, RunPlan
+from node.run_state.stage_assignment import Candidate
 from wire.messages import (
     Abort,
     Applied,

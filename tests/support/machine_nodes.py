@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
 
-from node.coordinator.epoch import Committed
-from node.coordinator.grid import ONE_ROW, Groups
-from node.coordinator.run_plan import Past
+from node.run_state.epoch import Committed
+from node.run_state.grid import ONE_ROW, Groups
+from node.run_state.run_plan import Past
 from node.training.schedule import global_norm
 from wire.messages import (
     Abort,

@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from node.coordinator.actions import (
+from node.pipeline.routing import neighbours
+from node.run_state.actions import (
     Aborted,
     Action,
     Announce,
@@ -21,14 +22,13 @@ from node.coordinator.actions import (
     StepDone,
     Stop,
 )
-from node.coordinator.epoch import Phase
-from node.coordinator.failures import MAX_RETRIES
-from node.coordinator.machine import RunMachine
-from node.coordinator.newcomers import MOST_STEPS
-from node.coordinator.run_plan import RunPlan
-from node.coordinator.snapshot_schedule import MAX_ASKED
-from node.coordinator.stage_assignment import Candidate
-from node.pipeline.routing import neighbours
+from node.run_state.epoch import Phase
+from node.run_state.failures import MAX_RETRIES
+from node.run_state.machine import RunMachine
+from node.run_state.newcomers import MOST_STEPS
+from node.run_state.run_plan import RunPlan
+from node.run_state.snapshot_schedule import MAX_ASKED
+from node.run_state.stage_assignment import Candidate
 from tests.support.machine_nodes import (
     UNITS,
     Disk,

@@ -10,11 +10,11 @@ import pytest
 
 from node.config.schema import PipelineSection, RunConfig
 from node.coordinator import planners
-from node.coordinator.epoch import Epoch
 from node.coordinator.planners import WindowPlanner
-from node.coordinator.stage_assignment import Candidate
-from node.coordinator.votes import VoteHistory
 from node.pipeline.window_plan import StepMeasures, Windows
+from node.run_state.epoch import Epoch
+from node.run_state.stage_assignment import Candidate
+from node.run_state.votes import VoteHistory
 from node.telemetry.events import StageCost, StepCosts
 from tests.support.machine_driver import step_plan
 from wire.telemetry import LinkReport

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
-from node.coordinator.actions import Aborted, AbortKind, RecordCommit, RecordRestored
 from node.coordinator.reporter import Reporter
 from node.coordinator.store import StepRecord
 from node.model.units import parameter_specs, state_bytes
 from node.pipeline.placement import stage_units
 from node.processes.coordinator import _unreported
+from node.run_state.actions import Aborted, AbortKind, RecordCommit, RecordRestored
 from node.telemetry import events
 from node.telemetry.format import bytes_text
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals

@@ -6,10 +6,10 @@ import pytest
 
 from node.cli.resume import CHANGEABLE
 from node.config.schema import RunConfig
-from node.coordinator.epoch import Epoch
-from node.coordinator.failures import Failures
-from node.coordinator.votes import VoteHistory
 from node.run_file.loader import change_config, default_config, from_json, to_json, with_absolute_paths
+from node.run_state.epoch import Epoch
+from node.run_state.failures import Failures
+from node.run_state.votes import VoteHistory
 from wire.errors import ConfigError
 
 CHANGES = ["training.lr=0.0005", "training.min_lr_ratio=0.5", "training.clip=0.25"]

@@ -18,7 +18,6 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
-from node.coordinator.snapshot_schedule import MAX_ASKED
 from node.model import storage
 from node.model.chunk import build_chunk
 from node.model.shard_shapes import shard_shape
@@ -28,6 +27,7 @@ from node.pipeline.device_memory import SNAPSHOTS_SENT, Devices, Share
 from node.pipeline.gradient_groups import model_pieces, piece_bytes
 from node.pipeline.memory import most_held, stage_bytes, stage_memory, stage_storages
 from node.pipeline.placement import stage_units
+from node.run_state.snapshot_schedule import MAX_ASKED
 from node.stage.passes import AutogradPasses, ChunkCall
 from node.stage.stage_model import StageModel
 from node.training import gradients

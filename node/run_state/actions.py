@@ -1,0 +1,200 @@
+"""The actions that the run's state machine returns. Carried out in order: a record is durable before the next
+action starts, so a commit is on disk before any stage learns of it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from node.pipeline.codec_plan import CodecPlan
+from node.run_state.grid import ONE_ROW, Groups
+from wire.messages import Abort, CoordinatorMessage, Finish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """Queue a control message for a node. A node that reconnects is sent what it missed."""
+
+    node_id: str
+    message: CoordinatorMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordPlacement:
+    """A new epoch: these nodes, by stage; row after row, if there are several."""
+
+    epoch: int
+    nodes: tuple[str, ...]
+    addresses: tuple[str, ...]
+    groups: Groups = ONE_ROW
+    """The gradient groups of each row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordRestored:
+    """Every stage of the epoch holds the state of `step`, and its links are warm."""
+
+    epoch: int
+    step: int
+    nodes: tuple[str, ...]
+    groups: Groups = ONE_ROW
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordCodecs:
+    """From `step` on, links have these codecs, until another such record."""
+
+    epoch: int
+    step: int
+    plan: CodecPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordCommit:
+    """Step `step` is committed: gradients are clipped by `clip_coefficient` and applied at rate `lr`."""
+
+    epoch: int
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    clip_coefficient: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordHeldOut:
+    """The held-out loss of the state of `step`, in nats a token."""
+
+    epoch: int
+    step: int
+    loss: float | None
+    """With the run's codecs on the links; None if they cannot carry samples that are not trained on."""
+    uncompressed: float
+    """With fp32 on every link."""
+    samples: int
+    best: bool = False
+    """The least uncompressed loss so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone:
+    """All stages have applied `step`."""
+
+    epoch: int
+    step: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenSnapshot:
+    """Nodes are about to upload the state of `step`."""
+
+    step: int
+
+
+class AbortKind(StrEnum):
+    """Why an epoch ended before its step did."""
+
+    LOST = "lost"
+    """A node that hosted a stage is gone."""
+    FAILED = "failed"
+    """A stage could not do its part."""
+    NOT_FINITE = "not-finite"
+    """A value was not finite."""
+    DIFFERS = "differs"
+    """Rows did not get the same gradient."""
+    PLACEMENT = "placement"
+    """The stages move to other nodes, or to more of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aborted:
+    """The epoch ended before its step did; the next epoch runs the step again."""
+
+    epoch: int
+    step: int
+    kind: AbortKind
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released:
+    """The node has left the run; close its session after sending `Finish`."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announce:
+    """A line for the operator."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """The run is over (`failed`: not as planned). All sessions close."""
+
+    reason: str
+    failed: bool
+
+
+Action = (
+    Send
+    | RecordPlacement
+    | RecordRestored
+    | RecordCodecs
+    | RecordCommit
+    | RecordHeldOut
+    | StepDone
+    | OpenSnapshot
+    | Aborted
+    | Released
+    | Announce
+    | Stop
+)
+
+
+def epoch_over(nodes: Iterable[str], epoch: int, reason: str) -> list[Action]:
+    """The nodes go back to waiting for a stage."""
+    return [Send(node_id=node, message=Abort(epoch=epoch, reason=reason)) for node in nodes]
+
+
+def run_over(nodes: Iterable[str], reason: str, *, failed: bool) -> list[Action]:
+    """The nodes end."""
+    return finish_all(nodes, Finish(reason=reason, failed=failed))
+
+
+def finish_all(nodes: Iterable[str], finish: Finish) -> list[Action]:
+    """Send every node this `Finish`."""
+    return [Send(node_id=node, message=finish) for node in nodes]
+
+
+def goodbye(reason: str, *, failed: bool, done: bool, soon: bool = False) -> Finish:
+    """The last message of a run. If steps are left, nodes wait for it as long as their owners allow.
+
+    Those that do not wait end with an error even if the run was only stopped: then whatever supervises them
+    (systemd, a Job) restarts them, and they are there when the run resumes.
+    """
+    if done:
+        return Finish(reason=reason, failed=failed)
+    if failed:
+        return Finish(reason=reason, failed=True, paused=True)
+    if soon:
+        return Finish(reason=reason, failed=True, paused=True, soon=True)
+    left = "the run was stopped before its last step; the same join line goes on once it is resumed"
+    return Finish(reason=f"{reason}: {left}", failed=True, paused=True)
+
+
+def sent_away(node_id: str, reason: str) -> list[Action]:
+    """The run cannot use this node."""
+    return [*run_over([node_id], reason, failed=True), Released(node_id=node_id, reason=reason)]
+
+
+def let_go(node_id: str) -> list[Action]:
+    """The node asked to leave."""
+    return [
+        *run_over([node_id], "you have left the run", failed=False),
+        Released(node_id=node_id, reason="it left"),
+    ]

@@ -1,0 +1,219 @@
+"""Audits: two rows compute the same gradient group, and what their nodes say of it is compared. Pure.
+
+With every vote a node gives the digests of what it computed for each group: of the tensors that it sent and
+received, and of its packed gradient. In some steps, which no node can foresee, another row computes one of a
+row's groups too. From the same inputs nodes of the same kind compute the same bits. So the first difference,
+in the order of the computation, is between two nodes of one stage, and one of them is wrong.
+
+A node that is wrong in all it computes is found in an audited step if its row is one of the two. A digest is
+of what a node computed: one that computes right and then sends other gradients between rows is not found.
+"""
+
+import hmac
+import struct
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+from node.run_state.grid import Groups
+from wire.messages import BoundaryEnd, FailureKind, GroupDigests, StepFailed, Vote
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """A group that several rows compute in a step."""
+
+    group: int
+    rows: tuple[int, ...]
+    """The row whose group it is, then those that compute it only to check."""
+
+    def extra(self, row: int) -> tuple[int, ...]:
+        """The groups that a row computes to check another."""
+        return (self.group,) if row in self.rows[1:] else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Nodes of one stage computed different values from the same inputs: not all of them are right."""
+
+    step: int
+    group: int
+    what: str
+    """The value, the same words in every attempt at the step."""
+    said: Mapping[str, bytes]
+    """Its digest, by node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contradiction:
+    """Two neighbours do not say the same of a tensor that went from one to the other: one of them lies."""
+
+    receiver: str
+    what: str
+    step: int
+    stage: int
+    """The sender's, and its row."""
+    row: int
+
+    def complaint(self, epoch: int) -> StepFailed:
+        """The receiver's, about the sender."""
+        return StepFailed(
+            epoch=epoch,
+            step=self.step,
+            kind=FailureKind.PEER,
+            message=f"{self.what}: stage {self.stage} says that it sent something else",
+            peer_stage=self.stage,
+            peer_replica=self.row,
+        )
+
+
+class Auditor:
+    """Chooses what is audited, and compares."""
+
+    def __init__(self, rate: float, secret: bytes, boundaries: Callable[[int], int]) -> None:
+        """
+        Args:
+            rate: share of steps with an audit.
+            secret: known to the coordinator alone, so that nobody foresees which steps these are.
+            boundaries: number of stages -> boundaries between chunks.
+        """
+        self._rate = rate
+        self._secret = secret
+        self._boundaries = boundaries
+        self.doubted: tuple[int, int] | None = None
+        """A step, and a group of it, that is audited in any case, and by two rows more if there are any."""
+        self.agreed: dict[str, dict[str, bytes]] = {}
+        """Of the newest audit: by value, its digest by node, where all said the same."""
+
+    def draw(self, step: int, groups: Groups, kinds: Sequence[Hashable]) -> Audit | None:
+        """What is audited in a step; the same each time that the step runs with this placement.
+
+        Args:
+            kinds: of the hosts, row after row. Rows check each other if their nodes are of the same kinds.
+        """
+        rows = len(groups)
+        if rows == 1 or self._rate == 0.0:
+            return None
+        alike = rows_alike(kinds, rows)
+        pairs = [(own, row) for own, row in permutations(range(rows), 2) if row in alike[own]]
+        if self.doubted is not None and self.doubted[0] == step:
+            group = self.doubted[1]
+            own = next(row for row, run in enumerate(groups) if group in run)
+            others = [row for one, row in pairs if one == own]
+            return Audit(group=group, rows=(own, *others[:2])) if others else None
+        drawn = hmac.digest(self._secret, step.to_bytes(8), "sha256")
+        share, pair, which = (int.from_bytes(drawn[at : at + 8]) for at in (0, 8, 16))
+        if not pairs or share >= self._rate * 2**64:
+            return None
+        own, row = pairs[pair % len(pairs)]
+        return Audit(group=groups[own][which % len(groups[own])], rows=(own, row))
+
+    def refusal(
+        self, vote: Vote, stage: int, stages: int, own: Sequence[int], extra: Sequence[int], *, has_loss: bool
+    ) -> str | None:
+        """Why this stage cannot have given these digests.
+
+        Args:
+            own: the groups of its row.
+            extra: groups of another row that it computed.
+            has_loss: it has the head.
+        """
+        wanted = {*own, *extra} if self._rate > 0.0 else set()
+        if vote.digests.keys() != wanted:
+            return f"its vote has digests of the groups {sorted(vote.digests)}, not of {sorted(wanted)}"
+        last = self._boundaries(stages) - 1
+        ends = set()
+        for boundary in range(last + 1):
+            before, after = boundary % stages == stage, (boundary + 1) % stages == stage
+            ends |= {BoundaryEnd(boundary, backward, backward) for backward in (False, True) if before}
+            ends |= {BoundaryEnd(boundary, backward, not backward) for backward in (False, True) if after}
+        for group, digests in vote.digests.items():
+            if digests.boundaries.keys() != ends:
+                return f"its digests of group {group} are not those of stage {stage}"
+            if (digests.loss is not None) != (has_loss and group in extra):
+                return f"its digests of group {group} have a loss in the wrong place"
+        return None
+
+    def compare(
+        self, audit: Audit, step: int, rows: Mapping[int, Sequence[tuple[str, Vote]]], loss_stage: int
+    ) -> Difference | Contradiction | None:
+        """The first difference in the order of the computation; None if all say the same.
+
+        Args:
+            rows: by audited row, the node and the vote of each stage.
+        """
+        self.agreed = {}
+        group, stages = audit.group, len(next(iter(rows.values())))
+        found = {row: [vote.digests[group] for _, vote in places] for row, places in rows.items()}
+        last = self._boundaries(stages) - 1
+        order = [(boundary, False) for boundary in range(last + 1)]
+        backward = [(boundary, True) for boundary in range(last, -1, -1)]
+        for boundary, is_gradient in order:
+            if (odd := self._at(step, group, rows, found, boundary, backward=is_gradient)) is not None:
+                return odd
+        losses = {row: _loss(places[loss_stage][1], group) for row, places in rows.items()}
+        if (odd := self._difference(step, group, "the loss", rows, loss_stage, losses)) is not None:
+            return odd
+        for boundary, is_gradient in backward:
+            if (odd := self._at(step, group, rows, found, boundary, backward=is_gradient)) is not None:
+                return odd
+        for stage in range(stages):
+            sums = {row: digests[stage].gradient for row, digests in found.items()}
+            if (odd := self._difference(step, group, "the gradient", rows, stage, sums)) is not None:
+                return odd
+        return None
+
+    def _at(
+        self,
+        step: int,
+        group: int,
+        rows: Mapping[int, Sequence[tuple[str, Vote]]],
+        found: Mapping[int, Sequence[GroupDigests]],
+        boundary: int,
+        *,
+        backward: bool,
+    ) -> Difference | Contradiction | None:
+        stages = len(next(iter(rows.values())))
+        sender, receiver = boundary % stages, (boundary + 1) % stages
+        if backward:
+            sender, receiver = receiver, sender
+        what = f"the {'gradients' if backward else 'activations'} over boundary {boundary}"
+        sent = {}
+        for row, digests in found.items():
+            sent[row] = digests[sender].boundaries[BoundaryEnd(boundary, backward, False)]
+            if digests[receiver].boundaries[BoundaryEnd(boundary, backward, True)] != sent[row]:
+                node = rows[row][receiver][0]
+                return Contradiction(receiver=node, what=what, step=step, stage=sender, row=row)
+        return self._difference(step, group, what, rows, sender, sent)
+
+    def _difference(
+        self,
+        step: int,
+        group: int,
+        what: str,
+        rows: Mapping[int, Sequence[tuple[str, Vote]]],
+        stage: int,
+        values: Mapping[int, bytes],
+    ) -> Difference | None:
+        said = {rows[row][stage][0]: value for row, value in values.items()}
+        what = f"{what} of stage {stage}"
+        if len(set(values.values())) > 1:
+            return Difference(step=step, group=group, what=what, said=said)
+        self.agreed[what] = said
+        return None
+
+
+def rows_alike(kinds: Sequence[Hashable], rows: int) -> list[list[int]]:
+    """For each row the rows whose nodes are of the same kinds, itself included.
+
+    Args:
+        kinds: of the hosts, row after row.
+    """
+    stages = len(kinds) // rows
+    of_rows = [tuple(kinds[row * stages : (row + 1) * stages]) for row in range(rows)]
+    return [[row for row, those in enumerate(of_rows) if those == own] for own in of_rows]
+
+
+def _loss(vote: Vote, group: int) -> bytes:
+    loss = vote.digests[group].loss
+    return struct.pack("<d", vote.group_losses[group] if loss is None else loss)

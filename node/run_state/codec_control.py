@@ -1,0 +1,102 @@
+"""Which codecs an epoch's links have, where the run file leaves that to the coordinator. Pure.
+
+A step that runs again has the codecs that it first ran with, whatever is measured then. Only with another
+number of stages, which changes the step's bits anyway, does it get others.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+from node.config.schema import RunConfig
+from node.pipeline.codec_plan import CodecPlan, Lines, RateControl, RateHistory, ladder
+from node.pipeline.placement import boundaries
+from node.run_state.actions import Action, RecordCodecs
+from node.run_state.epoch import Epoch
+
+
+class CodecControl:
+    """The plans of a run's steps: those on record, and the one that the next epoch begins with."""
+
+    def __init__(
+        self,
+        rungs: Sequence[str],
+        first: Callable[[int], CodecPlan],
+        boundaries: Callable[[int], int],
+        history: RateHistory,
+        newest: int,
+    ) -> None:
+        """
+        Args:
+            rungs: as for `plan_codecs`; empty: the run's codecs are not planned.
+            first: number of boundaries -> the plan until links are measured.
+            boundaries: number of stages -> boundaries between chunks.
+            history: the plans on record.
+            newest: the first step that has never been committed.
+        """
+        self._rungs = tuple(rungs)
+        self._first = first
+        self._boundaries = boundaries
+        self.history = history
+        self._newest = newest
+        self._wanted: CodecPlan | None = None
+        self._rates: RateControl | None = None
+        self._hosts: tuple[str, ...] = ()
+
+    def begin(self, epoch: Epoch, restore: list[Action]) -> list[Action]:
+        """`restore`, if the epoch is about to send that, with the codecs of its step, which are on record
+        before a node receives them."""
+        if not self._rungs or not restore:
+            return restore
+        step, boundaries = epoch.step, self._boundaries(epoch.stages)
+        wanted, self._wanted = self._wanted, None
+        plan = self.history.at(step)
+        if plan is None or plan.boundaries != boundaries:
+            plan = self._first(boundaries)
+            self.history = self.history.instead(step, plan)
+        elif wanted is not None and wanted.boundaries == boundaries and not self._repeats(step):
+            plan = wanted
+            self.history = self.history.changed(step, plan)
+        else:
+            return epoch.use_codecs(plan)
+        return [RecordCodecs(epoch=epoch.number, step=step, plan=plan), *epoch.use_codecs(plan)]
+
+    def step_done(self, step: int) -> None:
+        """A step was committed and applied."""
+        self._newest = max(self._newest, step + 1)
+
+    def measured(self, epoch: Epoch, lines: Lines, seconds: float) -> None:
+        """The newest step of this epoch took `seconds` a microbatch."""
+        plan = epoch.codecs
+        if plan is None or self._repeats(epoch.step) or lines.boundaries != plan.boundaries:
+            return
+        if self._rates is None or self._rates.current != plan or self._hosts != epoch.hosts:
+            # Other machines or other lines: what was learned of the earlier ones says nothing of these.
+            self._rates, self._hosts = RateControl(self._rungs, plan), epoch.hosts
+        if self._wanted is None:
+            self._wanted = self._rates.step_done(lines, seconds)
+
+    def recorded_change(self, epoch: Epoch) -> bool:
+        """Whether the next step has run before, with other codecs than this epoch's."""
+        known = None if epoch.codecs is None else self.history.at(epoch.step)
+        return known is not None and known != epoch.codecs
+
+    def may_gain(self, epoch: Epoch) -> bool:
+        """Whether other codecs are worth another epoch."""
+        return epoch.codecs is not None and self._wanted is not None and not self._repeats(epoch.step)
+
+    def _repeats(self, step: int) -> bool:
+        return step < max(self._newest, self.history.newest)
+
+
+def codec_control(config: RunConfig, history: RateHistory, newest: int) -> CodecControl:
+    """Of a run; arguments as for `CodecControl`."""
+    pipeline = config.pipeline
+    rungs = ladder(pipeline.min_bits) if pipeline.plans_codecs else ()
+    first = functools.partial(CodecPlan.first, pipeline)
+    return CodecControl(rungs, first, functools.partial(boundaries, config), history, newest)
+
+
+def no_codecs(history: RateHistory, newest: int) -> CodecControl:
+    """Of a run whose codecs are its run file's."""
+    nothing = CodecPlan(activations=(), gradients=())
+    return CodecControl((), lambda count: nothing, lambda stages: 0, history, newest)

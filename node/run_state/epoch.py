@@ -1,0 +1,545 @@
+"""One epoch: a fixed placement, from the first message that announces it to its end. Pure.
+
+    PLACING     every stage says which state it holds
+    RESTORING   every stage loads one common state and warms its links
+    STEPPING    the step runs; stages vote
+    APPLYING    the commit is recorded; stages apply the optimizer
+    VALIDATING  between steps: forward passes over held-out samples
+    IDLE        between steps, when the run must not begin another yet
+
+A message with another epoch's number never reaches this object: `RunMachine` drops it.
+"""
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from node.model.labels import BatchPart
+from node.pipeline.codec_plan import CodecPlan
+from node.run_state.actions import Action, RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
+from node.run_state.audits import Audit, Auditor, Contradiction, Difference, rows_alike
+from node.run_state.grid import ONE_ROW, Groups
+from node.run_state.held_out import HeldOutPass
+from node.run_state.votes import (
+    Disagreement,
+    FiniteUncompressed,
+    Implausible,
+    NonFinite,
+    Outcome,
+    RefusedVote,
+    VoteHistory,
+)
+from node.training.schedule import global_norm
+from wire.messages import (
+    Begin,
+    Commit,
+    CoordinatorMessage,
+    Placed,
+    PlacedRow,
+    PlacedStage,
+    Placement,
+    Restore,
+    TakeSnapshot,
+    Validate,
+    Validated,
+    Vote,
+)
+
+Neighbours = Callable[[int, int], Collection[int]]
+"""(stage, number of stages) -> the stages that it has links with."""
+StepPlan = Callable[[int, float], tuple[float, float]]
+"""(step, global gradient norm) -> (clip coefficient, learning rate)."""
+
+
+REMEMBERED_AUDITS = 16
+
+
+class Phase(StrEnum):
+    PLACING = "placing"
+    RESTORING = "restoring"
+    STEPPING = "stepping"
+    APPLYING = "applying"
+    VALIDATING = "validating"
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """The newest commit on record; stages that voted for it may still have to receive it."""
+
+    step: int
+    clip_coefficient: float
+    lr: float
+    lineage: int | None = None
+    """Of the states that it leads from and to; not on record."""
+
+
+class Epoch:
+    """`hosts` is a grid, row after row: with one row `hosts[i]` hosts stage i. `addresses[i]` is where others
+    reach `hosts[i]`.
+
+    Every message goes to all rows, but for those that one row answers for all: snapshots and held-out passes.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        hosts: tuple[str, ...],
+        addresses: tuple[str, ...],
+        newest_snapshot: int,
+        newest_state: int,
+        committed: Committed | None,
+        lineages: Collection[int] | None = None,
+        suspect_step: int | None,
+        plan: StepPlan,
+        neighbours: Neighbours,
+        history: VoteHistory,
+        groups: Groups = ONE_ROW,
+        auditor: Auditor | None = None,
+        kinds: Sequence[Hashable] = (),
+    ) -> None:
+        """
+        Args:
+            groups: the gradient groups that each row computes.
+            kinds: what the bits of each host's results depend on.
+            lineages: of states that are the run's; None: it is not known, so any that all stages are on.
+        """
+        self.number = number
+        self.hosts = hosts
+        self._seats = {node: seat for seat, node in enumerate(hosts)}
+        self.groups = groups
+        self.rows = len(groups)
+        self.stages = len(hosts) // len(groups)
+        self._group_count = sum(map(len, groups))
+        self.step = max(newest_snapshot, newest_state)
+        """The step that runs, or runs next; until all are placed, where the record says that the run is."""
+        self.phase = Phase.PLACING
+        self.committed = committed
+        self.lineage: int | None = None
+        """The epoch that loaded what its states grew from: this one, where not all were held."""
+        self.uncompressed = False
+        """The epoch repeats a step that was not finite, with fp32 on every link; it never commits."""
+        self.codecs: CodecPlan | None = None
+        """Of each boundary; None where the run file's are not planned."""
+        self.planned_windows: tuple[int, ...] = ()
+        """Of each link, row after row, from the next step on; empty is the run file's."""
+        self.keeps_sums = False
+        """From the next step on nodes keep the summed gradients of their steps."""
+        self.addresses = addresses
+        self._newest_snapshot = newest_snapshot
+        self._newest_state = self.step
+        self._lineages = lineages
+        self.steps_done = 0
+        self._neighbours = neighbours
+        self._history = history
+        self._auditor = auditor or Auditor(0.0, b"", lambda _: 0)
+        self._kinds = kinds
+        self.audit: Audit | None = None
+        """What is audited in the step that runs."""
+        self._audited: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
+        self._plan = plan
+        self._suspect_step = suspect_step
+        self._placed: dict[str, Placed] = {}
+        self._answered: set[str] = set()
+        self.votes: dict[str, Vote] = {}
+        """Of the newest step, by node."""
+        self._restore = Restore(epoch=number, step=0)
+        self._snapshot: TakeSnapshot | None = None
+        self.snapshot_nodes: tuple[str, ...] = ()
+        """The row that the newest snapshot is taken from."""
+        self._passes: Sequence[HeldOutPass] = ()
+        self._microbatch, self._label_weight = 1, 1.0
+        self._losses: list[float] = []
+        """Of the passes that are done."""
+        self._loss = math.nan
+        self._windows: tuple[int, ...] = ()
+        self._keeps_sums = False
+
+    # ---- who is where
+
+    def row(self, replica: int) -> tuple[str, ...]:
+        """The nodes of a row, by stage."""
+        return self.hosts[replica * self.stages : (replica + 1) * self.stages]
+
+    def has(self, node_id: str) -> bool:
+        """Whether a node hosts a stage."""
+        return node_id in self._seats
+
+    def stage_of(self, node_id: str) -> int:
+        return self._seats[node_id] % self.stages
+
+    def replica_of(self, node_id: str) -> int:
+        """The row of a node."""
+        return self._seats[node_id] // self.stages
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage with the head, which gets labels and says losses."""
+        return self._history.loss_stage(self.stages)
+
+    def place_of(self, node_id: str) -> str:
+        """Where a node is, for the operator."""
+        stage = f"stage {self.stage_of(node_id)}"
+        return stage if self.rows == 1 else f"{stage} of row {self.replica_of(node_id)}"
+
+    def may_fetch(self, node_id: str, groups: Collection[int], part: BatchPart) -> bool:
+        """Whether a node has use for a part of the samples: of these groups, or of the whole step if
+        empty."""
+        stage = self.loss_stage if part is BatchPart.LABELS else 0
+        every = part is BatchPart.DOCUMENTS
+        if node_id not in self._seats or not (every or self.stage_of(node_id) == stage):
+            return False
+        return set(groups) <= {*self.groups[self.replica_of(node_id)], *self._extra(node_id)}
+
+    def _extra(self, node_id: str) -> tuple[int, ...]:
+        """The groups of another row that this node computes in the step that runs."""
+        return () if self.audit is None else self.audit.extra(self.replica_of(node_id))
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Nodes that the phase waits for."""
+        return self.row(0) if self.phase is Phase.VALIDATING else self.hosts
+
+    def _is_asked(self, node_id: str) -> bool:
+        return self.phase is not Phase.VALIDATING or self.replica_of(node_id) == 0
+
+    # ---- what goes out
+
+    def announce(self) -> list[Action]:
+        return [Send(node_id=node, message=self._placement(node)) for node in self.hosts]
+
+    def begin(self) -> list[Action]:
+        """Open the step. Call in `IDLE` only."""
+        self.phase = Phase.STEPPING
+        # All stages must run the step with the same windows, also one that receives it again.
+        self._windows = self.planned_windows
+        self._keeps_sums = self.keeps_sums
+        self.votes.clear()
+        self.audit = None if self.uncompressed else self._auditor.draw(self.step, self.groups, self._kinds)
+        if self.audit is not None:
+            self._audited.append(self.step)
+        return [Send(node_id=node, message=self._begin(node)) for node in self.hosts]
+
+    @property
+    def all_hold_it(self) -> bool:
+        """Whether every stage has the state of `step`, with no commit left to apply."""
+        return all(answer.held_step == self.step for answer in self._placed.values())
+
+    @property
+    def passes_done(self) -> int:
+        """Passes over held-out samples that all stages are done with, in `VALIDATING`."""
+        return len(self._losses)
+
+    @property
+    def answered(self) -> Collection[str]:
+        """Nodes that have answered what the phase asks of all."""
+        match self.phase:
+            case Phase.PLACING:
+                return self._placed.keys()
+            case Phase.STEPPING:
+                return self.votes.keys()
+            case _:
+                return self._answered
+
+    def neighbours(self, node_id: str) -> Collection[int]:
+        """The stages of its row that this node's stage has links with."""
+        return self._neighbours(self.stage_of(node_id), self.stages)
+
+    def ask_again(self, node_id: str) -> list[Action]:
+        """Send a node what it may have missed."""
+        return [Send(node_id=node_id, message=message) for message in self.outstanding(node_id)]
+
+    def take_snapshot(self, replica: int = 0) -> list[Action]:
+        """Ask one row for the state that every stage holds now. Call in `IDLE` only."""
+        self._snapshot = TakeSnapshot(epoch=self.number, step=self.step)
+        self.snapshot_nodes = self.row(replica)
+        return [Send(node_id=node, message=self._snapshot) for node in self.snapshot_nodes]
+
+    def validate(self, passes: Sequence[HeldOutPass], microbatch: int, label_weight: float) -> list[Action]:
+        """Measure the held-out loss of the state that every stage holds. Call in `IDLE` only.
+
+        Args:
+            microbatch: samples in one.
+            label_weight: of all held-out samples (`node.model.labels`).
+        """
+        self.phase = Phase.VALIDATING
+        self._passes, self._losses = passes, []
+        self._microbatch, self._label_weight = microbatch, label_weight
+        self._answered.clear()
+        return self._to_asked(self._validate())
+
+    def outstanding(self, node_id: str) -> list[CoordinatorMessage]:
+        """What a node whose control connection broke may have missed; nodes ignore what they know already."""
+        missed: list[CoordinatorMessage] = []
+        taken = self._snapshot is not None and self._snapshot.step == self.step
+        if self._snapshot is not None and taken and node_id in self.snapshot_nodes:
+            missed.append(self._snapshot)
+        match self.phase:
+            case Phase.PLACING:
+                return [self._placement(node_id)]
+            case Phase.RESTORING:
+                return [self._restore]
+            case Phase.STEPPING:
+                missed.append(self._begin(node_id))
+            case Phase.APPLYING:
+                missed.append(self._commit())
+            case Phase.VALIDATING if node_id in self.asked:
+                missed.append(self._validate())
+            case _:
+                pass
+        return missed
+
+    # ---- what comes in
+
+    def placed(self, node_id: str, placed: Placed) -> list[Action]:
+        if self.phase is not Phase.PLACING or node_id not in self._seats:
+            return []
+        self._placed[node_id] = placed
+        if len(self._placed) < len(self.hosts):
+            return []
+        # Stages that can agree go on from where they are; otherwise all go back to what is on disk,
+        # which starts a new lineage: with other stages or links the same steps may end in other bits.
+        common = set.intersection(*(self._reachable(answer) for answer in self._placed.values()))
+        self.step, self.lineage = max(common, default=(-1, 0))
+        if self.step < self._newest_snapshot:
+            self.step, self.lineage = self._newest_snapshot, self.number
+        missed = self.committed is not None and self.committed.step == self.step - 1
+        self.uncompressed = self.step == self._suspect_step
+        self._restore = Restore(
+            epoch=self.number,
+            step=self.step,
+            missed=self._commit() if missed else None,
+            uncompressed=self.uncompressed,
+            lineage=self.lineage,
+        )
+        self.phase = Phase.RESTORING
+        self._answered.clear()
+        return self._to_asked(self._restore)
+
+    def use_codecs(self, plan: CodecPlan) -> list[Action]:
+        """Restore with these codecs on the links. Call as soon as `placed` has said what to restore."""
+        self.codecs = plan
+        self._restore = replace(
+            self._restore, activation_codecs=plan.activations, gradient_codecs=plan.gradients
+        )
+        return self._to_asked(self._restore)
+
+    def ready(self, node_id: str) -> list[Action]:
+        if not self._all_answered(node_id, Phase.RESTORING):
+            return []
+        self.phase = Phase.IDLE
+        return [RecordRestored(epoch=self.number, step=self.step, nodes=self.hosts, groups=self.groups)]
+
+    def vote(self, node_id: str, vote: Vote) -> Outcome:
+        if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self._seats:
+            return []
+        groups = self.groups[self.replica_of(node_id)] if self._group_count > 1 else None
+        stage, has_loss = self.stage_of(node_id), self.stage_of(node_id) == self.loss_stage
+        own = groups if groups is not None and self.rows > 1 else ()
+        why = self._history.refusal(vote, stage, self.stages, groups) or self._auditor.refusal(
+            vote, stage, self.stages, own, self._extra(node_id), has_loss=has_loss
+        )
+        if why is not None:
+            return RefusedVote(node_id, why)
+        for unit, norm in vote.norms.items():
+            if not 0.0 <= norm < math.inf:
+                return NonFinite(node_id, f"the gradient of layer unit {unit}")
+        for loss in (vote.loss, *vote.group_losses.values()):
+            if loss is not None and not math.isfinite(loss):
+                return NonFinite(node_id, "the loss")
+        self.votes[node_id] = vote
+        if len(self.votes) < len(self.hosts):
+            return []
+        return self._commit_step()
+
+    def was_audited(self, step: int) -> bool:
+        """Whether one of the epoch's newest steps was, this one."""
+        return step in self._audited
+
+    @property
+    def has_more_auditors(self) -> bool:
+        """Whether a row that has not computed the audited group could."""
+        if self.audit is None:
+            return False
+        alike = rows_alike(self._kinds, self.rows)[self.audit.rows[0]]
+        return len(self.audit.rows) == 2 and len(alike) > 2
+
+    def commit_unaudited(self) -> Outcome:
+        """Go on although nodes computed different values: nobody can say which of them is wrong."""
+        self.audit = None
+        return self._commit_step()
+
+    def commit_anyway(self) -> list[Action]:
+        """Commit votes that are not plausible: other nodes found the same, or there are none."""
+        outcome = self._commit_step(confirmed=True)
+        assert isinstance(outcome, list), "only plausibility was in question"
+        return outcome
+
+    def applied(self, node_id: str, step: int) -> list[Action]:
+        if step != self.step or not self._all_answered(node_id, Phase.APPLYING):
+            return []
+        self.phase = Phase.IDLE
+        self.step += 1
+        self.steps_done += 1
+        return [StepDone(epoch=self.number, step=step, nodes=self.hosts)]
+
+    def validated(self, node_id: str, message: Validated) -> list[Action]:
+        """A stage is done with a pass: begins the next one, or ends with `RecordHeldOut`."""
+        current = self._validate() if self.phase is Phase.VALIDATING else None
+        if current is None or (message.step, message.number) != (current.step, current.number):
+            return []
+        if message.loss is not None and node_id == self.asked[self.loss_stage]:
+            self._loss = message.loss
+        if not self._all_answered(node_id, Phase.VALIDATING):
+            return []
+        self._answered.clear()
+        self._losses.append(self._loss * self._label_weight)
+        self._loss = math.nan
+        if len(self._losses) < len(self._passes):
+            return self._to_asked(self._validate())
+        self.phase = Phase.IDLE
+        done = list(zip(self._passes, self._losses, strict=True))
+        as_trained = _mean([(one.microbatches, loss) for one, loss in done if one.number % 2 == 0])
+        exact = [(one.microbatches, loss) for one, loss in done if one.number % 2]
+        uncompressed = _mean(exact)
+        assert uncompressed is not None, "every batch has a pass with fp32"
+        samples = self._microbatch * sum(count for count, _ in exact)
+        return [
+            RecordHeldOut(
+                epoch=self.number, step=self.step, loss=as_trained, uncompressed=uncompressed, samples=samples
+            )
+        ]
+
+    # ---- inside
+
+    def _validate(self) -> Validate:
+        one = self._passes[len(self._losses)]
+        return Validate(epoch=self.number, step=self.step, number=one.number, microbatches=one.microbatches)
+
+    def _commit_step(self, *, confirmed: bool = False) -> Outcome:
+        if (odd := self._disagreement() or self._audit_step()) is not None:
+            return odd
+        loss = self._sum_of_losses()
+        votes = [self.votes[node] for node in self.row(0)]
+        votes[self.loss_stage] = replace(votes[self.loss_stage], loss=loss)
+        norms = {unit: norm for vote in votes for unit, norm in vote.norms.items()}
+        grad_norm = global_norm(norms[unit] for unit in sorted(norms))
+        if not math.isfinite(grad_norm):
+            largest = max(range(len(votes)), key=lambda stage: sum(votes[stage].norms.values()))
+            return NonFinite(self.hosts[largest], "the global gradient norm")
+        if self.uncompressed:
+            return FiniteUncompressed()
+        if not confirmed and (found := self._history.implausible(votes)) is not None:
+            return Implausible(self.hosts[found[0]], found[1])
+        self._history.committed(self.step, norms, loss, confirmed=confirmed)
+        clip, lr = self._plan(self.step, grad_norm)
+        self.committed = Committed(step=self.step, clip_coefficient=clip, lr=lr, lineage=self.lineage)
+        self.phase = Phase.APPLYING
+        self._answered.clear()
+        record = RecordCommit(
+            epoch=self.number, step=self.step, loss=loss, grad_norm=grad_norm, lr=lr, clip_coefficient=clip
+        )
+        return [record, *self._to_asked(self._commit())]
+
+    def _disagreement(self) -> Disagreement | None:
+        """Nodes of one stage that did not get the same gradient, if there are any."""
+        for stage in range(self.stages):
+            column = self.hosts[stage :: self.stages]
+            norms = {node: self.votes[node].norms for node in column}
+            said = {tuple(sorted(one.items())) for one in norms.values()}
+            if len(said) > 1:
+                return Disagreement(f"the gradient of stage {stage} is not the same in all rows", norms)
+        return None
+
+    def _audit_step(self) -> Difference | Contradiction | None:
+        if self.audit is None:
+            return None
+        rows = {row: [(node, self.votes[node]) for node in self.row(row)] for row in self.audit.rows}
+        return self._auditor.compare(self.audit, self.step, rows, self.loss_stage)
+
+    def _sum_of_losses(self) -> float:
+        """The step's loss. Groups are added in their order, so it does not depend on the rows."""
+        heads = [self.votes[node] for node in self.hosts[self.loss_stage :: self.stages]]
+        if self._group_count == 1:
+            assert heads[0].loss is not None, "a vote without a loss of the stage with the head is refused"
+            return heads[0].loss
+        losses = {group: loss for vote in heads for group, loss in vote.group_losses.items()}
+        total = 0.0
+        for group in sorted(losses):  # `sum` rounds differently from Python 3.12 on
+            total += losses[group]
+        return total
+
+    def _reachable(self, placed: Placed) -> set[tuple[int, int]]:
+        """The (step, lineage) of the states that a stage can be at without fetching anything.
+
+        A state that no commit on record leads to is not the run's, whoever claims to hold it, and neither is
+        one of a lineage that the run has left.
+        """
+        held, lineage, committed = placed.held_step, placed.lineage, self.committed
+        if self._lineages is not None and lineage not in self._lineages:
+            return set()
+        states = {(held, lineage)} if 0 <= held <= self._newest_state else set()
+        known = committed is not None and committed.step == held and committed.lineage in (None, lineage)
+        if placed.voted and known:
+            states.add((held + 1, lineage))
+        return states
+
+    def _all_answered(self, node_id: str, phase: Phase) -> bool:
+        if self.phase is not phase or node_id not in self._seats or not self._is_asked(node_id):
+            return False
+        self._answered.add(node_id)
+        return len(self._answered) == len(self.asked)
+
+    def _begin(self, node_id: str) -> Begin:
+        links = len(self._windows) // self.rows
+        first = self.replica_of(node_id) * links
+        windows = self._windows[first : first + links]
+        audited, keeps = self._extra(node_id), self._keeps_sums
+        return Begin(
+            epoch=self.number, step=self.step, link_windows=windows, keep_sums=keeps, audited=audited
+        )
+
+    def _commit(self) -> Commit:
+        committed = self.committed
+        assert committed is not None, "called only when there is one"
+        return Commit(
+            epoch=self.number,
+            step=committed.step,
+            clip_coefficient=committed.clip_coefficient,
+            lr=committed.lr,
+        )
+
+    @functools.cached_property
+    def _rows(self) -> tuple[PlacedRow, ...]:
+        places = [
+            PlacedStage(node_id=node, address=address)
+            for node, address in zip(self.hosts, self.addresses, strict=True)
+        ]
+        return tuple(
+            PlacedRow(stages=tuple(places[row * self.stages : (row + 1) * self.stages]), groups=groups)
+            for row, groups in enumerate(self.groups)
+        )
+
+    def _placement(self, node_id: str) -> Placement:
+        rows = self._rows
+        replica = self.replica_of(node_id)
+        return Placement(
+            epoch=self.number,
+            stage=self.stage_of(node_id),
+            stages=rows[replica].stages,
+            replica=replica,
+            rows=rows if self._group_count > 1 else (),
+        )
+
+    def _to_asked(self, message: CoordinatorMessage) -> list[Action]:
+        return [Send(node_id=node, message=message) for node in self.asked]
+
+
+def _mean(parts: Sequence[tuple[int, float]]) -> float | None:
+    """The weighted mean of (weight, value); None without parts."""
+    whole = sum(weight for weight, _ in parts)
+    return sum(weight * value for weight, value in parts) / whole if parts else None

@@ -1,0 +1,491 @@
+"""What is held against nodes, and what becomes of a step that failed. Pure.
+
+A failed step runs again. What differs is on which nodes:
+
+- A stage that keeps failing goes to a spare.
+- A complaint between two nodes says that one of the two is wrong, not which. One of them gives up its stage,
+so
+  that the next complaint tells: a liar has failed with several partners, an honest node with one.
+- A value that is not finite, or far from those of recent steps, is computed again on another node. If it is
+gone,
+  the first node was at fault. If not, the links run uncompressed: that tells the codecs from divergence.
+- A message that no correct node sends is held against its sender alone.
+
+Nothing that one node says gets another one shut out.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from node.run_state.actions import AbortKind
+from node.run_state.epoch import Epoch, Phase
+from node.run_state.stage_assignment import Candidate
+from node.telemetry.clock import TimeKind
+from wire.messages import FailureKind, StepFailed
+
+MAX_RETRIES = 3
+"""Attempts at one step that may fail, with nobody dead, before the run stops."""
+MAX_STRIKES = 3
+"""Refused messages, values refuted by a second node, or failed pairs, before a node is quarantined."""
+MIN_PARTNERS = 2
+"""Different nodes that a node must have failed with before it is quarantined for complaints."""
+MEMORY_STEPS = 100
+"""Steps for which a node that gave up its stage gets one only if no other node is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why the epoch ends."""
+
+    kind: AbortKind
+    reason: str
+    note: str = ""
+    """A line for the operator, if there is more to say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunAgain(Verdict):
+    """The step runs again, in a new epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveUp(Verdict):
+    """The run ends."""
+
+    why: str
+    remedy: str
+    """What the operator can do."""
+
+
+class Failures:
+    """Decides whether a failed step runs again or ends the run."""
+
+    def __init__(self) -> None:
+        self._retries = 0
+        self._suspect: tuple[int, str] | None = None
+        """The step that was not finite, and which of its values."""
+
+    @property
+    def suspect_step(self) -> int | None:
+        """The step to run without compression."""
+        return self._suspect[0] if self._suspect is not None else None
+
+    def failed(self, epoch: Epoch, node_id: str, message: str) -> RunAgain | GiveUp:
+        """A stage could not do its part of the step, and nobody is dead."""
+        self._retries += 1
+        reason = f"{epoch.place_of(node_id)}: {message}"
+        if self._retries > MAX_RETRIES:
+            return GiveUp(
+                kind=AbortKind.FAILED,
+                reason=reason,
+                note=f"step {epoch.step + 1} failed {self._retries} times in a row: the run ends once what "
+                "its stages hold is on disk",
+                why=f"step {epoch.step + 1} failed {self._retries} times in a row, last at {reason}",
+                remedy="mend that, then resume",
+            )
+        return RunAgain(kind=AbortKind.FAILED, reason=reason)
+
+    def stage_given_up(self, epoch: Epoch, culprit: str, verdict: Verdict) -> RunAgain:
+        """A spare takes this node's stage, and has as many attempts."""
+        self._retries = 0
+        failed = f"step {epoch.step + 1} failed at {verdict.reason}"
+        taker = "a spare takes" if epoch.rows == 1 else "other rows take"
+        why = verdict.why if isinstance(verdict, GiveUp) else failed
+        return RunAgain(
+            kind=verdict.kind,
+            reason=verdict.reason,
+            note=f"{why}: {taker} {epoch.place_of(culprit)} from node {culprit}",
+        )
+
+    def not_finite(self, epoch: Epoch, what: str) -> RunAgain | GiveUp:
+        """Other nodes found it too: run the step without compression. If it was, the run diverges."""
+        if epoch.uncompressed:
+            return GiveUp(
+                kind=AbortKind.NOT_FINITE,
+                reason=what,
+                why=f"step {epoch.step + 1} was not committed: {what}, with uncompressed links too, "
+                "so the run diverges",
+                remedy="lower training.lr, then resume",
+            )
+        self._suspect = (epoch.step, what)
+        return RunAgain(
+            kind=AbortKind.NOT_FINITE,
+            reason=what,
+            note=f"step {epoch.step + 1} is not committed: {what}; running it again with uncompressed links",
+        )
+
+    def finite_uncompressed(self, epoch: Epoch) -> GiveUp:
+        """The step is finite without compression."""
+        _, what = self._suspect or (epoch.step, "a tensor")
+        return GiveUp(
+            kind=AbortKind.NOT_FINITE,
+            reason=what,
+            why=f"step {epoch.step + 1} was not committed: {what}; with uncompressed links it is finite, "
+            "so the codecs are the cause",
+            remedy="use wider codecs in [pipeline], then resume",
+        )
+
+    def committed(self, step: int) -> None:
+        """The votes of every stage on `step` were in order."""
+        if self.suspect_step == step:
+            self._suspect = None
+
+    def forgive(self) -> None:
+        """Start counting again: a step is done, or a node is gone that caused the failures."""
+        self._retries = 0
+
+
+class Ending:
+    """Why a run ends. Once that is due, the state that stages hold is saved if possible, and the run
+    stops."""
+
+    def __init__(self) -> None:
+        self._tried = False
+        self._asked: str | None = None
+        self._given_up: GiveUp | None = None
+        self._missing = ""
+        self.soon = False
+        """Whether the run goes on in a moment."""
+
+    @property
+    def due(self) -> bool:
+        return self._asked is not None or self._given_up is not None
+
+    def ask(self, reason: str, *, soon: bool = False) -> None:
+        """The operator ends the run. One that is to go on in a moment may still be ended for good."""
+        if self._asked is None or (self.soon and self._asked != reason):
+            self._asked, self.soon = reason, soon
+
+    def give_up(self, verdict: GiveUp) -> None:
+        """A failure ends the run."""
+        self._given_up = verdict
+
+    def missing(self, what: str) -> None:
+        """Part of the state that could not be had."""
+        self._missing = f"; {what}"
+
+    def saves_once(self) -> bool:
+        """Whether the nodes of the epoch that failed are placed again, to hand in what they hold: once."""
+        if not self.due or self._tried:
+            return False
+        self._tried = True
+        return True
+
+    def last_words(self, kept: str) -> tuple[str, bool]:
+        """Why the run ends, and whether it failed. `kept`: what is on disk."""
+        if self._given_up is not None:
+            return f"{self._given_up.why}{self._missing}; {kept}: {self._given_up.remedy}", True
+        return (self._asked or "") + (f"{self._missing}; {kept}" if self._missing else ""), False
+
+
+class Quarantine:
+    """Who is shut out, and what may lead to it."""
+
+    def __init__(self) -> None:
+        self.why: dict[str, str] = {}
+        """By node that is shut out."""
+        self._strikes: Counter[str] = Counter()
+        self._pairs: dict[frozenset[str], dict[int, int]] = {}
+        """Epochs, and their steps, in which one of two nodes said that the other breaks the protocol."""
+
+    def strike(self, node_id: str, why: str) -> bool:
+        """Something that only this node can have caused. True if it is shut out for it."""
+        self._strikes[node_id] += 1
+        if node_id in self.why or self._strikes[node_id] < MAX_STRIKES:
+            return False
+        self.why[node_id] = f"{why}, the last of {MAX_STRIKES} such faults"
+        return True
+
+    def complaint(self, epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
+        """Count a complaint about a neighbour, once an epoch for each two nodes; gives who is shut out for
+        it.
+
+        That is who failed with several nodes, and more often than any of them.
+        """
+        other = other_end(epoch, node_id, failure) if failure.kind is FailureKind.PEER else None
+        if other is None:
+            return None
+        found = self._pairs.setdefault(frozenset((node_id, other)), {})
+        if epoch.number in found:
+            return None
+        found[epoch.number] = epoch.step
+        self._forget_before(epoch.step - MEMORY_STEPS)
+        for node in (other, node_id):
+            partners = {one for pair in self._pairs if node in pair for one in pair} - {node}
+            if len(partners) < MIN_PARTNERS or self._failed(node) < MAX_STRIKES or node in self.why:
+                continue
+            if all(self._failed(partner) < self._failed(node) for partner in partners):
+                named = " and ".join(sorted(partners))
+                self.why[node] = f"it had a part in all of {self._failed(node)} failures with {named}"
+                return node
+        return None
+
+    def _failed(self, node_id: str) -> int:
+        return sum(len(epochs) for pair, epochs in self._pairs.items() if node_id in pair)
+
+    def _forget_before(self, step: int) -> None:
+        """Links of honest nodes fail too, now and then."""
+        for pair, epochs in list(self._pairs.items()):
+            self._pairs[pair] = {number: at for number, at in epochs.items() if at >= step}
+            if not self._pairs[pair]:
+                del self._pairs[pair]
+
+
+class Blame:
+    """Who is likeliest at fault, and who gave up a stage for it."""
+
+    def __init__(self) -> None:
+        self._replaced: dict[str, int] = {}
+        """Who gave up a stage, and at which step."""
+        self._heeded: dict[str, int] = {}
+        """On whose word a neighbour gave up its stage, and at which step."""
+        self._own: dict[str, list[int]] = {}
+        """Steps at which each failed by itself."""
+        self._named: Counter[str] = Counter()
+        """In how many failures, since the newest change of hosts, each had a part."""
+        self._at_work: frozenset[str] = frozenset()
+        """Who did the newest step that is done."""
+
+    def done(self, nodes: Collection[str], step: int) -> None:
+        """These nodes have done a step."""
+        self._at_work = frozenset(nodes)
+        self._named.clear()
+        for node, steps in list(self._own.items()):
+            self._own[node] = [at for at in steps if step - at <= MEMORY_STEPS]
+        for held in (self._replaced, self._heeded):
+            for node in [node for node, at in held.items() if step - at > MEMORY_STEPS]:
+                del held[node]
+
+    def suspects(self, epoch: Epoch, node_id: str, failure: StepFailed) -> Sequence[str]:
+        """Who may be at fault for what a stage reports, the likeliest first.
+
+        Of a link the other end, unless there is more against this one: on its word another has gone already,
+        it is new where the other is not, or other failures were of its links too.
+        """
+        other = other_end(epoch, node_id, failure)
+        ends = [node_id] if other is None else [other, node_id]
+        self._named.update(ends)
+        if other is None:
+            self._own.setdefault(node_id, []).append(epoch.step)
+        return sorted(
+            ends, key=lambda node: (node not in self._heeded, node in self._at_work, -self._named[node])
+        )
+
+    def replace(self, culprit: str, *, by: str, step: int) -> None:
+        """The node gives up its stage, for what `by` said."""
+        self._replaced[culprit] = step
+        self._own.pop(culprit, None)
+        if by != culprit:
+            self._heeded[by] = step
+        self._named.clear()
+
+    def keeps_failing(self, node_id: str) -> bool:
+        """Whether it failed by itself often of late, though the step was done each time."""
+        return len(self._own.get(node_id, ())) >= 2 * MAX_RETRIES
+
+    def exonerate(self, node_id: str) -> None:
+        """Another node in its place found the same."""
+        self._replaced.pop(node_id, None)
+
+    def blameless(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those that have not given up a stage of late."""
+        return [candidate for candidate in candidates if candidate.node_id not in self._replaced]
+
+    def usable(self, candidates: Sequence[Candidate], least: int) -> list[Candidate]:
+        """Those that have not given up a stage of late; if those are fewer than `least`, all others after."""
+        blameless = self.blameless(candidates)
+        if len(blameless) >= least:
+            return blameless
+        return sorted(candidates, key=lambda candidate: candidate.node_id in self._replaced)
+
+
+def other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
+    """The neighbour at the other end of the link that failed, if it was a neighbour's.
+
+    That is a node of the same row, or one of the same stage in another row.
+    """
+    if failure.kind not in (FailureKind.LINK, FailureKind.PEER) or node_id not in epoch.hosts:
+        return None
+    stage, row = failure.peer_stage, failure.peer_replica
+    if row == epoch.replica_of(node_id):
+        return epoch.row(row)[stage] if stage in epoch.neighbours(node_id) else None
+    is_peer = 0 <= row < epoch.rows and stage == epoch.stage_of(node_id)
+    return epoch.row(row)[stage] if is_peer else None
+
+
+SLOW_SECONDS = 10.0
+"""After the usual time, the operator sees whom a step waits for."""
+STEP_PATIENCE = 30.0
+FIRST_PATIENCE = 120.0
+"""In an epoch's first step, and while its state is loaded: kernels are compiled, links are warmed."""
+WORKING_PATIENCE, WORKING_TIMES = 2.0, 10.0
+"""A node that says that it works: as often as one that does nothing, and as often as steps take."""
+PATIENCE_TIMES = 3.0
+"""As often as the others took, or as steps usually take: the stages of a slow pipeline answer in turn."""
+LATE_SECONDS = 900.0
+"""For several nodes that do not answer, after the first did: one of them waits for another, and complains
+itself within ten minutes (`node.stage.watchdog`, `node.stage.inbox`)."""
+LATE_TIMES = 3.0
+REMEMBERED_STEPS = 9
+LEAST_RATE = 250_000.0
+"""Bytes a second that every node is expected to reach when it fetches or hands in its state."""
+
+
+def transfer_seconds(size: int, rate: float) -> float:
+    """How long a node may take to fetch or hand in `size` bytes, at a measured rate (0: unknown)."""
+    return 4 * size / max(rate, LEAST_RATE)
+
+
+_WAITS = {TimeKind.WAIT_UPSTREAM: -1, TimeKind.WAIT_DOWNSTREAM: 1}
+"""Where the stage is that a node waits for."""
+_IDLE = frozenset({"", TimeKind.WAIT_COORDINATOR})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Late:
+    """What is to be done about a step that does not go on."""
+
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    """Who is too late, with a line for each."""
+    note: str | None = None
+    """For the operator."""
+    deadlock: tuple[str, StepFailed] | None = None
+    """A node and its neighbour say that each waits for the other: one of them is wrong."""
+
+
+class Stragglers:
+    """Nodes that do not answer when others have. Looks at the loading of a state, votes, and ends of
+    steps.
+
+    If one node of a pipeline does nothing, nobody can answer. Heartbeats say what nodes do:
+    who waits for none, and is waited for, is the one.
+    """
+
+    def __init__(self, seconds: Sequence[float] = ()) -> None:
+        """`seconds`: of the newest steps of an earlier coordinator."""
+        self._does: dict[str, tuple[float, str]] = {}
+        """What each node spent most time on lately (a `TimeKind`, "" for nothing), and when it said so."""
+        self._at: tuple[int, int, Phase] | None = None
+        self._passes = 0
+        self._began = 0.0
+        self._answered = 0
+        self._first = self._last = 0.0
+        self._is_told = False
+        self._seconds = list(seconds)[-REMEMBERED_STEPS:]
+        """Of the newest steps, from their begin to the last vote."""
+
+    def says(self, node_id: str, kind: str, now: float) -> None:
+        """The node said what it spends its time on."""
+        self._does[node_id] = (now, kind)
+
+    def look(self, epoch: Epoch | None, now: float, loading: Sequence[float] = ()) -> Late:
+        """Who is too late. Call it often.
+
+        Args:
+            loading: seconds that each stage may take to fetch its state, beside what is usual.
+        """
+        at = (epoch.number, epoch.step, epoch.phase) if epoch is not None else None
+        passes = epoch.passes_done if epoch is not None else 0
+        if at != self._at or passes != self._passes:
+            self._note_step(at, now)
+            self._passes = passes
+            self._at, self._began, self._answered, self._is_told = at, now, 0, False
+        if epoch is None or epoch.phase in (Phase.PLACING, Phase.IDLE):
+            return Late()
+        usual = median(self._seconds) if self._seconds else 0.0
+        if epoch.phase is Phase.STEPPING and (found := self._stuck(epoch, now, usual)) is not None:
+            return found
+        if not epoch.answered:
+            return Late()
+        if self._answered == 0:
+            self._first = now
+        if len(epoch.answered) > self._answered:
+            self._answered, self._last = len(epoch.answered), now
+        missing = [node for node in epoch.asked if node not in epoch.answered]
+        if not missing:
+            return Late()
+        beyond = now - max(self._last, self._began + usual)
+        work = "load its state" if epoch.phase is Phase.RESTORING else f"end step {epoch.step + 1}"
+        late_nodes = set(missing) if loading else ()
+        extra = max((loading[at] for at, node in enumerate(epoch.hosts) if node in late_nodes), default=0.0)
+        if epoch.phase is not Phase.RESTORING:
+            extra = 0.0
+        if len(missing) == 1:
+            late = now - self._last
+            if late > self._patience(epoch, usual) + extra:
+                line = f"it did not {work} within {late:.0f} s after all others did: start it again"
+                return Late(nodes={missing[0]: line})
+        elif epoch.phase is not Phase.RESTORING:
+            late = now - self._first
+            if late > max(LATE_SECONDS, LATE_TIMES * (self._first - self._began)):
+                line = f"it did not {work} within {late:.0f} s after another did: start it again"
+                return Late(nodes=dict.fromkeys(missing, line))
+        if beyond > SLOW_SECONDS + extra and not self._is_told:
+            return self._tell(epoch, missing, beyond)
+        return Late()
+
+    def _tell(self, epoch: Epoch, nodes: Sequence[str], beyond: float) -> Late:
+        self._is_told = True
+        named = ", ".join(f"node {node} ({epoch.place_of(node)})" for node in nodes)
+        note = f"step {epoch.step + 1} waits for {named}: {beyond:.0f} s beyond what is usual"
+        return Late(note=note)
+
+    def _stuck(self, epoch: Epoch, now: float, usual: float) -> Late | None:
+        """The step waits for nodes that wait for nobody, or for two that wait for each other."""
+        missing = [node for node in epoch.hosts if node not in epoch.answered]
+        if len(missing) < 2:
+            return None
+        waits = {node: self._waits_for(epoch, node) for node in missing}
+        waited_for = set(waits.values())
+        stuck = [node for node in missing if waits[node] is None and node in waited_for]
+        least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
+        late = now - self._began - usual
+        idle = [node for node in stuck if self._does.get(node, (0.0, ""))[1] in _IDLE]
+        if idle and late > max(least, PATIENCE_TIMES * usual):
+            line = f"it did nothing in step {epoch.step + 1}, which waits for it: start it again"
+            return Late(nodes=dict.fromkeys(idle, line))
+        if self._seconds and late > max(WORKING_PATIENCE * least, WORKING_TIMES * usual):
+            # Before a step was measured, nobody knows how long one takes.
+            if stuck:
+                line = f"step {epoch.step + 1} waits for it {late:.0f} s beyond what is usual: start it again"
+                return Late(nodes=dict.fromkeys(stuck, line))
+            for node, other in waits.items():
+                if other is not None and waits.get(other) == node:
+                    return Late(deadlock=(node, _deadlock(epoch, other)))
+        if stuck and (self._seconds or idle) and late > SLOW_SECONDS and not self._is_told:
+            return self._tell(epoch, stuck, late)
+        return None
+
+    def _waits_for(self, epoch: Epoch, node: str) -> str | None:
+        """The neighbour that this node says, in this step, that it waits for."""
+        at, kind = self._does.get(node, (0.0, ""))
+        if kind not in _WAITS or at <= self._began:
+            return None
+        stage = epoch.stage_of(node) + _WAITS[TimeKind(kind)]
+        return epoch.row(epoch.replica_of(node))[stage % epoch.stages]
+
+    def _patience(self, epoch: Epoch, usual: float) -> float:
+        """Seconds that the last node may take after all others: more than they took, or steps take."""
+        least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
+        return max(least, PATIENCE_TIMES * max(usual, self._last - self._began))
+
+    def _note_step(self, at: tuple[int, int, Phase] | None, now: float) -> None:
+        """A phase is over: remember how long a step took that got its votes."""
+        before = self._at
+        if before and at and before[2] is Phase.STEPPING and at == (*before[:2], Phase.APPLYING):
+            self._seconds = [*self._seconds, now - self._began][-REMEMBERED_STEPS:]
+
+
+def _deadlock(epoch: Epoch, other: str) -> StepFailed:
+    """What a node would report that waits for a neighbour that waits for it."""
+    stage = epoch.stage_of(other)
+    return StepFailed(
+        epoch=epoch.number,
+        step=epoch.step,
+        kind=FailureKind.PEER,
+        message=f"it and stage {stage} say that each waits for the other",
+        peer_stage=stage,
+        peer_replica=epoch.replica_of(other),
+    )

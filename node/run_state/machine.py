@@ -1,0 +1,595 @@
+"""The run as a pure state machine: who is in it, which epoch is on, and when it is over.
+
+Events come in as method calls with the time as an argument (seconds on any monotonic clock); what must be
+done comes out as a list of actions. No I/O, no clock, no randomness: the same events give the same actions.
+
+Invariants (tested): at most one node a stage an epoch; epoch numbers only grow; a step is committed at most
+once an epoch, after every stage voted, and never before the commit is recorded; steps are committed in order;
+a node that is gone, leaving or quarantined never gets a stage.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from node.run_state.actions import (
+    Aborted,
+    AbortKind,
+    Action,
+    Announce,
+    RecordHeldOut,
+    RecordPlacement,
+    Released,
+    Send,
+    StepDone,
+    Stop,
+    epoch_over,
+    finish_all,
+    goodbye,
+    let_go,
+    run_over,
+    sent_away,
+)
+from node.run_state.audits import Auditor, Contradiction, Difference
+from node.run_state.epoch import Epoch, Phase, StepPlan
+from node.run_state.epoch_series import EpochSeries
+from node.run_state.failures import Blame, Ending, Failures, GiveUp, Quarantine, Stragglers, Verdict
+from node.run_state.grid import GroupSharing
+from node.run_state.held_out import HeldOutSchedule
+from node.run_state.membership import Member, Roster, loading_seconds, prefetch
+from node.run_state.newcomers import Newcomers
+from node.run_state.run_plan import Past, RunPlan
+from node.run_state.snapshot_schedule import SnapshotSchedule
+from node.run_state.stage_assignment import Candidate, StageAssigner
+from node.run_state.votes import (
+    Disagreement,
+    FiniteUncompressed,
+    Implausible,
+    NonFinite,
+    Outcome,
+    RefusedVote,
+)
+from node.run_state.wrong_values import CallThird, Undecided, WrongValues
+from wire.messages import Applied, FailureKind, NodeMessage, Placed, Ready, StepFailed, Validated, Vote
+
+
+class RunMachine:
+    """One run, from the first hello to `Stop`."""
+
+    def __init__(self, plan: RunPlan, step_plan: StepPlan, past: Past) -> None:
+        self.plan = plan
+        self.stopped = False
+        self._roster = Roster(silent_seconds=plan.silent_seconds, reconnect_seconds=plan.reconnect_seconds)
+        self._snapshots = SnapshotSchedule(
+            every=plan.snapshot_every, newest=past.newest_snapshot, seconds=plan.snapshot_seconds
+        )
+        self._failures = Failures()
+        self._blame = Blame()
+        auditor = Auditor(plan.audit_rate, plan.audit_secret, plan.boundaries)
+        self._epochs = EpochSeries(plan, past, step_plan, auditor)
+        self._assigner = StageAssigner(
+            stages=plan.stages,
+            min_stages=plan.min_stages,
+            regroup_seconds=plan.regroup_seconds,
+            stage_bytes=plan.stage_bytes,
+            sharing=plan.sharing,
+            previous=past.hosts,
+            most_rows=plan.most_rows,
+            previous_rows=past.rows,
+        )
+        self._sharing = GroupSharing(plan.groups)
+        self.codecs = plan.codecs(past.codecs, past.committed.step + 1 if past.committed else 0)
+        self._quarantine = Quarantine()
+        self._stragglers = Stragglers([one.seconds for one in past.newest])
+        self._wrong = WrongValues(self._assigner, self._blame, auditor)
+        self._newcomers = Newcomers(self._assigner, self._roster, plan.unit_numbers, follows=plan.follows)
+        self._ending = Ending()
+        self._measurements = HeldOutSchedule(past.validated, past.best)
+        self._unseen = 0.0
+        """Seconds of the epoch in which nobody could be received."""
+        self.goodbye = goodbye("the run is over", failed=False, done=True)
+        """What nodes receive once the run is over."""
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """The placement that is on, if one is."""
+        return self._epochs.current
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """Who is in the run, in the order in which they came."""
+        return self._roster.members
+
+    @property
+    def quarantined(self) -> Mapping[str, str]:
+        """Nodes that are shut out for what their neighbours said, and what that was."""
+        return self._quarantine.why
+
+    @property
+    def newest_snapshot(self) -> int:
+        """The newest one that is complete and on disk; 0 before there is one."""
+        return self._snapshots.newest
+
+    # ---- who is here
+
+    def hello(
+        self, offer: Candidate, *, address: str, process_nonce: int, epoch: int, now: float, rate: float = 0.0
+    ) -> list[Action]:
+        """A node opened its control connection: for the first time, again, or as a new process.
+
+        `epoch` is the one it believes to be in, 0 for none. `rate` is bytes a second from the coordinator (0:
+        unknown). One that cannot hold any stage is sent away.
+        """
+        node_id = offer.node_id
+        if self.stopped:
+            return finish_all([node_id], self.goodbye)
+        if node_id in self.quarantined:
+            return sent_away(node_id, f"quarantined: {self.quarantined[node_id]}")
+        actions: list[Action] = []
+        member = self.members.get(node_id)
+        if member is not None and member.process_nonce != process_nonce:
+            # Not `lost`: its session is the new process's already, and must stay open.
+            del self._roster.members[node_id]
+            again = f"node {node_id} was started again"
+            actions += [Announce(text=again), *self._unassign(node_id, again, now)]
+            member = None
+        if member is None and (line := self._assigner.useless(offer)) is not None:
+            return [*actions, *sent_away(node_id, line), *self._try_place(now)]
+        self._roster.arrived(offer, address=address, process_nonce=process_nonce, rate=rate, now=now)
+        current = self.epoch if self.epoch is not None and node_id in self.epoch.hosts else None
+        if epoch and (current is None or current.number != epoch):
+            actions += epoch_over([node_id], epoch, "that epoch is over")
+        if current is not None:
+            return [*actions, *(Send(node_id=node_id, message=m) for m in current.outstanding(node_id))]
+        actions += self._try_place(now) + self._join_early(now)
+        return [*actions, *self._prefetch([node_id]), *self._newcomers.arrived(node_id)]
+
+    def heard(self, node_id: str, now: float, kind: str | None = None) -> None:
+        """A node lives. `kind`: what it spends most time on, a `TimeKind` or "" for nothing, if it says."""
+        self._roster.heard(node_id, now)
+        if kind is not None:
+            self._stragglers.says(node_id, kind, now - self._unseen)
+
+    def disconnected(self, node_id: str, now: float) -> list[Action]:
+        """The control connection broke. Death is declared by `tick` if the node does not come back."""
+        self._roster.disconnected(node_id, now)
+        return []
+
+    def tick(self, now: float, *, unseen: float = 0.0) -> list[Action]:
+        """Call about twice a second: declares silent and vanished nodes dead, regroups when it is time.
+
+        `unseen`: seconds, until now, in which the coordinator was suspended and read no messages.
+        """
+        if unseen:
+            self._roster.excuse(unseen, now)
+            self._assigner.excuse(unseen)
+            self._unseen += unseen
+        overdue = self._roster.overdue(now)
+        actions = [one for node, reason in overdue.items() for one in self._gone(node, reason, now)]
+        seen = now - self._unseen
+        loading = loading_seconds(self.epoch, self._roster, self.plan.state_bytes)
+        late = self._stragglers.look(self.epoch, seen, loading)
+        unsaved, slow = self._snapshots.overdue(seen)
+        actions += [Announce(text=text) for text in (late.note, slow) if text is not None]
+        for node_id, line in (self._epochs.unplaced(seen) | dict(late.nodes) | unsaved).items():
+            if node_id in unsaved and self._snapshots.awaited:
+                self._ending.missing(f"node {node_id} did not hand in its layers")
+            actions += self._replace_straggler(node_id, line, now)
+        if late.deadlock is not None and self.epoch is not None:
+            actions += self._failed(self.epoch, *late.deadlock, now)
+        return actions + self._try_place(now)
+
+    def lost(self, node_id: str, reason: str, now: float) -> list[Action]:
+        """The node is dead, was evicted, or says itself that it ends."""
+        return self._gone(node_id, reason, now) + self._try_place(now)
+
+    def refused(self, node_id: str, why: str, now: float) -> list[Action]:
+        """A message of this node was refused: no correct node sends it."""
+        if self.stopped:
+            return []
+        return self._strike(node_id, why, f"a message of node {node_id} was refused: {why}", now)
+
+    def leave(self, node_id: str, now: float) -> list[Action]:
+        """The node asks to go. It is released once the state it holds is on disk, or the epoch has failed."""
+        member = self.members.get(node_id)
+        if member is None or self.stopped:
+            return []
+        member.leaving = True
+        epoch = self.epoch
+        if epoch is not None and node_id in epoch.hosts and self._holds_progress(epoch):
+            return []  # `_placed` or, after the step, `_between_steps` sees the flag
+        return self._release(node_id, now) + self._try_place(now)
+
+    def stop(self, reason: str, *, at_once: bool, soon: bool = False) -> list[Action]:
+        """The operator ends the run: after this step and a snapshot, however often asked, or at once.
+
+        `soon`: it goes on in a moment, with other settings.
+        """
+        self._ending.ask(reason, soon=soon)
+        if not at_once and self.epoch is not None and self._holds_progress(self.epoch):
+            return []
+        return self._end()
+
+    # ---- what nodes say
+
+    def message(self, node_id: str, message: NodeMessage, now: float) -> list[Action]:
+        """Handle one control message; what is of another epoch, or from a node without a stage, is dropped.
+
+        But for complaints: the node at fault may have reported its broken link first.
+        """
+        self.heard(node_id, now)
+        epoch, ended = self.epoch, self._epochs.ended
+        if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
+            return self._complaint(ended, node_id, message, now)
+        if self.stopped or epoch is None or not epoch.has(node_id):
+            return self._newcomers.message(node_id, message)
+        match message:
+            case Placed() if message.epoch == epoch.number:
+                return self._placed(epoch, node_id, message, now)
+            case Ready() if message.epoch == epoch.number:
+                return self._progress(epoch, epoch.ready(node_id), now)
+            case Vote() if message.epoch == epoch.number:
+                return self._voted(epoch, epoch.vote(node_id, message), now)
+            case Applied() if message.epoch == epoch.number:
+                return self._progress(epoch, epoch.applied(node_id, message.step), now)
+            case Validated() if message.epoch == epoch.number:
+                return self._held_out(epoch, epoch.validated(node_id, message), now)
+            case StepFailed() if message.epoch == epoch.number:
+                return self._failed(epoch, node_id, message, now)
+            case _:
+                return []
+
+    def layer_received(self, step: int, unit: str, now: float) -> list[Action]:
+        """A node has handed in a layer of a snapshot; `snapshot_stored` follows when all are on disk."""
+        self._snapshots.layer_received(step, unit, now - self._unseen)
+        return []
+
+    def snapshot_stored(self, step: int, now: float) -> list[Action]:
+        """The snapshot of `step` is complete and on disk."""
+        self._snapshots.stored(step)
+        epoch = self.epoch
+        if self.stopped or epoch is None:
+            return []
+        actions = self._prefetch(self.members) + self._newcomers.stored(step)
+        if self._snapshots.awaited and epoch.step == step:
+            self._snapshots.awaited = False
+            actions += self._between_steps(epoch, now)
+        return actions
+
+    def snapshot_damaged(self, step: int, whole: int) -> list[Action]:
+        """The snapshot of `step` is damaged; `whole` is the newest that is not, 0 if none is."""
+        self._snapshots.damaged(step, whole)
+        return []
+
+    def plan_windows(self, epoch: int, windows: tuple[int, ...]) -> list[Action]:
+        """From this epoch's next step on, links have these windows; in later epochs of as many stages too."""
+        self._epochs.plan_windows(epoch, windows)
+        return []
+
+    def row_speeds(self, seconds: Mapping[str, float], step_seconds: float, now: float) -> list[Action]:
+        """What nodes were measured to take for a gradient group, in a step that took `step_seconds`."""
+        self._sharing.measured(seconds, step_seconds, now)
+        return []
+
+    def save(self) -> list[Action]:
+        """The operator asks for a snapshot: the next step that ends has one, due or not."""
+        self._snapshots.request()
+        return []
+
+    def fail(self, reason: str) -> list[Action]:
+        """Something that the run cannot do without has failed; snapshots on disk are intact."""
+        return self._stop(reason, failed=True)
+
+    # ---- inside: steps
+
+    def _placed(self, epoch: Epoch, node_id: str, message: Placed, now: float) -> list[Action]:
+        """Stages that only have to hand in what they hold do that at once: it may be links that failed."""
+        if (line := self._newcomers.astray(epoch, node_id, message, now)) is not None:
+            return self._end_epoch(AbortKind.PLACEMENT, line) + self._try_place(now)
+        actions = epoch.placed(node_id, message)
+        # A commit that somebody missed comes with the restore.
+        misses = self._snapshots.newest < epoch.step and not epoch.all_hold_it
+        if not actions or misses or not self._is_to_end(epoch):
+            return self.codecs.begin(epoch, actions)
+        epoch.phase = Phase.IDLE
+        return self._between_steps(epoch, now)
+
+    def _voted(self, epoch: Epoch, outcome: Outcome, now: float) -> list[Action]:
+        match outcome:
+            case NonFinite():
+                return self._not_finite(epoch, outcome.node_id, outcome.what, now)
+            case FiniteUncompressed():
+                return self._after_failure(epoch, self._failures.finite_uncompressed(epoch), now)
+            case RefusedVote():
+                actions = self.refused(outcome.node_id, outcome.why, now)
+                return actions + (epoch.ask_again(outcome.node_id) if self.epoch is epoch else [])
+            case Disagreement() | Difference():
+                return self._rows_differ(epoch, outcome, now)
+            case Contradiction():
+                return self._failed(epoch, outcome.receiver, outcome.complaint(epoch.number), now)
+            case Implausible():
+                what = f"{outcome.what} is far from those of the newest steps"
+                retry = self._compute_again(epoch, outcome.node_id, what, now, finite=True)
+                return self._voted(epoch, epoch.commit_anyway(), now) if retry is None else retry
+            case _:
+                if outcome and epoch.committed is not None:
+                    self._epochs.committed(epoch.committed)
+                    self._failures.committed(epoch.committed.step)
+                    return [*outcome, *self._newcomers.committed(epoch), *self._settle_doubt(epoch, now)]
+                return outcome
+
+    def _progress(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
+        """After a restore or a step is complete, decide what comes next."""
+        if not actions:
+            return []
+        if isinstance(actions[-1], StepDone):
+            self._failures.forgive()
+            self._blame.done(epoch.hosts, epoch.step)
+            self.codecs.step_done(epoch.step - 1)
+        if epoch.step < self.plan.total_steps and not self._newcomers.ready(epoch):
+            actions = [*actions, *self._snapshot_if_wanted(epoch, now)]
+        return actions + self._between_steps(epoch, now)
+
+    def _snapshot_if_wanted(self, epoch: Epoch, now: float) -> list[Action]:
+        """Beside the next steps: one is due, or nodes are here that could make a row."""
+        # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
+        due = self._snapshots.due(epoch.step, now - self._unseen)
+        able = self._may_go_on(epoch) and self._snapshots.reachable(epoch.step)
+        began = self._newcomers.begin(epoch, self._candidates(), able=able, due=due)
+        if self._snapshots.newest == epoch.step:
+            return began + self._newcomers.stored(epoch.step)
+        if (began or self._snapshots.wanted(epoch.step, now - self._unseen)) and self._may_go_on(epoch):
+            return began + self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=False)
+        return began
+
+    def _held_out(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
+        """After a pass over held-out samples: once all are done, record the loss and go on."""
+        if not actions or not isinstance(record := actions[-1], RecordHeldOut):
+            return actions
+        best = self._measurements.record(epoch.step, record.uncompressed)
+        actions = [*actions[:-1], replace(record, best=best)]
+        if best and self.plan.keep_best and self._may_go_on(epoch) and self._snapshots.room(epoch.step):
+            actions += self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=False)
+        return actions + self._between_steps(epoch, now)
+
+    def _validation_due(self, epoch: Epoch) -> bool:
+        plan = self.plan
+        if not plan.held_out or epoch.uncompressed or self._is_to_end(epoch) or self._snapshots.awaited:
+            return False
+        return self._measurements.due(epoch.step, plan.valid_every, plan.total_steps)
+
+    def _between_steps(self, epoch: Epoch, now: float) -> list[Action]:
+        if self._validation_due(epoch):
+            return epoch.validate(self.plan.held_out, self.plan.microbatch, self.plan.label_weight)
+        if self._may_go_on(epoch):
+            if self._newcomers.ready(epoch) and self._snapshots.idle:
+                grid, why = self._newcomers.enter(), "nodes that followed the run enter"
+                return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
+            epoch.keeps_sums = self._newcomers.follow
+            return epoch.begin() if not self._shares_anew(epoch) else self._place_anew(now)
+        if self._snapshots.newest < epoch.step and not self._leaves_to_others(epoch):
+            return self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=True)
+        if epoch.step >= self.plan.total_steps:
+            return self._stop("all steps are done", failed=False)
+        if self._ending.due:
+            return self._end()
+        if self._newcomers.awaited:
+            self._wrong.make_room(epoch, self._roster.candidates(), now)
+            self._assigner.regroup(now)
+        return self._place_anew(now)
+
+    def _place_anew(self, now: float) -> list[Action]:
+        return self._end_epoch(AbortKind.PLACEMENT, "the placement changes") + self._try_place(now)
+
+    def _leaves_to_others(self, epoch: Epoch) -> bool:
+        """Whether the epoch ends only for nodes that leave, and other rows hold the state of their stages."""
+        stays = self._ending.due or self._newcomers.awaited or epoch.step >= self.plan.total_steps
+        return not stays and self._roster.dispensable(epoch)
+
+    def _shares_anew(self, epoch: Epoch) -> bool:
+        """Whether it pays to give rows other groups or links other codecs; or a replay has other codecs."""
+        left = self.plan.total_steps - epoch.step
+        gains = self._sharing.may_gain(epoch.hosts, epoch.groups, steps=epoch.steps_done, left=left)
+        free = self._snapshots.idle and self._roster.connected(epoch.hosts)
+        return self.codecs.recorded_change(epoch) or (free and (gains or self.codecs.may_gain(epoch)))
+
+    def _join_early(self, now: float) -> list[Action]:
+        """Before the first step is done, newcomers enter at once: its state costs little."""
+        epoch, over = self.epoch, self.stopped or self._ending.due
+        if epoch is None or over or not self._newcomers.enter_at_once(epoch, self._candidates()):
+            return []
+        self._assigner.regroup(now)
+        return self._place_anew(now)
+
+    def _may_go_on(self, epoch: Epoch) -> bool:
+        return not (self._newcomers.awaited or self._is_to_end(epoch)) and epoch.step < self.plan.total_steps
+
+    def _is_to_end(self, epoch: Epoch) -> bool:
+        """Whether the epoch ends once its state is on disk, because the run does or a stage leaves."""
+        return self._ending.due or bool(self._roster.leaving(epoch.hosts))
+
+    def _holds_progress(self, epoch: Epoch) -> bool:
+        """Whether the epoch may be past the newest snapshot, so that ending it now would lose work."""
+        return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._snapshots.newest < epoch.step
+
+    # ---- inside: failures
+
+    def _failed(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
+        if message.kind is FailureKind.NON_FINITE:
+            return self._not_finite(epoch, node_id, message.message, now)
+        actions = self._complaint(epoch, node_id, message, now)
+        if self.epoch is not epoch:
+            return actions
+        verdict = self._failures.failed(epoch, node_id, message.message)
+        suspects = self._blame.suspects(epoch, node_id, message)
+        # One of two neighbours breaks the protocol: only with another partner will it show which.
+        replaces = isinstance(verdict, GiveUp) or message.kind is FailureKind.PEER
+        if (replaces or self._blame.keeps_failing(node_id)) and not self._ending.due:
+            candidates = self._roster.candidates()
+            culprit = self._wrong.leave_out_one(suspects, candidates, epoch.step, now, by=node_id)
+            if culprit is not None:
+                verdict = self._failures.stage_given_up(epoch, culprit, verdict)
+        return actions + self._after_failure(epoch, verdict, now)
+
+    def _rows_differ(self, epoch: Epoch, found: Disagreement | Difference, now: float) -> list[Action]:
+        match self._wrong.rows_differ(epoch, found, self._roster.candidates(), now):
+            case CallThird(note=note):
+                self._newcomers.awaited, epoch.phase = True, Phase.IDLE
+                return [Announce(text=note), *self._between_steps(epoch, now)]
+            case Undecided(note=note):
+                told = [Announce(text=note)] if note else []
+                return [*told, *self._voted(epoch, epoch.commit_unaudited(), now)]
+            case again:
+                verdict = again or self._failures.failed(epoch, min(found.said), found.what)
+                return self._after_failure(epoch, verdict, now)
+
+    def _after_failure(self, epoch: Epoch, verdict: Verdict, now: float) -> list[Action]:
+        if isinstance(verdict, GiveUp):
+            self._ending.give_up(verdict)
+        is_told = verdict.note and (isinstance(verdict, GiveUp) or not self._ending.due)
+        notes: list[Action] = [Announce(text=verdict.note)] if is_told else []
+        # Links may be broken for good, but what stages hold can be handed in without them.
+        stay = {offer.node_id for offer in self._roster.candidates()} >= set(epoch.hosts)
+        unsaved = epoch.phase is Phase.APPLYING or self._snapshots.newest < epoch.step
+        saves = stay and unsaved and self._ending.saves_once()
+        if isinstance(verdict, GiveUp) and not saves:
+            return self._end()
+        over = [*notes, *self._end_epoch(verdict.kind, verdict.reason)]
+        return over + (self._begin_epoch(epoch.hosts, now) if saves else self._try_place(now))
+
+    def _not_finite(self, epoch: Epoch, node_id: str, what: str, now: float) -> list[Action]:
+        """Look for the cause in this order: the node, the codecs, divergence."""
+        what = f"{what} at {epoch.place_of(node_id)} is not finite"
+        if (again := self._compute_again(epoch, node_id, what, now)) is not None:
+            return again
+        return self._after_failure(epoch, self._failures.not_finite(epoch, what), now)
+
+    def _compute_again(
+        self, epoch: Epoch, node_id: str, what: str, now: float, *, finite: bool = False
+    ) -> list[Action] | None:
+        """Run the step again without the node that may be wrong; None if none is left to try, or no other."""
+        if epoch.uncompressed or self._ending.due:
+            self._wrong.nothing_to_try(epoch)
+            return None
+        verdict = self._wrong.compute_again(
+            epoch, node_id, what, self._roster.candidates(), now, neighbours=not finite
+        )
+        return None if verdict is None else self._after_failure(epoch, verdict, now)
+
+    def _settle_doubt(self, epoch: Epoch, now: float) -> list[Action]:
+        """A step is committed: who was wrong before it is known now."""
+        actions: list[Action] = []
+        for node_id, why in self._wrong.refuted(epoch, self._roster.candidates(), now).items():
+            line = f"node {node_id}: {why}; it gets a stage again only if no other node is left"
+            actions += self._strike(node_id, why, line, now)
+        return actions
+
+    def _strike(self, node_id: str, why: str, line: str, now: float) -> list[Action]:
+        """Hold something against a node. `line`: for the operator, while it is not shut out for it."""
+        is_out = self._quarantine.strike(node_id, why)
+        return self._shut_out(node_id, now) if is_out else [Announce(text=line)]
+
+    def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
+        """What a stage says against a neighbour."""
+        if self.stopped:
+            return []
+        culprit = self._quarantine.complaint(epoch, node_id, message)
+        return [] if culprit is None else self._shut_out(culprit, now)
+
+    def _shut_out(self, node_id: str, now: float) -> list[Action]:
+        why = self.quarantined[node_id]
+        over = run_over([node_id], f"quarantined: {why}", failed=True)
+        line = f"node {node_id} is shut out: {why}"
+        return [Announce(text=line), *over, *self.lost(node_id, f"quarantined: {why}", now)]
+
+    def _replace_straggler(self, node_id: str, line: str, now: float) -> list[Action]:
+        """A node that others wait for ends; started again it may help, a few times."""
+        if self._quarantine.strike(node_id, line):
+            return self._shut_out(node_id, now)
+        return [
+            Announce(text=f"node {node_id} is replaced: {line}"),
+            *run_over([node_id], line, failed=True),
+            *self._gone(node_id, line, now),
+        ]
+
+    # ---- inside: hosts
+
+    def _candidates(self) -> list[Candidate]:
+        """Who could host a stage. Those that gave one up of late only if there are too few others."""
+        return self._blame.usable(self._roster.candidates(), self.plan.min_stages)
+
+    def _release(self, node_id: str, now: float) -> list[Action]:
+        """Let a node go that asked to."""
+        del self._roster.members[node_id]
+        return self._unassign(node_id, f"node {node_id} left", now) + let_go(node_id)
+
+    def _gone(self, node_id: str, reason: str, now: float) -> list[Action]:
+        if self.stopped or self._roster.members.pop(node_id, None) is None:
+            return []
+        lost = self._unassign(node_id, f"node {node_id} is gone: {reason}", now)
+        return [Released(node_id=node_id, reason=reason), *lost]
+
+    def _unassign(self, node_id: str, reason: str, now: float) -> list[Action]:
+        actions = self._newcomers.lost(node_id)
+        if self._assigner.vacate(node_id, now):
+            # Failures that its neighbours reported were caused by its end.
+            self._failures.forgive()
+        if self.epoch is None or node_id not in self.epoch.hosts:
+            return actions
+        return actions + self._end_epoch(AbortKind.LOST, reason)
+
+    def _end_epoch(self, kind: AbortKind, reason: str) -> list[Action]:
+        if (epoch := self._epochs.end()) is None:
+            return []
+        self._snapshots.epoch_over()
+        here = [node for node in epoch.hosts if node in self.members]
+        over = Aborted(epoch=epoch.number, step=epoch.step, kind=kind, reason=reason)
+        return [*self._newcomers.epoch_over(), *epoch_over(here, epoch.number, reason), over]
+
+    def _try_place(self, now: float) -> list[Action]:
+        """Between epochs: end the run if it is to stop, let go who wants to, start an epoch if it can be."""
+        if self.stopped or self.epoch is not None:
+            return []
+        if self._ending.due:
+            return self._end()
+        actions = [one for node in self._roster.leaving(self.members) for one in self._release(node, now)]
+        candidates = self._candidates()
+        nodes = self._assigner.choose(candidates, now)
+        if nodes is None:
+            news = self._assigner.news(candidates)
+            return [*actions, Announce(text=news)] if news is not None else actions
+        return [*actions, *self._begin_epoch(nodes, now)]
+
+    def _begin_epoch(self, nodes: tuple[str, ...], now: float) -> list[Action]:
+        self._unseen = 0.0
+        self._roster.placed(nodes, self._assigner.rows)
+        epoch = self._epochs.begin(
+            nodes,
+            tuple(self.members[node].address for node in nodes),
+            newest_snapshot=self._snapshots.newest,
+            suspect_step=self._failures.suspect_step,
+            now=now,
+            kinds=self._roster.kinds(nodes),
+            groups=self._sharing.groups_for(nodes, rows=self._assigner.rows, now=now),
+        )
+        placement = RecordPlacement(
+            epoch=epoch.number, nodes=nodes, addresses=epoch.addresses, groups=epoch.groups
+        )
+        return [placement, *epoch.announce()]
+
+    def _prefetch(self, nodes: Iterable[str]) -> list[Action]:
+        nodes = self._newcomers.others(nodes)
+        return prefetch(nodes, self.epoch, self._roster, self._snapshots.newest, self.plan.units)
+
+    def _end(self) -> list[Action]:
+        """End the run as was asked for, or for what cannot be mended."""
+        reason, failed = self._ending.last_words(self._snapshots.saved_state())
+        return self._stop(reason, failed=failed)
+
+    def _stop(self, reason: str, *, failed: bool) -> list[Action]:
+        if self.stopped:
+            return []
+        self.stopped = True
+        self._epochs.end()
+        done = self._snapshots.newest >= self.plan.total_steps
+        self.goodbye = goodbye(reason, failed=failed, done=done, soon=self._ending.soon)
+        return [*finish_all(self.members, self.goodbye), Stop(reason=reason, failed=failed)]

@@ -1,0 +1,146 @@
+"""The nodes of the run: connected ones, and those that may still reconnect. Pure."""
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from node.run_state.actions import Action, Send
+from node.run_state.epoch import Epoch
+from node.run_state.failures import transfer_seconds
+from node.run_state.grid import spare_stages
+from node.run_state.stage_assignment import Candidate, prefetch_order
+from wire.messages import Prefetch
+
+
+@dataclass
+class Member:
+    """A node of the run."""
+
+    address: str
+    offer: Candidate
+    process_nonce: int
+    last_heard: float
+    rate: float = 0.0
+    """Bytes a second from the coordinator; 0 if unknown."""
+    disconnected_at: float | None = None
+    leaving: bool = False
+    stage: int = -1
+    """The newest that it hosted, -1 for none."""
+
+
+class Roster:
+    """`members` are in the order in which they came. Times in seconds, on the clock that `now` is of."""
+
+    def __init__(self, *, silent_seconds: float, reconnect_seconds: float) -> None:
+        self.members: dict[str, Member] = {}
+        self._silent_seconds = silent_seconds
+        self._reconnect_seconds = reconnect_seconds
+
+    def arrived(self, offer: Candidate, *, address: str, process_nonce: int, rate: float, now: float) -> None:
+        """A node connected, for the first time or again; its first offer stands."""
+        member = self.members.get(offer.node_id)
+        if member is None:
+            member = Member(address=address, offer=offer, process_nonce=process_nonce, last_heard=now)
+            self.members[offer.node_id] = member
+        member.disconnected_at = None
+        member.last_heard = now
+        member.rate = rate
+        member.address = address
+
+    def heard(self, node_id: str, now: float) -> None:
+        if (member := self.members.get(node_id)) is not None:
+            member.last_heard = now
+
+    def disconnected(self, node_id: str, now: float) -> None:
+        if (member := self.members.get(node_id)) is not None:
+            member.disconnected_at = now
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """The coordinator received nothing for the last `seconds`: do not count them as silence."""
+        for member in self.members.values():
+            member.last_heard = min(member.last_heard + seconds, now)
+            if member.disconnected_at is not None:
+                member.disconnected_at = min(member.disconnected_at + seconds, now)
+
+    def overdue(self, now: float) -> dict[str, str]:
+        """Nodes that count as dead from now on, with the reason."""
+        dead: dict[str, str] = {}
+        for node_id, member in self.members.items():
+            gone = member.disconnected_at
+            if gone is not None and now - gone > self._reconnect_seconds:
+                dead[node_id] = "its connection closed and did not come back"
+            elif gone is None and now - member.last_heard > self._silent_seconds:
+                dead[node_id] = f"it has been silent for more than {self._silent_seconds:g} s"
+        return dead
+
+    def candidates(self) -> list[Candidate]:
+        """Nodes that could host a stage: connected and not leaving."""
+        return [
+            member.offer
+            for member in self.members.values()
+            if member.disconnected_at is None and not member.leaving
+        ]
+
+    def placed(self, hosts: Sequence[str], rows: int) -> None:
+        """These nodes have the stages of a grid, row after row."""
+        stages = len(hosts) // rows
+        for place, node_id in enumerate(hosts):
+            self.members[node_id].stage = place % stages
+
+    def kinds(self, hosts: Sequence[str]) -> list[Hashable]:
+        """What the bits of each host's results depend on."""
+        return [(self.members[node].offer.kind, self.members[node].offer.devices) for node in hosts]
+
+    def spares(self, hosts: Collection[str]) -> list[str]:
+        """Candidates without a stage."""
+        return [offer.node_id for offer in self.candidates() if offer.node_id not in hosts]
+
+    def leaving(self, nodes: Iterable[str]) -> list[str]:
+        """The members among `nodes` that asked to leave."""
+        return [node_id for node_id in nodes if self.members[node_id].leaving]
+
+    def dispensable(self, epoch: Epoch) -> bool:
+        """Whether hosts want to leave, and every stage has another host that stays and is connected."""
+        going = self.leaving(epoch.hosts)
+        stays = [node not in going and self.connected([node]) for node in epoch.hosts]
+        return bool(going) and all(any(stays[stage :: epoch.stages]) for stage in range(epoch.stages))
+
+    def connected(self, nodes: Iterable[str]) -> bool:
+        """Whether all of these members are connected at this moment."""
+        return all(self.members[node_id].disconnected_at is None for node_id in nodes)
+
+
+def loading_seconds(
+    epoch: Epoch | None, roster: Roster, sizes: Callable[[int], Sequence[int]]
+) -> list[float]:
+    """How long each host of the epoch may take to fetch its state.
+
+    Args:
+        sizes: number of stages -> bytes of each stage's state.
+    """
+    if epoch is None:
+        return []
+    rates = [roster.members[node].rate for node in epoch.hosts]
+    stages = epoch.rows * list(sizes(epoch.stages))
+    return [transfer_seconds(size, rate) for size, rate in zip(stages, rates, strict=True)]
+
+
+def prefetch(
+    nodes: Iterable[str],
+    epoch: Epoch | None,
+    roster: Roster,
+    newest: int,
+    units: Callable[[int], Sequence[Sequence[str]]],
+) -> list[Action]:
+    """Have the spares among `nodes` fetch the newest snapshot, each the stage it would most likely take.
+
+    Args:
+        newest: the snapshot's step; 0 when there is none.
+        units: number of stages -> the layer units of each.
+    """
+    if epoch is None or newest == 0:
+        return []
+    split = units(epoch.stages)
+    held = {node: member.stage for node, member in roster.members.items()}
+    stages = spare_stages(roster.spares(epoch.hosts), held, epoch.stages)
+    orders = {node: prefetch_order(stages[node], split) for node in nodes if node in stages}
+    return [Send(node_id=node, message=Prefetch(step=newest, units=order)) for node, order in orders.items()]

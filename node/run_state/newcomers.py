@@ -1,0 +1,263 @@
+"""Newcomers follow the run's steps while it goes on, and enter as whole rows between two of them. Pure.
+
+When the nodes without a stage could make another row, a snapshot is taken. Each newcomer loads its stage of
+it, then applies the steps that the run commits meanwhile, from the summed gradients that the stage's nodes
+keep. Once all of them are at most `MOST_BEHIND` steps behind, the next epoch begins with them. The other
+nodes wait for that epoch's links and for these last steps, and for no state.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from node.run_state.actions import Action, Announce, Send
+from node.run_state.epoch import Epoch, Phase
+from node.run_state.membership import Roster
+from node.run_state.stage_assignment import Candidate, StageAssigner
+from node.run_state.votes import UnitNumbers
+from wire.messages import CoordinatorMessage, Follow, Following, FollowStep, NodeMessage, Placed, PlacedStage
+
+MOST_BEHIND = 1
+"""Steps that a newcomer may still have to apply when its epoch begins."""
+MOST_STEPS = 64
+"""A newcomer with so many steps to apply is too slow: it enters at a snapshot that the others wait for."""
+
+
+@dataclass(kw_only=True)
+class _Entry:
+    """One attempt to add rows."""
+
+    snapshot: int
+    grid: tuple[str, ...]
+    """The next one, row after row."""
+    stages: int
+    orders: Mapping[str, Follow]
+    """By newcomer."""
+    held: dict[str, int]
+    """The step whose state each newcomer holds; -1 for none."""
+    is_stored: bool = False
+    steps: list[FollowStep] = field(default_factory=list)
+    """Committed since the snapshot, with the norms of all stages."""
+
+
+class Newcomers:
+    """Of one run; at most one attempt at a time."""
+
+    def __init__(self, assigner: StageAssigner, roster: Roster, units: UnitNumbers, *, follows: bool) -> None:
+        """
+        Args:
+            units: number of stages -> the numbers of each stage's layer units.
+            follows: whether summed gradients alone lead from a stage's state to the next.
+        """
+        self._units = units
+        self._assigner = assigner
+        self._roster = roster
+        self._follows = follows
+        self._entry: _Entry | None = None
+        self.awaited = False
+        """The epoch ends at the snapshot of this step, and nodes enter that could not follow."""
+        self._waits = False
+        """The last attempt failed: the next one is at a snapshot that is due anyway."""
+        self._slow: set[str] = set()
+        """Nodes that could not keep up with the run."""
+        self._entering: Mapping[str, Follow] = {}
+        """Nodes that are in the next grid."""
+        self._entered: Mapping[str, Follow] = {}
+        """Nodes whose first epoch is on."""
+
+    # ---- what the machine asks
+
+    @property
+    def follow(self) -> bool:
+        """Whether newcomers follow now, so that nodes keep summed gradients."""
+        return self._entry is not None
+
+    def others(self, nodes: Iterable[str]) -> list[str]:
+        """Those of `nodes` that do not follow."""
+        return [node for node in nodes if self._entry is None or node not in self._entry.orders]
+
+    def begin(self, epoch: Epoch, candidates: Sequence[Candidate], *, able: bool, due: bool) -> list[Action]:
+        """Between two steps: begin an attempt with the state of `epoch.step`, if there are nodes for it.
+
+        Call `stored` once the snapshot of this step is complete. Where nodes that could enter cannot follow,
+        they are `awaited` at a snapshot that is due.
+
+        Args:
+            candidates: nodes that could host a stage.
+            able: whether a snapshot of this step is there or may be taken now, and steps go on.
+            due: whether a snapshot is due anyway.
+        """
+        if self._entry is not None:
+            return []
+        here = candidates if self._roster.connected(epoch.hosts) else ()
+        grid = orders = None
+        if able and self._follows and epoch.step > 0 and (due or not self._waits):
+            fast = [one for one in here if one.node_id not in self._slow]
+            grid = self._assigner.with_more_rows(epoch.hosts, fast)
+        if grid is not None:
+            orders = self._orders(epoch, grid)
+        if grid is None or orders is None:
+            if due:
+                self.awaited = self._assigner.can_grow(epoch.stages, here, epoch.rows)
+            return []
+        self._entry = _Entry(
+            snapshot=epoch.step,
+            grid=grid,
+            stages=epoch.stages,
+            orders=orders,
+            held=dict.fromkeys(orders, -1),
+        )
+        text = (
+            f"{_nodes(orders)}: to fetch the state of step {epoch.step} and follow the run, until they enter"
+        )
+        return [Announce(text=text)]
+
+    def enter_at_once(self, epoch: Epoch, candidates: Sequence[Candidate]) -> bool:
+        """Whether there are newcomers who enter now: before the first step is done its state costs little."""
+        is_early = epoch.step == 0 and epoch.phase is not Phase.APPLYING
+        if not is_early or self._assigner.most_rows == 1 or not self._roster.connected(epoch.hosts):
+            return False
+        return self._assigner.can_grow(epoch.stages, candidates, epoch.rows)
+
+    def ready(self, epoch: Epoch) -> bool:
+        """Whether all newcomers are near enough to enter before the next step."""
+        entry = self._entry
+        if entry is None or not self._roster.connected(entry.orders):
+            return False
+        return all(held >= epoch.step - MOST_BEHIND for held in entry.held.values())
+
+    def enter(self) -> tuple[str, ...]:
+        """They enter: the grid of the epoch that is about to begin. Call it when `ready`."""
+        entry, self._entry = self._entry, None
+        assert entry is not None, "called when ready"
+        self._assigner.take(entry.grid, entry.stages)
+        self._entering = entry.orders
+        self._waits = False
+        return entry.grid
+
+    def astray(self, epoch: Epoch, node_id: str, placed: Placed, now: float) -> str | None:
+        """Why an epoch cannot begin with this newcomer, which does not hold the state of the others. Then all
+        newcomers give up their stages."""
+        order = self._entered.get(node_id)
+        if order is None or (placed.held_step, placed.lineage) == (epoch.step, order.lineage):
+            return None
+        self._slow.add(node_id)
+        for newcomer in self._entered:
+            self._assigner.vacate(newcomer, now)
+        return f"node {node_id} does not hold the state of step {epoch.step}; the others go on without it"
+
+    # ---- what happens
+
+    def stored(self, step: int) -> list[Action]:
+        """The snapshot of `step` is complete."""
+        entry = self._entry
+        if entry is None or entry.snapshot != step or entry.is_stored:
+            return []
+        entry.is_stored = True
+        return [action for node in entry.orders for action in self._told(entry, node)]
+
+    def committed(self, epoch: Epoch) -> list[Action]:
+        """The newest step of `epoch` is committed."""
+        entry, committed = self._entry, epoch.committed
+        if entry is None or committed is None:
+            return []
+        if len(entry.steps) == MOST_STEPS:
+            slow = [node for node, held in entry.held.items() if held < committed.step - 1]
+            self._slow.update(slow)
+            return self._given_up(f"{_nodes(slow)} cannot keep up with the run")
+        norms = {unit: norm for node in epoch.row(0) for unit, norm in epoch.votes[node].norms.items()}
+        step = FollowStep(
+            snapshot=entry.snapshot,
+            step=committed.step,
+            clip_coefficient=committed.clip_coefficient,
+            lr=committed.lr,
+            norms=norms,
+        )
+        entry.steps.append(step)
+        if not entry.is_stored:
+            return []
+        return [
+            Send(node_id=node, message=self._of_stage(order, step)) for node, order in entry.orders.items()
+        ]
+
+    def message(self, node_id: str, message: NodeMessage) -> list[Action]:
+        """A node that hosts no stage says something: of a newcomer, where it is."""
+        entry = self._entry
+        if not isinstance(message, Following) or entry is None:
+            return []
+        if node_id not in entry.orders or message.snapshot != entry.snapshot:
+            return []
+        if message.failed:
+            self._slow.add(node_id)
+            return self._given_up(f"node {node_id} does not follow: {message.failed}")
+        was_first = min(entry.held.values()) < 0
+        entry.held[node_id] = message.step
+        # What all have applied nobody has to be told again.
+        least = min(entry.held.values())
+        entry.steps = [step for step in entry.steps if step.step >= least or least < 0]
+        if not was_first or least < 0:
+            return []
+        return [Announce(text=f"{_nodes(entry.orders)}: the state is here, and the steps since come next")]
+
+    def arrived(self, node_id: str) -> list[Action]:
+        """A member's connection is open again, and it may have missed messages."""
+        entry = self._entry
+        if entry is None or node_id not in entry.orders or not entry.is_stored:
+            return []
+        return self._told(entry, node_id)
+
+    def lost(self, node_id: str) -> list[Action]:
+        """The node, or what it held, is gone."""
+        self._slow.discard(node_id)
+        if self._entry is None or node_id not in self._entry.orders:
+            return []
+        return self._given_up(f"node {node_id} is gone")
+
+    def epoch_over(self) -> list[Action]:
+        """The epoch that they follow is over; unless they `enter`, their attempt is."""
+        self._entered, self._entering = self._entering, {}
+        self.awaited = False
+        return self._given_up("the placement has changed", waits=False)
+
+    # ---- inside
+
+    def _orders(self, epoch: Epoch, grid: Sequence[str]) -> dict[str, Follow] | None:
+        """What each newcomer is told, by node; None if nobody could give it the gradients."""
+        found = {}
+        assert epoch.lineage is not None, "the epoch has begun"
+        for place, node_id in enumerate(grid[len(epoch.hosts) :]):
+            stage = place % epoch.stages
+            hosts = epoch.hosts[stage :: epoch.stages], epoch.addresses[stage :: epoch.stages]
+            sources = tuple(
+                PlacedStage(node_id=node, address=address)
+                for node, address in zip(*hosts, strict=True)
+                if address
+            )
+            if not sources:
+                return None
+            found[node_id] = Follow(
+                step=epoch.step, stage=stage, stages=epoch.stages, lineage=epoch.lineage, sources=sources
+            )
+        return found
+
+    def _told(self, entry: _Entry, node_id: str) -> list[Action]:
+        order = entry.orders[node_id]
+        steps = [self._of_stage(order, step) for step in entry.steps]
+        told: list[CoordinatorMessage] = [order, *steps]
+        return [Send(node_id=node_id, message=message) for message in told]
+
+    def _of_stage(self, order: Follow, step: FollowStep) -> FollowStep:
+        units = self._units(order.stages)[order.stage]
+        return replace(step, norms={unit: norm for unit, norm in step.norms.items() if unit in units})
+
+    def _given_up(self, why: str, *, waits: bool = True) -> list[Action]:
+        entry, self._entry = self._entry, None
+        if entry is None:
+            return []
+        self._waits = waits
+        here = [node for node in entry.orders if node in self._roster.members]
+        told: list[Action] = [Announce(text=f"no row enters after step {entry.snapshot}: {why}")]
+        return told + [Send(node_id=node, message=Follow(step=entry.snapshot)) for node in here]
+
+
+def _nodes(nodes: Iterable[str]) -> str:
+    return ", ".join(f"node {node}" for node in nodes)

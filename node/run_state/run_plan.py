@@ -1,0 +1,166 @@
+"""What the run's state machine starts from: settings of the run file, and the past from the database."""
+
+import functools
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from node.config.schema import RunConfig
+from node.model.units import unit_names
+from node.pipeline.codec_plan import RateHistory
+from node.pipeline.placement import boundaries, chunks_of, head_first, stage_units
+from node.pipeline.routing import neighbours
+from node.pipeline.snapshot_place import stage_state_bytes
+from node.run_state.codec_control import CodecControl, codec_control, no_codecs
+from node.run_state.epoch import Committed, Neighbours, StepPlan
+from node.run_state.held_out import HeldOutPass, held_out_passes
+from node.run_state.stage_assignment import Sharing, StageBytes, sharing, stage_needs
+from node.run_state.votes import PastStep, UnitNumbers
+from node.telemetry.format import parse_duration
+from node.training.schedule import clip_coefficient, learning_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """The settings that the state machine needs. Times in seconds."""
+
+    stages: int
+    groups: int = 1
+    """Gradient groups of a step."""
+    most_rows: int = 1
+    """Replicas of the pipeline, if there are nodes for them; at most `groups`."""
+    min_stages: int
+    """With fewer nodes than this the run pauses."""
+    total_steps: int
+    snapshot_every: int
+    """Steps; 1 if snapshots are by time."""
+    snapshot_seconds: float = 0.0
+    """Seconds between snapshots; 0 if they are by steps."""
+    valid_every: int = 0
+    """Steps between measurements of the held-out loss; 0 for none."""
+    held_out: tuple[HeldOutPass, ...] = ()
+    """The passes of a measurement."""
+    label_weight: float = 1.0
+    """Of all held-out samples (`node.model.labels`)."""
+    microbatch: int = 1
+    """Samples in a microbatch."""
+    keep_best: bool = True
+    silent_seconds: float
+    reconnect_seconds: float
+    """How long a node whose connection broke may take to come back before it counts as dead."""
+    regroup_seconds: float
+    """How long to wait for a missing node before its stage, or the whole split, changes hands."""
+    follows: bool = False
+    """Whether a node that holds a stage's state needs no more than summed gradients to follow the run."""
+    units: Callable[[int], Sequence[Sequence[str]]]
+    """Number of stages -> the layer units of each stage."""
+    unit_numbers: UnitNumbers
+    neighbours: Neighbours
+    stage_bytes: StageBytes
+    sharing: Sharing = lambda _: None
+    codecs: Callable[[RateHistory, int], CodecControl] = no_codecs
+    """(plans on record, the first step never committed) -> what plans the codecs of links."""
+    audit_rate: float = 0.0
+    """Share of steps in which a gradient group is computed by two rows."""
+    audit_secret: bytes = b""
+    """Nobody else knows it: it says which steps these are."""
+    boundaries: Callable[[int], int] = lambda stages: stages - 1
+    """Number of stages -> boundaries between chunks."""
+    state_bytes: Callable[[int], Sequence[int]] = lambda stages: (0,) * stages
+    """Number of stages -> bytes of weights and optimizer state of each stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """The run's past, from the database; the defaults are a new run's."""
+
+    last_epoch: int = 0
+    newest_snapshot: int = 0
+    committed: Committed | None = None
+    hosts: tuple[str, ...] = ()
+    """The newest grid, row after row."""
+    rows: int = 1
+    """Its rows."""
+    validated: frozenset[int] = frozenset()
+    """Steps whose held-out loss is recorded."""
+    best: float = math.inf
+    """The least of these losses."""
+    codecs: RateHistory = field(default_factory=RateHistory)
+    """The plans of codecs on record."""
+    newest: tuple[PastStep, ...] = ()
+    """The newest committed steps, oldest first."""
+
+
+RECONNECT_SECONDS = 1.0
+
+
+def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: float = 1.0) -> RunPlan:
+    """
+    Args:
+        windows: samples of one pass over the text.
+        held_out: held-out samples to measure the loss on, and
+        label_weight: theirs.
+    """
+    pipeline, settings = config.pipeline, config.coordinator
+    every = config.run.snapshot_every
+    return RunPlan(
+        stages=pipeline.stages,
+        groups=pipeline.groups,
+        most_rows=pipeline.most_rows,
+        total_steps=config.run.steps,
+        snapshot_every=every if isinstance(every, int) else 1,
+        snapshot_seconds=0.0 if isinstance(every, int) else parse_duration(every) or 0.0,
+        valid_every=config.data.valid_every,
+        held_out=held_out_passes(config, held_out),
+        label_weight=label_weight,
+        microbatch=config.training.microbatch,
+        keep_best=config.run.keep_best,
+        silent_seconds=settings.silent_seconds,
+        reconnect_seconds=RECONNECT_SECONDS,
+        regroup_seconds=settings.regroup_seconds,
+        min_stages=pipeline.min_stages or pipeline.stages,
+        # The gradient of a weight that two stages share is complete in the run alone.
+        follows=pipeline.groups > 1
+        and (not config.sums_tied_gradients or pipeline.stages == 1 or head_first(config, pipeline.stages)),
+        units=functools.cache(functools.partial(stage_units, config)),
+        stage_bytes=stage_needs(config, windows),
+        sharing=sharing(config),
+        unit_numbers=functools.cache(functools.partial(_unit_numbers, config)),
+        neighbours=functools.cache(functools.partial(_neighbours, config)),
+        codecs=functools.partial(codec_control, config),
+        audit_rate=config.audit.rate,
+        audit_secret=secrets.token_bytes(32),
+        boundaries=functools.partial(boundaries, config),
+        state_bytes=functools.cache(functools.partial(stage_state_bytes, config)),
+    )
+
+
+def step_plan(config: RunConfig) -> StepPlan:
+    """Gives the clip coefficient and learning rate of a step from its gradient norm."""
+    training = config.training
+
+    def plan(step: int, grad_norm: float) -> tuple[float, float]:
+        clip = clip_coefficient(grad_norm, training.clip)
+        return clip, learning_rate(step, training, config.run.steps)
+
+    return plan
+
+
+def _unit_numbers(config: RunConfig, stages: int) -> list[frozenset[int]]:
+    names = unit_names(config.model)
+    return [frozenset(map(names.index, units)) for units in stage_units(config, stages)]
+
+
+def _neighbours(config: RunConfig, stage: int, stages: int) -> tuple[int, ...]:
+    return neighbours(stage, stages, chunks_of(config, stages), config.model.tied)
+
+
+def as_told(config: RunConfig) -> RunConfig:
+    """The config that nodes get. Of where the text is here they need to know nothing."""
+    data = config.data
+    there = replace(
+        data, path=Path(data.path).name, valid=Path(data.valid).name, tokenizer=Path(data.tokenizer).name
+    )
+    return replace(config, data=there)

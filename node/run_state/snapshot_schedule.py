@@ -1,0 +1,180 @@
+"""Which snapshots are due, under way and stored. Pure."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from node.run_state.actions import Action, OpenSnapshot
+from node.run_state.epoch import Epoch
+from node.run_state.run_plan import RunPlan
+
+MAX_ASKED = 2
+"""Snapshots being uploaded at a time; on slower links some are skipped. Each costs its nodes a copy of their
+state."""
+
+
+PATIENCE = 60.0
+"""Seconds that a node may take to hand in its layers, besides the time for their bytes."""
+ALONE_TIMES = 15.0
+"""As much longer while nobody has handed in anything: it may not be the nodes."""
+PATIENCE_TIMES = 4.0
+"""As often as it took the last time."""
+LEAST_UPLOAD_RATE = 62_500.0
+"""Bytes a second that a node's layers are expected to come with while nothing is measured."""
+SLOW_SECONDS = 10.0
+"""After this the operator sees whom a pending snapshot waits for."""
+
+
+@dataclass
+class _Asked:
+    """A snapshot that is being taken."""
+
+    step: int
+    at: float
+    missing: dict[str, set[str]]
+    """By node, the layers that it has not handed in."""
+    sizes: Mapping[str, int]
+
+
+class SnapshotSchedule:
+    """One run's snapshots, named by the number of steps that led to them."""
+
+    def __init__(self, *, every: int, newest: int, seconds: float = 0.0) -> None:
+        """`every`: steps between snapshots; or, with `seconds`, that time."""
+        self.newest = newest
+        """The newest one that is complete and on disk; 0 before there is one."""
+        self.awaited = False
+        """The run waits until the snapshot asked for last is stored."""
+        self._every = every
+        self._seconds = seconds
+        self._last: float | None = None
+        """When the last one was asked for, or the first step ended."""
+        self._asked: list[_Asked] = []
+        """What the epoch asked for and is not stored yet."""
+        self._took: dict[str, float] = {}
+        """Seconds that each node's last layers took."""
+        self._is_told = False
+        self._requested = False
+        self._damaged = 0
+        """A damaged snapshot with no older intact one to fall back on; 0 for none."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no snapshot is being taken."""
+        return not self._asked
+
+    def request(self) -> None:
+        """Take the next possible one, due or not."""
+        self._requested = True
+
+    def due(self, step: int, now: float) -> bool:
+        """Whether the run file asks for one after this step."""
+        if not self._seconds:
+            return step % self._every == 0
+        if self._last is None:
+            self._last = now
+        return now - self._last >= self._seconds
+
+    def wanted(self, step: int, now: float) -> bool:
+        """Whether to take one now, while the next steps run."""
+        if not self.due(step, now) and not self._requested:
+            return False
+        return self.newest < step and len(self._asked) < MAX_ASKED
+
+    def room(self, step: int) -> bool:
+        """Whether the state of `step` can be saved beside the next steps, and is not yet."""
+        taken = any(asked.step == step for asked in self._asked)
+        return self.newest < step and not taken and len(self._asked) < MAX_ASKED
+
+    def reachable(self, step: int) -> bool:
+        """Whether the state of `step` is saved, or can be."""
+        return self.newest == step or self.room(step)
+
+    def ask(
+        self,
+        step: int,
+        layers: Mapping[str, Collection[str]],
+        sizes: Mapping[str, int],
+        *,
+        await_it: bool,
+        now: float,
+    ) -> None:
+        """One is being taken, `layers` and their bytes by node; with `await_it` the run waits until it is
+        stored."""
+        missing = {node: set(units) for node, units in layers.items()}
+        self._asked.append(_Asked(step, now, missing, sizes))
+        self._is_told = False
+        self._last = now
+        if await_it:
+            self.awaited = True
+        else:
+            self._requested = False
+
+    def take(self, epoch: Epoch, plan: RunPlan, now: float, *, await_it: bool) -> list[Action]:
+        """Take one of the state that every stage holds now, as `ask` says."""
+        # Rows take turns: each has the whole state, and a snapshot costs its nodes a copy and upload.
+        replica = epoch.step // plan.snapshot_every % epoch.rows
+        nodes = epoch.row(replica)
+        layers = dict(zip(nodes, plan.units(epoch.stages), strict=True))
+        sizes = dict(zip(nodes, plan.state_bytes(epoch.stages), strict=True))
+        self.ask(epoch.step, layers, sizes, await_it=await_it, now=now)
+        return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot(replica)]
+
+    def stored(self, step: int) -> None:
+        self.newest = max(self.newest, step)
+        self._asked = [asked for asked in self._asked if asked.step > self.newest]
+
+    def layer_received(self, step: int, unit: str, now: float) -> None:
+        """A node has handed in a layer, which is not yet on disk."""
+        for asked in self._asked:
+            if asked.step != step:
+                continue
+            for node, units in list(asked.missing.items()):
+                units.discard(unit)
+                if not units:
+                    del asked.missing[node]
+                    self._took[node] = now - asked.at
+
+    def overdue(self, now: float) -> tuple[dict[str, str], str | None]:
+        """Nodes that had time enough to hand in their layers, with a line for each; a note for the
+        operator."""
+        late: dict[str, str] = {}
+        note = None
+        for asked in self._asked:
+            waited = now - asked.at
+            times = ALONE_TIMES if len(asked.missing) == len(asked.sizes) else 1.0
+            for node in asked.missing:
+                if waited > times * self._patience(node, asked.sizes[node]):
+                    late[node] = f"it did not hand in its layers of step {asked.step} within {waited:.0f} s"
+            if self.awaited and waited > SLOW_SECONDS and asked.missing and not self._is_told:
+                self._is_told = True
+                note = f"the snapshot of step {asked.step} waits for node {', node '.join(asked.missing)}"
+        return late, note
+
+    def _patience(self, node_id: str, size: int) -> float:
+        if (took := self._took.get(node_id)) is not None:
+            return max(PATIENCE, PATIENCE_TIMES * took)
+        return PATIENCE + size / LEAST_UPLOAD_RATE
+
+    def damaged(self, step: int, whole: int) -> None:
+        """The snapshot of `step` is damaged; `whole` is the newest intact one, 0 for none.
+
+        If it was the newest, take another after the next step: until then a failure costs many steps.
+        """
+        if step != self.newest:
+            return
+        self._damaged = 0 if whole else step
+        self.newest = whole or step
+        self._requested = True
+
+    def epoch_over(self) -> None:
+        """Uploads of the epoch may never complete."""
+        self.awaited = False
+        self._asked.clear()
+
+    def saved_state(self) -> str:
+        """What is on disk, for the operator of a run that ends."""
+        if not self.newest:
+            return "no snapshot is complete yet"
+        if self.newest == self._damaged:
+            return f"the snapshot of step {self.newest} is damaged and no older one is whole"
+        return f"the snapshot of step {self.newest} is intact"

@@ -1,0 +1,373 @@
+"""Assign the stages of the next epoch to nodes, and choose what spares prefetch. Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from node.config.schema import RunConfig
+from node.model.shard_shapes import check_sizes
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory_plan import least_stage_bytes
+from node.run_state.grid import by_row, holders_by_stage
+from wire.errors import RunError
+
+StageBytes = Callable[[int, Devices], Sequence[int]]
+"""(stages, a node's devices) -> bytes that each stage needs on every device, first stage first."""
+Sharing = Callable[[Devices], str | None]
+"""A node's devices -> why they cannot share the run's blocks or microbatches, or None."""
+ONE = Devices()
+_KINDS_REMEMBERED = 64
+
+
+def stage_needs(config: RunConfig, windows: int) -> StageBytes:
+    """What a run's stages need at least on each kind of node; of these, the newest few are cached.
+
+    Args:
+        windows: samples of one pass over the text.
+    """
+
+    @lru_cache(_KINDS_REMEMBERED)
+    def needs(stages: int, devices: Devices) -> Sequence[int]:
+        return least_stage_bytes(config, stages, devices, windows=windows)
+
+    return needs
+
+
+def sharing(config: RunConfig) -> Sharing:
+    """Checks whether a node's devices can share a stage of this run."""
+
+    def why_not(devices: Devices) -> str | None:
+        try:
+            check_sizes(config, devices.count, devices.tensor_parallel)
+        except RunError as error:
+            return str(error)
+        return None
+
+    return why_not
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A node that could host a stage. `memory_bytes` is that of its smallest device, 0 if unknown."""
+
+    node_id: str
+    memory_bytes: int
+    devices: Devices = ONE
+    kind: str = ""
+    """What the bits of its results depend on, beside the number of devices."""
+
+
+def assign(
+    previous: Sequence[str | None],
+    candidates: Sequence[Candidate],
+    stages: int,
+    stage_bytes: StageBytes,
+    *,
+    rows: int = 1,
+    previous_rows: int = 1,
+) -> tuple[str, ...] | None:
+    """A grid of `rows` rows, one node for each place, or None if there is no such assignment.
+
+    While the number of stages stays the same nodes keep their stages, and whole rows stay together; when it
+    changes they keep their order along the pipeline. Newcomers fill the gaps in order of arrival. No node
+    gets a stage that does not fit in its memory; nodes swap stages where only that helps.
+    """
+    here = {candidate.node_id for candidate in candidates}
+    needs = {devices: stage_bytes(stages, devices) for devices in {c.devices for c in candidates}}
+    offers = [(c.node_id, c.memory_bytes, needs[c.devices]) for c in candidates]
+    # Most stages need the same: look once for all of them which nodes fit.
+    kinds = list(needs.values())
+    alike = [tuple(need[stage] for need in kinds) for stage in range(stages)]
+    known = {
+        kind: [node for node, memory, need in offers if memory == 0 or memory >= need[alike.index(kind)]]
+        for kind in set(alike)
+    }
+    places = rows * stages
+    fitting = [known[kind] for kind in alike] * rows
+    sets = {kind: set(nodes) for kind, nodes in known.items()}
+    able = [sets[kind] for kind in alike] * rows
+    # A node that has a place keeps one, so what was passed over once need not be looked at again.
+    left = {kind: iter(nodes) for kind, nodes in known.items()}
+    waiting = [left[kind] for kind in alike] * rows
+    taken: set[str] = set()
+    wished: Sequence[str | None] = [node for node in previous if node in here]
+    if len(previous) == previous_rows * stages:
+        wished = by_row(holders_by_stage(previous, previous_rows, here), rows)
+    hosts: list[str | None] = [None] * places
+    for place, node in enumerate(wished[:places]):
+        if node in able[place]:
+            hosts[place] = node
+            taken.add(node)
+    for place in range(places):
+        if hosts[place] is None:
+            free = next((node for node in waiting[place] if node not in taken), None)
+            if free is not None:
+                hosts[place] = free
+                taken.add(free)
+            elif not _make_room(place, hosts, fitting, set()):
+                return None
+            else:
+                taken = {node for node in hosts if node is not None}
+    return tuple(node for node in hosts if node is not None)
+
+
+def _make_room(
+    place: int, hosts: list[str | None], fitting: Sequence[Sequence[str]], asked: set[str]
+) -> bool:
+    """Find a node for `place` by moving others (an augmenting path of bipartite matching)."""
+    for node in fitting[place]:
+        if node in asked:
+            continue
+        asked.add(node)
+        held = hosts.index(node) if node in hosts else None
+        if held is None or _make_room(held, hosts, fitting, asked):
+            hosts[place] = node
+            return True
+    return False
+
+
+def useless(
+    candidate: Candidate, counts: Sequence[int], stage_bytes: StageBytes, why_not: Sharing
+) -> str | None:
+    """Why a node can host no stage: its devices cannot share one, or the smallest does not fit. None if it
+    can.
+
+    Args:
+        counts: possible numbers of stages.
+        why_not: as `sharing` gives.
+    """
+    # First: there is no estimate for what does not divide evenly.
+    if (line := why_not(candidate.devices)) is not None:
+        return line
+    if candidate.memory_bytes == 0:
+        return None
+    least, stages = min((need, count) for count in counts for need in stage_bytes(count, candidate.devices))
+    if candidate.memory_bytes >= least:
+        return None
+    return (
+        f"the smallest of {stages} stages needs an estimated {_mebibytes(least)}{_where(candidate.devices)}, "
+        f"and this node offers {_mebibytes(candidate.memory_bytes)}: join with more memory (--max-memory, "
+        "another --device, or --gpus N with --tensor-parallel T, which shares the blocks; for a GPU "
+        "--max-host-memory), or let the run have more pipeline.stages, a smaller training.microbatch, "
+        "storage.preset agoq or compact, or gradients and moments in fp8"
+    )
+
+
+class StageAssigner:
+    """Remembers who hosted which stage and how long to wait for them; picks the next epoch's hosts."""
+
+    def __init__(
+        self,
+        *,
+        stages: int,
+        min_stages: int,
+        regroup_seconds: float,
+        stage_bytes: StageBytes,
+        sharing: Sharing = lambda _: None,
+        previous: Sequence[str] = (),
+        most_rows: int = 1,
+        previous_rows: int = 1,
+    ) -> None:
+        """
+        Args:
+            previous: the newest grid, row after row.
+            most_rows: rows of the grid if there are nodes for them.
+        """
+        self.rows = previous_rows
+        """Of the newest grid."""
+        self._stages = stages
+        self._min_stages = min_stages
+        self.most_rows = most_rows
+        self._regroup_seconds = regroup_seconds
+        self._stage_bytes = stage_bytes
+        self._sharing = sharing
+        self._holders: list[str | None] = list(previous)
+        """The newest grid; None for a node that is gone for good."""
+        self._regroup_at: float | None = None
+        """When the stages of missing nodes go to others, or the model is split over fewer nodes."""
+        self._grows = False
+        """The next grid takes newcomers in: what they need is on disk."""
+        self._told: str | None = None
+        """The newest shortage reported since the last placement."""
+
+    def vacate(self, node_id: str, now: float) -> bool:
+        """The node is gone: its stage is free at once, the split stays for a while. False if it had none."""
+        if node_id not in self._holders:
+            return False
+        self._holders = [None if node == node_id else node for node in self._holders]
+        self._regroup_at = now + self._regroup_seconds
+        return True
+
+    def hand_over(self, node_id: str, candidates: Sequence[Candidate], now: float) -> bool:
+        """Free the stage of a connected node, if `candidates` can host all stages without it; else False."""
+        holders = [None if node == node_id else node for node in self._holders]
+        others = [candidate for candidate in candidates if candidate.node_id != node_id]
+        stages = len(holders) // self.rows
+        if (
+            self._kept(holders, others) is None
+            and assign(holders, others, stages, self._stage_bytes, previous_rows=self.rows) is None
+        ):
+            return False
+        self._holders = holders
+        # A split into fewer stages than asked for is planned again, perhaps at once.
+        self._regroup_at = now if stages < self._stages else now + self._regroup_seconds
+        return True
+
+    def regroup(self, now: float) -> None:
+        """Let the number of stages change at once, and newcomers in."""
+        self._regroup_at = now
+        self._grows = True
+
+    def excuse(self, seconds: float) -> None:
+        """The coordinator received nothing for `seconds`: wait that much longer for missing nodes."""
+        if self._regroup_at is not None:
+            self._regroup_at += seconds
+
+    def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[str, ...] | None:
+        """The hosts of the next epoch, row after row (`rows`), or None while the run must wait.
+
+        While every stage has a node that held it in the newest grid, only such nodes: they go on from where
+        they are, and a newcomer would have to fetch what is on disk, which is older. `regroup` takes
+        newcomers in.
+
+        Else as many stages as the run asks for, if possible; else the same nodes as before; else, once it is
+        time to regroup, as many stages as there are nodes for. Call it again when a node arrives, and
+        regularly.
+        """
+        present = {candidate.node_id for candidate in candidates}
+        missing = [node for node in self._holders if node not in present]
+        if candidates and missing and self._regroup_at is None:
+            # The coordinator restarted, or a connection broke: give the hosts a moment to return.
+            self._regroup_at = now + self._regroup_seconds
+        due = self._regroup_at is not None and now >= self._regroup_at
+        if any(node is not None for node in missing) and not due:
+            return None
+        if not self._grows and (kept := self._kept(self._holders, candidates)) is not None:
+            return self._chosen(kept, self._stages)
+        for stages in self._counts(len(candidates), due=due, whole=not missing):
+            if (nodes := self._most(candidates, stages)) is not None:
+                return self._chosen(nodes, stages)
+        if len(candidates) >= self._stages and self._regroup_at is None:
+            self._regroup_at = now + self._regroup_seconds
+        return None
+
+    def can_grow(self, stages: int, candidates: Sequence[Candidate], rows: int = 1) -> bool:
+        """Whether these nodes could host more than `stages` stages, or more than `rows` rows of them."""
+        most = min(self._stages, len(candidates))
+        return any(
+            assign((), candidates, more, self._stage_bytes) is not None
+            for more in range(stages + 1, most + 1)
+        ) or any(
+            assign((), candidates, stages, self._stage_bytes, rows=more) is not None
+            for more in range(rows + 1, self._row_limit(candidates, stages) + 1)
+        )
+
+    def with_more_rows(self, hosts: Sequence[str], candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
+        """The grid of `hosts`, which is the newest one, with as many rows added as these nodes can host, each
+        host in its place; None if they cannot host any."""
+        stages = len(hosts) // self.rows
+        for rows in range(self._row_limit(candidates, stages), self.rows, -1):
+            found = assign(hosts, candidates, stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
+            if found is not None and found[: len(hosts)] == tuple(hosts):
+                return found
+        return None
+
+    def take(self, grid: tuple[str, ...], stages: int) -> None:
+        """The next epoch has this grid, row after row."""
+        self._chosen(grid, stages)
+
+    def shortage(self, candidates: Sequence[Candidate]) -> str | None:
+        """A line for the operator when there are enough nodes but not enough memory."""
+        if len(candidates) < self._stages:
+            return None
+        if assign((), candidates, self._stages, self._stage_bytes) is not None:
+            return None
+        parts: list[str] = []
+        for devices in dict.fromkeys(candidate.devices for candidate in candidates):
+            wanted = ", ".join(map(_mebibytes, self._stage_bytes(self._stages, devices)))
+            rooms = [f"{c.node_id} {_mebibytes(c.memory_bytes)}" for c in candidates if c.devices == devices]
+            parts.append(
+                f"the stages need {wanted}{_where(devices)} and the connected nodes have {', '.join(rooms)}"
+            )
+        return f"waiting for a node with more memory: {'; '.join(parts)}"
+
+    def news(self, candidates: Sequence[Candidate]) -> str | None:
+        """As `shortage`, but each line only once."""
+        line = self.shortage(candidates)
+        if line is None or line == self._told:
+            return None
+        self._told = line
+        return line
+
+    def useless(self, candidate: Candidate) -> str | None:
+        """As the function `useless`, for this run's possible splits."""
+        counts = range(self._min_stages, self._stages + 1)
+        return useless(candidate, counts, self._stage_bytes, self._sharing)
+
+    def _kept(self, holders: Sequence[str | None], candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
+        """The grid of those alone that held their stages in the newest one; None if a stage has nobody.
+
+        Only where there may be several rows: a single row goes on as `choose` says.
+        """
+        if self.most_rows == 1 or len(holders) != self.rows * self._stages:
+            return None
+        by_stage = holders_by_stage(holders, self.rows, {c.node_id for c in candidates})
+        rows = min(self.most_rows, *map(len, by_stage))
+        kept = set(by_row(by_stage, rows))
+        those = [candidate for candidate in candidates if candidate.node_id in kept]
+        if rows == 0:
+            return None
+        return assign(holders, those, self._stages, self._stage_bytes, rows=rows, previous_rows=self.rows)
+
+    def _most(self, candidates: Sequence[Candidate], stages: int) -> tuple[str, ...] | None:
+        """The grid of as many rows as these nodes can host."""
+        for rows in range(self._row_limit(candidates, stages), 0, -1):
+            found = assign(
+                self._holders,
+                candidates,
+                stages,
+                self._stage_bytes,
+                rows=rows,
+                previous_rows=self.rows,
+            )
+            if found is not None:
+                return found
+        return None
+
+    def _row_limit(self, candidates: Sequence[Candidate], stages: int) -> int:
+        return max(1, min(self.most_rows, len(candidates) // stages))
+
+    def _chosen(self, nodes: tuple[str, ...], stages: int) -> tuple[str, ...]:
+        self._holders, self.rows = list(nodes), len(nodes) // stages
+        self._regroup_at = self._told = None
+        self._grows = False
+        return nodes
+
+    def _counts(self, nodes: int, *, due: bool, whole: bool) -> Sequence[int]:
+        """Numbers of stages to try, the best first."""
+        counts = [self._stages] if nodes >= self._stages else []
+        if due:
+            counts += range(min(nodes, self._stages - 1), self._min_stages - 1, -1)
+        elif whole and self._min_stages <= len(self._holders) // self.rows < self._stages:
+            counts.append(len(self._holders) // self.rows)
+        return counts
+
+
+def prefetch_order(stage: int, units_by_stage: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Layer units in the order in which the spare of a stage should fetch them.
+
+    Any stage may be the next to lose its node, so the others follow, round the ring.
+    """
+    stages = len(units_by_stage)
+    return tuple(unit for offset in range(stages) for unit in units_by_stage[(stage + offset) % stages])
+
+
+def _where(devices: Devices) -> str:
+    """What a need is of; nothing for a single device."""
+    if devices.count == 1:
+        return ""
+    return f" on each of {devices.count} devices (tensor parallel {devices.tensor_parallel})"
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB"

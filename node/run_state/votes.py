@@ -1,0 +1,218 @@
+"""Check votes: does a vote speak only for its voter, are its values plausible? And what votes lead to. Pure.
+
+A value is plausible while it stays in a robust range of the newest steps: the median, and its median absolute
+deviation. Before there are enough steps, a unit's norm is compared with those of the whole model on record,
+or else with those of other stages. A lie inside these ranges is not found; a true value outside of them only
+costs that the step runs again on another node.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from node.run_state.actions import Action
+from node.run_state.audits import Contradiction, Difference
+from wire.messages import Vote
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A vote that must not be committed: `what`, of `node_id`, is not finite."""
+
+    node_id: str
+    what: str
+
+
+@dataclass(frozen=True)
+class FiniteUncompressed:
+    """A step that was not finite with the run's codecs is finite without them."""
+
+
+@dataclass(frozen=True)
+class Implausible:
+    """Every vote is finite, and a value of this node's is far from those of recent steps."""
+
+    node_id: str
+    what: str
+
+
+@dataclass(frozen=True)
+class RefusedVote:
+    """No correct node in this stage sends such a vote."""
+
+    node_id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Rows give different gradient norms for one stage; in rows that work they have the same bits."""
+
+    what: str
+    said: Mapping[str, Mapping[int, float]]
+    """The norms from each node of this stage."""
+
+
+Outcome = (
+    list[Action]
+    | NonFinite
+    | FiniteUncompressed
+    | Implausible
+    | RefusedVote
+    | Disagreement
+    | Difference
+    | Contradiction
+)
+"""What a vote leads to."""
+
+
+UnitNumbers = Callable[[int], Sequence[frozenset[int]]]
+"""Number of stages -> the numbers of each stage's layer units."""
+
+REMEMBERED = 32
+"""Steps that make the range."""
+LEAST = 8
+"""Steps that there must be for it."""
+SPREAD = 8 * 1.4826
+"""Median absolute deviations; 1.4826 of them are a standard deviation of a normal distribution."""
+NORM_TIMES = 1e4
+"""A squared norm up to this often the median is plausible whatever the deviations."""
+OTHERS_TIMES = 1e6
+"""In the first steps: a squared norm up to this often the largest of other stages."""
+LOSS_MARGIN = 1.0
+"""A loss this far from the median is plausible whatever the deviations, and half of the median."""
+FIRST_LOSS = 1e4
+"""The largest plausible loss in the first steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastStep:
+    """What is on record of a committed step."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping, over the whole model."""
+    seconds: float
+
+
+class VoteHistory:
+    """What the newest steps' votes said, by layer unit."""
+
+    def __init__(self, units: UnitNumbers, past: Sequence[PastStep] = ()) -> None:
+        """
+        Args:
+            past: the newest steps of an earlier coordinator, oldest first. The record does not have the norms
+                of units, but none is larger than the whole model's.
+        """
+        self._units = units
+        self._model: deque[float] = deque(maxlen=REMEMBERED)
+        """Logarithms of the whole model's squared norms, of steps on record."""
+        self._norms: dict[int, deque[float]] = {}
+        """Logarithms of squared norms."""
+        self._losses: deque[float] = deque(maxlen=REMEMBERED)
+        self._loss_stages: dict[int, int] = {}
+        """By number of stages: which one has the head."""
+        self._step = -1
+        self._confirmed: set[int] = set()
+        """Units whose norms another node confirmed to be far above the others'."""
+        for one in past:
+            if 0 < one.grad_norm < math.inf:
+                self._model.append(2 * math.log(one.grad_norm))
+            if math.isfinite(one.loss):
+                self._losses.append(one.loss)
+
+    def loss_stage(self, stages: int) -> int:
+        """The stage that says losses: it has the head, which is the last layer unit."""
+        if stages not in self._loss_stages:
+            units = self._units(stages)
+            self._loss_stages[stages] = max(range(stages), key=lambda stage: max(units[stage]))
+        return self._loss_stages[stages]
+
+    def refusal(
+        self, vote: Vote, stage: int, stages: int, groups: Collection[int] | None = None
+    ) -> str | None:
+        """Why this stage cannot have sent this vote: it speaks for others, or has an impossible value.
+
+        Args:
+            groups: the gradient groups of its row; None if the run has only one.
+        """
+        units, has_loss = self._units(stages)[stage], stage == self.loss_stage(stages)
+        if vote.norms.keys() != units:
+            return f"its vote names layer units {_some(vote.norms)}, and stage {stage} holds {_some(units)}"
+        if groups is not None or vote.group_losses:
+            return _group_refusal(vote, has_loss, set(groups or ()))
+        if vote.loss is None and has_loss:
+            return "it voted without a loss, as the stage with the head"
+        if vote.loss is not None and not has_loss:
+            return "it voted with a loss, which only the stage with the head has"
+        if vote.loss is not None and vote.loss < 0:
+            return "it voted with a loss below 0"
+        return None
+
+    def implausible(self, votes: Sequence[Vote]) -> tuple[int, str] | None:
+        """The stage whose finite vote is far from the newest steps', and what of it. `votes`: by stage."""
+        largest = [max(vote.norms.values(), default=0.0) for vote in votes]
+        # Of all stages but one, the largest is one of the two largest.
+        first, second = (*sorted(largest, reverse=True)[:2], 0.0)[:2]
+        for stage, vote in enumerate(votes):
+            others = second if largest[stage] == first else first
+            for unit, norm in vote.norms.items():
+                if self._is_far(unit, norm, others):
+                    return stage, f"the gradient of layer unit {unit} at stage {stage}"
+            if vote.loss is not None and self._is_loss_far(vote.loss):
+                return stage, f"the loss of {vote.loss:g} at stage {stage}"
+        return None
+
+    def committed(self, step: int, norms: Mapping[int, float], loss: float, *, confirmed: bool) -> None:
+        """A step is committed. `confirmed`: though it was not plausible."""
+        if confirmed:
+            others = median(norms.values()) if norms else 0.0
+            self._confirmed.update(unit for unit, norm in norms.items() if norm > OTHERS_TIMES * others)
+        if step <= self._step:
+            return  # a replay
+        self._step = step
+        for unit, norm in norms.items():
+            if norm > 0:
+                self._norms.setdefault(unit, deque(maxlen=REMEMBERED)).append(math.log(norm))
+        if math.isfinite(loss):
+            self._losses.append(loss)
+
+    def _is_far(self, unit: int, norm: float, others: float) -> bool:
+        known = self._norms.get(unit, ())
+        if len(known) < LEAST <= len(self._model):
+            known = self._model
+        if len(known) >= LEAST:
+            middle, deviation = _range(known)
+            return norm > 0 and math.log(norm) > middle + max(SPREAD * deviation, math.log(NORM_TIMES))
+        return others > 0 and norm > OTHERS_TIMES * others and unit not in self._confirmed
+
+    def _is_loss_far(self, loss: float) -> bool:
+        if len(self._losses) < LEAST:
+            return loss > FIRST_LOSS
+        middle, deviation = _range(self._losses)
+        return abs(loss - middle) > max(SPREAD * deviation, LOSS_MARGIN, abs(middle) / 2)
+
+
+def _group_refusal(vote: Vote, has_loss: bool, groups: Collection[int]) -> str | None:
+    """Each group is counted once, by the row that computes it."""
+    if vote.loss is not None:
+        return "it voted with a loss, and not with those of its groups"
+    wanted = groups if has_loss else set()
+    if vote.group_losses.keys() != wanted:
+        return f"its vote has the losses of groups {_some(vote.group_losses)}, not of {_some(wanted)}"
+    if any(loss < 0 for loss in vote.group_losses.values()):
+        return "it voted with a loss below 0"
+    return None
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and the median absolute deviation from it."""
+    middle = median(values)
+    return middle, median(abs(value - middle) for value in values)
+
+
+def _some(units: Collection[int]) -> str:
+    named = sorted(units)
+    return f"{named[:8]}{'...' if len(named) > 8 else ''}"

@@ -1,0 +1,134 @@
+"""Which node is asked for which copy, and when a snapshot counts as complete."""
+
+from hashlib import sha256
+
+from node.run_state.layer_places import PATIENCE, Ask, LayerPlaces
+from wire.messages import HeldLayer
+
+UNITS = ("embed", "block.0000", "head")
+HERE = ("a", "b", "c")
+MAKERS = {unit: (node,) for unit, node in zip(UNITS, HERE, strict=True)}
+SIZE = 100
+
+
+def file(unit: str, step: int = 4, content: str = "", *, weights: str = "w", size: int = SIZE) -> HeldLayer:
+    digest = sha256(f"{unit} {content}".encode()).hexdigest()
+    return HeldLayer(step=step, unit=unit, bytes=size, sha256=digest, weights_sha256=weights)
+
+
+def saved(step: int = 4) -> LayerPlaces:
+    """Every stage's node has saved its own layer of `step`."""
+    places = LayerPlaces(UNITS)
+    places.expect(step, MAKERS, 0.0)
+    for unit, (node,) in MAKERS.items():
+        assert places.held(node, file(unit, step))
+    return places
+
+
+def complete(step: int = 4) -> LayerPlaces:
+    places = saved(step)
+    for ask in places.asks(HERE, 1.0):
+        for unit in ask.units:
+            assert places.held(ask.node_id, file(unit, step))
+    places.completed(step)
+    return places
+
+
+def test_without_spares_the_next_in_the_ring_holds_a_copy() -> None:
+    places = saved()
+    assert not places.is_whole(4, HERE, 1.0)
+    assert places.asks(HERE, 1.0) == [
+        Ask(node_id="b", step=4, units=("embed",)),
+        Ask(node_id="c", step=4, units=("block.0000",)),
+        Ask(node_id="a", step=4, units=("head",)),
+    ]
+    assert places.asks(HERE, 2.0) == [], "they are asked once"
+    for node, unit in zip("bca", UNITS, strict=True):
+        assert places.held(node, file(unit))
+    assert places.is_whole(4, HERE, 3.0) and places.asks(HERE, 3.0) == []
+
+
+def test_a_spare_has_least_and_is_asked_first() -> None:
+    asks = saved().asks((*HERE, "spare"), 1.0)
+    assert asks[0] == Ask(node_id="spare", step=4, units=("embed", "head"))
+
+
+def test_rows_that_save_the_same_state_need_no_copies() -> None:
+    places = LayerPlaces(UNITS)
+    places.expect(4, {unit: (node, node.upper()) for unit, (node,) in MAKERS.items()}, 0.0)
+    here = (*HERE, "A", "B", "C")
+    for node, unit in zip(HERE, UNITS, strict=True):
+        assert places.held(node, file(unit))
+    assert places.asks(here, 1.0) == []
+    for node, unit in zip("ABC", UNITS, strict=True):
+        assert places.held(node, file(unit))
+    assert places.is_whole(4, here, 1.0)
+
+
+def test_uploads_of_another_attempt_do_not_count() -> None:
+    places = saved()
+    assert not places.held("b", file("embed", content="other bits"))
+    assert not places.held("b", file("embed", size=SIZE + 1))
+    assert not places.held("b", file("embed", step=5)) and not places.held("b", file("tail"))
+    places.expect(4, MAKERS, 5.0)
+    assert not places.held("b", file("embed")), "only who has the state says first what the file is"
+    assert places.held("a", file("embed", content="other bits"))
+    assert places.holders(4, "embed") == ("a",)
+
+
+def test_a_node_alone_holds_the_only_copy() -> None:
+    places = LayerPlaces(UNITS)
+    places.expect(4, dict.fromkeys(UNITS, ("a",)), 0.0)
+    for unit in UNITS:
+        places.held("a", file(unit))
+    assert places.is_whole(4, ("a",), 0.0) and places.asks(("a",), 0.0) == []
+
+
+def test_slow_nodes_and_full_disks_are_replaced() -> None:
+    places = saved()
+    assert places.asks(HERE, 1.0)[0].node_id == "b"
+    later = 2 * PATIENCE
+    assert ("c", ("embed",)) in [(ask.node_id, ask.units) for ask in places.asks(HERE, later)]
+    places.lost("c", 4, "embed", later)
+    places.lost("b", 4, "embed", later)
+    for node, unit in (("c", "block.0000"), ("a", "head")):
+        places.held(node, file(unit))
+    assert places.is_whole(4, HERE, later), "nobody else has room for a copy"
+    again = {(ask.node_id, ask.units) for ask in places.asks(HERE, later + 2 * PATIENCE)}
+    assert again and again <= {("b", ("embed",)), ("c", ("embed",))}
+
+
+def test_a_copy_is_made_again_when_its_holder_is_gone() -> None:
+    places = complete()
+    here = ("a", "c")
+    asks = {unit: ask.node_id for ask in places.asks(here, 9.0) for unit in ask.units}
+    assert asks == {"embed": "c", "block.0000": "a"}
+    assert places.missing(4, here) == () and places.missing(4, ("c",)) == ("embed",)
+
+
+def test_a_copy_in_doubt_does_not_count_until_its_holder_has_looked() -> None:
+    places = complete()
+    assert places.doubted("b", 4, "embed") and not places.doubted("b", 4, "embed")
+    assert places.holders(4, "embed") == ("a",)
+    places.held("b", file("embed"))
+    assert places.holders(4, "embed") == ("a", "b")
+
+
+def test_older_ones_under_way_are_given_up_for_a_complete_one() -> None:
+    places = saved(4)
+    places.expect(6, MAKERS, 2.0)
+    places.expect(8, MAKERS, 3.0)
+    for unit, (node,) in MAKERS.items():
+        places.held(node, file(unit, 6))
+    places.completed(6)
+    assert places.complete == (6,) and places.under_way == (8,) and 4 not in places
+
+
+def test_a_new_coordinator_learns_who_holds_which_layers() -> None:
+    entries = complete().entries(4)
+    places = LayerPlaces(UNITS)
+    places.load(4, entries, {"embed": ["a"]})
+    assert places.complete == (4,) and places.holders(4, "embed") == ("a",)
+    assert places.held("c", file("head", weights="")) and places.holders(4, "head") == ("c",)
+    assert not places.held("c", file("head", content="damaged"))
+    assert places.holders(4, "head") == (), "and a holder whose file is another one is none"

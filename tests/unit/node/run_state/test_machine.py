@@ -1,0 +1,454 @@
+"""The run's state machine when nothing fails: placement, steps, commits, snapshots, the end, resending."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from node.pipeline.device_memory import Devices
+from node.run_state.actions import (
+    Action,
+    Announce,
+    OpenSnapshot,
+    RecordCommit,
+    RecordPlacement,
+    RecordRestored,
+    Released,
+    Send,
+    StepDone,
+)
+from node.run_state.epoch import Phase
+from node.run_state.machine import RunMachine
+from node.run_state.run_plan import Past
+from node.run_state.stage_assignment import Candidate
+from tests.support.machine_driver import (
+    UNITS,
+    Driver,
+    finishes,
+    of_kind,
+    placement_of,
+    prefetches,
+    sent,
+    step_plan,
+    stop_of,
+)
+from wire.messages import (
+    Applied,
+    Begin,
+    Commit,
+    Finish,
+    Placed,
+    PlacedStage,
+    Placement,
+    Ready,
+    Restore,
+    StepFailed,
+    TakeSnapshot,
+    Telemetry,
+    Vote,
+)
+from wire.messages import FailureKind as Kind
+
+
+def test_a_run_starts_when_there_is_a_node_for_every_stage() -> None:
+    run = Driver(stages=3)
+    assert run.hello("a") == []
+    assert run.hello("b") == []
+    assert run.tick(1000.0) == []
+    stages = tuple(PlacedStage(node_id=node, address=f"{node}:1") for node in "abc")
+    assert run.hello("c") == [
+        RecordPlacement(epoch=1, nodes=("a", "b", "c"), addresses=("a:1", "b:1", "c:1")),
+        *(
+            Send(node_id=node, message=Placement(epoch=1, stage=stage, stages=stages))
+            for stage, node in enumerate("abc")
+        ),
+    ]
+
+
+def test_stages_restore_once_all_are_placed_and_begin_once_all_are_ready() -> None:
+    run = Driver(stages=2)
+    run.join("ab")
+    assert run.placed("a") == []
+    assert run.placed("a") == []
+    restore = Restore(epoch=1, step=0, lineage=1)
+    assert run.placed("b") == [Send(node_id="a", message=restore), Send(node_id="b", message=restore)]
+    assert run.ready("b") == []
+    assert run.ready("b") == []
+    assert run.ready("a") == [
+        RecordRestored(epoch=1, step=0, nodes=("a", "b")),
+        Send(node_id="a", message=Begin(epoch=1, step=0)),
+        Send(node_id="b", message=Begin(epoch=1, step=0)),
+    ]
+
+
+def test_a_step_is_recorded_when_all_have_voted_before_anybody_hears_of_it() -> None:
+    run = Driver(stages=2).started("ab")
+    assert run.vote("b", norm=16.0, loss=3.0) == []
+    commit = Commit(epoch=1, step=0, clip_coefficient=1.0 / 6.0, lr=0.5)
+    assert run.vote("a", norm=9.0) == [
+        RecordCommit(epoch=1, step=0, loss=3.0, grad_norm=5.0, lr=0.5, clip_coefficient=1.0 / 6.0),
+        Send(node_id="a", message=commit),
+        Send(node_id="b", message=commit),
+    ]
+    assert run.applied("a") == []
+    assert run.applied("a") == []
+    assert run.applied("b") == [
+        StepDone(epoch=1, step=0, nodes=("a", "b")),
+        Send(node_id="a", message=Begin(epoch=1, step=1)),
+        Send(node_id="b", message=Begin(epoch=1, step=1)),
+    ]
+
+
+def test_the_norm_does_not_depend_on_the_order_of_votes() -> None:
+    def norm(order: str) -> float:
+        run = Driver(stages=3).started("abc")
+        for node in order:
+            actions = run.vote(node, norm={"a": 1e16, "b": 1.0, "c": 1.0}[node])
+        return of_kind(actions, RecordCommit)[0].grad_norm
+
+    assert len({norm(order) for order in ("abc", "cba", "bac", "cab")}) == 1
+
+
+def test_the_vote_of_the_stage_with_the_head_has_a_loss() -> None:
+    run = Driver(stages=1).started("a")
+    vote = Vote(epoch=1, step=0, norms=dict.fromkeys(range(6), 1.0), loss=None)
+    told, again = run.machine.message("a", vote, run.time)
+    assert told == Announce(
+        text="a message of node a was refused: it voted without a loss, as the stage with the head"
+    )
+    assert again == Send(node_id="a", message=Begin(epoch=1, step=0))
+
+
+# ---- snapshots
+
+
+def test_a_snapshot_that_is_due_does_not_hold_up_the_next_step() -> None:
+    run = Driver(stages=2, every=3).started("ab", 2)
+    run.all_vote()
+    take, begin = TakeSnapshot(epoch=1, step=3), Begin(epoch=1, step=3)
+    assert run.all_applied() == [
+        StepDone(epoch=1, step=2, nodes=("a", "b")),
+        OpenSnapshot(step=3),
+        Send(node_id="a", message=take),
+        Send(node_id="b", message=take),
+        Send(node_id="a", message=begin),
+        Send(node_id="b", message=begin),
+    ]
+    assert run.machine.newest_snapshot == 0
+    run.stored(3)
+    assert run.machine.newest_snapshot == 3
+
+
+def test_a_snapshot_that_is_asked_for_is_taken_once_after_the_running_step() -> None:
+    run = Driver(stages=1, every=100).started("a", 2)
+    assert run.machine.save() == []
+    run.all_vote()
+    assert of_kind(run.all_applied(), OpenSnapshot) == [OpenSnapshot(step=3)]
+    run.all_vote()
+    assert of_kind(run.all_applied(), OpenSnapshot) == []
+
+
+def test_a_snapshot_that_is_asked_for_waits_while_two_are_being_stored() -> None:
+    run = Driver(stages=1, every=100).started("a")
+    for taken in (True, True, False):
+        run.machine.save()
+        run.all_vote()
+        assert bool(of_kind(run.all_applied(), OpenSnapshot)) is taken
+    run.stored(2)
+    run.all_vote()
+    assert of_kind(run.all_applied(), OpenSnapshot) == [OpenSnapshot(step=4)]
+
+
+def test_a_run_ends_when_its_last_state_is_on_disk() -> None:
+    run = Driver(stages=2, steps=2, every=100).started("ab", 1)
+    run.all_vote()
+    actions = run.all_applied()
+    assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=2)]
+    assert sent(actions) == [TakeSnapshot(epoch=1, step=2)] * 2
+    waits = Announce(text="the snapshot of step 2 waits for node a, node b")
+    assert run.tick(600.0) == [waits], "nobody hands in anything: it may not be the nodes"
+    end = run.stored(2)
+    assert finishes(end) == {"a": "all steps are done", "b": "all steps are done"}
+    assert stop_of(end).failed is False
+    assert run.machine.stopped and run.machine.epoch is None
+
+
+def test_a_last_step_that_is_due_for_a_snapshot_takes_one() -> None:
+    run = Driver(stages=1, steps=4, every=2).started("a", 3)
+    run.all_vote()
+    assert of_kind(run.all_applied(), OpenSnapshot) == [OpenSnapshot(step=4)]
+    assert stop_of(run.stored(4)).reason == "all steps are done"
+
+
+def test_a_snapshot_that_comes_late_is_the_newest_but_ends_no_wait_for_another() -> None:
+    run = Driver(stages=1, steps=4, every=2).started("a")
+    run.steps(4, store=False)
+    assert run.epoch.phase is Phase.IDLE
+    assert run.stored(2) == []
+    assert run.machine.newest_snapshot == 2
+    assert run.stored(2) == []
+    assert stop_of(run.stored(4)).reason == "all steps are done"
+
+
+def test_a_snapshot_of_an_older_step_never_becomes_the_newest() -> None:
+    run = Driver(stages=1, every=2).started("a", 5)
+    assert run.machine.newest_snapshot == 4
+    assert run.stored(2) == []
+    assert run.machine.newest_snapshot == 4
+
+
+def test_slow_uploads_do_not_pile_up() -> None:
+    run = Driver(stages=1, every=1).started("a")
+    asked = [of_kind(run.steps(1, store=False), OpenSnapshot) for _ in range(5)]
+    assert asked == [[OpenSnapshot(step=1)], [OpenSnapshot(step=2)], [], [], []]
+    run.stored(1)
+    assert of_kind(run.steps(1, store=False), OpenSnapshot) == [OpenSnapshot(step=6)]
+    run.stored(6)  # which makes step 2's needless
+    asked = [of_kind(run.steps(1, store=False), OpenSnapshot) for _ in range(3)]
+    assert asked == [[OpenSnapshot(step=7)], [OpenSnapshot(step=8)], []]
+
+
+def test_a_snapshot_that_an_epoch_did_not_live_to_see_is_taken_by_the_next() -> None:
+    run = Driver(stages=2, every=3).started("ab")
+    run.steps(3, store=False)
+    run.failed("a")
+    run.all_placed(3)
+    assert of_kind(run.all_ready(), OpenSnapshot) == [OpenSnapshot(step=3)]
+
+
+def test_a_snapshot_that_is_stored_is_not_taken_again() -> None:
+    run = Driver(stages=2, every=3).started("ab", 3)
+    run.failed("a")
+    run.all_placed(3)
+    actions = run.all_ready()
+    assert of_kind(actions, OpenSnapshot) == []
+    assert sent(actions, "a") == [Begin(epoch=2, step=3)]
+
+
+# ---- spares
+
+
+def test_a_spare_is_sent_for_the_newest_snapshot_when_it_comes_and_when_there_is_a_newer_one() -> None:
+    run = Driver(stages=3, every=2).started("abc")
+    assert run.hello("x") == [], "nothing is on disk yet"
+    run.steps(1)
+    run.all_vote()
+    run.all_applied()
+    (first,) = prefetches(run.stored(2)).items()
+    assert first[0] == "x" and first[1].step == 2 and first[1].units == UNITS
+    (second,) = prefetches(run.hello("y")).items()
+    assert second[0] == "y" and second[1].units == (*UNITS[2:], *UNITS[:2])
+    run.steps(1)
+    run.all_vote()
+    run.all_applied()
+    assert {node: p.step for node, p in prefetches(run.stored(4)).items()} == {"x": 4, "y": 4}
+
+
+def test_a_spare_that_is_away_or_leaves_is_sent_for_nothing() -> None:
+    run = Driver(stages=1, every=2).started("a")
+    run.join("xyz")
+    run.machine.disconnected("x", run.time)
+    run.leave("y")
+    run.steps(1)
+    run.all_vote()
+    run.all_applied()
+    assert list(prefetches(run.stored(2))) == ["z"]
+
+
+# ---- what is said to a node whose connection broke
+
+
+def again(run: Driver, node_id: str) -> list[object]:
+    """Its connection breaks, and it comes back at once, in the epoch that it knows."""
+    epoch = run.epoch.number
+    assert run.machine.disconnected(node_id, run.time) == []
+    assert run.tick(0.5) == []
+    return list(sent(run.hello(node_id, epoch=epoch), node_id))
+
+
+def test_earlier_output_is_repeated() -> None:
+    run = Driver(stages=2, steps=4, every=2)
+    run.join("ab")
+    (placement,) = again(run, "b")
+    assert isinstance(placement, Placement) and placement.stage == 1
+    run.placed("b")
+    assert again(run, "b") == [placement], "although it has answered"
+    run.all_placed()
+    assert again(run, "a") == [Restore(epoch=1, step=0, lineage=1)]
+    run.all_ready()
+    assert again(run, "a") == [Begin(epoch=1, step=0)]
+    run.vote("a")
+    assert again(run, "a") == [Begin(epoch=1, step=0)]
+    run.vote("b")
+    commit = Commit(epoch=1, step=0, clip_coefficient=1.0 / (1.0 + math.sqrt(2)), lr=0.5)
+    assert again(run, "a") == [commit]
+    run.applied("a")
+    assert again(run, "a") == [commit]
+    run.applied("b")
+    run.steps(1, store=False)
+    assert again(run, "b") == [TakeSnapshot(epoch=1, step=2), Begin(epoch=1, step=2)]
+    run.all_vote()
+    assert again(run, "b") == [
+        TakeSnapshot(epoch=1, step=2),
+        Commit(epoch=1, step=2, clip_coefficient=commit.clip_coefficient, lr=2.5),
+    ]
+    run.all_applied()
+    assert again(run, "b") == [Begin(epoch=1, step=3)]
+    run.all_vote()
+    run.all_applied()
+    assert again(run, "b") == [TakeSnapshot(epoch=1, step=4)]
+
+
+def test_answers_that_come_twice_change_nothing() -> None:
+    run = Driver(stages=2).started("ab")
+    assert run.ready("a") == [] and run.placed("a", 0) == []
+    assert run.vote("a") == [] and run.vote("a") == []
+    assert len(of_kind(run.vote("b"), RecordCommit)) == 1
+    assert run.vote("a") == [] and run.vote("b") == []
+    assert run.applied("b") == [] and run.applied("b") == []
+    assert len(of_kind(run.applied("a"), StepDone)) == 1
+    stale = Vote(epoch=1, step=0, norms={0: 1.0}, loss=None)
+    assert run.machine.message("a", stale, run.time) == []
+    assert run.machine.message("b", stale, run.time) == []
+    assert run.epoch.step == 1 and run.epoch.phase is Phase.STEPPING
+
+
+# ---- who is not meant
+
+
+def test_messages_of_other_epochs_and_strangers_are_dropped() -> None:
+    run = Driver(stages=2, every=2).started("ab", 3)
+    run.failed("a")
+    number = run.epoch.number
+    assert number == 2
+    run.hello("x")
+    for wrong in (1, 3):
+        for message in (
+            Placed(epoch=wrong, held_step=3, voted=False),
+            Vote(epoch=wrong, step=3, norms={0: math.nan}, loss=None),
+            StepFailed(epoch=wrong, step=3, kind=Kind.INTERNAL, message="x"),
+        ):
+            assert run.machine.message("a", message, run.time) == []
+    for stranger in ("x", "nobody"):
+        for message in (
+            Placed(epoch=number, held_step=3, voted=False),
+            Vote(epoch=number, step=3, norms={0: 1.0}, loss=None),
+            StepFailed(epoch=number, step=3, kind=Kind.INTERNAL, message="x"),
+        ):
+            assert run.machine.message(stranger, message, run.time) == []
+    assert "nobody" not in run.machine.members
+    run.placed("b", 3)
+    assert run.epoch.phase is Phase.PLACING, "nobody has answered for a"
+
+
+def test_an_answer_from_the_epoch_before_does_not_count_in_the_same_phase_of_this_one() -> None:
+    run = Driver(stages=2).started("ab", 3)
+    run.failed("a")
+    run.all_placed(3)
+    run.ready("a")
+    assert run.machine.message("b", Ready(epoch=1, telemetry=Telemetry()), run.time) == []
+    assert run.epoch.phase is Phase.RESTORING
+    run.ready("b")
+    run.vote("a")
+    assert run.machine.message("b", Vote(epoch=1, step=3, norms={1: 1.0}, loss=2.0), run.time) == []
+    assert run.epoch.outstanding("a") == [Begin(epoch=2, step=3)]
+    run.vote("b")
+    run.applied("a")
+    late = Applied(epoch=1, step=3, telemetry=Telemetry())
+    assert run.machine.message("b", late, run.time) == []
+    assert len(of_kind(run.applied("b"), StepDone)) == 1
+
+
+def test_heartbeats_and_goodbyes_of_strangers_are_dropped() -> None:
+    run = Driver(stages=2).started("ab")
+    run.machine.heard("nobody", run.time)
+    assert run.machine.disconnected("nobody", run.time) == []
+    assert run.leave("nobody") == []
+    assert run.machine.lost("nobody", "evicted", run.time) == []
+    assert run.machine.members.keys() == {"a", "b"}
+
+
+def test_a_stopped_run_answers_everything_with_the_end() -> None:
+    run = Driver(stages=1).started("a")
+    stop_of(run.machine.fail("the disk is full"))
+    assert finishes(run.hello("a")) == {"a": "the disk is full"}
+    assert finishes(run.hello("b")) == {"b": "the disk is full"}
+    assert run.machine.fail("again") == []
+    assert run.stop() == [] and run.leave("a") == [] and run.tick(100.0) == [] and run.stored(5) == []
+    assert run.machine.message("a", Vote(epoch=1, step=0, norms={}, loss=None), run.time) == []
+    assert run.machine.lost("a", "evicted", run.time) == []
+
+
+# ---- memory
+
+
+def test_a_stage_goes_to_a_node_that_it_fits() -> None:
+    run = Driver(stages=2, memory={"small": 2, "large": 9, "other": 3})
+    run.hello("small")
+    assert of_kind(run.hello("large"), RecordPlacement) == []
+    assert placement_of(run.hello("other")) == ("large", "other")
+
+
+def test_missing_memory_is_reported_once_and_the_run_regroups() -> None:
+    # Four stages need 1, 2, 1 and 2.
+    run = Driver(stages=4, min_stages=1, memory={"a": 6, "b": 1, "c": 1, "d": 1})
+    run.join("abc")
+    (told,) = run.hello("d")
+    assert isinstance(told, Announce)
+    assert told.text.startswith("waiting for a node with more memory: the stages need ")
+    assert run.tick(0.5) == []
+    assert placement_of(run.tick(10.0)) == ("a",)
+
+
+def test_a_node_that_no_stage_fits_is_sent_away_with_the_estimate() -> None:
+    run = Driver(stages=3, min_stages=2, memory={"a": 3, "b": 3, "c": 1, "d": 2})
+    run.join("ab")
+    sent, released = run.hello("c")
+    assert isinstance(sent, Send) and isinstance(released, Released)
+    assert isinstance(sent.message, Finish) and sent.message.failed
+    assert sent.message.reason == released.reason
+    assert released.reason.startswith(
+        "the smallest of 3 stages needs an estimated 0 MiB, and this node offers"
+    )
+    assert "c" not in run.machine.members
+    assert placement_of(run.hello("d")) == ("a", "b", "d")
+
+
+def test_a_node_whose_devices_cannot_share_a_stage_is_sent_away() -> None:
+    """One that enrolled before, with other options: nobody checks those again but here."""
+    run = Driver(stages=2)
+    plan = replace(run.plan, sharing=lambda devices: f"{devices.count} is odd" if devices.count % 2 else None)
+    machine = RunMachine(plan, step_plan, Past())
+
+    def hello(node_id: str, count: int) -> list[Action]:
+        return machine.hello(
+            Candidate(node_id=node_id, memory_bytes=0, devices=Devices(count=count)),
+            address=f"{node_id}:1",
+            process_nonce=1,
+            epoch=0,
+            now=0.0,
+        )
+
+    sent, released = hello("a", 3)
+    assert isinstance(sent, Send) and isinstance(sent.message, Finish) and isinstance(released, Released)
+    assert sent.message.reason == released.reason == "3 is odd"
+    assert list(machine.members) == []
+    assert hello("b", 2) == [] and placement_of(hello("c", 4)) == ("b", "c")
+
+
+def test_a_node_that_returns_too_small_gives_up_its_stage() -> None:
+    memory = {"a": 3, "b": 3, "c": 3}
+    run = Driver(stages=3, memory=memory).started("abc")
+    memory["c"] = 1
+    actions = run.hello("c", again=True)
+    assert of_kind(actions, Released)[0].node_id == "c"
+    assert "c" not in run.machine.members and run.machine.epoch is None
+
+
+@pytest.mark.parametrize("nodes", ["a", "ab", "abc", "abcd"])
+def test_a_whole_run(nodes: str) -> None:
+    run = Driver(stages=len(nodes), steps=20, every=6).started(nodes)
+    end = run.steps(20)
+    assert run.machine.stopped is True
+    assert run.machine.newest_snapshot == 20
+    assert of_kind(end, StepDone) == [StepDone(epoch=1, step=19, nodes=tuple(nodes))]

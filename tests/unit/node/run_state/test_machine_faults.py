@@ -1,0 +1,387 @@
+"""The run's state machine when something fails: who is lost, what runs again, and when the run stops."""
+
+import math
+
+import pytest
+
+from node.run_state.actions import (
+    Aborted,
+    Action,
+    Announce,
+    RecordCommit,
+    RecordPlacement,
+    Released,
+    Send,
+)
+from node.run_state.epoch import Phase
+from node.run_state.failures import MAX_RETRIES, MAX_STRIKES
+from tests.support.machine_driver import (
+    RECONNECT,
+    REGROUP,
+    SILENT,
+    Driver,
+    aborts,
+    finishes,
+    of_kind,
+    placement_of,
+    restore_of,
+    sent,
+    stop_of,
+)
+from wire.messages import Abort, Begin, Commit, FailureKind, Restore
+
+EVERY_PHASE = pytest.mark.parametrize("phase", list(Phase))
+
+
+# ---- death
+
+
+@EVERY_PHASE
+def test_a_spare_takes_a_dead_nodes_stage_at_once(phase: Phase) -> None:
+    run = Driver(steps=3, every=100).started("abc", 2)
+    run.hello("x")
+    run.into(phase)
+    before = run.epoch
+    actions = run.die("b")
+    assert of_kind(actions, Released) == [
+        Released(node_id="b", reason="its connection closed and did not come back")
+    ]
+    assert aborts(actions) == ["a", "c"], "the dead hear nothing"
+    assert [aborted.epoch for aborted in of_kind(actions, Aborted)] == [before.number]
+    assert placement_of(actions) == ("a", "x", "c")
+    assert run.epoch.phase is Phase.PLACING
+
+
+@EVERY_PHASE
+def test_without_a_spare_the_run_waits_and_goes_on_when_somebody_joins(phase: Phase) -> None:
+    run = Driver(steps=3, every=100).started("abc", 2).into(phase)
+    number = run.epoch.number
+    run.die("b")
+    assert run.machine.epoch is None
+    assert run.tick(1000.0) == []
+    assert placement_of(run.hello("x")) == ("a", "x", "c")
+    assert run.epoch.number == number + 1
+
+
+def test_the_others_keep_their_seats_and_fetch_what_the_dead_took_along() -> None:
+    run = Driver(every=4).started("abc", 6)
+    run.hello("x")
+    run.die("a")
+    assert run.epoch.hosts == ("x", "b", "c")
+    run.placed("b", 6)
+    run.placed("c", 6, voted=True)
+    assert restore_of(run.placed("x", -1)) == Restore(epoch=2, step=4, lineage=2)
+    run.all_ready()
+    assert run.epoch.step == 4
+
+
+def test_a_node_survives_a_brief_disconnect() -> None:
+    run = Driver().started("abc")
+    run.machine.disconnected("b", run.time)
+    assert run.tick(RECONNECT) == []
+    assert sent(run.hello("b", epoch=1)) == [Begin(epoch=1, step=0)]
+    assert run.tick(RECONNECT + 1) == []
+    assert run.epoch.number == 1
+
+
+def test_a_silent_node_is_lost_and_whoever_is_heard_is_not() -> None:
+    run = Driver().started("abc")
+    run.time += SILENT
+    assert run.machine.tick(run.time) == []
+    for node in "ac":
+        run.machine.heard(node, run.time)
+    run.time += 0.5
+    actions = run.machine.tick(run.time)
+    assert of_kind(actions, Released) == [
+        Released(node_id="b", reason="it has been silent for more than 15 s")
+    ]
+    assert run.machine.members.keys() == {"a", "c"}
+
+
+def test_any_message_counts_as_a_sign_of_life() -> None:
+    run = Driver(stages=1).started("a")
+    run.time += SILENT
+    run.vote("a")
+    run.time += SILENT
+    assert run.machine.tick(run.time) == []
+
+
+def test_many_nodes_can_die_between_two_ticks() -> None:
+    run = Driver(every=100).started("abc", 1)
+    run.join("xyz")
+    run.time += SILENT + 0.5
+    for node in "cyz":
+        run.machine.heard(node, run.time)
+    actions = run.machine.tick(run.time)
+    assert [released.node_id for released in of_kind(actions, Released)] == ["a", "b", "x"]
+    assert placement_of(actions) == ("y", "z", "c"), "nobody is placed who is found dead a moment later"
+    assert len(of_kind(actions, Aborted)) == 1
+
+
+def test_a_late_node_learns_that_its_epoch_is_over_and_becomes_a_spare() -> None:
+    run = Driver(every=2).started("abc", 3)
+    run.hello("x")
+    run.die("b")
+    run.restored()
+    late = run.hello("b", epoch=1)
+    assert late[0] == Send(node_id="b", message=Abort(epoch=1, reason="that epoch is over"))
+    assert run.epoch.hosts == ("a", "x", "c")
+    assert [type(message).__name__ for message in sent(late)] == ["Abort", "Prefetch"]
+
+
+def test_a_node_that_missed_a_new_placement_gets_both() -> None:
+    run = Driver(stages=2).started("ab", 2)
+    run.machine.disconnected("b", run.time)
+    run.failed("a")
+    assert run.machine.epoch is None, "its seat is kept for a moment"
+    assert run.tick(0.5) == []
+    abort, *rest = sent(run.hello("b", epoch=1), "b")
+    assert abort == Abort(epoch=1, reason="that epoch is over")
+    assert [type(message).__name__ for message in rest] == ["Placement"]
+    assert run.epoch.hosts == ("a", "b")
+
+
+@EVERY_PHASE
+def test_a_node_started_again_is_another(phase: Phase) -> None:
+    """Its memory is gone; its new session stays open; nobody learns that it left."""
+    run = Driver(steps=3, every=100).started("abc", 2).into(phase)
+    actions = run.hello("b", again=True)
+    assert of_kind(actions, Announce) == [Announce(text="node b was started again")]
+    assert of_kind(actions, Released) == []
+    assert aborts(actions) == ["a", "c"]
+    assert placement_of(actions) == ("a", "b", "c")
+    assert run.machine.members["b"].process_nonce == 2
+
+
+def test_a_spare_is_ahead_of_a_node_that_was_started_again() -> None:
+    run = Driver(stages=2).started("ab")
+    run.hello("x")
+    assert placement_of(run.hello("a", again=True)) == ("x", "b")
+
+
+def test_a_spare_that_dies_or_starts_again_disturbs_nothing() -> None:
+    run = Driver(stages=2).started("ab", 1)
+    run.join("xy")
+    assert [type(action) for action in run.die("x")] == [Released]
+    assert of_kind(run.hello("y", again=True), RecordPlacement) == []
+    assert run.epoch.number == 1 and run.epoch.phase is Phase.STEPPING
+
+
+def test_an_evicted_node_is_gone_at_once() -> None:
+    run = Driver(stages=2).started("ab")
+    actions = run.machine.lost("b", "evicted", run.time)
+    assert of_kind(actions, Released) == [Released(node_id="b", reason="evicted")]
+    assert run.machine.epoch is None
+
+
+# ---- which state an epoch goes on from
+
+
+def placed_again(run: Driver, *answers: tuple[int, bool]) -> Restore:
+    """The epoch ends, and in the next the stages hold these states."""
+    run.failed(run.epoch.hosts[0])
+    actions: list[Action] = []
+    for node, (held, voted) in zip(run.epoch.hosts, answers, strict=True):
+        actions = run.placed(node, held, voted=voted)
+    return restore_of(actions)
+
+
+COMMIT_4 = Commit(epoch=2, step=4, clip_coefficient=1.0 / (1.0 + math.sqrt(2)), lr=4.5)
+
+
+def test_stages_that_agree_go_on_from_what_they_hold() -> None:
+    run = Driver(stages=2, every=4).started("ab", 6)
+    assert placed_again(run, (6, False), (6, True)).step == 6
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((4, True), (5, False)), ((5, False), (4, True)), ((4, True), (4, True)), ((5, False), (5, False))],
+)
+def test_a_commit_that_some_nodes_missed_is_applied_by_all_voters(
+    first: tuple[int, bool], second: tuple[int, bool]
+) -> None:
+    run = Driver(stages=2, every=3).started("ab", 4)
+    run.all_vote()
+    assert placed_again(run, first, second) == Restore(epoch=2, step=5, missed=COMMIT_4, lineage=1)
+    assert sent(run.all_ready(), "a") == [Begin(epoch=2, step=5)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((4, False), (5, False)), ((5, False), (-1, False)), ((5, False), (3, True)), ((-1, True), (-1, True))],
+)
+def test_stages_that_cannot_agree_go_back_to_the_snapshot(
+    first: tuple[int, bool], second: tuple[int, bool]
+) -> None:
+    run = Driver(stages=2, every=3).started("ab", 4)
+    run.all_vote()
+    restore = placed_again(run, first, second)
+    assert (restore.step, restore.uncompressed) == (3, False)
+
+
+def test_a_node_that_returns_with_old_state_gets_the_snapshots() -> None:
+    """The step is the same, but the others came to it a second time, perhaps with other bits."""
+    run = Driver(every=4).started("abc", 6)
+    run.hello("x")
+    run.die("a")
+    run.all_placed(-1)
+    run.all_ready()
+    run.steps(2)
+    run.hello("a")
+    run.die("x")
+    assert run.epoch.hosts == ("a", "b", "c") and run.lineage == 2
+    run.placed("b", 6)
+    run.placed("c", 6)
+    assert restore_of(run.placed("a", 6, lineage=1)) == Restore(epoch=3, step=4, lineage=3)
+
+
+def test_a_vote_without_a_commit_on_record_is_no_state() -> None:
+    run = Driver(stages=2, every=3).started("ab", 4)
+    run.vote("a")
+    assert placed_again(run, (4, True), (4, True)) == Restore(
+        epoch=2,
+        step=4,
+        missed=Commit(epoch=2, step=3, clip_coefficient=COMMIT_4.clip_coefficient, lr=3.5),
+        lineage=1,
+    )
+
+
+def test_a_snapshot_beats_an_older_state_that_all_hold() -> None:
+    run = Driver(stages=2, every=3).started("ab", 4)
+    assert placed_again(run, (2, False), (2, True)).step == 3
+
+
+@pytest.mark.parametrize("claim", [5, 1000, 2**62])
+def test_a_state_without_a_commit_is_not_used(claim: int) -> None:
+    run = Driver(stages=1, every=3).started("a", 4)
+    assert placed_again(run, (claim, False)).step == 3
+
+
+def test_a_state_from_before_a_rollback_still_belongs_to_the_run() -> None:
+    """One stage, rolled back from 6 to 3: a node that holds 5 agrees with the record."""
+    run = Driver(stages=1, every=3).started("a", 5)
+    run.hello("b")
+    run.die("a")
+    run.restored()
+    assert run.epoch.step == 3
+    assert placed_again(run, (5, False)).step == 5
+
+
+def test_replayed_steps_are_recorded_again() -> None:
+    run = Driver(stages=1, every=3).started("a", 5)
+    run.hello("b")
+    first = of_kind(Driver(stages=1, every=3).started("a", 3).vote("a"), RecordCommit)
+    run.die("a")
+    run.restored()
+    again = of_kind(run.vote("b"), RecordCommit)
+    assert [(c.step, c.clip_coefficient, c.lr) for c in again] == [
+        (c.step, c.clip_coefficient, c.lr) for c in first
+    ]
+
+
+# ---- steps that fail
+
+
+@EVERY_PHASE
+def test_a_failed_step_runs_again_with_the_same_nodes(phase: Phase) -> None:
+    run = Driver(steps=3, every=100).started("abc", 2).into(phase)
+    number = run.epoch.number
+    actions = run.failed("b", why="no activation came")
+    assert aborts(actions) == ["a", "b", "c"]
+    (aborted,) = of_kind(actions, Aborted)
+    assert aborted.reason == "stage 1: no activation came" and aborted.epoch == number
+    assert placement_of(actions) == ("a", "b", "c")
+    assert run.epoch.number == number + 1
+
+
+def test_a_step_that_keeps_failing_stops_the_run() -> None:
+    run = Driver(stages=2, every=2).started("ab", 3)
+    for _ in range(MAX_RETRIES):
+        assert of_kind(run.failed("b"), Aborted)
+        run.restored(3)
+    run.failed("b", why="the neighbour's stage is stuck")
+    run.all_placed(3)
+    end = stop_of(run.stored(3))
+    assert end.failed
+    assert end.reason == (
+        "step 4 failed 4 times in a row, last at stage 1: the neighbour's stage is stuck; the snapshot of "
+        "step 3 is intact: mend that, then resume"
+    )
+
+
+def test_a_step_that_is_done_or_a_death_starts_the_count_afresh() -> None:
+    run = Driver(stages=2, every=2).started("ab", 3)
+    for _ in range(MAX_RETRIES):
+        run.failed("b")
+        run.restored(3)
+    run.steps(1)
+    for _ in range(MAX_RETRIES):
+        run.failed("b")
+        run.restored(4)
+    run.hello("x")
+    run.die("a")
+    run.restored(4)
+    for _ in range(MAX_RETRIES):
+        assert of_kind(run.failed("b"), Aborted)
+        run.restored(4)
+    assert stop_of(run.failed("b")).failed
+
+
+def test_the_run_goes_on_failing_within_its_limit_on_fewer_stages_than_asked_for() -> None:
+    run = Driver(stages=3, min_stages=1, every=2).started("abc", 2)
+    run.die("b")
+    run.tick(REGROUP)
+    assert run.epoch.hosts == ("a", "c")
+    run.restored()
+    assert placement_of(run.failed("c")) == ("a", "c")
+
+
+# ---- quarantine
+
+
+def test_a_neighbour_that_keeps_sending_nonsense_is_quarantined() -> None:
+    run = Driver(stages=3, every=2).started("abc", 2)
+    for accuser in "aca"[: MAX_STRIKES - 1]:
+        actions = run.failed(accuser, FailureKind.PEER, peer=1, why="frame of 9 GB")
+        assert placement_of(actions) == ("a", "b", "c"), "there is no spare"
+        run.restored(2)
+    run.hello("x")
+    actions = run.failed("a", FailureKind.PEER, peer=1, why="frame of 9 GB")
+    why = "quarantined: it had a part in all of 3 failures with a and c"
+    assert finishes(actions) == {"b": why}
+    assert of_kind(actions, Released) == [Released(node_id="b", reason=why)]
+    assert placement_of(actions) == ("a", "x", "c")
+    assert len(of_kind(actions, Aborted)) == 1
+
+
+def test_a_quarantined_node_stays_out() -> None:
+    run = Driver(stages=2, every=2).started("ab", 2)
+    for _ in range(MAX_STRIKES):
+        actions = run.machine.refused("b", "nonsense", run.time)
+    why = "quarantined: nonsense, the last of 3 such faults"
+    assert finishes(actions) == {"b": why}
+    for again in (False, True):
+        actions = run.hello("b", again=again)
+        assert finishes(actions) == {"b": why}
+        assert of_kind(actions, Released) == [Released(node_id="b", reason=why)]
+        assert "b" not in run.machine.members and run.machine.epoch is None
+    assert placement_of(run.hello("x")) == ("a", "x")
+
+
+@pytest.mark.parametrize("peer", [-1, 0, 2, 4, 99])
+def test_only_a_neighbours_word_counts(peer: int) -> None:
+    """Stage 0 of four knows stages 1 and 3."""
+    run = Driver(stages=4, every=2).started("abcd", 2)
+    for _ in range(MAX_RETRIES):
+        run.failed("a", FailureKind.PEER, peer=peer)
+        run.restored(2)
+    assert run.machine.quarantined == {}
+    assert stop_of(run.failed("a", FailureKind.PEER, peer=peer)).failed
+
+
+def test_a_coordinators_own_failure_ends_the_run() -> None:
+    run = Driver(stages=2).started("ab")
+    end = run.machine.fail("the disk is full")
+    assert finishes(end) == {"a": "the disk is full", "b": "the disk is full"}
+    assert stop_of(end).failed and run.machine.stopped

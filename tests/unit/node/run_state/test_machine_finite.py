@@ -1,0 +1,259 @@
+"""Steps that are not finite: never committed, tried again uncompressed, and then the right last line."""
+
+import math
+
+import pytest
+
+from node.run_state.actions import Aborted, AbortKind, Action, Announce, RecordCommit, Stop
+from node.run_state.epoch import Phase
+from node.run_state.failures import MAX_STRIKES
+from tests.support.machine_driver import (
+    Driver,
+    finishes,
+    of_kind,
+    placement_of,
+    restore_of,
+    stop_of,
+)
+from wire.messages import FailureKind
+
+
+def saved(run: Driver, step: int) -> Stop:
+    """The stages upload their state, and the run ends."""
+    run.all_placed(step)
+    return stop_of(run.stored(step))
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_step_with_a_non_finite_gradient_runs_again_uncompressed(norm: float) -> None:
+    run = Driver(stages=2, every=2).started("ab", 3)
+    run.vote("b")
+    actions = run.vote("a", norm=norm)
+    assert of_kind(actions, RecordCommit) == []
+    what = "the gradient of layer unit 0 at stage 0 is not finite"
+    assert of_kind(actions, Announce) == [
+        Announce(text=f"step 4 is not committed: {what}; running it again with uncompressed links")
+    ]
+    assert [(aborted.kind, aborted.reason) for aborted in of_kind(actions, Aborted)] == [
+        (AbortKind.NOT_FINITE, what)
+    ]
+    restore = restore_of(run.all_placed(3))
+    assert (restore.step, restore.uncompressed) == (3, True)
+
+
+def not_finite(run: Driver, how: str) -> list[Action]:
+    match how:
+        case "loss":
+            return run.vote("b", loss=math.inf)
+        case "norm":
+            return run.vote("a", norm=math.nan)
+        case "sum":
+            run.vote("a", norm=1.7e308)
+            return run.vote("b", norm=1.7e308)
+        case _:
+            return run.failed("a", FailureKind.NON_FINITE, why="the activation to be sent over boundary 0")
+
+
+HOW = {
+    "loss": "the loss at stage 1",
+    "norm": "the gradient of layer unit 0 at stage 0",
+    "sum": "the global gradient norm at stage 0",
+    "tensor": "the activation to be sent over boundary 0 at stage 0",
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_not_finite_uncompressed_either_is_divergence(how: str) -> None:
+    run = Driver(stages=2, every=2).started("ab", 3)
+    not_finite(run, how)
+    run.restored(3)
+    assert run.epoch.uncompressed
+    not_finite(run, how)
+    end = saved(run, 3)
+    assert end.failed
+    assert end.reason == (
+        f"step 4 was not committed: {HOW[how]} is not finite, with uncompressed links too, so the run "
+        "diverges; the snapshot of step 3 is intact: lower training.lr, then resume"
+    )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_finite_uncompressed_is_the_codecs_fault(how: str) -> None:
+    run = Driver(stages=2, every=2).started("ab", 3)
+    not_finite(run, how)
+    run.restored(3)
+    run.vote("a")
+    actions = run.vote("b")
+    assert of_kind(actions, RecordCommit) == [], "an uncompressed step is never committed"
+    end = saved(run, 3)
+    assert end.failed
+    assert end.reason == (
+        f"step 4 was not committed: {HOW[how]} is not finite; with uncompressed links it is finite, so the "
+        "codecs are the cause; the snapshot of step 3 is intact: use wider codecs in [pipeline], then resume"
+    )
+
+
+def test_a_run_without_a_snapshot_claims_none() -> None:
+    run = Driver(stages=1).started("a", 1)
+    run.vote("a", norm=math.nan)
+    run.restored(1)
+    run.vote("a", norm=math.nan)
+    assert "no snapshot is complete yet: lower" in stop_of(run.stop(at_once=True)).reason
+
+
+# ---- with spares: first the node, then the codecs, then divergence
+
+
+@pytest.mark.parametrize("how", ["loss", "norm", "tensor"])
+def test_the_same_step_runs_again_on_a_spare_and_the_first_node_was_wrong(how: str) -> None:
+    run = Driver(stages=2, every=2).started("ab", 3)
+    run.join("xy")
+    actions = not_finite(run, how)
+    culprit = "b" if how == "loss" else "a"
+    stage = "ab".index(culprit)
+    assert run.epoch.hosts == (("a", "x") if culprit == "b" else ("x", "b"))
+    assert of_kind(actions, Announce) == [
+        Announce(
+            text=f"step 4 is not committed: {HOW[how]} is not finite; a spare computes stage {stage} again, "
+            f"in place of node {culprit}"
+        )
+    ]
+    run.restored()
+    assert run.epoch.step == 2 and not run.epoch.uncompressed, "the spare has what is on disk"
+    run.steps(1)
+    actions = run.all_vote()
+    assert of_kind(actions, RecordCommit)[0].step == 3
+    assert of_kind(actions, Announce) == [
+        Announce(
+            text=f"node {culprit}: what it gave for stage {stage} in step 4 was wrong, as another node "
+            "found; it gets a stage again only if no other node is left"
+        )
+    ]
+    assert run.machine.quarantined == {}, "what its neighbours sent may have been wrong"
+
+
+def test_a_node_that_is_wrong_repeatedly_is_quarantined() -> None:
+    run = Driver(stages=2, every=1, steps=20).started("ab", 1)
+    run.hello("x")
+    for _ in range(MAX_STRIKES - 1):
+        run.vote("a", norm=math.nan)
+        assert run.epoch.hosts == ("x", "b")
+        run.restored(run.epoch.step)
+        run.steps(1)
+        assert placement_of(run.die("x")) == ("a", "b"), "nobody else is left"
+        run.restored(run.epoch.step)
+        run.hello("x", again=True)
+    run.vote("a", norm=math.nan)
+    run.restored(run.epoch.step)
+    actions = run.all_vote()
+    why = "what it gave for stage 0 in step 4 was wrong, as another node found, the last of 3 such faults"
+    assert of_kind(actions, Announce) == [Announce(text=f"node a is shut out: {why}")]
+    assert run.machine.quarantined == {"a": why}
+
+
+def test_a_value_that_is_not_finite_on_other_nodes_too_is_no_nodes_fault() -> None:
+    run = Driver(stages=3, every=3).started("abc", 3)
+    run.join("xy")
+    hosts = []
+    for _ in range(3):
+        run.vote(run.epoch.hosts[1], norm=math.nan)
+        hosts.append(run.epoch.hosts)
+        run.restored(3)
+    assert hosts == [("a", "x", "c"), ("b", "x", "c"), ("b", "x", "a")], "then those that send to it"
+    actions = run.vote("x", norm=math.nan)
+    assert "running it again with uncompressed links" in of_kind(actions, Announce)[0].text
+    run.restored(3)
+    assert run.epoch.uncompressed
+    assert run.machine.quarantined == {}
+
+
+# ---- values that are finite and not plausible
+
+
+@pytest.mark.parametrize("steps", [0, 12])
+def test_a_norm_far_from_others_is_computed_again_on_a_spare(steps: int) -> None:
+    run = Driver(stages=2, every=1, steps=30).started("ab", steps)
+    run.join("xy")
+    run.vote("b")
+    actions = run.vote("a", norm=1e60)
+    assert of_kind(actions, RecordCommit) == []
+    assert run.epoch.hosts == ("x", "b")
+    run.restored(steps)
+    (record,) = of_kind(run.all_vote(), RecordCommit)
+    assert record.grad_norm == pytest.approx(math.sqrt(2))
+
+
+def test_a_norm_that_another_node_confirms_counts_and_nobody_is_blamed() -> None:
+    run = Driver(stages=2, every=1, steps=30).started("ab", 12)
+    run.join("xy")
+    for _ in range(2):
+        run.vote("b")
+        actions = run.vote(run.epoch.hosts[0], norm=1e60)
+        if run.epoch.phase is not Phase.APPLYING:
+            run.restored(12)
+    assert of_kind(actions, RecordCommit)[0].grad_norm == pytest.approx(1e30)
+    assert not any("wrong" in note.text for note in of_kind(actions, Announce))
+
+
+def test_without_a_spare_a_norm_that_is_not_plausible_counts() -> None:
+    run = Driver(stages=2, every=1, steps=30).started("ab", 12)
+    run.vote("b")
+    assert of_kind(run.vote("a", norm=1e60), RecordCommit)
+
+
+def test_a_loss_far_from_others_is_computed_again_on_a_spare() -> None:
+    run = Driver(stages=2, every=1, steps=30).started("ab", 12)
+    run.join("xy")
+    run.vote("a")
+    assert of_kind(run.vote("b", loss=1e6), RecordCommit) == []
+    assert run.epoch.hosts == ("a", "x")
+
+
+def test_an_impossible_loss_is_refused() -> None:
+    run = Driver(stages=2).started("ab")
+    for _ in range(2):
+        actions = run.vote("b", loss=-1e300)
+        assert of_kind(actions, Announce)[0].text.endswith("was refused: it voted with a loss below 0")
+    assert finishes(run.vote("b", loss=-1e300)).keys() == {"b"}
+
+
+def test_an_epoch_that_must_replay_first_keeps_the_codecs_until_the_step() -> None:
+    run = Driver(stages=2, every=2).started("ab", 3)
+    not_finite(run, "norm")
+    run.hello("x")
+    run.die("a")
+    run.restored()
+    assert run.epoch.step == 2 and not run.epoch.uncompressed
+    run.steps(1)
+    not_finite_again = run.vote("x", norm=math.nan)
+    assert of_kind(not_finite_again, Announce)
+    run.restored(3)
+    assert run.epoch.uncompressed
+
+
+def test_a_suspect_step_that_turns_out_finite_is_suspect_no_more() -> None:
+    """A machine's memory failed; it died, and the replay on another is finite: nothing is held against it."""
+    run = Driver(stages=2, every=2).started("ab", 3)
+    not_finite(run, "norm")
+    run.hello("x")
+    run.die("a")
+    run.restored()
+    run.steps(2, store=False)
+    run.failed("x")
+    run.restored(3)
+    assert run.epoch.step == 3 and not run.epoch.uncompressed
+
+
+def test_an_uncompressed_epoch_that_fails_otherwise_is_tried_again() -> None:
+    run = Driver(stages=2, every=2).started("ab", 3)
+    not_finite(run, "norm")
+    run.restored(3)
+    run.failed("b")
+    run.restored(3)
+    assert run.epoch.uncompressed
+
+
+@pytest.mark.parametrize("norm", [-1.0, -1e-300])
+def test_a_squared_norm_below_zero_does_not_pass(norm: float) -> None:
+    run = Driver(stages=1).started("a")
+    assert of_kind(run.vote("a", norm=norm), RecordCommit) == []

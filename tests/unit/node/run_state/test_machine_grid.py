@@ -1,0 +1,356 @@
+"""Several rows: which go on when nodes die, join or leave, what a commit needs, and finding wrong values."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from node.run_state.actions import (
+    Action,
+    Announce,
+    OpenSnapshot,
+    RecordCommit,
+    RecordPlacement,
+    Released,
+    Send,
+)
+from node.run_state.epoch import Phase
+from node.run_state.grid import REMEMBERED_STEPS, SHARED_STEPS
+from tests.support.machine_driver import (
+    Driver,
+    aborts,
+    of_kind,
+    placement_of,
+    prefetches,
+    restore_of,
+    sent,
+)
+from wire.messages import Begin, Restore, TakeSnapshot, Validate, Vote
+
+
+def grid(steps: int = 0, *, nodes: str = "abcd", groups: int = 4, every: int = 5, total: int = 20) -> Driver:
+    """In step `steps` of a run of two stages; all are there before it begins."""
+    run = Driver(stages=2, groups=groups, every=every, steps=total)
+    return run.started(nodes, steps)
+
+
+def groups_of(actions: list[Action]) -> tuple[tuple[int, ...], ...]:
+    (placement,) = of_kind(actions, RecordPlacement)
+    return placement.groups
+
+
+def notes(actions: list[Action]) -> list[str]:
+    return [action.text for action in of_kind(actions, Announce)]
+
+
+def places(run: Driver) -> list[tuple[int, int]]:
+    return [(run.epoch.replica_of(node), run.epoch.stage_of(node)) for node in run.epoch.hosts]
+
+
+# ---- placing
+
+
+def test_nodes_that_come_before_the_first_step_is_done_enter_at_once() -> None:
+    run = Driver(stages=2, groups=4)
+    assert placement_of(run.join("ab")) == ("a", "b")
+    run.restored()
+    assert of_kind(run.join("c"), RecordPlacement) == []
+    actions = run.join("d")
+    assert placement_of(actions) == ("a", "b", "c", "d")
+    assert groups_of(actions) == ((0, 1), (2, 3))
+    assert places(run) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    (own,) = [m for m in sent(actions, "d") if not isinstance(m, Restore)]
+    assert (own.replica, own.stage, [row.groups for row in own.rows]) == (1, 1, [(0, 1), (2, 3)])
+    assert [stage.node_id for stage in own.stages] == ["c", "d"]
+
+
+def test_rows_never_outnumber_groups() -> None:
+    assert grid(nodes="abcdef", groups=2).epoch.hosts == ("a", "b", "c", "d")
+    assert grid(nodes="abcdef", groups=1).epoch.hosts == ("a", "b")
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_the_other_rows_take_the_groups_of_a_dead_node_at_once(phase: Phase) -> None:
+    run = grid(2, total=3)
+    held = 3 if phase in (Phase.VALIDATING, Phase.IDLE) else 2
+    run.into(phase)
+    run.join("xy")
+    actions = run.die("a")
+    assert placement_of(actions) == ("c", "d"), "and no newcomer, who would have to start from the disk"
+    assert groups_of(actions) == ((0, 1, 2, 3),)
+    voted = phase is Phase.APPLYING
+    run.placed("c", held, voted=voted)
+    assert restore_of(run.placed("d", held, voted=voted)).step == held + voted
+
+
+def test_nodes_of_two_broken_rows_make_one() -> None:
+    run = grid(2)
+    run.machine.disconnected("a", run.time)
+    assert placement_of(run.die("d")) == ("c", "b")
+    run.placed("c", 2)
+    assert restore_of(run.placed("b", 2)).step == 2
+
+
+def test_with_no_copy_of_a_stage_left_all_go_back_to_the_disk_and_newcomers_enter() -> None:
+    run = grid(7)
+    run.join("xy")
+    run.machine.disconnected("a", run.time)
+    assert placement_of(run.die("c")) == ("x", "b", "y", "d")
+    for node in "xby":
+        run.placed(node, 7 if node == "b" else -1)
+    assert restore_of(run.placed("d", 7)).step == 5
+
+
+def test_newcomers_enter_at_the_next_snapshot_that_is_due() -> None:
+    run = grid(1, nodes="ab")
+    run.join("xy")
+    assert run.epoch.hosts == ("a", "b")
+    run.steps(3)
+    run.all_vote()
+    actions = run.all_applied()
+    assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=5)] and run.epoch.phase is Phase.IDLE
+    actions = run.stored(5)
+    assert placement_of(actions) == ("a", "b", "x", "y")
+    for node, held in zip("abx", [5, 5, -1], strict=True):
+        run.placed(node, held)
+    assert restore_of(run.placed("y")).step == 5
+
+
+def test_a_row_that_leaves_costs_no_snapshot() -> None:
+    run = grid(2)
+    assert run.leave("b") == []
+    run.all_vote()
+    actions = run.all_applied()
+    assert of_kind(actions, OpenSnapshot) == [] and placement_of(actions) == ("c", "d")
+    assert of_kind(actions, Released)[0].node_id == "b"
+    run.placed("c", 3)
+    assert restore_of(run.placed("d", 3)).step == 3
+
+
+def test_a_node_with_the_last_copy_of_a_stage_hands_it_in_before_leaving() -> None:
+    run = grid(2)
+    run.leave("b")
+    run.leave("d")
+    run.all_vote()
+    assert of_kind(run.all_applied(), OpenSnapshot) == [OpenSnapshot(step=3)]
+
+
+def test_spares_prepare_for_the_stage_that_they_had() -> None:
+    run = grid(6)
+    run.die("a")
+    run.restored(6)
+    run.steps(4)
+    asked = prefetches(run.stored(10))
+    assert asked["b"].units[0] == "block.2"
+
+
+# ---- one row for all
+
+
+def test_rows_take_turns_at_snapshots() -> None:
+    run = grid(4)
+    for nodes in (["c", "d"], ["a", "b"], ["c", "d"]):
+        run.all_vote()
+        actions = run.all_applied()
+        asked = [a.node_id for a in of_kind(actions, Send) if isinstance(a.message, TakeSnapshot)]
+        assert asked == nodes
+        assert run.epoch.snapshot_nodes == tuple(nodes)
+        assert any(isinstance(m, TakeSnapshot) for m in run.epoch.outstanding(nodes[0]))
+        assert not any(
+            isinstance(m, TakeSnapshot) for m in run.epoch.outstanding({"a": "c", "c": "a"}[nodes[0]])
+        )
+        run.stored(run.epoch.step)
+        run.steps(4)
+
+
+def test_held_out_passes_run_on_one_row() -> None:
+    run = grid(1).validating(2)
+    run.all_vote()
+    actions = run.all_applied()
+    asked = [a.node_id for a in of_kind(actions, Send) if isinstance(a.message, Validate)]
+    assert asked == ["a", "b"] == list(run.epoch.asked)
+    assert run.epoch.outstanding("c") == []
+    assert run.validated("d") == []
+    assert any(isinstance(m, Begin) for m in sent(run.all_validated(), "c"))
+
+
+# ---- what a commit needs
+
+
+def test_a_step_is_committed_when_all_rows_have_voted() -> None:
+    run = grid()
+    for node in "abc":
+        assert run.vote(node) == []
+    (commit,) = of_kind(run.vote("d"), RecordCommit)
+    assert commit.loss == 2.0
+
+
+@pytest.mark.parametrize("losses", [{0: 1.0, 1: 1.0}, {2: 1.0}, {}, {2: 1.0, 3: 1.0, 4: 1.0}])
+def test_a_row_speaks_for_its_own_groups(losses: dict[int, float]) -> None:
+    run = grid()
+    vote = Vote(
+        epoch=run.epoch.number, step=0, norms={3: 1.0, 4: 0.0, 5: 0.0}, loss=None, group_losses=losses
+    )
+    assert "the losses of groups" in notes(run.machine.message("d", vote, run.time))[0]
+    for node in "abc":
+        run.vote(node)
+    assert run.epoch.phase is Phase.STEPPING
+
+
+def test_groups_are_added_in_their_order_whatever_the_rows() -> None:
+    losses = {0: 1.0, 1: 1e-16, 2: 1e-16, 3: 1e-16}
+    found = set()
+    for nodes in ("ab", "abcd", "abcdefgh"):
+        run = grid(nodes=nodes)
+        actions: list[Action] = []
+        for node in reversed(run.epoch.hosts):
+            epoch = run.epoch
+            own = {group: losses[group] for group in epoch.groups[epoch.replica_of(node)]}
+            units = run.plan.unit_numbers(2)[epoch.stage_of(node)]
+            norms = dict.fromkeys(units, 1.0)
+            last = own if epoch.stage_of(node) else {}
+            vote = Vote(epoch=epoch.number, step=0, norms=norms, loss=None, group_losses=last)
+            actions = run.machine.message(node, vote, run.time)
+        found.add(of_kind(actions, RecordCommit)[0].loss)
+    assert found == {1.0} != {sum(reversed(losses.values()))}
+
+
+# ---- who is wrong
+
+
+def test_a_step_whose_rows_differ_runs_again_and_the_odd_one_of_three_is_struck() -> None:
+    run = grid(3, nodes="abcdef")
+    for node in "abcde":
+        run.vote(node, 2.0 if node == "c" else 1.0)
+    actions = run.vote("f")
+    assert of_kind(actions, RecordCommit) == [] and placement_of(actions) == tuple("abcdef")
+    assert notes(actions) == [
+        "step 4 is not committed: the gradient of stage 0 is not the same in all rows; it runs again"
+    ]
+    run.restored(3)
+    actions = run.all_vote()
+    assert of_kind(actions, RecordCommit)
+    assert notes(actions) == [
+        "node c: its gradient of step 4 was not that of other nodes with its stage; it gets a stage again "
+        "only if no other node is left"
+    ]
+
+
+def test_one_that_differs_again_is_left_out() -> None:
+    run = grid(3, nodes="abcdef")
+    for _ in range(2):
+        actions: list[Action] = []
+        for node in run.epoch.hosts:
+            actions = run.vote(node, 2.0 if node == "c" else 1.0)
+        placed = placement_of(actions)
+        run.restored(3)
+    assert placed == ("a", "b", "e", "f")
+    assert of_kind(run.all_vote(), RecordCommit)
+
+
+def test_a_refuted_node_loses_its_stage_at_the_next_placement() -> None:
+    run = grid(3, nodes="abcdef")
+    for node in run.epoch.hosts:
+        run.vote(node, 2.0 if node == "c" else 1.0)
+    run.restored(3)
+    run.all_vote()
+    run.all_applied()
+    assert run.epoch.hosts == tuple("abcdef")
+    assert placement_of(run.die("e")) == ("a", "b")
+
+
+def test_with_one_word_against_another_nobody_is_struck() -> None:
+    run = grid(3)
+    for _ in range(2):
+        actions: list[Action] = []
+        for node in run.epoch.hosts:
+            actions = run.vote(node, 2.0 if node == "a" else 1.0)
+        placed = placement_of(actions)
+        run.restored(3)
+    assert placed == ("a", "b"), "one row goes on: which of the two is right nobody can say"
+    run.vote("a", 2.0)
+    actions = run.vote("b")
+    assert of_kind(actions, RecordCommit) and notes(actions) == []
+
+
+def test_of_two_rows_that_differ_a_spare_decides() -> None:
+    run = grid(3, nodes="abcdx")
+    for attempt in range(2):
+        actions: list[Action] = []
+        for node in run.epoch.hosts:
+            actions = run.vote(node, 2.0 if node == "a" else 1.0)
+        if attempt == 0:
+            run.restored(3)
+    assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=3)]
+    assert "once a spare has the place of node c, to tell who is wrong" in notes(actions)[0]
+    assert placement_of(run.stored(3)) == ("a", "b", "x", "d")
+    for node in "abd":
+        run.placed(node, 3)
+    assert restore_of(run.placed("x")).step == 3
+    run.all_ready()
+    for node in run.epoch.hosts:
+        actions = run.vote(node, 2.0 if node == "a" else 1.0)
+    assert "it runs again, without node a" in notes(actions)[0]
+    assert placement_of(actions) == ("x", "d")
+    run.restored(3)
+    actions = run.all_vote()
+    assert of_kind(actions, RecordCommit)
+    assert notes(actions)[0].startswith("node a: its gradient of step 4 was not that of other nodes")
+    run.all_applied()
+    assert run.machine.quarantined == {} and {"a", "b", "c"} <= set(run.machine.members)
+
+
+def test_a_node_that_spoils_the_sum_of_its_stage_is_found() -> None:
+    """All rows report it; the first to report is left out first, and is not to blame."""
+    run = grid(3)
+    actions = run.vote("a", math.nan)
+    assert placement_of(actions) == ("c", "d")
+    run.restored(3)
+    actions = run.vote("c", math.nan)
+    assert "a" in placement_of(actions) and "c" not in placement_of(actions)
+    run.restored(3)
+    actions = run.all_vote()
+    assert of_kind(actions, RecordCommit)
+    assert any(line.startswith("node c: what it gave for stage 0") for line in notes(actions))
+
+
+# ---- speed
+
+
+def test_groups_go_to_the_faster_row_once_it_is_known_to_be() -> None:
+    run = grid(SHARED_STEPS - 2, every=1000, total=1000)
+    slow, fast = ({"a": one, "b": 1.0, "c": 4.0 - one, "d": 1.0} for one in (1.0, 3.0))
+    for _ in range(REMEMBERED_STEPS):
+        run.machine.row_speeds(slow, 7.0, run.time)
+    assert of_kind(run.steps(1), RecordPlacement) == []
+    run.all_vote()
+    actions = run.all_applied()
+    assert groups_of(actions) == ((0, 1, 2), (3,))
+    assert placement_of(actions) == ("a", "b", "c", "d")
+    assert aborts(actions) == list("abcd")
+    run.restored(SHARED_STEPS)
+    assert run.epoch.groups == ((0, 1, 2), (3,))
+    # One slow step changes nothing, and what changes for good has to last twice as long now.
+    run.machine.row_speeds(fast, 10.0, run.time)
+    assert of_kind(run.steps(SHARED_STEPS), RecordPlacement) == []
+    for _ in range(REMEMBERED_STEPS):
+        run.machine.row_speeds(fast, 10.0, run.time)
+    assert of_kind(run.steps(SHARED_STEPS - 1), RecordPlacement) == []
+    assert groups_of(run.steps(1)) == ((0,), (1, 2, 3))
+
+
+def test_windows_are_planned_for_each_row() -> None:
+    run = grid(1)
+    run.machine.plan_windows(run.epoch.number, (2, 5))
+    run.all_vote()
+    actions = run.all_applied()
+    windows = [m.link_windows for node in "abcd" for m in sent(actions, node) if isinstance(m, Begin)]
+    assert windows == [(2,), (2,), (5,), (5,)]
+
+
+def test_a_single_row_gets_the_same_messages_as_before() -> None:
+    run = Driver(stages=2, groups=1)
+    run.join("ab")
+    run.restored()
+    assert run.epoch.groups == ((0,),) and run.epoch.place_of("b") == "stage 1"
+    assert replace(run.plan, groups=1) == run.plan

@@ -1,0 +1,238 @@
+"""Nodes whose process lives and whose stage does not: they say that they live, and nothing else."""
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from node.run_state.actions import Action, Announce, Released, Send
+from node.run_state.epoch import Phase
+from node.run_state.epoch_series import PLACING_SECONDS
+from node.run_state.failures import FIRST_PATIENCE, LATE_SECONDS, MAX_STRIKES, STEP_PATIENCE
+from tests.support.machine_driver import (
+    Driver,
+    aborts,
+    finishes,
+    of_kind,
+    placement_of,
+    sent,
+    stop_of,
+    units_of,
+)
+from wire.messages import Begin
+
+
+def wait(run: Driver, seconds: float) -> list[Action]:
+    """Let time pass while all go on saying that they live."""
+    return [action for _ in range(int(seconds)) for action in run.tick(1.0)]
+
+
+def windows_of(actions: Sequence[Action]) -> list[tuple[int, ...]]:
+    return [message.link_windows for message in sent(actions) if isinstance(message, Begin)]
+
+
+def test_a_node_that_never_takes_its_stage_is_replaced_by_a_spare() -> None:
+    run = Driver(stages=2)
+    run.join("abc")
+    run.placed("a")
+    assert wait(run, PLACING_SECONDS - 1) == []
+    actions = wait(run, 2)
+    assert "did not take its place within 90 s" in finishes(actions)["b"]
+    assert [released.node_id for released in of_kind(actions, Released)] == ["b"]
+    assert aborts(actions)
+    assert placement_of(actions) == ("a", "c")
+
+
+def test_a_node_that_answered_is_not_blamed_while_others_load() -> None:
+    run = Driver(stages=2)
+    run.join("ab")
+    run.all_placed()
+    assert run.epoch.phase is Phase.RESTORING
+    assert wait(run, 3 * PLACING_SECONDS) == []
+    assert len(windows_of(run.all_ready())) == 2
+
+
+@pytest.mark.parametrize("phase", [Phase.STEPPING, Phase.APPLYING])
+def test_a_node_that_never_ends_a_step_is_replaced_by_a_spare(phase: Phase) -> None:
+    run = Driver(stages=3, every=2).started("abc", 2)
+    run.join("d")
+    answer = run.vote if phase is Phase.STEPPING else run.applied
+    if phase is Phase.APPLYING:
+        run.all_vote()
+    wait(run, 2)
+    answer("c")
+    wait(run, 2)
+    answer("a")
+    (note,) = of_kind(wait(run, STEP_PATIENCE - 5), Announce)
+    assert note.text == "step 3 waits for node b (stage 1): 11 s beyond what is usual"
+    actions = wait(run, 10)
+    assert finishes(actions).keys() == {"b"}
+    assert re.match(r"it did not end step 3 within 3\d s after all others did", finishes(actions)["b"])
+    assert [released.node_id for released in of_kind(actions, Released)] == ["b"]
+    assert placement_of(actions) == ("a", "d", "c")
+    run.restored(2)
+    assert wait(run, LATE_SECONDS) == [], "nobody has answered in the new epoch"
+
+
+def test_stages_of_a_slow_pipeline_can_answer_far_apart() -> None:
+    run = Driver(stages=3).started("abc")
+    assert wait(run, 2 * FIRST_PATIENCE) == [], "nobody has answered, who is to say that somebody is late"
+    run.vote("c", loss=1.0)
+    assert finishes(wait(run, LATE_SECONDS - 5)) == {}, "one of two may wait for the other"
+    run.vote("b")
+    assert finishes(wait(run, 2 * FIRST_PATIENCE)) == {}, "others took as long"
+    assert finishes(wait(run, 4 * LATE_SECONDS)).keys() == {"a"}
+
+
+def test_all_late_nodes_are_restarted() -> None:
+    run = Driver(stages=3).started("abc")
+    run.vote("c", loss=1.0)
+    assert finishes(wait(run, LATE_SECONDS + 5)).keys() == {"a", "b"}
+
+
+def says(run: Driver, seconds: int, **kinds: str) -> list[Action]:
+    """Let time pass while nodes tell what they spend it on."""
+    actions: list[Action] = []
+    for _ in range(seconds):
+        for node, kind in kinds.items():
+            run.machine.heard(node, run.time, kind.replace("_", "-"))
+        actions += run.tick(1.0)
+    return actions
+
+
+def measured(run: Driver) -> Driver:
+    """One more step, whose length is measured."""
+    wait(run, 1)
+    run.all_vote()
+    wait(run, 1)
+    run.all_applied()
+    return run
+
+
+def test_an_idle_node_is_replaced_even_if_nobody_can_answer() -> None:
+    run = Driver(stages=4, every=2).started("abcd", 2)
+    run.hello("x")
+    (note,) = of_kind(says(run, 15, a="wait_downstream", b="wait_coordinator", c="wait_upstream"), Announce)
+    assert note.text == "step 3 waits for node b (stage 1): 11 s beyond what is usual"
+    waiting = {"a": "wait_downstream", "c": "wait_upstream", "d": "wait_upstream"}
+    assert finishes(says(run, 14, b="wait_coordinator", **waiting)) == {}
+    actions = says(run, 4, b="wait_coordinator", **waiting)
+    assert finishes(actions) == {"b": "it did nothing in step 3, which waits for it: start it again"}
+    assert placement_of(actions) == ("a", "x", "c", "d")
+
+
+def test_a_node_that_reports_progress_gets_more_time_but_not_unlimited() -> None:
+    run = measured(Driver(stages=3, every=2).started("abc", 1))
+    run.hello("x")
+    kinds = {"a": "wait_downstream", "b": "backward", "c": "wait_upstream"}
+    assert finishes(says(run, int(2 * STEP_PATIENCE) - 1, **kinds)) == {}
+    assert finishes(says(run, 6, **kinds)).keys() == {"b"}
+
+
+def test_one_of_two_nodes_that_wait_for_each_other_gives_up_its_stage() -> None:
+    run = measured(Driver(stages=3, every=2).started("abc", 1))
+    run.hello("x")
+    kinds = {"a": "wait_downstream", "b": "wait_upstream", "c": "wait_upstream"}
+    actions = says(run, int(2 * STEP_PATIENCE) + 6, **kinds)
+    assert finishes(actions) == {}
+    assert "x" in placement_of(actions) and "c" in placement_of(actions)
+    (note,) = of_kind(actions, Announce)
+    assert "it and stage 1 say that each waits for the other: a spare takes stage" in note.text
+
+
+def test_only_an_idle_node_is_called_stuck_in_a_step_of_unknown_length() -> None:
+    run = Driver(stages=3).started("abc")
+    kinds = {"a": "wait_downstream", "b": "forward", "c": "wait_upstream"}
+    assert finishes(says(run, int(LATE_SECONDS), **kinds)) == {}
+    kinds["b"] = "wait_coordinator"
+    assert finishes(says(run, 2, **kinds)).keys() == {"b"}
+
+
+def test_a_node_that_never_loads_its_state_is_replaced() -> None:
+    run = Driver(stages=2, every=2).started("ab", 2)
+    run.hello("x")
+    run.failed("a")
+    run.all_placed(2)
+    run.ready("a")
+    actions = wait(run, FIRST_PATIENCE + 2)
+    assert finishes(actions).keys() == {"b"}
+    assert placement_of(actions) == ("a", "x")
+
+
+def test_a_node_that_is_late_again_and_again_is_shut_out() -> None:
+    run = Driver(stages=2, every=1, steps=40).started("ab", 2)
+    shut_out = []
+    for _ in range(MAX_STRIKES):
+        run.vote("a")
+        actions = wait(run, FIRST_PATIENCE + 2)
+        shut_out = [note.text for note in of_kind(actions, Announce) if "shut out" in note.text]
+        run.hello("b", again=True)
+        if run.machine.epoch is not None:
+            run.restored(2)
+    assert run.machine.quarantined.keys() == {"b"}
+    assert shut_out[0].startswith("node b is shut out: it did not end step 3 within")
+
+
+# ---- snapshots
+
+
+def test_a_node_that_does_not_hand_in_its_layers_is_replaced() -> None:
+    run = Driver(stages=2, every=2, steps=4).started("ab", 3)
+    run.hello("x")
+    run.all_vote()
+    run.all_applied()
+    for unit in units_of(2)[0]:
+        run.machine.layer_received(4, unit, run.time)
+    actions = wait(run, 65)
+    assert [note.text for note in of_kind(actions, Announce)] == [
+        "the snapshot of step 4 waits for node b",
+        "node b is replaced: it did not hand in its layers of step 4 within 61 s",
+    ]
+    assert placement_of(actions) == ("a", "x")
+    run.restored()
+    assert run.epoch.step == 2, "the spare begins with what is on disk, and comes to the same"
+    run.steps(2, store=False)
+    assert stop_of(run.stored(4)).reason == "all steps are done"
+
+
+def test_a_run_that_is_to_end_says_what_is_missing() -> None:
+    run = Driver(stages=2, every=2, steps=9).started("ab", 3)
+    run.stop()
+    run.all_vote()
+    run.all_applied()
+    for unit in units_of(2)[0]:
+        run.machine.layer_received(4, unit, run.time)
+    end = stop_of(wait(run, 65))
+    assert end.reason == "asked to stop; node b did not hand in its layers; the snapshot of step 2 is intact"
+
+
+def test_a_suspended_coordinator_calls_nobody_late() -> None:
+    run = Driver(stages=3).started("abc")
+    run.vote("c", loss=1.0)
+    wait(run, LATE_SECONDS - 10)
+    for node in "abc":
+        run.machine.heard(node, run.time + 600)
+    run.time += 600
+    assert run.machine.tick(run.time, unseen=600) == []
+    run.all_vote()
+    assert len(run.all_applied()) > 0
+
+
+def test_a_plan_for_the_links_holds_from_the_next_step_on_and_for_all_stages() -> None:
+    run = Driver(stages=3).started("abc")
+    assert set(windows_of(run.steps(1))) == {()}
+    run.machine.plan_windows(run.epoch.number, (2, 1))
+    # One that asks again in the step that runs hears what the others heard.
+    assert windows_of([Send(node_id="a", message=m) for m in run.epoch.outstanding("a")]) == [()]
+    assert windows_of(run.steps(1)) == [(2, 1)] * 3
+
+
+def test_a_plan_outlives_its_epoch_but_not_its_number_of_stages() -> None:
+    run = Driver(stages=3, min_stages=2).started("abc")
+    run.machine.plan_windows(run.epoch.number, (2, 1))
+    run.machine.plan_windows(run.epoch.number - 1, (3, 3))
+    assert run.epoch.planned_windows == (2, 1)
+    run.die("c")
+    wait(run, 30)
+    assert run.epoch.hosts == ("a", "b")
+    assert len(run.epoch.planned_windows) == 0

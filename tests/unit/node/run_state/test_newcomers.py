@@ -1,0 +1,226 @@
+"""Nodes that come to a run of rows follow its steps, and enter between two of them without a wait."""
+
+import random
+
+import pytest
+
+from node.run_state.actions import Action, Announce, OpenSnapshot, RecordPlacement
+from node.run_state.epoch import Phase
+from node.run_state.newcomers import MOST_STEPS
+from tests.support.machine_driver import (
+    Driver,
+    follows,
+    of_kind,
+    placement_of,
+    prefetches,
+    restore_of,
+    sent,
+)
+from tests.support.machine_world import World
+from wire.messages import Begin, Follow, FollowStep, PlacedStage
+
+EVERY = 50
+SOURCES = {0: (PlacedStage(node_id="a", address="a:1"),), 1: (PlacedStage(node_id="b", address="b:1"),)}
+
+
+def grid(steps: int = 1, *, nodes: str = "ab", groups: int = 4) -> Driver:
+    """A row of two stages in step `steps`; the next snapshot that is due is far away."""
+    return Driver(stages=2, groups=groups, every=EVERY, steps=200, follows=True).started(nodes, steps)
+
+
+def step(run: Driver) -> list[Action]:
+    """What the vote and the end of a step lead to."""
+    return run.all_vote() + run.all_applied()
+
+
+def keeps_sums(actions: list[Action]) -> set[bool]:
+    return {message.keep_sums for message in sent(actions) if isinstance(message, Begin)}
+
+
+def followed(run: Driver) -> Driver:
+    """x and y have come in step 1 and hold the snapshot of step 2, and the run is in step 2."""
+    run.join("xy")
+    step(run)
+    run.stored(2)
+    for node in "xy":
+        run.following(node, 2, 2)
+    return run
+
+
+def test_when_a_row_could_enter_a_snapshot_is_taken_and_steps_go_on() -> None:
+    run = grid()
+    run.join("x")
+    assert of_kind(step(run), OpenSnapshot) == [], "one node is no row"
+    run.join("y")
+    actions = step(run)
+    assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=3)]
+    assert keeps_sums(actions) == {True}
+    assert (run.epoch.phase, run.epoch.step) == (Phase.STEPPING, 3)
+
+
+def test_newcomers_get_the_snapshot_and_then_every_step_since() -> None:
+    run = grid()
+    run.join("xy")
+    step(run)
+    assert follows(step(run)) == {}, "the snapshot of step 2 is on its way"
+    actions = run.stored(2)
+    assert prefetches(actions) == {}, "they fetch it once"
+    orders = follows(actions)
+    lineage = run.epoch.lineage
+    assert [orders[node][0] for node in "xy"] == [
+        Follow(step=2, stage=stage, stages=2, lineage=lineage, sources=SOURCES[stage]) for stage in (0, 1)
+    ]
+    (told,) = orders["y"][1:]
+    assert isinstance(told, FollowStep) and (told.snapshot, told.step, told.lr) == (2, 2, 2.5)
+    assert told.norms == {3: 1.0, 4: 0.0, 5: 0.0}, "of its own stage"
+    (next_one,) = follows(step(run))["x"]
+    assert isinstance(next_one, FollowStep) and next_one.step == 3
+
+
+def test_they_enter_between_two_steps_and_nothing_is_loaded() -> None:
+    run = followed(grid())
+    actions = step(run)
+    assert placement_of(actions) == ("a", "b", "x", "y")
+    assert follows(actions).keys() == {"x", "y"}, "they still hear of the last step, before their places"
+    assert [type(message).__name__ for message in sent(actions, "x")] == ["FollowStep", "Placement"]
+    for node in "abx":
+        run.placed(node, 3)
+    assert restore_of(run.placed("y", 3)).step == 3
+    assert keeps_sums(run.all_ready()) == {False}
+    assert run.epoch.rows == 2
+
+
+def test_nobody_waits_for_one_that_is_behind() -> None:
+    run = grid()
+    run.join("xy")
+    step(run)
+    run.stored(2)
+    run.following("x", 2, 2)
+    for _ in range(3):
+        assert of_kind(step(run), RecordPlacement) == []
+    for node in "xy":
+        run.following(node, 2, 5)
+    assert placement_of(step(run)) == ("a", "b", "x", "y")
+
+
+def test_one_that_does_not_hold_the_state_after_all_costs_the_others_nothing() -> None:
+    run = followed(grid())
+    step(run)
+    run.placed("a", 3)
+    actions = run.placed("x", 2)
+    assert placement_of(actions) == ("a", "b")
+    run.placed("a", 3)
+    assert restore_of(run.placed("b", 3)).step == 3
+
+
+def test_one_of_another_lineage_does_not_enter() -> None:
+    run = followed(grid())
+    step(run)
+    assert placement_of(run.placed("x", 3, lineage=run.lineage + 5)) == ("a", "b")
+
+
+@pytest.mark.parametrize("how", ["it dies", "it leaves", "it says that it cannot"])
+def test_a_newcomer_that_is_lost_ends_the_attempt(how: str) -> None:
+    run = followed(grid())
+    match how:
+        case "it dies":
+            actions = run.die("y")
+        case "it leaves":
+            actions = run.leave("y")
+        case _:
+            actions = run.following("y", 2, 0, failed="no room")
+    assert follows(actions)["x"] == [Follow(step=2)], "the other one stops"
+    assert of_kind(actions, Announce)[-1 if how == "it leaves" else 0].text.startswith("no row enters")
+    run.join("z")
+    assert keeps_sums(step(run)) == {False}, "until a snapshot is due"
+
+
+def test_one_that_cannot_follow_enters_at_a_snapshot_that_is_due() -> None:
+    run = followed(grid())
+    run.following("y", 2, 0, failed="no room")
+    run.steps(EVERY - 3)
+    actions = step(run)
+    assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=EVERY)]
+    assert run.epoch.phase is Phase.IDLE, "all wait, once"
+    assert placement_of(run.stored(EVERY)) == ("a", "b", "x", "y")
+
+
+def test_one_that_cannot_keep_up_is_told_to_stop() -> None:
+    run = grid()
+    run.join("xy")
+    step(run)
+    run.stored(2)
+    run.following("x", 2, 2)
+    for _ in range(MOST_STEPS):
+        step(run)
+        run.following("x", 2, run.epoch.step)
+    assert follows(run.all_vote()) == {"x": [Follow(step=2)], "y": [Follow(step=2)]}
+
+
+def test_a_host_that_dies_ends_the_attempt_and_the_next_one_begins_at_once() -> None:
+    run = Driver(stages=2, groups=4, every=EVERY, steps=200, follows=True).started("abcd", 1)
+    followed(run)
+    actions = run.die("c")
+    assert follows(actions)["x"] == [Follow(step=2)] and placement_of(actions) == ("a", "b")
+    run.placed("a", 2)
+    run.placed("b", 2)
+    actions = run.all_ready()
+    assert follows(actions).keys() == {"d", "x"}, "the snapshot is there: the nodes of the broken row too"
+    assert keeps_sums(actions) == {True}
+
+
+def test_a_newcomer_that_reconnects_is_told_again() -> None:
+    run = followed(grid())
+    run.machine.disconnected("x", run.time)
+    assert of_kind(step(run), RecordPlacement) == [], "it might be gone"
+    told = follows(run.hello("x"))["x"]
+    assert [type(one).__name__ for one in told] == ["Follow", "FollowStep"]
+    run.following("x", 2, 3)
+    run.following("y", 2, 3)
+    assert placement_of(step(run)) == ("a", "b", "x", "y")
+
+
+def test_there_is_nothing_to_follow_where_gradients_are_not_summed_by_groups() -> None:
+    run = Driver(stages=2, groups=4, every=EVERY, steps=200).started("ab", 1)
+    run.join("xy")
+    assert of_kind(step(run), OpenSnapshot) == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_replicas_die_and_join_by_seeded_schedules(seed: int) -> None:
+    """Whatever they do, every step ends with the one right outcome, which the world asserts."""
+    rng = random.Random(seed)
+    world = World(
+        stages=2,
+        min_stages=2,
+        total_steps=30,
+        snapshot_every=rng.choice([3, 10]),
+        groups=4,
+        most_rows=3,
+        follows=True,
+    )
+    for _ in range(2):
+        world.add_node()
+    world.run(400, rng)
+    for _ in range(4):
+        world.add_node()
+    for _ in range(6):
+        world.run(rng.randrange(20, 150), rng)
+        world.check_nodes()
+        node = rng.choice(world.nodes)
+        match rng.randrange(5):
+            case 0 if node.alive:
+                node.die()
+                node.start()
+            case 1 if world.sessions:
+                rng.choice(world.sessions).broken = True
+            case 2:
+                world.tick(1.5)
+            case 3:
+                world.add_node()
+            case 4 if node.alive:
+                node.leave()
+            case _:
+                pass
+    assert world.settle().reason == "all steps are done"
+    assert max(world.disk.snapshots) == 30 == len(world.disk.commits)
