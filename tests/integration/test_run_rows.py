@@ -116,17 +116,19 @@ def test_a_row_enters_while_steps_go_on(prefork: Prefork, tmp_path: Path) -> Non
 def test_a_node_that_is_started_again_is_back_in_its_row_before_the_next_snapshot(
     prefork: Prefork, tmp_path: Path
 ) -> None:
-    later = replace(HOLD, step=12)
+    early, later = replace(HOLD, step=6), replace(HOLD, step=12)
     kill = Fault(kind=Kind.KILL, phase=Phase.BACKWARD, stage=1, step=2)
-    with FaultRun(tmp_path, LONG, [HOLD, later, kill], launch=prefork.popen) as run:
+    with FaultRun(tmp_path, LONG, [HOLD, early, later, kill], launch=prefork.popen) as run:
         with held(run, later):
-            with held(run, HOLD):
-                run.start()
-                run.add_nodes(4)
-                assert run.tend(until=until_joined(4)) is None
-            # Where steps are slow it would else be back before the next one is done.
-            assert run.tend(until=five_steps_are_done, restart=False) is None
-            run.add_node(state_dir=run.state_dirs[run.killed[0]])
+            with held(run, early):
+                with held(run, HOLD):
+                    run.start()
+                    run.add_nodes(4)
+                    assert run.tend(until=until_joined(4)) is None
+                # Where steps are slow it would else be back before the next one is done.
+                assert run.tend(until=five_steps_are_done, restart=False) is None
+                run.add_node(state_dir=run.state_dirs[run.killed[0]])
+                assert run.tend(until=until_joined(1)) is None
             assert run.tend(until=the_state_is_here) is None
         run.assert_ends_undisturbed()
         # Which row computes how many groups then depends on what was measured.

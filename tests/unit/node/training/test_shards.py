@@ -158,8 +158,7 @@ def test_a_resume_reads_the_tokens_that_are_there(tmp_path: Path, monkeypatch: p
     first = sharded(config)
     expected = [first.batch(step) for step in range(60)]
     first.close()
-    fresh = sharded(config)
-    parts = fresh.streams[0].tokenized._folder
+    parts = first.streams[0].tokenized._folder
     kept = sorted(parts.glob("*.json"))
     for path in kept[len(kept) // 2 :]:
         path.unlink()
