@@ -77,14 +77,13 @@ KEPT3 = (Choice.KEPT,) * 3
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_moved_activations_come_back_with_the_same_bits(case: str, stage: int) -> None:
+    """On the last stage everything moves, on the first only some of it."""
     run = config(case)
-    wanted = steps(run, KEPT3, stage=stage)
-    input_moved = replace(Choice.AGAIN, moved=(offload.ALL,))
-    again = Choice.KEPT if run.lora.dropout else input_moved
-    for choices in ((ALL, ALL, ALL), (again, ALL, Choice.KEPT), (again, again, again)):
-        host = LateHostMemory()
-        assert same(steps(run, choices, host, stage=stage), wanted)
-        assert host.copied_out > 0 or all(not choice.moved for choice in choices)
+    again = Choice.KEPT if run.lora.dropout else replace(Choice.AGAIN, moved=(offload.ALL,))
+    choices = (ALL, ALL, ALL) if stage else (again, ALL, Choice.KEPT)
+    host = LateHostMemory()
+    assert same(steps(run, choices, host, stage=stage), steps(run, KEPT3, stage=stage))
+    assert host.copied_out > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
