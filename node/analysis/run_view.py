@@ -302,6 +302,8 @@ class RunView:
     recoveries: int
     replayed: int
     """Committed steps that ran again after a rollback."""
+    replays_to: int = 0
+    """Steps up to this one run again; 0 when the run is past what it had done."""
     token_uses: int | None = None
     """Nodes that the run's join tokens still admit; None if unknown."""
     bottleneck: tuple[str, ...] = ()

@@ -296,6 +296,7 @@ class RunViewBuilder:
             aborted=self._aborted,
             recoveries=self._recoveries,
             replayed=self._replayed,
+            replays_to=self._highest_step if self._highest_step > done else 0,
             token_uses=self._token_uses,
             bottleneck=(),
             events=tuple(self._events),

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from node.display.status import RunStatus
 
+GONE = "gone"
+STEPS = ("training", "replaying")
+"""States in which the speed of the newest step is the run's."""
+GOES_ON = (*STEPS, "waiting for nodes")
 _OF_A_LINK = ("source", "target", "source_replica", "target_replica", "path", "why_not_direct")
 
 
@@ -42,12 +46,13 @@ def run(args: argparse.Namespace) -> int:
     view = HistoryWatch(directory).view()
     bottleneck = view.bottleneck
     snapshots = [snapshot.step for snapshot in complete]
-    age = max(0.0, now - complete[-1].created) if complete else None
     # The database counts steps from 0.
     done = last.step + 1 if last else 0
     steps = json.loads(record.config_json)["run"]["steps"]
     alive = coordinator_alive(status) if status else False
-    state = run_state(status, alive, complete=done >= steps)
+    state = run_state(status, alive, complete=done >= steps, replays_to=view.replays_to)
+    # A run that does not go on has no age that matters.
+    age = max(0.0, now - complete[-1].created) if complete and state in GOES_ON else None
     if args.json:
         whole = {
             "run_id": record.run_id,
@@ -69,40 +74,48 @@ def run(args: argparse.Namespace) -> int:
     if last:
         lines.append(f"loss      {last.loss:.4f} in step {done}")
     if status:
-        lines += _live_lines(status, now, alive)
-    lines += [f"slow      {sentence}" for sentence in bottleneck]
+        lines += _live_lines(status, now, alive, steps=state in STEPS)
+    if state in GOES_ON:
+        lines += [f"slow      {sentence}" for sentence in bottleneck]
     lines += [f"path      {sentence}" for sentence in path_sentences(view)]
     lines.append(f"nodes     {len(members)} admitted since the run began")
     newest = f", the newest {duration_text(age)} old" if age is not None else ""
     lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}{newest}")
     lines.append(f"tokens    {usable} usable")
-    if state == "stopped":
+    if state in ("stopped", GONE):
         lines.append(f"go on with: thinwire resume {directory}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
-def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool) -> str:
-    """One word or two: `finished`, `failed`, `training`, `waiting for nodes`, `stopped`, `not seen here`.
+def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool, replays_to: int = 0) -> str:
+    """`finished`, `failed`, `training`, `replaying`, `waiting for nodes`, `stopped`, `gone`, `not seen here`.
+
+    `gone` is a coordinator that died without ending its run, `replaying` one whose steps ran before.
 
     Args:
         alive: whether the coordinator's process lives; None when it ran on another machine.
         complete: whether the last step of the run is committed.
+        replays_to: the last step that runs again; 0 if none does.
     """
     if status and status.finished:
         ended = "finished" if complete else "stopped"
         return "failed" if status.finished.failed else ended
     if alive is None:
         return "not seen here"
-    if not status or not alive:
+    if not status:
         return "stopped"
+    if not alive:
+        return GONE
     connected = {node.node_id for node in status.nodes}
     placed = status.placement is not None and connected.issuperset(status.placement.nodes)
-    return "training" if placed else "waiting for nodes"
+    if not placed:
+        return "waiting for nodes"
+    return "replaying" if replays_to else "training"
 
 
-def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str]:
-    """The coordinator's last report; `alive` as for `run_state`."""
+def _live_lines(status: "RunStatus", now: float, alive: bool | None, *, steps: bool) -> list[str]:
+    """The coordinator's last report; `alive` as for `run_state`. `steps`: whether its last step is news."""
     from node.display.render import SHORT_ID, stage_rows
     from node.telemetry.format import count_text, duration_text, named, printable, table_lines
 
@@ -123,7 +136,7 @@ def _live_lines(status: "RunStatus", now: float, alive: bool | None) -> list[str
     if called and alive is not False:
         lines.append(printable(f"names     {', '.join(called)}"))
     lines += [printable(f"gone      {left.node_id[:SHORT_ID]}: {left.reason}") for left in status.gone]
-    if status.step:
+    if status.step and steps:
         lines.append(f"speed     {count_text(status.step.tokens_per_second)} tokens/s")
         across = status.placement.stages if status.placement else 0
         lines += table_lines(*stage_rows(status.step, nodes, across))

@@ -306,3 +306,11 @@ def test_a_node_waiting_in_the_lobby_is_not_a_spare() -> None:
     seen = view(history(lobby, placed(), step(1), gone))
     assert (seen.state, seen.spares) == ("waiting for nodes", 0)
     assert seen.eta_seconds is None and view(history(lobby, placed(), step(1))).eta_seconds == 99.0
+
+
+def test_a_run_replays_until_it_is_past_what_it_had_done() -> None:
+    before = history(opening(), *(step(number) for number in range(1, 6)), aborted(6), placed(2, step=3))
+    back = [event for _, event in before]
+    assert view(history(back)).replays_to == 5
+    assert view(history(back, step(4))).replays_to == 5
+    assert view(history(back, step(4), step(5))).replays_to == 0

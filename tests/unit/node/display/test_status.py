@@ -219,7 +219,8 @@ def test_the_state_in_words(tmp_path: Path) -> None:
     assert state(now, True) == "waiting for nodes"
     assert state(running, True) == "training"
     assert state(replace(running, nodes=NODES[:1]), True) == "waiting for nodes"
-    assert state(running, False) == "stopped"
+    assert state(running, False) == "gone"
+    assert run_state(running, True, complete=False, replays_to=9) == "replaying"
     assert state(running, None) == "not seen here"
     for failed, complete, word in (
         (False, True, "finished"),
@@ -326,5 +327,24 @@ def test_a_coordinator_that_was_killed_has_no_page_and_no_nodes(
     (run_dir / STATUS_FILE).write_text(replace(status, process_id=dead.pid).to_json())
     assert main(["status", str(run_dir)]) == 0
     out = capsys.readouterr().out
-    assert ": stopped, 2 of 300 steps" in out
+    assert ": gone, 2 of 300 steps" in out and f"go on with: thinwire resume {run_dir}" in out
     assert "page " not in out and "connected" not in out
+
+
+def test_a_run_that_waits_or_is_gone_shows_no_speed_of_earlier(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", str(run_dir)]) == 0
+    assert "speed     128 tokens/s" in capsys.readouterr().out
+    status = read_status(run_dir)
+    assert status is not None and status.step is not None
+    (run_dir / STATUS_FILE).write_text(replace(status, nodes=NODES[:1]).to_json())
+    assert main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert ": waiting for nodes" in out and "speed" not in out and "snapshots 1, the newest" in out
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass  # it has ended, and was waited for
+    (run_dir / STATUS_FILE).write_text(replace(status, process_id=dead.pid).to_json())
+    assert main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert ": gone, " in out and "speed" not in out and "snapshots 1\n" in out
