@@ -230,16 +230,16 @@ class Front:
         connection, loop = self._silent.pop(number), asyncio.get_running_loop()
         loop.remove_reader(connection)
         self._drop(self._admission.spoke(number, self._now()))
-        task = (
-            self._pass_on(connection) if self._pass_on else loop.create_task(self._splice(number, connection))
-        )
+        if self._pass_on is None:
+            self._splice(number, connection)
+            return
+        task = self._pass_on(connection)
         self._tasks[task] = number
         task.add_done_callback(self._passed_on)
 
     def _passed_on(self, task: "asyncio.Future[None]") -> None:
         number = self._tasks.pop(task)
-        if self._pass_on is not None:
-            self._forget(number)
+        self._forget(number)
         if (
             not task.cancelled()
             and (error := task.exception()) is not None
@@ -247,9 +247,7 @@ class Front:
         ):
             raise error
 
-    async def _splice(self, number: int, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        pipe = Pipe(lambda: self._forget(number))
+    def _splice(self, number: int, connection: socket.socket) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             inner = self._connect_backend(number)
@@ -259,18 +257,8 @@ class Front:
             connection.close()
             self._forget(number)
             return
-        self._pipes[number] = pipe
-        try:
-            await loop.create_unix_connection(lambda: pipe.inner, sock=inner)
-            await loop.connect_accepted_socket(lambda: pipe.outer, connection)
-        except BaseException:
-            pipe.abort()
-            inner.close()
-            connection.close()
-            self._forget(number)
-            raise
-        if number not in self._pipes:  # dropped in the meantime
-            pipe.abort()
+        pipe = self._pipes[number] = Pipe(lambda: self._forget(number))
+        pipe.join(connection, inner)
 
     def _connect_backend(self, number: int) -> socket.socket:
         inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

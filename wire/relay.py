@@ -23,7 +23,7 @@ from wire.descriptors import raise_limit
 from wire.front import Front
 from wire.identity.names import is_node_id, join_address
 from wire.pacing import Pacer
-from wire.splice import Pipe, splice
+from wire.splice import Pipe
 from wire.tls_socket import TlsSocket
 
 PROTOCOL_NAME = "thinwire-relay"
@@ -211,9 +211,9 @@ class Relay:
             if isinstance(error, OSError):
                 return
             raise
-        await self._ask(tls, node, peer, request[:1])
+        self._ask(tls, node, peer, request[:1])
 
-    async def _ask(self, tls: TlsSocket, node: str, peer: str, role: bytes) -> None:
+    def _ask(self, tls: TlsSocket, node: str, peer: str, role: bytes) -> None:
         number = next(self._numbers)
         answer = self._rendezvous.ask(number, node, peer, role)
         for oldest in answer.dropped:
@@ -232,7 +232,7 @@ class Relay:
         elif role == TOGETHER:
             self._tell_both(number, answer.joined_with)
         else:
-            await self._join(number, answer.joined_with)
+            self._join(number, answer.joined_with)
 
     def _tell_both(self, number: int, other: int) -> None:
         """Tell each the other's address; they hang up when they have dialled."""
@@ -252,7 +252,7 @@ class Relay:
             self._rendezvous.gone(one)
             loop.call_later(TELL_SECONDS, self._close, one)
 
-    async def _join(self, number: int, other: int) -> None:
+    def _join(self, number: int, other: int) -> None:
         mine, theirs = self._waiting.pop(number), self._waiting.pop(other)
         asyncio.get_running_loop().remove_reader(theirs.socket)
         pipe = Pipe(lambda: self._ended(number, other, pipe), self._pacer)
@@ -261,14 +261,12 @@ class Relay:
         try:
             for end in (mine, theirs):
                 end.write_now(YES)
-            await splice(mine.socket, theirs.socket, pipe)
         except OSError:
             for end in (mine, theirs):
                 end.socket.close()
             self._ended(number, other, pipe)
             return
-        if number not in self._pipes:  # dropped in the meantime
-            pipe.abort()
+        pipe.join(mine.socket, theirs.socket)
 
     def _ended(self, number: int, other: int, pipe: Pipe) -> None:
         if self._pipes.pop(number, None) is not None:

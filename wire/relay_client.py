@@ -25,7 +25,7 @@ from wire.front import private_directory
 from wire.identity.names import split_address
 from wire.pacing import RECONNECT_SECONDS, Backoff
 from wire.relay import ACCEPT, DIAL, PROTOCOL_NAME, TOGETHER, YES, keep_alive
-from wire.splice import Pipe, splice
+from wire.splice import Pipe
 from wire.tls_socket import TlsSocket, mutual_context
 
 log = logging.getLogger(__name__)
@@ -150,10 +150,7 @@ class RelayClient:
 
         pipe = Pipe(closed)
         self._pipes[pipe] = peer, together
-        try:
-            await splice(outer, local, pipe)
-        except OSError:
-            self._pipes.pop(pipe, None)
+        pipe.join(outer, local)
 
     async def _offer_one(self, peer: str, take: Callable[[socket.socket], None], together: bool) -> None:
         trouble = self.trouble_together if together else self.trouble
