@@ -281,6 +281,8 @@ class Begin:
     """Keep this step's summed gradients, packed: newcomers fetch them."""
     audited: tuple[int, ...] = ()
     """Gradient groups of another row, to compute as well and only to give their digests."""
+    waited_seconds: float = 0.0
+    """Of the node's wait since its last answer: how long other stages had not answered yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +291,8 @@ class Commit:
     step: int
     clip_coefficient: float
     lr: float
+    waited_seconds: float = 0.0
+    """As in `Begin`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,6 +391,8 @@ class Validate:
     step: int
     number: int
     microbatches: int
+    waited_seconds: float = 0.0
+    """As in `Begin`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -427,6 +427,7 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 link_windows=tuple(begin.link_windows),
                 keep_sums=begin.keep_sums,
                 audited=tuple(begin.audited),
+                waited_seconds=amount(begin.waited_seconds, "a wait"),
             )
         case "commit":
             return _commit_from_proto(message.commit)
@@ -440,6 +441,7 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 step=command.step,
                 number=command.number,
                 microbatches=command.microbatches,
+                waited_seconds=amount(command.waited_seconds, "a wait"),
             )
         case "prefetch":
             wanted = message.prefetch
@@ -546,6 +548,7 @@ def _commit_from_proto(message: control_pb2.Commit) -> Commit:
         step=message.step,
         clip_coefficient=amount(message.clip_coefficient, "a clip coefficient"),
         lr=amount(message.lr, "a learning rate"),
+        waited_seconds=amount(message.waited_seconds, "a wait"),
     )
 
 

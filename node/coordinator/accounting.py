@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from node.telemetry.costs import Ledger, LinkSums, Place, StageSums
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
+from wire.messages import Begin, Commit, CoordinatorMessage, Validate
 from wire.telemetry import LinkReport, Telemetry, known_path
 
 CLOCK_RATIO = 1.01
@@ -166,6 +167,25 @@ class Accounting:
             queued_bytes=newest.queued_bytes if newest else 0,
             path=known_path(newest.path) if newest else "",
         )
+
+
+class Answers:
+    """When nodes answered last: tells who waited for whom. Seconds on any monotonic clock."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, float] = {}
+        self._newest = 0.0
+
+    def came(self, node_id: str, now: float) -> None:
+        """A node has voted, or is done with what was asked of all."""
+        self._at[node_id] = self._newest = now
+
+    def told(self, node_id: str, message: CoordinatorMessage) -> CoordinatorMessage:
+        """With the time that this node waited for other nodes, if the message goes on from their answers."""
+        if isinstance(message, Begin | Commit | Validate):
+            waited = self._newest - self._at.get(node_id, self._newest)
+            return replace(message, waited_seconds=waited)
+        return message
 
 
 def longest_kind(before: Telemetry, after: Telemetry) -> str:

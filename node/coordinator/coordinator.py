@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from node import faults
 from node.config.schema import RunConfig
-from node.coordinator.accounting import Accounting, longest_kind
+from node.coordinator.accounting import Accounting, Answers, longest_kind
 from node.coordinator.changes import Changes
 from node.coordinator.decisions import record_codecs
 from node.coordinator.disk import Disk
@@ -179,6 +179,7 @@ class Coordinator:
         )
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._sessions = Sessions()
+        self._answers = Answers()
         self.relays = RelayDesk(self._sessions.send, config.coordinator.relay)
         self._outcome: Outcome | None = None
         go_on = functools.partial(self._machine.stop, at_once=False, soon=True)
@@ -377,12 +378,12 @@ class Coordinator:
             self._send(node, TakeSnapshot(epoch=epoch.number, step=step))
 
     def _send(self, node_id: str, message: CoordinatorMessage) -> None:
-        """Where a snapshot's layers go, and who relays, is no affair of the state machine."""
+        """Where a snapshot's layers go, who relays and who waited is no affair of the state machine."""
         if isinstance(message, TakeSnapshot) and message.step in self._kept:
             message = replace(message, place=self._kept.place(message.step))
         elif isinstance(message, Placement):
             message = self.relays.with_relays(node_id, message)
-        self._sessions.send(node_id, message)
+        self._sessions.send(node_id, self._answers.told(node_id, message))
 
     def _about(self, corpus_sha256: str, last_epoch: int) -> dict[str, object]:
         epoch = self._machine.epoch
@@ -485,6 +486,8 @@ class Coordinator:
         before = self.accounting.newest.get(node_id, Telemetry())
         if isinstance(message, Ready | Applied | Validated | Heartbeat):
             self._reporter.report(node_id, message.telemetry)
+        if isinstance(message, Ready | Vote | Applied | Validated):
+            self._answers.came(node_id, time.monotonic())
         match message:
             case StepSpans():
                 self._tracer.add(node_id, message)

@@ -106,9 +106,9 @@ def _stage_table(stages: tuple[StageView, ...]) -> list[str]:
     rows_here = 1 + max(stage.replica for stage in stages)
     place = "stage" if rows_here == 1 else "row/stage"
     header = [place, "node", "busy", "forward", "backward", "pack", "unpack", "optimizer"]
-    header += ["wait up", "wait down", "wait coord", "sync", "memory", "gpu"]
+    header += ["wait up", "wait down", "wait votes", "wait coord", "sync", "memory", "gpu"]
     kinds = ("forward", "backward", "encode", "decode", "optimizer")
-    waits = ("wait-upstream", "wait-downstream", "wait-coordinator", "sync")
+    waits = ("wait-upstream", "wait-downstream", "wait-votes", "wait-coordinator", "sync")
     rows = []
     for stage in stages:
         shares = [_percent(stage.shares[k]) if k in stage.shares else "-" for k in (*kinds, *waits)]

@@ -25,7 +25,7 @@ SETTING = ("Mbit/s", "microbatch", "window", "codecs")
 SPENT = {
     "computes": (TimeKind.FORWARD, TimeKind.BACKWARD, TimeKind.OPTIMIZER),
     "waits for packing": (TimeKind.ENCODE, TimeKind.DECODE),
-    "for neighbours": (TimeKind.WAIT_UPSTREAM, TimeKind.WAIT_DOWNSTREAM),
+    "for other stages": (TimeKind.WAIT_UPSTREAM, TimeKind.WAIT_DOWNSTREAM, TimeKind.WAIT_VOTES),
     "for the coordinator": (TimeKind.WAIT_COORDINATOR,),
 }
 """Columns of where a step's time goes."""
@@ -135,7 +135,7 @@ def time_table(cells: Cells) -> Table:
         for stage in range(len(group[0]["stage_seconds"])):
             spent = [
                 statistics.fmean(
-                    sum(cell["stage_seconds"][stage][kind.value] for kind in kinds) for cell in group
+                    sum(cell["stage_seconds"][stage].get(kind.value, 0.0) for kind in kinds) for cell in group
                 )
                 for kinds in SPENT.values()
             ]

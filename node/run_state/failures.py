@@ -340,7 +340,7 @@ def transfer_seconds(size: int, rate: float) -> float:
 
 _WAITS = {TimeKind.WAIT_UPSTREAM: -1, TimeKind.WAIT_DOWNSTREAM: 1}
 """Where the stage is that a node waits for."""
-_IDLE = frozenset({"", TimeKind.WAIT_COORDINATOR})
+_IDLE = frozenset({"", TimeKind.WAIT_VOTES, TimeKind.WAIT_COORDINATOR})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,6 +95,10 @@ class Services(StateServices, Protocol):
         """Whether this step's layers are being saved or are safe."""
         ...
 
+    def waited_for_votes(self, seconds: float) -> None:
+        """The coordinator has answered; so long it waited for other stages."""
+        ...
+
     def count_time(self) -> None:
         """The epoch's first step begins: count time from now on."""
         ...
@@ -210,6 +214,8 @@ class EpochTask:
             self._services.post(self._failure)
 
     async def _execute(self, command: CoordinatorMessage) -> None:
+        if isinstance(command, Begin | Commit | Validate):
+            self._services.waited_for_votes(command.waited_seconds)
         match command:
             case Placement():
                 if self._placed is not None:

@@ -30,7 +30,7 @@ class NodeMeter:
         self._traced = TracedSteps.parse("off")
         self._device = device
         self._epoch = 0
-        self._counted_from: tuple[Times, float] | None = None
+        self._counted_from: Times | None = None
         self._elements_before: Mapping[tuple[Direction, int], int] = {}
 
     def trace(self, steps: TracedSteps) -> None:
@@ -71,7 +71,7 @@ class NodeMeter:
     def count_time(self, clock: StageClock) -> None:
         """Count time from now on: the first step of the epoch begins."""
         if self._counted_from is None:
-            self._counted_from = clock.snapshot(), time.monotonic()
+            self._counted_from = clock.snapshot()
 
     def telemetry(
         self,
@@ -90,9 +90,10 @@ class NodeMeter:
         times: dict[str, float] = {}
         wall = 0.0
         if self._counted_from is not None:
-            before, began = self._counted_from
-            wall = time.monotonic() - began
-            times = {kind.value: spent for kind, spent in difference(clock.snapshot(), before).items()}
+            # A wait that began before the count may not be over.
+            grown = difference(clock.settled(), self._counted_from)
+            times = {kind.value: max(0.0, spent) for kind, spent in grown.items()}
+            wall = sum(times.values())
         # The only reading of the wall clock: everything else uses the monotonic one.
         skew = time.time() - (time.monotonic() + self.sync.offset) if self.sync.known else 0.0
         on_gpu = self._device.type == "cuda"

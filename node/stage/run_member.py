@@ -238,6 +238,9 @@ class RunMember:
     def uploading(self, step: int) -> bool:
         return self._snapshots.uploading(step)
 
+    def waited_for_votes(self, seconds: float) -> None:
+        self._compute.clock.waited_for_votes(seconds)
+
     def count_time(self) -> None:
         self._meter.count_time(self._compute.clock)
 

@@ -62,13 +62,22 @@ class TimeKind(StrEnum):
     OPTIMIZER = "optimizer"
     WAIT_UPSTREAM = "wait-upstream"
     WAIT_DOWNSTREAM = "wait-downstream"
+    WAIT_VOTES = "wait-votes"
+    """For other stages to vote, or to end the step."""
     WAIT_COORDINATOR = "wait-coordinator"
+    """For the coordinator, once every stage has answered it: its disk, its processor and the way to it."""
     SYNC = "sync"
     """After the last backward: gradient groups are summed, with other rows."""
 
 
 WAITS = frozenset(
-    {TimeKind.WAIT_UPSTREAM, TimeKind.WAIT_DOWNSTREAM, TimeKind.WAIT_COORDINATOR, TimeKind.SYNC}
+    {
+        TimeKind.WAIT_UPSTREAM,
+        TimeKind.WAIT_DOWNSTREAM,
+        TimeKind.WAIT_VOTES,
+        TimeKind.WAIT_COORDINATOR,
+        TimeKind.SYNC,
+    }
 )
 """The kinds in which the stage is idle."""
 
@@ -135,11 +144,29 @@ class StageClock:
             if self._ring is not None:
                 self._ring.record(kind, began, self._clock(), key)
 
+    def waited_for_votes(self, most: float) -> None:
+        """The coordinator has answered: of the wait for it, up to `most` seconds were for other stages."""
+        with self._lock:
+            spent = min(max(0.0, most), self._clock() - self._since)
+            if self._kind is TimeKind.WAIT_COORDINATOR and spent > 0:
+                since, self._since = self._since, self._since + spent
+                self._seconds[TimeKind.WAIT_VOTES] += spent
+                if self._ring is not None:
+                    self._ring.record(TimeKind.WAIT_VOTES, since, self._since, self._key)
+
     def snapshot(self) -> dict[TimeKind, float]:
         """Seconds by kind since the clock was made, the running kind up to now."""
         with self._lock:
             seconds = self._seconds.copy()
             seconds[self._kind] += self._clock() - self._since
+            return seconds
+
+    def settled(self) -> dict[TimeKind, float]:
+        """The same without a wait for the coordinator that still runs: its answer says whom it was for."""
+        with self._lock:
+            seconds = self._seconds.copy()
+            if self._kind is not TimeKind.WAIT_COORDINATOR:
+                seconds[self._kind] += self._clock() - self._since
             return seconds
 
 

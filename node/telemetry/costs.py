@@ -40,7 +40,7 @@ def group_seconds(costs: StepCosts, groups: Sequence[int], length: int) -> dict[
         groups: of each row, how many.
         length: microbatches of a group.
     """
-    after = (TimeKind.SYNC, TimeKind.WAIT_COORDINATOR)
+    after = (TimeKind.SYNC, TimeKind.WAIT_VOTES, TimeKind.WAIT_COORDINATOR)
     found = {}
     for stage in costs.stages:
         spent = max(0.0, stage.wall_seconds - sum(stage.seconds.get(kind, 0.0) for kind in after))

@@ -50,6 +50,8 @@ def test_time_and_bytes_are_accounted_for(prefork: Prefork, tmp_path: Path) -> N
             assert times.seconds[kind] > 0
         for step in steps:
             assert 0 <= step.idle[stage] <= 1
+    # The last stage has always voted when the first one does its last backward.
+    assert summary.stages[-1].seconds["wait-votes"] > 0
 
     # Directions sum to what each stage sends and receives, over the link to a tied model's head too.
     for stage in range(STAGES):

@@ -440,30 +440,34 @@ class Restore(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., lineage: _Optional[int] = ..., activation_codecs: _Optional[_Iterable[str]] = ..., gradient_codecs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited")
+    __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited", "waited_seconds")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LINK_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     KEEP_SUMS_FIELD_NUMBER: _ClassVar[int]
     AUDITED_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     link_windows: _containers.RepeatedScalarFieldContainer[int]
     keep_sums: bool
     audited: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ..., audited: _Optional[_Iterable[int]] = ...) -> None: ...
+    waited_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ..., audited: _Optional[_Iterable[int]] = ..., waited_seconds: _Optional[float] = ...) -> None: ...
 
 class Validate(_message.Message):
-    __slots__ = ("epoch", "step", "number", "microbatches")
+    __slots__ = ("epoch", "step", "number", "microbatches", "waited_seconds")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     number: int
     microbatches: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., number: _Optional[int] = ..., microbatches: _Optional[int] = ...) -> None: ...
+    waited_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., number: _Optional[int] = ..., microbatches: _Optional[int] = ..., waited_seconds: _Optional[float] = ...) -> None: ...
 
 class Prefetch(_message.Message):
     __slots__ = ("step", "units", "keep")
@@ -498,16 +502,18 @@ class SendLayers(_message.Message):
     def __init__(self, step: _Optional[int] = ..., units: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("epoch", "step", "clip_coefficient", "lr")
+    __slots__ = ("epoch", "step", "clip_coefficient", "lr", "waited_seconds")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLIP_COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
     LR_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     clip_coefficient: float
     lr: float
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ...) -> None: ...
+    waited_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ..., waited_seconds: _Optional[float] = ...) -> None: ...
 
 class Follow(_message.Message):
     __slots__ = ("step", "stage", "stages", "lineage", "sources")

@@ -11,6 +11,7 @@ export const KINDS = {
   optimizer: "optimizer",
   "wait-upstream": "waits for the stage before",
   "wait-downstream": "waits for the stage after",
+  "wait-votes": "waits for the other stages' votes",
   "wait-coordinator": "waits for the coordinator",
   sync: "sums gradient groups",
 };

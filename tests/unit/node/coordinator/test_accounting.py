@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.coordinator.accounting import CLOCK_RATIO, FASTEST, SLACK_SECONDS, Accounting
+from node.coordinator.accounting import CLOCK_RATIO, FASTEST, SLACK_SECONDS, Accounting, Answers
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import OTHER_CODEC, Place, add_costs, bits_per_element, idle_by_stage, mbit_by_stage
+from wire.messages import Begin, Commit, Finish
 from wire.spec import Direction
 from wire.telemetry import FlowReport, LinkReport, Telemetry
 
@@ -304,3 +305,20 @@ def test_costs_of_steps_that_follow_each_other_are_added() -> None:
     assert bits_per_element(both, "activation") == bits_per_element(first, "activation")
     assert add_costs(replace(first, aborted=True), second) is None
     assert add_costs(first, replace(second, stages=second.stages[:1])) is None
+
+
+def test_a_node_waited_for_votes_until_the_last_answer_came() -> None:
+    answers = Answers()
+    commit = Commit(epoch=1, step=4, clip_coefficient=1.0, lr=0.1)
+    for node, at in (("a", 10.0), ("b", 14.0), ("c", 14.5)):
+        answers.came(node, at)
+    assert [answers.told(node, commit) for node in "abc"] == [
+        replace(commit, waited_seconds=seconds) for seconds in (4.5, 0.5, 0.0)
+    ]
+    answers.came("a", 20.0)
+    begin = Begin(epoch=1, step=5)
+    assert answers.told("b", begin) == replace(begin, waited_seconds=6.0)
+    # One that has not answered yet has not waited, and other messages stay as they are.
+    assert answers.told("d", begin) == begin
+    finish = Finish(reason="over", failed=False)
+    assert answers.told("b", finish) is finish

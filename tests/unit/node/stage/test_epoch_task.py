@@ -123,6 +123,7 @@ class Node:
         self.progress = Progress()
         self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.uploads: list[tuple[int, int]] = []
+        self.waited: list[float] = []
         self.arrives = True
         self.linked: list[tuple[Peer, ...]] = []
         self.fetched: list[tuple[int, str]] = []
@@ -155,6 +156,9 @@ class Node:
 
     def uploading(self, step: int) -> bool:
         return self.arrives
+
+    def waited_for_votes(self, seconds: float) -> None:
+        self.waited.append(seconds)
 
     def count_time(self) -> None:
         pass
@@ -217,8 +221,9 @@ async def test_commands_are_obeyed_in_order() -> None:
         for step in range(2):
             vote = await talk.ask(Begin(epoch=4, step=step))
             assert vote == Vote(epoch=4, step=step, norms={1: 2.0}, loss=None)
-            commit = Commit(epoch=4, step=step, clip_coefficient=0.5, lr=0.25)
+            commit = Commit(epoch=4, step=step, clip_coefficient=0.5, lr=0.25, waited_seconds=2.0)
             assert await talk.ask(commit) == Applied(epoch=4, step=step, telemetry=Telemetry())
+        assert talk.node.waited == [0.0, 2.0, 0.0, 2.0], "before each begin, and before each commit"
         assert talk.node.linked == [BESIDE]
         assert talk.node.stage.log == [
             ("place", 1, 3),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.telemetry.clock import StageClock, TimeKind, difference
+from node.telemetry.clock import SpanRing, StageClock, TimeKind, difference
 
 
 class InventedClock:
@@ -37,6 +37,29 @@ def test_every_moment_goes_to_the_running_kind() -> None:
     expected |= {TimeKind.WAIT_COORDINATOR: 1, TimeKind.FORWARD: 10, TimeKind.WAIT_DOWNSTREAM: 4}
     assert stage.snapshot() == expected
     assert stage.snapshot() == expected, "taking a snapshot must change nothing"
+
+
+def test_a_wait_is_for_votes_as_long_as_the_coordinator_says_and_in_no_report_before() -> None:
+    clock, ring = InventedClock(), SpanRing()
+    stage = StageClock(clock, TimeKind.FORWARD)
+    stage.record(ring)
+    clock.advance(1)
+    stage.switch(TimeKind.WAIT_COORDINATOR)
+    clock.advance(8)
+    assert sum(stage.settled().values()) == 1 and sum(stage.snapshot().values()) == 9
+    stage.waited_for_votes(5)
+    clock.advance(2)
+    stage.switch(TimeKind.OPTIMIZER)
+    spent = {TimeKind.FORWARD: 1.0, TimeKind.WAIT_VOTES: 5.0, TimeKind.WAIT_COORDINATOR: 5.0}
+    assert stage.settled() == stage.snapshot() == {**dict.fromkeys(TimeKind, 0.0), **spent}
+    assert [(span.kind, span.seconds) for span in ring.take()[0]] == list(spent.items())
+    # An answer that comes again, or says more than there was, moves no other time.
+    stage.waited_for_votes(100)
+    clock.advance(1)
+    stage.switch(TimeKind.WAIT_COORDINATOR)
+    clock.advance(3)
+    stage.waited_for_votes(100)
+    assert stage.snapshot()[TimeKind.WAIT_VOTES] == 8 and stage.snapshot()[TimeKind.OPTIMIZER] == 1
 
 
 def test_spent_restores_the_previous_kind_also_nested_and_after_an_error() -> None:
