@@ -78,8 +78,9 @@ def holds_run(directory: Path) -> bool:
 
 def run_began(directory: Path) -> bool:
     """Whether there is a run to resume: not if its coordinator died while creating the database."""
+    from node.coordinator.database import is_empty
     from node.coordinator.rebuild import damage
-    from node.coordinator.store import DATABASE_FILE, is_empty
+    from node.coordinator.store import DATABASE_FILE
 
     return holds_run(directory) and (not is_empty(directory / DATABASE_FILE) or damage(directory) is not None)
 

@@ -408,7 +408,7 @@ class Coordinator:
             seconds=self._reporter.step_seconds,
             committed_at=time.time(),
         )
-        outcome = await self._record(self._store.record_step, record)
+        outcome = await self._record(self._store.record_step, record, commit.norms)
         if outcome is StepOutcome.DIFFERS:
             self._emit(
                 events.Notice(

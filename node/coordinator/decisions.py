@@ -2,7 +2,8 @@
 measured then.
 """
 
-from node.coordinator.store import Store, has_table
+from node.coordinator.database import has_table
+from node.coordinator.store import Store
 from node.pipeline.codec_plan import CodecPlan, RateHistory
 from node.run_state.actions import RecordCodecs
 from wire.errors import ConfigError, UserError

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from node.analysis.checkpoint import read_view
 from node.config.schema import RunConfig
+from node.coordinator.database import connect
 from node.coordinator.decisions import record_codecs
 from node.coordinator.kept_snapshots import RECORD_FORMAT, write_kept_manifest
 from node.coordinator.store import (
@@ -35,7 +36,6 @@ from node.coordinator.store import (
     SnapshotRecord,
     StepRecord,
     Store,
-    connect,
 )
 from node.pipeline.codec_plan import CodecPlan
 from node.run_file.loader import from_json, load_config, to_json, to_toml
@@ -52,6 +52,8 @@ from wire.identity.enrolment import Hardware
 from wire.identity.files import write_private
 
 ASIDE = ".damaged"
+_NOT_A_RECORD = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SnapshotDamagedError)
+"""What reading a damaged record raises; RecursionError: thousands of brackets."""
 _COMPANIONS = ("", "-wal", "-shm")
 """Endings of the files that SQLite keeps for one database."""
 
@@ -267,7 +269,7 @@ def newest_record(places: Sequence[Path | str]) -> NodeRecord:
                 f"{path} cannot be read ({error.strerror}): give a node's state directory, of a run whose "
                 "snapshots are on its nodes"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError, SnapshotDamagedError) as error:
+        except _NOT_A_RECORD as error:
             raise UserError(f"{path} is damaged ({error}): give another node's state directory") from None
         except RunError as error:  # the object store's
             raise UserError(str(error)) from None

@@ -8,14 +8,12 @@ seconds.
 Times are Unix seconds.
 """
 
-import contextlib
 import json
 import math
-import os
 import sqlite3
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
@@ -24,10 +22,10 @@ from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote
 
+from node.coordinator.database import connect, explained, has_table, rebuilds
 from node.training.manifest import Manifest
-from wire.errors import DiskFullError, RefusalCode, RunError, UserError
+from wire.errors import RefusalCode, UserError
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.files import create_private, make_private_directory
 from wire.identity.token import Decision, JoinToken, TokenRecord, admit, hash_secret, new_secret, new_token_id
@@ -38,7 +36,6 @@ EVICTED_WORDS = (
 )
 DATABASE_FILE = "run.db"
 SCHEMA_VERSION = 1
-_BUSY_SECONDS = 10.0
 
 _SCHEMA = """
 CREATE TABLE run (
@@ -72,6 +69,14 @@ _ROWS = """CREATE TABLE IF NOT EXISTS placed_rows (
 _HELD_OUT = """CREATE TABLE IF NOT EXISTS held_out (
     step INTEGER PRIMARY KEY, loss REAL, uncompressed REAL, samples INTEGER NOT NULL,
     measured_at REAL NOT NULL)"""
+
+
+_NORMS = """CREATE TABLE IF NOT EXISTS unit_norms (
+    step INTEGER NOT NULL, unit INTEGER NOT NULL, squared_norm REAL NOT NULL,
+    PRIMARY KEY (step, unit)) WITHOUT ROWID"""
+"""Squared gradient norms of the newest steps' layer units."""
+NORMS_KEPT = 4096
+"""Steps. A run that goes back further judges its first steps by norms of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +222,7 @@ class Store:
             return store
         store.close()
         if version == 0:
-            remedy = _rebuilds(path) or f"delete {directory} and start the run again"
+            remedy = rebuilds(path) or f"delete {directory} and start the run again"
             raise UserError(f"{path} was never finished: {remedy}")
         raise UserError(
             f"{path} has schema {version} and this thinwire reads schema {SCHEMA_VERSION}: "
@@ -379,11 +384,14 @@ class Store:
 
     # ---- steps, snapshots
 
-    def record_step(self, step: StepRecord) -> StepOutcome:
+    def record_step(self, step: StepRecord, norms: Mapping[int, float] | None = None) -> StepOutcome:
         """Record a committed step. A replayed step with the same bits changes nothing.
 
         A step with other bits replaces the recorded one and deletes all later ones: they grew from the old
         state, and the highest step on record must be the newest commit.
+
+        Args:
+            norms: squared gradient norms by the number of the layer unit.
         """
         with self.writing() as db:
             row = db.execute("SELECT * FROM steps WHERE step = ?", (step.step,)).fetchone()
@@ -391,9 +399,11 @@ class Store:
             if known is not None and all(map(_same_bits, _what_it_did(known), _what_it_did(step))):
                 return StepOutcome.REPEATED
             db.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(step))
+            _put_norms(db, step.step, norms or {})
             if known is None:
                 return StepOutcome.NEW
             db.execute("DELETE FROM steps WHERE step > ?", (step.step,))
+            db.execute("DELETE FROM unit_norms WHERE step > ?", (step.step,))
             return StepOutcome.REPEATED if _same_bits(known.loss, step.loss) else StepOutcome.DIFFERS
 
     def steps(self, after: int = -1) -> list[StepRecord]:
@@ -401,6 +411,17 @@ class Store:
         with self.reading() as db:
             rows = db.execute("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
             return [_step(row) for row in rows]
+
+    def unit_norms(self, after: int) -> dict[int, dict[int, float]]:
+        """Squared gradient norms of the committed steps above `after`, by step and layer unit."""
+        found: dict[int, dict[int, float]] = {}
+        with self.reading() as db:
+            if not has_table(db, "unit_norms"):
+                return found
+            query = "SELECT step, unit, squared_norm FROM unit_norms WHERE step > ? ORDER BY step, unit"
+            for step, unit, norm in db.execute(query, (after,)):
+                found.setdefault(step, {})[unit] = norm
+        return found
 
     def last_step(self) -> StepRecord | None:
         """The highest committed step; None before the first."""
@@ -467,11 +488,6 @@ class Store:
                 raise explained(self.path, error) from error
 
 
-def has_table(db: sqlite3.Connection, name: str) -> bool:
-    """Runs of an earlier version lack some."""
-    return db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
-
-
 def _run(db: sqlite3.Connection) -> RunRecord:
     columns = "run_id, config_json, pin, version, protocol, created, addresses"
     row = db.execute(f"SELECT {columns} FROM run").fetchone()
@@ -520,6 +536,14 @@ def _put_member(db: sqlite3.Connection, member: Member) -> None:
     )
 
 
+def _put_norms(db: sqlite3.Connection, step: int, norms: Mapping[int, float]) -> None:
+    # Runs of an earlier version have no such table.
+    db.execute(_NORMS)
+    db.execute("DELETE FROM unit_norms WHERE step = ? OR step < ?", (step, step - NORMS_KEPT))
+    values = [(step, unit, norm) for unit, norm in norms.items()]
+    db.executemany("INSERT INTO unit_norms VALUES (?, ?, ?)", values)
+
+
 def _step(row: tuple[Any, ...]) -> StepRecord:
     step, epoch, loss, grad_norm, lr, clip, tokens, seconds, committed_at = row
     values = (_float(loss), _float(grad_norm), _float(lr), _float(clip))
@@ -539,61 +563,3 @@ def _float(value: float | None) -> float:
 def _same_bits(left: float, right: float) -> bool:
     both_nan = math.isnan(left) and math.isnan(right)
     return both_nan or struct.pack("<d", left) == struct.pack("<d", right)
-
-
-def connect(path: Path) -> sqlite3.Connection:
-    """Open the file. Raises UserError when it is not a run's database."""
-    # Reading a WAL database needs a writable lock file beside it, unless opened as immutable.
-    if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
-        mode = "rw"
-    else:
-        mode = "ro" if path.with_name(path.name + "-wal").exists() else "ro&immutable=1"
-    place = f"file:{quote(os.fsencode(path.absolute()))}?mode={mode}"
-    # The store has its own lock and transactions: no thread check, no implicit transactions.
-    try:
-        db = sqlite3.connect(
-            place, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-        )
-    except sqlite3.DatabaseError as error:
-        remedy = _rebuilds(path) or "give a run's directory"
-        raise UserError(f"{path} cannot be opened ({error}): {remedy}") from None
-    try:
-        db.execute("PRAGMA synchronous = FULL")
-    except sqlite3.DatabaseError as error:
-        db.close()
-        remedy = _rebuilds(path) or "give a run's directory"
-        raise UserError(f"{path} is not a run's database ({error}): {remedy}") from None
-    return db
-
-
-def _rebuilds(path: Path) -> str | None:
-    """What repairs a damaged database, if there are snapshots to rebuild it from."""
-    if any(path.parent.glob("snapshots/step-*/manifest.json")):
-        return f"`thinwire resume {path.parent}` rebuilds it from the run's snapshots"
-    return None
-
-
-def is_empty(path: Path) -> bool:
-    """Whether the file has no tables: its creator died before a run began."""
-    with contextlib.suppress(UserError, sqlite3.DatabaseError), contextlib.closing(connect(path)) as db:
-        tables: int = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
-        return tables == 0
-    return False  # whoever uses the file reports what is wrong with it
-
-
-def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
-    """The error to raise for a database that fails in use."""
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
-        return DiskFullError(f"disk full: the run's database {path} cannot grow; free some space")
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY:
-        return RunError(
-            f"the run's database {path} cannot be changed from here: it is on a read-only disk, or another "
-            "user's; all that was acknowledged is intact"
-        )
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        remedy = _rebuilds(path) or "put back a copy of it"
-        return RunError(f"the run's database {path} is damaged ({error}): {remedy}")
-    return RunError(
-        f"the run's database {path} cannot be used ({error}): free the disk or end the process that holds "
-        "it; all that was acknowledged is intact"
-    )

@@ -201,6 +201,7 @@ def _reopen(
     if last_step is not None and not math.isnan(last_step.clip):
         committed = Committed(step=last_step.step, clip_coefficient=last_step.clip, lr=last_step.lr)
     held_out, placed = store.held_out(), store.placement(last_epoch)
+    norms = store.unit_norms(newest - 1 - REMEMBERED)
     past = Past(
         last_epoch=last_epoch,
         newest_snapshot=newest,
@@ -211,7 +212,9 @@ def _reopen(
         validated=frozenset(record.step for record in held_out),
         best=min((record.uncompressed for record in held_out), default=math.inf),
         newest=tuple(
-            PastStep(loss=one.loss, grad_norm=one.grad_norm, seconds=one.seconds)
+            PastStep(
+                loss=one.loss, grad_norm=one.grad_norm, seconds=one.seconds, norms=norms.get(one.step, {})
+            )
             for one in store.steps(newest - 1 - REMEMBERED)
             if one.step < newest
         ),

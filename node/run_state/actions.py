@@ -2,7 +2,7 @@
 action starts, so a commit is on disk before any stage learns of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -59,6 +59,8 @@ class RecordCommit:
     grad_norm: float
     lr: float
     clip_coefficient: float
+    norms: Mapping[int, float]
+    """Squared gradient norms by layer unit."""
 
 
 @dataclass(frozen=True, kw_only=True)

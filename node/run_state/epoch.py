@@ -441,7 +441,13 @@ class Epoch:
         self.phase = Phase.APPLYING
         self._answered.clear()
         record = RecordCommit(
-            epoch=self.number, step=self.step, loss=loss, grad_norm=grad_norm, lr=lr, clip_coefficient=clip
+            epoch=self.number,
+            step=self.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            clip_coefficient=clip,
+            norms=norms,
         )
         return [record, *self._to_asked(self._commit())]
 

@@ -9,7 +9,7 @@ costs that the step runs again on another node.
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from node.run_state.actions import Action
@@ -95,6 +95,8 @@ class PastStep:
     grad_norm: float
     """Before clipping, over the whole model."""
     seconds: float
+    norms: Mapping[int, float] = field(default_factory=dict)
+    """Squared, by layer unit; empty where the record does not have them."""
 
 
 class VoteHistory:
@@ -103,8 +105,8 @@ class VoteHistory:
     def __init__(self, units: UnitNumbers, past: Sequence[PastStep] = ()) -> None:
         """
         Args:
-            past: the newest steps of an earlier coordinator, oldest first. The record does not have the norms
-                of units, but none is larger than the whole model's.
+            past: the newest steps of an earlier coordinator, oldest first. Where the record does not have
+                the norms of units: none is larger than the whole model's.
         """
         self._units = units
         self._model: deque[float] = deque(maxlen=REMEMBERED)
@@ -120,8 +122,7 @@ class VoteHistory:
         for one in past:
             if 0 < one.grad_norm < math.inf:
                 self._model.append(2 * math.log(one.grad_norm))
-            if math.isfinite(one.loss):
-                self._losses.append(one.loss)
+            self._remember(one.norms, one.loss)
 
     def loss_stage(self, stages: int) -> int:
         """The stage that says losses: it has the head, which is the last layer unit."""
@@ -173,6 +174,9 @@ class VoteHistory:
         if step <= self._step:
             return  # a replay
         self._step = step
+        self._remember(norms, loss)
+
+    def _remember(self, norms: Mapping[int, float], loss: float) -> None:
         for unit, norm in norms.items():
             if norm > 0:
                 self._norms.setdefault(unit, deque(maxlen=REMEMBERED)).append(math.log(norm))

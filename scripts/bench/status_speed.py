@@ -25,7 +25,8 @@ from node.analysis import checkpoint
 from node.analysis.view_builder import RunViewBuilder
 from node.analysis.view_builder import view as view_of
 from node.config.schema import RunConfig, RunSection
-from node.coordinator.store import Store, connect
+from node.coordinator.database import connect
+from node.coordinator.store import Store
 from node.lab.results import commit, hardware
 from node.run_file.loader import to_json
 from node.telemetry import events, history

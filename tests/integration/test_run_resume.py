@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from node.config.schema import RunConfig
+from node.coordinator.store import Store
 from node.pipeline.memory import stage_storages
 from node.telemetry.events import JoinLine, Notice, PlacementMade, RunFinished, RunStarted, StepDone
-from node.training.schedule import learning_rate
+from node.training.schedule import global_norm, learning_rate
 from node.training.snapshot import list_snapshots, snapshot_directory
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, Still, packed
@@ -73,6 +74,11 @@ def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) ->
         assert [node.wait_exit() for node in run.nodes[2:]] == [0, 0]
         assert [placed.resume_step for placed in second.all(PlacementMade)] == [stopped_at]
         run.assert_undisturbed()
+        with Store.open(run.run_dir) as store:
+            norms, steps = store.unit_norms(after=-1), store.steps()
+        assert {one.step: one.grad_norm for one in steps} == {
+            step: global_norm(units.values()) for step, units in norms.items()
+        }, "a resumed run judges votes by these"
 
         kept = (run.run_dir / "run.toml").read_bytes()
         third = run.resume("pipeline.forward_codec=fp16")

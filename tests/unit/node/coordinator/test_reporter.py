@@ -43,7 +43,9 @@ class Told:
 
     def committed(self, step: int) -> None:
         self.reporter.committed(
-            RecordCommit(epoch=EPOCH, step=step, loss=2.5, grad_norm=1.0, lr=1e-3, clip_coefficient=1.0)
+            RecordCommit(
+                epoch=EPOCH, step=step, loss=2.5, grad_norm=1.0, lr=1e-3, clip_coefficient=1.0, norms={}
+            )
         )
 
     def report(self, steps: float) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from node.coordinator.store import (
     DATABASE_FILE,
+    NORMS_KEPT,
     Member,
     PlacedNode,
     SnapshotRecord,
@@ -263,6 +264,21 @@ def test_the_newest_commit_on_record_is_the_one_that_was_sent(
     assert store.last_step() == again, "step 6 led on from another state"
     assert store.steps() == [before, again]
     assert store.record_step(replace(STEP, step=6, epoch=7)) is StepOutcome.NEW
+
+
+def test_norms_of_units_follow_the_steps_and_old_ones_are_forgotten(store: Store) -> None:
+    assert store.unit_norms(after=-1) == {}, "as in a run of an earlier version"
+    norms = {step: {0: step + 0.1, 7: 1e300} for step in range(4)}
+    for step, found in norms.items():
+        store.record_step(replace(STEP, step=step), found)
+    assert store.unit_norms(after=-1) == norms
+    assert store.unit_norms(after=2) == {3: norms[3]}
+    store.record_step(replace(STEP, step=2), {0: 9.0})
+    assert store.unit_norms(after=1) == {2: norms[2], 3: norms[3]}, "a replay changes nothing"
+    store.record_step(replace(STEP, step=2, loss=7.0), {0: 9.0})
+    assert store.unit_norms(after=1) == {2: {0: 9.0}}, "step 3 led on from another state"
+    store.record_step(replace(STEP, step=NORMS_KEPT + 2), {0: 1.0})
+    assert list(store.unit_norms(after=-1)) == [2, NORMS_KEPT + 2]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 0.0, 3.0, 5e-324, 0.1 + 0.2])

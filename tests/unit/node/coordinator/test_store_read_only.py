@@ -26,7 +26,7 @@ def read_only(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`directory` is, as `access` has it there; tests run as root, who may write whatever permissions say."""
     real = os.access
     monkeypatch.setattr(
-        "node.coordinator.store.os.access",
+        "node.coordinator.database.os.access",
         lambda path, mode: mode != os.W_OK and real(path, mode),
     )
 

@@ -1,5 +1,7 @@
 """One epoch by itself: the messages it accepts in each phase, and those it repeats."""
 
+from dataclasses import replace
+
 import pytest
 
 from node.run_state.actions import RecordCommit, RecordRestored, Send, StepDone
@@ -280,3 +282,17 @@ def test_the_steps_on_record_say_what_is_plausible_after_a_restart(
         Vote(epoch=1, step=20, norms={1: norm}, loss=loss),
     ]
     assert history.implausible(votes) == what
+
+
+def test_norms_of_units_on_record_say_more_after_a_restart_than_those_of_the_whole_model() -> None:
+    past = PastStep(loss=2.0, grad_norm=3.0, seconds=1.0)
+    with_units = replace(past, norms={0: 1e-6, 1: 9.0})
+    jump = [
+        Vote(epoch=1, step=20, norms={0: 9.0}, loss=None),
+        Vote(epoch=1, step=20, norms={1: 9.0}, loss=2.0),
+    ]
+    found = []
+    for one in (past, with_units):
+        history = VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})], [one] * LEAST)
+        found.append(history.implausible(jump))
+    assert found == [None, (0, "the gradient of layer unit 0 at stage 0")]

@@ -86,7 +86,15 @@ def test_a_step_is_recorded_when_all_have_voted_before_anybody_hears_of_it() -> 
     assert run.vote("b", norm=16.0, loss=3.0) == []
     commit = Commit(epoch=1, step=0, clip_coefficient=1.0 / 6.0, lr=0.5)
     assert run.vote("a", norm=9.0) == [
-        RecordCommit(epoch=1, step=0, loss=3.0, grad_norm=5.0, lr=0.5, clip_coefficient=1.0 / 6.0),
+        RecordCommit(
+            epoch=1,
+            step=0,
+            loss=3.0,
+            grad_norm=5.0,
+            lr=0.5,
+            clip_coefficient=1.0 / 6.0,
+            norms={0: 9.0, 1: 0.0, 2: 0.0, 3: 16.0, 4: 0.0, 5: 0.0},
+        ),
         Send(node_id="a", message=commit),
         Send(node_id="b", message=commit),
     ]

@@ -1,0 +1,75 @@
+"""Open a run's database file, and say what is wrong with one that cannot be used."""
+
+import contextlib
+import os
+import sqlite3
+from pathlib import Path
+from urllib.parse import quote
+
+from wire.errors import DiskFullError, RunError, UserError
+
+_BUSY_SECONDS = 10.0
+"""How long a writer waits for another process."""
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open the file. Raises UserError when it is not a run's database."""
+    # Reading a WAL database needs a writable lock file beside it, unless opened as immutable.
+    if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
+        mode = "rw"
+    else:
+        mode = "ro" if path.with_name(path.name + "-wal").exists() else "ro&immutable=1"
+    place = f"file:{quote(os.fsencode(path.absolute()))}?mode={mode}"
+    # The store has its own lock and transactions: no thread check, no implicit transactions.
+    try:
+        db = sqlite3.connect(
+            place, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
+    except sqlite3.DatabaseError as error:
+        remedy = rebuilds(path) or "give a run's directory"
+        raise UserError(f"{path} cannot be opened ({error}): {remedy}") from None
+    try:
+        db.execute("PRAGMA synchronous = FULL")
+    except sqlite3.DatabaseError as error:
+        db.close()
+        remedy = rebuilds(path) or "give a run's directory"
+        raise UserError(f"{path} is not a run's database ({error}): {remedy}") from None
+    return db
+
+
+def rebuilds(path: Path) -> str | None:
+    """What repairs a damaged database, if there are snapshots to rebuild it from."""
+    if any(path.parent.glob("snapshots/step-*/manifest.json")):
+        return f"`thinwire resume {path.parent}` rebuilds it from the run's snapshots"
+    return None
+
+
+def is_empty(path: Path) -> bool:
+    """Whether the file has no tables: its creator died before a run began."""
+    with contextlib.suppress(UserError, sqlite3.DatabaseError), contextlib.closing(connect(path)) as db:
+        tables: int = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+        return tables == 0
+    return False  # whoever uses the file reports what is wrong with it
+
+
+def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
+    """The error to raise for a database that fails in use."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+        return DiskFullError(f"disk full: the run's database {path} cannot grow; free some space")
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY:
+        return RunError(
+            f"the run's database {path} cannot be changed from here: it is on a read-only disk, or another "
+            "user's; all that was acknowledged is intact"
+        )
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        remedy = rebuilds(path) or "put back a copy of it"
+        return RunError(f"the run's database {path} is damaged ({error}): {remedy}")
+    return RunError(
+        f"the run's database {path} cannot be used ({error}): free the disk or end the process that holds "
+        "it; all that was acknowledged is intact"
+    )
+
+
+def has_table(db: sqlite3.Connection, name: str) -> bool:
+    """Runs of an earlier version lack some."""
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
