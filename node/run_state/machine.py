@@ -478,9 +478,11 @@ class RunMachine:
     def _settle_doubt(self, epoch: Epoch, now: float) -> list[Action]:
         """A step is committed: who was wrong before it is known now."""
         actions: list[Action] = []
-        for node_id, why in self._wrong.refuted(epoch, self._roster.candidates(), now).items():
-            line = f"node {node_id}: {why}; it gets a stage again only if no other node is left"
-            actions += self._strike(node_id, why, line, now)
+        for one in self._wrong.refuted(epoch, self._roster.candidates(), now):
+            line = f"node {one.node_id}: {one.why}; it gets a stage again only if no other node is left"
+            actions += (
+                self._strike(one.node_id, one.why, line, now) if one.at_fault else [Announce(text=line)]
+            )
         return actions
 
     def _strike(self, node_id: str, why: str, line: str, now: float) -> list[Action]:

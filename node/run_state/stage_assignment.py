@@ -213,6 +213,23 @@ class StageAssigner:
         self._regroup_at = now if stages < self._stages else now + self._regroup_seconds
         return True
 
+    def can_exchange(self, one: str, other: str, candidates: Sequence[Candidate]) -> bool:
+        """Whether each of two hosts fits where the other is."""
+        holders = self._exchanged(one, other)
+        hosts = [candidate for candidate in candidates if candidate.node_id in holders]
+        stages = len(holders) // self.rows
+        found = assign(holders, hosts, stages, self._stage_bytes, rows=self.rows, previous_rows=self.rows)
+        return found == tuple(holders)
+
+    def exchange(self, one: str, other: str, candidates: Sequence[Candidate]) -> None:
+        """The next grid has these two hosts in each other's places, if they fit there."""
+        if self.can_exchange(one, other, candidates):
+            self._holders = self._exchanged(one, other)
+
+    def _exchanged(self, one: str, other: str) -> list[str | None]:
+        places = {one: other, other: one}
+        return [None if node is None else places.get(node, node) for node in self._holders]
+
     def regroup(self, now: float) -> None:
         """Let the number of stages change at once, and newcomers in."""
         self._regroup_at = now

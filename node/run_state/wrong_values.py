@@ -1,8 +1,10 @@
 """Find whose values are wrong: not finite, not plausible, or not the same in all rows. Pure.
 
 The step runs again without the node that is the likeliest cause. What the commit says then refutes what
-others said before. With one word against another nobody is refuted: a third node computes the same, in
-another row, or a spare that takes the place of one of the two once their state is on disk.
+others said before. With one word against another nobody is refuted, and a third node computes the same: one
+of another row; or, once the state is on disk, a spare, or a node of the same row that changes places with one
+of the two. Where there are only two, the step runs again all the same, because a card that errs now and then
+does not err alike twice.
 """
 
 from collections import Counter
@@ -16,6 +18,9 @@ from node.run_state.failures import Blame, RunAgain
 from node.run_state.stage_assignment import Candidate, StageAssigner
 from node.run_state.votes import Disagreement
 
+Norms = Mapping[int, float]
+"""Squared gradient norms by layer unit."""
+
 
 @dataclass
 class _Doubt:
@@ -23,6 +28,7 @@ class _Doubt:
     to find the cause."""
 
     step: int
+    stages: int
     retried: set[int] = field(default_factory=set)
     """Stages that another node has computed again."""
     left_out: set[str] = field(default_factory=set)
@@ -31,14 +37,18 @@ class _Doubt:
     """Who gave up the stage that was retried last."""
     stage: int = -1
     """That stage."""
-    norms: dict[str, Mapping[int, float]] = field(default_factory=dict)
-    """What nodes said when rows did not agree."""
+    norms: dict[int, dict[str, Norms]] = field(default_factory=dict)
+    """The newest norms from each node of a stage, if rows did not agree."""
+    changed: set[str] = field(default_factory=set)
+    """Nodes that gave other norms for the same stage before."""
     computed: dict[str, dict[str, set[bytes]]] = field(default_factory=dict)
-    """What nodes said in audits: digests by value and node, where they did not agree."""
-    wrong: set[str] = field(default_factory=set)
-    """Whom two others contradict in an audit."""
+    """What nodes said in audits that found a difference: digests by value and node."""
+    wrong: dict[str, str] = field(default_factory=dict)
+    """Who is wrong as an audit found, with a line for each."""
     third_for: str = ""
-    """Whose place a spare takes, so that there are three words."""
+    """Whose place another node takes, so that there are three words."""
+    exchanged: str = ""
+    """The node that changes places with that one; empty if it is a spare."""
 
     def suspects(self, epoch: Epoch, node_id: str, *, neighbours: bool) -> list[str]:
         """Nodes whose stage others are to compute again: the one that reports, those of its stage in other
@@ -61,20 +71,58 @@ class _Doubt:
     def refuted(self, epoch: Epoch) -> list[str]:
         """Whose norms are not those of the commit, where two nodes or more say the same as it does."""
         wrong = []
-        for stage in range(epoch.stages):
-            right = set(epoch.hosts[stage :: epoch.stages])
-            units = epoch.votes[epoch.hosts[stage]].norms
-            said = {node: norms for node, norms in self.norms.items() if norms.keys() == units.keys()}
-            right |= {node for node, norms in said.items() if norms == units}
-            wrong += [node for node, norms in said.items() if norms != units and len(right) > 1]
+        for stage, said in self.norms.items():
+            committed = epoch.votes[epoch.hosts[stage]].norms
+            right = {*epoch.hosts[stage :: epoch.stages]}
+            right |= {node for node, norms in said.items() if norms == committed}
+            wrong += [node for node, norms in said.items() if norms != committed and len(right) > 1]
         return wrong
+
+    def note_norms(self, epoch: Epoch) -> None:
+        """All have voted, and rows do not agree."""
+        for node in epoch.hosts:
+            said, norms = self.norms.setdefault(epoch.stage_of(node), {}), epoch.votes[node].norms
+            if said.get(node, norms) != norms:
+                self.changed.add(node)
+            said[node] = norms
+
+    def odd_norms(self) -> list[str]:
+        """Nodes that two others of their stage contradict."""
+        odd = []
+        for said in self.norms.values():
+            values = {node: tuple(sorted(norms.items())) for node, norms in said.items()}
+            usual, most = Counter(values.values()).most_common(1)[0]
+            odd += [node for node, value in values.items() if most > 1 and value != usual]
+        return odd
+
+    def note_computed(self, said: Mapping[str, Mapping[str, bytes]]) -> None:
+        """What nodes said in an audit of this step: digests by value and node. Finds who is wrong."""
+        for what, digests in said.items():
+            known = self.computed.setdefault(what, {})
+            for node, digest in digests.items():
+                known.setdefault(node, set()).add(digest)
+            for node in sorted(_contradicted(known)):
+                words = "twice and got different values" if len(known[node]) > 1 else ""
+                self.wrong[node] = f"it computed {what} in step {self.step + 1} " + (
+                    words or "and two others did not get the same"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallThird:
-    """A spare takes the place of one of two nodes that differ, once the state before the step is on disk."""
+    """Another node takes the place of one of two that differ, once the state before the step is on disk."""
 
     note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refuted:
+    """A node was wrong, or at least held a wrong value."""
+
+    node_id: str
+    why: str
+    at_fault: bool
+    """It gave the wrong value itself: of a sum, other rows may have sent it a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,77 +201,98 @@ class WrongValues:
     ) -> RunAgain | CallThird | None:
         doubt = self._of(epoch)
         is_first = not doubt.norms
-        doubt.norms.update(found.said)
+        doubt.note_norms(epoch)
         note = f"step {epoch.step + 1} is not committed: {found.what}; it runs again"
-        if not is_first:
-            said = {node: tuple(sorted(norms.items())) for node, norms in doubt.norms.items()}
-            usual, most = Counter(said.values()).most_common(1)[0]
-            odd = [node for node in found.said if said[node] != usual]
-            if most == 1:
-                third = self._call_third(epoch, found.said, found.what, candidates)
-                if third is not None:
-                    return third
-            if not self._leave_out(odd[-1], candidates, epoch.step, now):
-                return None
-            note += f", without node {odd[-1]}"
+        if is_first:
+            return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
+        odd, why = [node for node in doubt.odd_norms() if node in epoch.hosts], ""
+        if not odd:
+            if (third := self._call_third(epoch, found.said, found.what, candidates)) is not None:
+                return third
+            # One of them has to go, for their states may differ. A liar can make an honest node's sum change:
+            # nothing is held against who goes.
+            two = sorted(found.said, key=lambda node: (node in doubt.changed, epoch.hosts.index(node)))
+            odd, why = two[-1:], f": no third node can say which of {self._named(epoch, two)} is wrong"
+        if not self._leave_out(odd[0], candidates, epoch.step, now):
+            return None
+        note += f", without node {odd[0]}{why}"
         return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
 
     def _audit_differs(
         self, epoch: Epoch, found: Difference, candidates: Sequence[Candidate], now: float
     ) -> RunAgain | CallThird | Undecided | None:
         doubt = self._of(epoch)
-        said = doubt.computed.setdefault(found.what, {})
-        for node, digest in found.said.items():
-            said.setdefault(node, set()).add(digest)
+        is_first = found.what not in doubt.computed
+        doubt.note_computed({**self._auditor.agreed, found.what: found.said})
         self._auditor.doubted = found.step, found.group
         what = f"{found.what} is not the same in all rows that computed group {found.group}"
         note = f"step {epoch.step + 1} is not committed: {what}; it runs again"
-        if wrong := _contradicted(said):
-            doubt.wrong |= wrong
-            if not self._leave_out(min(wrong), candidates, epoch.step, now):
+        if wrong := [node for node in sorted(doubt.wrong) if node in epoch.hosts]:
+            if not self._leave_out(wrong[0], candidates, epoch.step, now):
                 return None
-            note += f" without node {min(wrong)}, which two others contradict"
+            note += f" without node {wrong[0]}: {doubt.wrong[wrong[0]]}"
         elif epoch.has_more_auditors:
             note += ", and a third row computes the group"
-        else:
-            return self._call_third(epoch, found.said, what, candidates) or self._undecided(epoch, found)
+        elif (
+            third := self._call_third(epoch, found.said, what, candidates, only_spares=is_first)
+        ) is not None:
+            return third
+        elif not is_first or frozenset(found.said) in self._told:
+            return self._undecided(epoch, found)
         return RunAgain(kind=AbortKind.DIFFERS, reason=what, note=note)
 
     def _undecided(self, epoch: Epoch, found: Difference) -> Undecided:
-        nodes = sorted(found.said, key=epoch.hosts.index)
-        named = " and ".join(f"{node} ({epoch.place_of(node)})" for node in nodes)
         note = (
-            f"step {epoch.step + 1}: {found.what} is not the same from {named}; one of them is wrong, and no "
-            "third node can say which: let another node of their kind join"
+            f"step {epoch.step + 1}: {found.what} is not the same from {self._named(epoch, found.said)}; one "
+            "of them is wrong, and no third node can say which: let another node of their kind join"
         )
-        is_news = frozenset(nodes) not in self._told
-        self._told.add(frozenset(nodes))
+        is_news = frozenset(found.said) not in self._told
+        self._told.add(frozenset(found.said))
         return Undecided(note=note if is_news else "")
 
+    def _named(self, epoch: Epoch, nodes: Collection[str]) -> str:
+        """For the operator."""
+        ordered = sorted(nodes, key=epoch.hosts.index)
+        return " and ".join(f"{node} ({epoch.place_of(node)})" for node in ordered)
+
     def make_room(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> None:
-        """What the nodes hold is on disk, so a spare that was called can take its place."""
+        """What the nodes hold is on disk, so the third node that was called can take its place."""
         doubt = self._doubt
-        if doubt is not None and doubt.step == epoch.step and doubt.third_for in epoch.hosts:
+        if doubt is None or doubt.step != epoch.step or doubt.third_for not in epoch.hosts:
+            return
+        if doubt.exchanged:
+            self._assigner.exchange(doubt.third_for, doubt.exchanged, candidates)
+        else:
             self._leave_out(doubt.third_for, candidates, epoch.step, now)
 
     def _call_third(
-        self, epoch: Epoch, nodes: Collection[str], what: str, candidates: Sequence[Candidate]
+        self,
+        epoch: Epoch,
+        nodes: Collection[str],
+        what: str,
+        candidates: Sequence[Candidate],
+        *,
+        only_spares: bool = False,
     ) -> CallThird | None:
-        """Call a spare of the kind of these nodes, once a step."""
+        """Call a third node of the kind of these two, once a step: a spare, else one of another stage."""
         doubt, one = self._of(epoch), max(nodes, key=epoch.hosts.index)
-        kinds = {candidate.node_id: candidate.kind for candidate in candidates}
-        spares = [
-            candidate.node_id
-            for candidate in self._blame.blameless(candidates)
-            if candidate.node_id not in epoch.hosts and candidate.kind == kinds.get(one)
-        ]
-        if doubt.third_for or not spares:
+        kinds = {candidate.node_id: (candidate.kind, candidate.devices) for candidate in candidates}
+        alike = [node for node, kind in kinds.items() if kind == kinds.get(one)]
+        blameless = {candidate.node_id for candidate in self._blame.blameless(candidates)}
+        if doubt.third_for:
             return None
-        doubt.third_for = one
-        return CallThird(
-            note=f"step {epoch.step + 1} is not committed: {what}; it runs again once a spare has the place "
-            f"of node {one}, to tell who is wrong"
-        )
+        told = f"step {epoch.step + 1} is not committed: {what}; it runs again once "
+        if any(node in blameless and node not in epoch.hosts for node in alike):
+            doubt.third_for = one
+            return CallThird(note=f"{told}a spare has the place of node {one}, to tell who is wrong")
+        row = epoch.row(epoch.replica_of(one))
+        for other in (node for node in row if node != one and node in alike and not only_spares):
+            if self._assigner.can_exchange(one, other, candidates):
+                doubt.third_for, doubt.exchanged = one, other
+                return CallThird(
+                    note=f"{told}node {one} and node {other} have changed places, to tell who is wrong"
+                )
+        return None
 
     def leave_out_one(
         self, suspects: Sequence[str], candidates: Sequence[Candidate], step: int, now: float, *, by: str
@@ -238,44 +307,48 @@ class WrongValues:
     def _leave_out(self, node_id: str, candidates: Sequence[Candidate], step: int, now: float) -> bool:
         return self.leave_out_one([node_id], candidates, step, now, by=node_id) is not None
 
-    def refuted(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> dict[str, str]:
-        """The step is committed: who was wrong before, with a line for each. The doubt is over.
+    def refuted(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> list[Refuted]:
+        """The step is committed: who was wrong before. The doubt is over.
 
         From the next epoch on others have their stages, if there are any.
         """
         doubt, step = self._doubt, epoch.step
         if doubt is None or doubt.step != step:
-            return {}
+            return []
         self._doubt = self._auditor.doubted = None
-        odd = f"its gradient of step {step + 1} was not that of other nodes with its stage"
-        wrong = dict.fromkeys(doubt.refuted(epoch), odd)
-        for what, said in doubt.computed.items():
-            for node, digest in self._auditor.agreed.get(what, {}).items():
-                said.setdefault(node, set()).add(digest)
-            for node in sorted(doubt.wrong | _contradicted(said)):
-                wrong[node] = f"it computed {what} in step {step + 1} and two others did not get the same"
-        for node_id in wrong:
-            if node_id in epoch.hosts:
-                self._leave_out(node_id, candidates, step, now)
-        if doubt.third_for and doubt.third_for not in wrong and wrong:
-            self._blame.exonerate(doubt.third_for)
+        if doubt.computed:
+            doubt.note_computed(self._auditor.agreed)
+        wrong = dict(doubt.wrong)
         if doubt.replaced:
-            found = (
+            wrong[doubt.replaced] = (
                 f"what it gave for stage {doubt.stage} in step {step + 1} was wrong, as another node found"
             )
-            wrong[doubt.replaced] = found
-        return wrong
+        odd = {node for node in doubt.refuted(epoch) if node not in wrong}
+        for node_id in (*doubt.wrong, *odd):
+            if node_id in epoch.hosts:
+                self._leave_out(node_id, candidates, step, now)
+        if (
+            doubt.third_for
+            and not doubt.exchanged
+            and doubt.third_for not in {*wrong, *odd}
+            and (wrong or odd)
+        ):
+            self._blame.exonerate(doubt.third_for)
+        found = [Refuted(node_id=node, why=why, at_fault=True) for node, why in wrong.items()]
+        why = f"its gradient of step {step + 1} was not that of other nodes with its stage"
+        return found + [Refuted(node_id=node, why=why, at_fault=False) for node in sorted(odd)]
 
     def _of(self, epoch: Epoch) -> _Doubt:
-        if self._doubt is None or self._doubt.step != epoch.step:
-            self._doubt = _Doubt(step=epoch.step)
+        if self._doubt is None or (self._doubt.step, self._doubt.stages) != (epoch.step, epoch.stages):
+            self._doubt = _Doubt(step=epoch.step, stages=epoch.stages)
         return self._doubt
 
 
 def _contradicted(said: Mapping[str, Collection[bytes]]) -> set[str]:
-    """Who said something else than two others, who said the same."""
+    """Who said two things of the same value, or something else than two others, who said the same."""
+    wrong = {node for node, digests in said.items() if len(digests) > 1}
     counts = Counter(digest for digests in said.values() for digest in set(digests))
     right = [digest for digest, nodes in counts.items() if nodes > 1]
     if len(right) != 1:
-        return set()
-    return {node for node, digests in said.items() if set(digests) != {right[0]}}
+        return wrong
+    return wrong | {node for node, digests in said.items() if set(digests) != {right[0]}}

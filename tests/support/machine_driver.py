@@ -104,6 +104,8 @@ class Driver:
         self.machine = RunMachine(self.plan, step_plan, past if past is not None else Past())
         self.time = 100.0
         self._memory = memory or {}
+        self.kinds: dict[str, str] = {}
+        """Of nodes, by name; "" if not given."""
         self._nonces: dict[str, int] = {}
         self.lineage = 0
         """The default lineage of the states that nodes report."""
@@ -119,7 +121,11 @@ class Driver:
         nonce = self._nonces.setdefault(node_id, 1) + again
         self._nonces[node_id] = nonce
         return self.machine.hello(
-            Candidate(node_id=node_id, memory_bytes=self._memory.get(node_id, 0)),
+            Candidate(
+                node_id=node_id,
+                memory_bytes=self._memory.get(node_id, 0),
+                kind=self.kinds.get(node_id, ""),
+            ),
             address=f"{node_id}:1",
             process_nonce=nonce,
             epoch=epoch,

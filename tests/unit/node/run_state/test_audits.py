@@ -19,7 +19,7 @@ ALIKE = ("a chip",) * 8
 COMPUTES = {0: ["activations", "own gradient"], 1: ["loss", "gradients", "own gradient"]}
 """What a node of each stage may get wrong."""
 Flaw = Callable[[str, int], str | None]
-"""What a node (its name) computes wrongly in a step; None for nothing."""
+"""What a node (its name) computes wrongly in a step; None for nothing. What follows "#" is how."""
 
 
 # ---- when
@@ -63,9 +63,12 @@ def test_only_the_auditing_row_knows() -> None:
 # ---- a model of what nodes compute
 
 
-def grid(nodes: str, *, rate: float = 1.0, rows: int = 2, groups: int = 4, steps: int = 12) -> Driver:
-    """Two stages; spares are the nodes that are left over."""
+def grid(
+    nodes: str, *, rate: float = 1.0, rows: int = 2, groups: int = 4, steps: int = 12, alike: bool = True
+) -> Driver:
+    """Two stages; spares are the nodes that are left over. If not `alike`, each stage has its own kind."""
     run = Driver(stages=2, groups=groups, every=5, steps=steps)
+    run.kinds = {} if alike else {node: f"chip {'abcdef'.index(node) % 2}" for node in nodes}
     run.plan = replace(run.plan, audit_rate=rate, audit_secret=SECRET, most_rows=rows)
     run.restart()
     run.join(nodes)
@@ -83,7 +86,8 @@ def digests(epoch: Epoch, node: str, group: int, flaw: Flaw) -> tuple[GroupDiges
     row = epoch.row(epoch.replica_of(node))
 
     def wrong(stage: int, what: str) -> str:
-        return row[stage] if flaw(row[stage], epoch.step) == what else ""
+        found = flaw(row[stage], epoch.step) or ""
+        return row[stage] + found if found.partition("#")[0] == what else ""
 
     activation = value("activation", epoch.step, group, wrong(0, "activations"))
     loss = int.from_bytes(value("loss", activation, wrong(1, "loss"))[:4]) / 2**32
@@ -93,6 +97,11 @@ def digests(epoch: Epoch, node: str, group: int, flaw: Flaw) -> tuple[GroupDiges
     own = value("own", stage, fed, wrong(stage, "own gradient"))
     ends = {BoundaryEnd(0, backward, backward == (stage == 0)): fed[backward] for backward in (False, True)}
     return GroupDigests(gradient=own, boundaries=ends), loss
+
+
+def errs(epoch: Epoch, node: str, flaw: Flaw) -> bool:
+    found = flaw(node, epoch.step) or ""
+    return found.partition("#")[0] in COMPUTES[epoch.stage_of(node)]
 
 
 def vote(epoch: Epoch, node: str, flaw: Flaw) -> Vote:
@@ -122,7 +131,7 @@ class Play:
         self.notes: list[str] = []
         self.spoiled: list[int] = []
         """Steps that were committed with something wrong in them."""
-        self._held = dict.fromkeys(run.epoch.hosts, (0, run.lineage))
+        self._held = self._state(0)
 
     def to_the_end(self) -> "Play":
         for _ in range(2000):
@@ -139,29 +148,35 @@ class Play:
         match epoch.phase:
             case Phase.PLACING:
                 for node in epoch.hosts:
-                    held, lineage = self._held.get(node, (-1, 0))
+                    held, lineage, stage = self._held.get(node, (-1, 0, -1))
+                    held = held if stage == epoch.stage_of(node) else -1
                     placed = Placed(epoch=epoch.number, held_step=held, voted=False, lineage=lineage)
                     for message in sent(self.note(run.machine.message(node, placed, run.time)), node):
                         if isinstance(message, Restore):
                             run.lineage = message.lineage
             case Phase.RESTORING:
-                self._held |= dict.fromkeys(epoch.hosts, (epoch.step, run.lineage))
+                self._held |= self._state(epoch.step)
                 self.note(run.all_ready())
             case Phase.STEPPING:
                 for node in epoch.hosts:
                     actions = self.note(run.machine.message(node, vote(epoch, node, self.flaw), run.time))
-                    if of_kind(actions, RecordCommit) and any(self.flaw(n, epoch.step) for n in epoch.hosts):
+                    if of_kind(actions, RecordCommit) and any(errs(epoch, n, self.flaw) for n in epoch.hosts):
                         self.spoiled.append(epoch.step)
                     if run.machine.epoch is not epoch:
                         break
             case Phase.APPLYING:
                 step = epoch.step + 1
-                self._held |= dict.fromkeys(epoch.hosts, (step, run.lineage))
+                self._held |= self._state(step)
                 self.note(run.all_applied())
                 if step % 5 == 0 and run.machine.newest_snapshot < step and run.machine.epoch is epoch:
                     self.note(run.stored(step))
             case _:
                 self.note(run.stored(epoch.step))
+
+    def _state(self, step: int) -> dict[str, tuple[int, int, int]]:
+        """All hosts hold their stage's state of this step: its lineage and the stage."""
+        epoch = self.run.epoch
+        return {node: (step, self.run.lineage, epoch.stage_of(node)) for node in epoch.hosts}
 
     def note(self, actions: list[Action]) -> list[Action]:
         self.notes += [action.text for action in of_kind(actions, Announce)]
@@ -170,8 +185,11 @@ class Play:
     @property
     def struck(self) -> list[str]:
         """Whom the operator reads about."""
-        words = "and two others did not get the same"
-        return [note.split()[1].rstrip(":") for note in self.notes if words in note]
+        words = ("and two others did not get the same", "twice and got different values")
+        lines = [
+            note for note in self.notes if note.startswith("node ") and any(one in note for one in words)
+        ]
+        return [line.split()[1].rstrip(":") for line in lines]
 
 
 def always(node: str, what: str, first: int = 0) -> Flaw:
@@ -266,11 +284,40 @@ def test_of_three_rows_the_third_decides_within_a_few_steps(node: str) -> None:
     assert not any("a spare" in note for note in play.notes)
 
 
-def test_without_a_third_node_the_operator_reads_who_differs() -> None:
-    play = Play(grid("abcd"), always("c", "own gradient", 2)).to_the_end()
+@pytest.mark.parametrize(
+    ("node", "what"), [(node, what) for node in "abcd" for what in COMPUTES["abcd".index(node) % 2]]
+)
+def test_without_a_spare_a_node_of_the_same_row_changes_places_and_decides(node: str, what: str) -> None:
+    play = Play(grid("abcd"), always(node, what, 3)).to_the_end()
+    assert play.spoiled == []
+    assert play.struck == [node], play.notes
+    assert any("have changed places, to tell who is wrong" in note for note in play.notes)
+    assert play.run.machine.quarantined == {} and set("abcd") == set(play.run.machine.members)
+
+
+@pytest.mark.parametrize("node", "abcd")
+def test_of_two_of_a_kind_one_that_errs_at_random_is_found_by_computing_twice(node: str) -> None:
+    run = grid("abcd", alike=False)
+
+    def flaw(one: str, step: int) -> str | None:
+        return f"own gradient#{run.epoch.number}" if one == node and step >= 3 else None
+
+    play = Play(run, flaw).to_the_end()
+    assert play.struck == [node], play.notes
+    assert any("twice and got different values" in note for note in play.notes)
+    assert play.spoiled == []
+
+
+@pytest.mark.parametrize("node", "abcd")
+def test_of_two_of_a_kind_that_differ_alike_the_operator_reads_both_names_once(node: str) -> None:
+    play = Play(grid("abcd", alike=False), always(node, "own gradient", 2)).to_the_end()
     assert play.struck == [] and play.run.machine.quarantined == {}
     (line,) = [note for note in play.notes if "no third node can say which" in note]
-    assert "a (stage 0 of row 0)" in line and "c (stage 0 of row 1)" in line
+    stage = "abcd".index(node) % 2
+    for row, one in enumerate("ac" if node in "ac" else "bd"):
+        assert f"{one} (stage {stage} of row {row})" in line
+    (again,) = [note for note in play.notes if note.endswith("it runs again")]
+    assert again.startswith("step 3 is not committed"), "a pair that was asked twice costs no step again"
 
 
 def test_one_that_computes_right_when_it_is_doubted_is_wrong_all_the_same() -> None:

@@ -15,6 +15,7 @@ from node.run_state.actions import (
     Send,
 )
 from node.run_state.epoch import Phase
+from node.run_state.failures import MAX_STRIKES
 from node.run_state.grid import REMEMBERED_STEPS, SHARED_STEPS
 from tests.support.machine_driver import (
     Driver,
@@ -218,7 +219,7 @@ def test_groups_are_added_in_their_order_whatever_the_rows() -> None:
 # ---- who is wrong
 
 
-def test_a_step_whose_rows_differ_runs_again_and_the_odd_one_of_three_is_struck() -> None:
+def test_a_step_whose_rows_differ_runs_again_and_the_odd_one_of_three_is_named() -> None:
     run = grid(3, nodes="abcdef")
     for node in "abcde":
         run.vote(node, 2.0 if node == "c" else 1.0)
@@ -259,18 +260,73 @@ def test_a_refuted_node_loses_its_stage_at_the_next_placement() -> None:
     assert placement_of(run.die("e")) == ("a", "b")
 
 
-def test_with_one_word_against_another_nobody_is_struck() -> None:
-    run = grid(3)
-    for _ in range(2):
+def differ(run: Driver, liar: str, *said: float) -> list[Action]:
+    """All vote; the liar says another norm in each attempt, the last of which is over when this returns."""
+    for attempt, norm in enumerate(said):
         actions: list[Action] = []
         for node in run.epoch.hosts:
-            actions = run.vote(node, 2.0 if node == "a" else 1.0)
-        placed = placement_of(actions)
-        run.restored(3)
-    assert placed == ("a", "b"), "one row goes on: which of the two is right nobody can say"
-    run.vote("a", 2.0)
-    actions = run.vote("b")
+            actions = run.vote(node, norm if node == liar else 1.0)
+        if attempt < len(said) - 1:
+            run.restored(3)
+    return actions
+
+
+def test_who_holds_another_sum_is_not_shut_out_for_it() -> None:
+    """Another row may have sent it the wrong part of the sum."""
+    run = grid(3, nodes="abcdef")
+    for _ in range(MAX_STRIKES - 1):
+        run.machine.refused("c", "nonsense", run.time)
+    differ(run, "c", 2.0)
+    run.restored(3)
+    assert "node c: its gradient" in notes(run.all_vote())[0]
+    assert run.machine.quarantined == {}
+
+
+@pytest.mark.parametrize(("said", "stays"), [((2.0, 3.0), "cd"), ((2.0, 2.0), "ab")])
+def test_of_two_of_a_kind_whose_norms_differ_one_goes_and_nothing_is_held_against_it(
+    said: tuple[float, ...], stays: str
+) -> None:
+    """Who says something else each time goes, or else the last."""
+    run = Driver(stages=2, groups=4)
+    run.kinds = {"a": "one", "b": "two", "c": "one", "d": "two"}
+    run.started("abcd", 3)
+    actions = differ(run, "a", *said)
+    assert placement_of(actions) == tuple(stays)
+    gone = "a" if stays == "cd" else "c"
+    assert notes(actions) == [
+        "step 4 is not committed: the gradient of stage 0 is not the same in all rows; it runs again, "
+        f"without node {gone}: no third node can say which of a (stage 0 of row 0) and c (stage 0 of row 1) "
+        "is wrong"
+    ]
+    run.restored(3)
+    for node in run.epoch.hosts:
+        actions = run.vote(node, said[-1] if node == "a" else 1.0)
     assert of_kind(actions, RecordCommit) and notes(actions) == []
+    assert run.machine.quarantined == {} and set("abcd") == set(run.machine.members)
+
+
+@pytest.mark.parametrize("liar", "ac")
+def test_of_two_rows_that_differ_a_node_of_another_stage_decides_where_there_is_no_spare(liar: str) -> None:
+    run = grid(3)
+    actions = differ(run, liar, 2.0, 2.0)
+    assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=3)]
+    assert "once node c and node d have changed places, to tell who is wrong" in notes(actions)[0]
+    assert placement_of(run.stored(3)) == ("a", "b", "d", "c")
+    for node in "abd":
+        run.placed(node, 3 if node in "ab" else -1)
+    assert restore_of(run.placed("c")).step == 3
+    run.all_ready()
+    actions = []
+    for node in run.epoch.hosts:
+        actions = run.vote(node, 2.0 if node == liar else 1.0)
+    assert f"it runs again, without node {liar}" in notes(actions)[0]
+    assert placement_of(actions) == (("d", "c") if liar == "a" else ("a", "b"))
+    run.restored(3)
+    actions = run.all_vote()
+    assert of_kind(actions, RecordCommit)
+    assert notes(actions)[0].startswith(f"node {liar}: its gradient of step 4 was not that of other nodes")
+    run.all_applied()
+    assert run.machine.quarantined == {} and set("abcd") == set(run.machine.members)
 
 
 def test_of_two_rows_that_differ_a_spare_decides() -> None:
