@@ -2,12 +2,14 @@
 
 A connection is *silent* until its first byte, then in its *handshake*, and *proven* once a call over it has
 shown a certificate of the run. Each phase has a number of places. A newcomer to a full phase replaces the
-oldest connection of the group (address, or node if proven) that holds most places. So one crowded address
-cannot shut out another, and idle connections never shut out a talking one.
+oldest connection of the group (address, or node if proven) that holds most places, and of groups that hold as
+many rather a stranger's than that of an address that has shown a certificate before. So one crowded address
+cannot shut out another, idle connections never shut out a talking one, and members who connect again come
+before strangers.
 """
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -16,6 +18,8 @@ SILENT_SECONDS = 5.0
 """From accepting a connection to its first byte."""
 PROOF_SECONDS = 10.0
 """From the first byte to the first call with a certificate; gRPC ends a handshake after 5 s."""
+MOST_KNOWN = 1024
+"""Addresses that are remembered for having shown a certificate."""
 MOST_OF_A_NODE = 16
 """Proven connections of one node; it needs two for a link and two for the coordinator."""
 
@@ -109,9 +113,13 @@ class _Places:
     def oldest(self, group: str) -> int:
         return next(iter(self._groups[group]))
 
-    def crowd(self) -> str:
-        """The group with most connections."""
-        return next(iter(self._by_size[self._largest]))
+    def crowd(self, known: Container[str]) -> str:
+        """A group with most connections, an unknown one if there is one."""
+        largest = self._by_size[self._largest]
+        for group in largest:
+            if group not in known:
+                return group
+        return next(iter(largest))
 
     def add(self, number: int, group: str) -> None:
         members = self._groups.setdefault(group, {})
@@ -138,11 +146,29 @@ class _Places:
             self._largest = after
 
 
+class KnownAddresses:
+    """Addresses from which a certificate of the run was shown, the newest `MOST_KNOWN`."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, None] = {}
+
+    def __contains__(self, group: object) -> bool:
+        return group in self._groups
+
+    def add(self, group: str) -> None:
+        self._groups.pop(group, None)
+        self._groups[group] = None
+        if len(self._groups) > MOST_KNOWN:
+            del self._groups[next(iter(self._groups))]
+
+
 class Admission:
     """The connections of one port. Methods return the connections to close; these are already forgotten."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self.known = KnownAddresses()
+        """Ports that pass connections on to each other share them."""
         self._connections: dict[int, _Connection] = {}
         self._places = tuple(map(_Places, (limits.silent, limits.handshakes, limits.proven)))
         """Of each phase."""
@@ -152,6 +178,12 @@ class Admission:
 
     def count(self, phase: Phase) -> int:
         return self._places[phase].count
+
+    @property
+    def next_out(self) -> int | None:
+        """The silent connection that the next one replaces; None while there is room."""
+        silent = self._places[Phase.SILENT]
+        return silent.oldest(silent.crowd(self.known)) if silent.full and silent.count else None
 
     def accepted(self, number: int, host: str, now: float) -> list[int]:
         """A new connection from `host`; `now` is seconds on any clock."""
@@ -168,6 +200,7 @@ class Admission:
         """A call over it carried the certificate of node `owner`."""
         if (connection := self._connections.get(number)) is None or connection.phase is Phase.PROVEN:
             return []
+        self.known.add(connection.group)
         self.closed(number)
         return self._enter(number, _Connection(Phase.PROVEN, owner, now))
 
@@ -206,7 +239,9 @@ class Admission:
         if connection.phase is Phase.PROVEN and places.of(connection.group) >= MOST_OF_A_NODE:
             dropped.append(places.oldest(connection.group))
         elif places.full and places.count:
-            dropped.append(places.oldest(places.crowd()))
+            # A proven connection's group is its node.
+            known = self.known if connection.phase is not Phase.PROVEN else ()
+            dropped.append(places.oldest(places.crowd(known)))
         for oldest in dropped:
             self.closed(oldest)
         self._connections[number] = connection

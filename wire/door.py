@@ -63,3 +63,4 @@ class Door:
     def _know(self, front: Front | None) -> None:
         if front is not None and front not in self.front.behind:
             self.front.behind.append(front)
+            front.admission.known = self.front.admission.known

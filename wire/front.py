@@ -173,6 +173,9 @@ class Front:
                 self._go_on(number)
 
     def _enter(self, connection: socket.socket, host: str) -> int:
+        if (oldest := self._admission.next_out) is not None:
+            # It may have spoken, and the loop have been too busy to see that.
+            self._spoke(oldest)
         number = next(self._numbers)
         self._silent[number], self._hosts[number] = connection, host
         self._drop(self._admission.accepted(number, host, self._now()))

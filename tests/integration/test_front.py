@@ -15,7 +15,7 @@ from tests.support.links import SECONDS, End, eventually, quick
 from tests.support.pki import RUN_ID, new_authority, new_node
 from wire import link_server
 from wire.admission import Limits, Phase
-from wire.front import Front
+from wire.front import TLS_HANDSHAKE, Front
 from wire.link import DialledLink, dial_link
 from wire.link_server import LinkServer
 
@@ -101,6 +101,25 @@ async def test_idle_connections_keep_no_member_out(monkeypatch: pytest.MonkeyPat
             assert link.up
         await link.close()
         await running
+
+
+async def test_who_has_spoken_is_not_dropped_for_those_that_came_while_the_loop_was_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = Limits.of_members(FEW)
+    async with served(monkeypatch) as (_, front, port, _link):
+        with contextlib.ExitStack() as stack:
+            ours: list[socket.socket] = []
+            # The loop runs none of this time, so all wait in the kernel's queue.
+            for number in range(2 * limits.silent):
+                one = stack.enter_context(socket.socket())
+                one.bind((f"127.1.0.{1 + number}", 0))
+                one.connect(("127.0.0.1", port))
+                one.setblocking(False)
+                ours.append(one)
+            ours[0].send(TLS_HANDSHAKE)
+            await eventually(lambda: sum(map(hung_up, ours)) == limits.silent - 1)
+            assert front.admission.count(Phase.HANDSHAKE) == 1 and not hung_up(ours[0])
 
 
 async def test_a_connection_without_tls_is_dropped_at_its_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,28 @@ def test_a_newcomer_from_the_crowd_itself_gets_the_place_of_the_oldest() -> None
     assert dropped == [[], [], [], [], [0], [1]]
 
 
+def test_an_address_that_has_shown_a_certificate_comes_before_strangers_until_it_is_a_crowd_itself() -> None:
+    admission = Admission(SMALL)
+    admission.accepted(0, "10.0.0.1", 0.0)
+    admission.spoke(0, 0.0)
+    admission.proved(0, "node-a", 0.0)
+    admission.accepted(1, "10.0.0.1", 0.0)
+    for number in range(2, 100):
+        assert 1 not in admission.accepted(number, f"10.1.0.{number}", 0.0)
+    admission.accepted(100, "10.0.0.1", 0.0)
+    assert admission.next_out == 1 and admission.accepted(101, "10.1.1.1", 0.0) == [1]
+
+
+def test_the_next_to_go_is_known_before_it_goes() -> None:
+    admission = Admission(SMALL)
+    for number in range(SMALL.silent):
+        assert admission.next_out is None
+        admission.accepted(number, f"10.0.0.{number}", 0.0)
+    assert admission.next_out == 0 and admission.accepted(9, "10.0.0.9", 0.0) == [0]
+    admission.spoke(1, 0.0)
+    assert admission.next_out is None
+
+
 def test_one_node_cannot_take_all_places_of_proven_connections() -> None:
     admission = Admission(Limits(silent=4, handshakes=4, proven=100))
     for number in range(MOST_OF_A_NODE + 3):
