@@ -2,7 +2,8 @@
 
     make attack                                   every false message by a member, every flood by strangers
     make attack ATTACK_ARGS="--only nan,no-vote"  some of them; replaces their rows of the record
-    make attack ATTACK_ARGS=--small               floods of a few seconds, as in CI
+    make attack ATTACK_ARGS=--small               sieges of a few seconds, as in CI
+    make attack ATTACK_ARGS="--rounds 3"          sieges of three minutes
 
 Writes scripts/results/attack.json; `python -m scripts.checks.faults --render` puts it into deploy/FAULTS.md.
 Exit code 1 if a run was harmed.
@@ -20,10 +21,11 @@ from typing import Any
 
 import torch
 
+from node.lab.results import commit
 from scripts.report import RESULTS, write
 from tests.support.attacks import MEMBERS, Attack, attack
 from tests.support.fault_prefork import Prefork
-from tests.support.strangers import SIEGES, Siege, at_full_size, besiege
+from tests.support.strangers import ROUNDS, SIEGES, Siege, at_full_size, besiege
 from wire.version import VERSION
 
 Row = dict[str, Any]
@@ -36,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", help="names of attacks, separated by commas")
     parser.add_argument("--small", action="store_true", help="sieges of seconds, not of minutes")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="minutes of each siege")
     args = parser.parse_args(argv)
     wanted = set(filter(None, args.only.split(",")))
     names = {one.name for one in (*MEMBERS, *SIEGES)}
@@ -48,17 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             if wanted and one.name not in wanted:
                 continue
             with tempfile.TemporaryDirectory(prefix="thinwire-attack-") as directory:
-                kind, row = _row(one, Path(directory), prefork, small=args.small)
+                kind, row = _row(one, Path(directory), prefork, rounds=0 if args.small else args.rounds)
             print(json.dumps(row), flush=True)
             rows[kind][one.name] = row
-            report = {name: list(table.values()) for name, table in rows.items()}
+            report = {
+                kind: [rows[kind][one.name] for one in known if one.name in rows[kind]]
+                for kind, known in (("members", MEMBERS), ("strangers", SIEGES))
+            }
             write(RECORD, {"version": VERSION, "cores": os.cpu_count(), **report})
     return int(any(not row["withstood"] for table in rows.values() for row in table.values()))
 
 
-def _row(one: Attack | Siege, directory: Path, prefork: Prefork, *, small: bool) -> tuple[str, Row]:
+def _row(one: Attack | Siege, directory: Path, prefork: Prefork, *, rounds: int) -> tuple[str, Row]:
     if isinstance(one, Siege):
-        siege = one if small else at_full_size(one)
+        siege = at_full_size(one, rounds) if rounds else one
         withstood = besiege(siege, directory, launch=prefork.popen)
         size = {
             "idle": siege.idle,
@@ -67,9 +73,9 @@ def _row(one: Attack | Siege, directory: Path, prefork: Prefork, *, small: bool)
             "rounds": siege.rounds,
             "calm_seconds": siege.calm_seconds,
         }
-        return "strangers", {**asdict(withstood), **size, "withstood": withstood.good}
+        return "strangers", {**asdict(withstood), **size, "withstood": withstood.good, "commit": commit()}
     seen = attack(one, directory, launch=prefork.popen)
-    return "members", {**asdict(seen), "withstood": seen.good(one)}
+    return "members", {**asdict(seen), "withstood": seen.good, "commit": commit()}
 
 
 def _earlier(kind: str) -> dict[str, Row]:

@@ -339,7 +339,7 @@ coordinator (`tests/support/liar.py`). *Longest wait*: without a new step, from 
 
 {markdown(member_columns, members)}
 
-The last two compute wrong values, as a broken card does, and run in two rows of two stages with `audit.rate
+The last three compute wrong values, as a broken card does, and run in two rows of two stages with `audit.rate
 = 1`. With rate *p* and *R* rows of like nodes a member that is always wrong is found after *R* / (2 *p*)
 steps on average, and within 3 *R* / (2 *p*) in 95 of 100 cases. What it spoiled until then stays in the
 weights, so go back to a snapshot from before. The cost is one gradient group more for a row in a share *p*
@@ -348,13 +348,23 @@ what they send.
 
 Not protected: with one row, or without audits, a member can send tensors that are finite and wrong, vote a
 norm that is wrong but within the range of recent steps, or, if it has the head, report such a loss. Only a
-second computation of the same work finds these. With audits, one that computes right and then sends other
-gradients to the other rows, or hands in other layers than it holds, is not found. If two nodes differ and
-there is no third of their kind, nobody can say which one is wrong: the operator reads both names, and the run
-goes on. A member that does nothing holds up a step for half a minute beyond what is usual, or three times
-that; one that says that it computes or waits, for a minute, or ten times what is usual. In an epoch's first
-step that is two and four minutes. In a run's first, before any step was measured, one that says that it
-computes holds it up for ten minutes. Every stage sees activations, and the first sees text.
+second computation of the same work finds these. With audits, one that hands in other layers than it holds is
+not found. One that computes right and then sends wrong sums to another row makes who holds them look wrong:
+that node may lose its stage, though nothing else is held against it.
+
+Two nodes that differ need a third of their kind: one of another row, a spare, or one of another stage that
+changes places with one of the two. With exactly two of a kind, both compute the audited step again. One that
+gives another value than before is wrong: so a card that errs at random is found. One that errs alike each
+time is not told from the honest one: the operator reads both names, once, and the run goes on with what both
+gave, since leaving out one of them at random spoils as much. If such a pair's norms differ, the two may no
+longer hold the same state: one row goes on alone, that of the node whose norm stayed the same, or else the
+first; the other node remains a member. Whether the right one goes on is chance, until another of their kind
+joins.
+
+A member that does nothing holds up a step for half a minute beyond what is usual, or three times that; one
+that says that it computes or waits, for a minute, or ten times what is usual. In an epoch's first step that
+is two and four minutes. In a run's first, before any step was measured, one that says that it computes holds
+it up for ten minutes. Every stage sees activations, and the first sees text.
 
 ## Strangers
 
@@ -373,7 +383,7 @@ costs counts for more than in a real run. Requests to join are the dearest: the 
 def _outcome(row: dict[str, Any]) -> str:
     if not row["ended"]:
         return "the run stops"
-    return "its stage goes to a spare" if row["replaced"] else "it stays"
+    return "it loses its stage" if row["replaced"] else "it stays"
 
 
 def _size(row: dict[str, Any]) -> str:

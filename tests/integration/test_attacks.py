@@ -13,22 +13,30 @@ from tests.support.fault_prefork import Prefork
 from tests.support.strangers import SIEGES, Siege, besiege
 
 SEED = 21
+FOUND = "as another node found; it gets a stage again only if no other node is left"
 SAYS = {
-    "nan": "as another node found; it gets a stage again only if no other node is left",
-    "not-finite": "as another node found; it gets a stage again only if no other node is left",
-    "huge-norm": "as another node found; it gets a stage again only if no other node is left",
-    "negative-norm": "quarantined: a squared norm cannot be -1.0",
-    "norms-of-others": "quarantined: its vote names layer units",
-    "flood-heartbeats": "quarantined: a heartbeat of",
-    "flood-spans": "spans",
+    "nan-once": FOUND,
+    "nan": FOUND,
+    "not-finite": FOUND,
+    "huge-norm": FOUND,
+    "internal": "a spare takes stage",
     "accuse-one": "a spare takes stage",
     "accuse-both": "a spare takes stage",
-    "internal": "a spare takes stage",
     "blame-link": "a spare takes stage",
+    "negative-norm": "quarantined: a squared norm cannot be -1.0",
+    "huge-loss": "quarantined: it voted with a loss",
+    "norms-of-others": "quarantined: its vote names layer units",
+    "flood-heartbeats": "quarantined: a heartbeat of",
+    "flood-spans": "quarantined: more spans than steps can have",
+    "no-vote": "it did not end step",
+    "no-applied": "it did not end step",
     "idle": "it did nothing in step",
+    "withhold-layers": "it did not hand in its layers of step",
+    "silent": "it has been silent for more than",
+    "reconnect": "its connection closed and did not come back",
     "wrong-activations": "two others did not get the same",
     "wrong-gradients": "two others did not get the same",
-    "withhold-layers": "it did not hand in its layers of step",
+    "wrong-no-spare": "two others did not get the same",
 }
 """What the operator reads about the liar."""
 SIEGES_HERE = [siege for siege in SIEGES if siege.name == "idle-join"]
@@ -36,11 +44,11 @@ SIEGES_HERE = [siege for siege in SIEGES if siege.name == "idle-join"]
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("lie", [lie for lie in MEMBERS if lie.name in SAYS], ids=lambda lie: lie.name)
+@pytest.mark.parametrize("lie", MEMBERS, ids=lambda lie: lie.name)
 def test_a_member_that_lies(tmp_path: Path, prefork: Prefork, lie: Attack) -> None:
     chosen = anywhere(lie, SEED)
-    seen = attack(chosen, tmp_path, launch=prefork.popen)
-    assert seen.good(chosen), (chosen, seen)
+    seen = attack(chosen, tmp_path, launch=prefork.popen, hasty=True)
+    assert seen.good, (chosen, seen)
     assert SAYS[lie.name] in seen.line, (chosen, seen)
 
 

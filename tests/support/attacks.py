@@ -32,7 +32,7 @@ from tests.support.process import Process, StuckError
 from tests.support.run_harness import Launch, undisturbed
 
 STEPS, SNAPSHOT_EVERY, LIES_FROM = 10, 3, 4
-STAGES, SPARES = 3, 2
+STAGES = 3
 STUCK_SECONDS = 60.0
 """Without any line from the coordinator a run counts as stuck."""
 MOST_SECONDS = 180.0
@@ -44,15 +44,15 @@ class Attack:
     """One member's lie."""
 
     name: str
-    """A key of `tests.support.liar.LIES` or `FLAWS`."""
     what: str
     """A description, for the table."""
+    lie: str
+    """A key of `tests.support.liar.LIES` or `FLAWS`."""
     step: int = LIES_FROM
     """The first step with the lie, from 0."""
     stage: int = 1
     """The liar's first stage; with two rows its number in the grid, row after row."""
-    harmless: bool = False
-    """The lie costs the run nothing, so its author may keep its stage."""
+    spares: int = 2
     rows: int = 1
     """With two rows, of two stages each, every step is audited. Then the liar may be in either."""
 
@@ -78,43 +78,43 @@ class Seen:
     line: str
     """The line that the operator reads."""
 
-    def good(self, chosen: Attack) -> bool:
-        """The run ends as an undisturbed one and no honest member is harmed.
-
-        Unless the lie is harmless, its author has lost its stage, and a line names it.
-        """
+    @property
+    def good(self) -> bool:
+        """The run ends as an undisturbed one, no honest member is harmed, the liar has lost its stage, and a
+        line names it."""
         unharmed = self.ended and self.bits_equal and not self.honest_harmed
-        return unharmed and (chosen.harmless or (self.replaced and bool(self.line)))
+        return unharmed and self.replaced and bool(self.line)
 
 
 MEMBERS = tuple(
-    Attack(name=lie, what=what, harmless=harmless)
-    for lie, what, harmless in (
-        ("nan-once", "votes a norm that is not a number, once", True),
-        ("nan", "votes norms that are not numbers", False),
-        ("not-finite", "says in each step that a gradient is not finite", False),
-        ("internal", "says in each step that something broke", False),
-        ("accuse-one", "accuses the same neighbour in each step", False),
-        ("accuse-both", "accuses its neighbours in turn", False),
-        ("blame-link", "says in each step that a neighbour's link failed", False),
-        ("negative-norm", "votes norms of -1, and connects again each time", False),
-        ("no-vote", "never votes", False),
-        ("no-applied", "never says that it has applied a step", False),
-        ("silent", "stays connected and says nothing", False),
-        ("idle", "does nothing, and answers on every connection", False),
-        ("reconnect", "drops its session at every message", False),
-        ("withhold-layers", "never hands in its layers", False),
-        ("flood-heartbeats", "sends heartbeats that name 4,000 links", False),
-        ("flood-spans", "sends spans that nobody asked for", False),
-        ("loss-of-another", "reports the loss of a stage that is not its own", True),
-        ("norms-of-others", "votes norms of layers that it does not hold", True),
-        ("huge-norm", "votes norms of 1e60", False),
+    Attack(name=lie, what=what, lie=lie)
+    for lie, what in (
+        ("nan-once", "votes a norm that is not a number, once"),
+        ("nan", "votes norms that are not numbers"),
+        ("not-finite", "says in each step that a gradient is not finite"),
+        ("internal", "says in each step that something broke"),
+        ("accuse-one", "accuses the same neighbour in each step"),
+        ("accuse-both", "accuses its neighbours in turn"),
+        ("blame-link", "says in each step that a neighbour's link failed"),
+        ("negative-norm", "votes norms of -1, and connects again each time"),
+        ("no-vote", "never votes"),
+        ("no-applied", "never says that it has applied a step"),
+        ("silent", "stays connected and says nothing"),
+        ("idle", "does nothing, and answers on every connection"),
+        ("reconnect", "drops its session at every message"),
+        ("withhold-layers", "never hands in its layers"),
+        ("flood-heartbeats", "sends heartbeats that name 4,000 links"),
+        ("flood-spans", "sends spans that nobody asked for"),
+        ("huge-loss", "reports a loss of -1e300, whether it has the head or not"),
+        ("norms-of-others", "votes norms of layers that it does not hold"),
+        ("huge-norm", "votes norms of 1e60"),
     )
 ) + tuple(
-    Attack(name=flaw, what=what, rows=2)
-    for flaw, what in (
-        ("wrong-activations", "computes activations that are finite and wrong"),
-        ("wrong-gradients", "computes gradients that are finite and wrong"),
+    Attack(name=name, what=what, lie=flaw, rows=2, spares=spares)
+    for name, flaw, spares, what in (
+        ("wrong-activations", "wrong-activations", 2, "computes activations that are finite and wrong"),
+        ("wrong-gradients", "wrong-gradients", 2, "computes gradients that are finite and wrong"),
+        ("wrong-no-spare", "wrong-gradients", 0, "computes wrong gradients, in a run without spares"),
     )
 )
 
@@ -145,15 +145,17 @@ class LyingRun(FaultRun):
         self._spares_wait.close()
         super().__exit__(*error)
 
-    def assemble(self, *, liar_at: int) -> None:
+    def assemble(self, *, liar_at: int, hasty: bool) -> None:
         """Start the coordinator, the hosts, one after the other, and the spares; then the steps go on."""
+        self.program = ("tests.support.hasty",) if hasty else self.program
         coordinator = self.start()
-        for number in range(self.hosts + SPARES):
+        self.program = ("node.cli.main",)
+        for number in range(self.hosts + self._chosen.spares):
             lies = number == liar_at
             node = (
                 self.add_spare()
                 if number >= self.hosts
-                else self.add_node(liar=self._chosen.name if lies else "")
+                else self.add_node(liar=self._chosen.lie if lies else "")
             )
             self.liar = node if lies else self.liar
             self.wait_joined(number + 1)
@@ -186,10 +188,15 @@ def anywhere(chosen: Attack, seed: int) -> Attack:
     return replace(chosen, stage=draw.randrange(places), step=draw.randrange(1, STEPS - 1))
 
 
-def attack(chosen: Attack, directory: Path, *, launch: Launch = subprocess.Popen) -> Seen:
-    """Run one attack of a member to the end of the run, or until nothing happens any more."""
+def attack(
+    chosen: Attack, directory: Path, *, launch: Launch = subprocess.Popen, hasty: bool = False
+) -> Seen:
+    """Run one attack of a member to the end of the run, or until nothing happens any more.
+
+    `hasty`: the coordinator waits for members as `tests.support.hasty` does.
+    """
     with LyingRun(directory, chosen, launch=launch) as run:
-        run.assemble(liar_at=chosen.stage)
+        run.assemble(liar_at=chosen.stage, hasty=hasty)
         code, deadline = None, time.monotonic() + MOST_SECONDS
         with contextlib.suppress(StuckError):
             code = run.tend(restart=False, seconds=STUCK_SECONDS, until=lambda _: time.monotonic() > deadline)

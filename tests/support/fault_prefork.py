@@ -29,7 +29,13 @@ from typing import IO, Self
 
 from tests.support.paths import ROOT, python_path
 
-PROGRAMS = ("node.cli.main", "node.parallel.worker", "tests.support.liar", "tests.support.strangers")
+PROGRAMS = (
+    "node.cli.main",
+    "node.parallel.worker",
+    "tests.support.hasty",
+    "tests.support.liar",
+    "tests.support.strangers",
+)
 """Modules that `-m` can start: their `main` reads `sys.argv` and returns an exit code."""
 _PR_SET_CHILD_SUBREAPER = 36
 _REQUEST_BYTES = 256 * 1024

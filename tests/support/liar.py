@@ -212,9 +212,7 @@ LIES: dict[str, Lie] = {
     "withhold-layers": _honest,
     "flood-heartbeats": _honest,
     "flood-spans": _honest,
-    "loss-of-another": _votes(
-        lambda liar, vote: [vote if vote.loss is not None else replace(vote, loss=-1e300)]
-    ),
+    "huge-loss": _votes(lambda _, vote: [replace(vote, loss=-1e300)]),
     "norms-of-others": _votes(
         lambda _, vote: [replace(vote, norms={**{unit: 1e6 for unit in range(5)}, **vote.norms})]
     ),

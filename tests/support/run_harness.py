@@ -195,7 +195,7 @@ class Run:
         self.run_file.write_text(to_toml(self.config), encoding="utf-8")
         self._variables: dict[str, str] = {}
         self.program: Sequence[str] = ("node.cli.main",)
-        """What `command` runs."""
+        """What is run with a command's arguments."""
         if still is not None:
             markers = directory / "still"
             markers.mkdir()
@@ -389,6 +389,7 @@ class Run:
             arguments,
             directory=self.directory,
             environment=self.environment,
+            program=self.program,
             prepare=prepare,
             wrapper=wrapper,
             launch=subprocess.Popen if prepare or wrapper else self._launch,

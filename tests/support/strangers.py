@@ -123,13 +123,17 @@ SIEGES = (
 )
 
 
-def at_full_size(siege: Siege) -> Siege:
-    """10,000 idle connections and 500 new ones a second, or the same flood, for five minutes in all.
+ROUNDS = 5
+"""Minutes of a siege at full size."""
+
+
+def at_full_size(siege: Siege, rounds: int) -> Siege:
+    """10,000 idle connections and 500 new ones a second, or the same flood, for `rounds` minutes in all.
 
     In turns with calm times, because a machine that does other work too has fast minutes and slow ones.
     """
     idle = {"idle": 10_000, "idle_a_second": 500} if siege.idle else {}
-    return replace(siege, **idle, seconds=60.0, rounds=5, calm_seconds=30.0, own_core=True)
+    return replace(siege, **idle, seconds=60.0, rounds=rounds, calm_seconds=30.0, own_core=True)
 
 
 class _Watch:
