@@ -337,7 +337,7 @@ class RunView:
         """Read what `to_json` of this or a similar version wrote. Raises ProtocolViolationError."""
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolViolationError(f"a run's view is not JSON ({error})") from error
         if not isinstance(raw, dict):
             raise ProtocolViolationError("a run's view is one JSON object")

@@ -336,5 +336,5 @@ def _read_holders(run_directory: Path) -> dict[str, list[str]]:
     try:
         found = json.loads((run_directory / DIRECTORY / HOLDERS_FILE).read_bytes())["holders"]
         return {str(unit): [str(node) for node in nodes] for unit, nodes in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

@@ -131,7 +131,7 @@ def read_answer(body: bytes) -> RunView:
     """
     try:
         answer = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolViolationError(f"the answer is not JSON ({error})") from error
     if not isinstance(answer, dict) or not isinstance(answer.get("view"), dict):
         raise ProtocolViolationError("the answer has no view")

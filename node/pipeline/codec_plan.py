@@ -69,7 +69,7 @@ class CodecPlan:
             plan = cls(activations=tuple(given["activations"]), gradients=tuple(given["gradients"]))
             for name in (*plan.activations, *plan.gradients):
                 codec_format(name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"a recorded plan of codecs cannot be read ({error})") from None
         return plan
 

@@ -215,7 +215,7 @@ def _stored(token: JoinToken, directory: Path) -> tuple[NodeIdentity, str] | Non
         # A token with other addresses means that the coordinator has moved: ask for its control port.
         known = coordinator["join_address"] in token.addresses
         return (identity, str(coordinator["control_address"])) if known else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -107,7 +107,7 @@ class MemoryNote:
         try:
             note = json.loads(path.read_bytes())
             need, age, of = int(note["need"]), time.time() - float(note["written"]), note["of"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return hardware
         if of != self._of(hardware) or not 0 <= age < VALID_SECONDS or hardware.memory_bytes < need:
             return hardware

@@ -188,7 +188,7 @@ def _template_source(folder: Path, named: str) -> tuple[str, str]:
             return path.read_text(encoding="utf-8"), str(path)
         path = folder / "tokenizer_config.json"
         found = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path.exists() else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise DataError(f"{path} cannot be read: {reason}") from error
     if isinstance(found, list):  # named templates: [{"name", "template"}]

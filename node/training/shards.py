@@ -163,7 +163,7 @@ class TokenizedSource:
         try:
             raw = json.loads(self._name(shard, part, "json").read_bytes())
             return Counts(**{name: raw[name] for name in Counts.__dataclass_fields__})
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def _map(self, shard: int, part: int) -> Part:

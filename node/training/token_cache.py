@@ -132,7 +132,7 @@ def _batches(pieces: Iterator[bytes]) -> Iterator[list[bytes]]:
 def _json(path: Path) -> dict[str, object]:
     try:
         found = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

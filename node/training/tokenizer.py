@@ -165,7 +165,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}); copy it again") from error
     found = {}
     for name, value in raw.items() if isinstance(raw, dict) else ():

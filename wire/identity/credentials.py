@@ -186,7 +186,7 @@ class NodeIdentity:
             return None
         except OSError as error:
             raise UserError(f"the node identity in {directory} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"the node identity in {directory} is damaged: delete the directory and join with a new token"
             ) from None

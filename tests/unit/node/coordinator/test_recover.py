@@ -105,9 +105,10 @@ def test_a_failed_recovery_says_why(tmp_path: Path, capsys: pytest.CaptureFixtur
         newest_record([ours, theirs])
     with pytest.raises(UserError, match="give a node's state directory"):
         newest_record([tmp_path])
-    (ours / "snapshots" / "run.json").write_text('{"format": 1}')
-    with pytest.raises(UserError, match="is damaged"):
-        newest_record([ours])
+    for damaged in ('{"format": 1}', "[" * 100_000):
+        (ours / "snapshots" / "run.json").write_text(damaged)
+        with pytest.raises(UserError, match="is damaged"):
+            newest_record([ours])
     config = replace(CONFIG, data=replace(CONFIG.data, path="text.txt"))
     named = node_folder(tmp_path / "named", manifest(20, files, config), {})
     assert main(["recover", "--from", str(named), "--run-dir", str(tmp_path / "made")]) == 2
