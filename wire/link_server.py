@@ -24,6 +24,7 @@ from wire.identity.credentials import mutual_tls, peer_node_id
 from wire.layer_exchange import LAYER_METHOD, LayerServer
 from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
 from wire.link_state import LinkSettings, LinkState, OnTensor
+from wire.peer_probe import PROBE_METHOD, ProbeServer
 from wire.relay import PROTOCOL_NAME as RELAY_PROTOCOL
 from wire.stream_receiver import Expect
 from wire.telemetry import DIRECT
@@ -114,9 +115,11 @@ class _Handlers(grpc.GenericRpcHandler):
         self,
         serve: Callable[[str, ServerContext], Awaitable[None]],
         serve_layer: Callable[[bytes, ServerContext], Awaitable[None]],
+        serve_probe: Callable[[ServerContext], Awaitable[None]],
     ) -> None:
         self._serve = serve
         self._serve_layer = serve_layer
+        self._serve_probe = serve_probe
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
@@ -124,6 +127,12 @@ class _Handlers(grpc.GenericRpcHandler):
         method = handler_call_details.method
         if method == LAYER_METHOD:
             return grpc.unary_stream_rpc_method_handler(self._serve_layer)
+        if method == PROBE_METHOD:
+
+            async def probe(_requests: object, context: ServerContext) -> None:
+                await self._serve_probe(context)
+
+            return grpc.stream_stream_rpc_method_handler(probe)
         if method not in (BULK_METHOD, CONTROL_METHOD):
             return None
 
@@ -149,6 +158,8 @@ class LinkServer:
         self._links: dict[str, AcceptedLink] = {}  # of the newest epoch, by neighbour
         self.layers: LayerServer | None = None
         """Serves this node's layers of snapshots, once it is a member of the run."""
+        self.probes: ProbeServer | None = None
+        """Lets other nodes measure their line to this one, in a run that is placed by measurement."""
         self.shut_out: Collection[str] = frozenset()
         """Nodes that get no layer, though they hold a certificate of the run."""
 
@@ -162,7 +173,8 @@ class LinkServer:
         """
         identity = self._identity
         server = make_server(
-            [_Handlers(self._serve, self._serve_layer)], unread_bytes=self._settings.unread_bytes
+            [_Handlers(self._serve, self._serve_layer, self._serve_probe)],
+            unread_bytes=self._settings.unread_bytes,
         )
         front = Front(Limits.of_members(raise_limit()))
         credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
@@ -259,6 +271,19 @@ class LinkServer:
             )
 
     async def _serve_layer(self, message: bytes, context: ServerContext) -> None:
+        await self._member(context)
+        if self.layers is None:
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not in the run yet", None)
+        await self.layers.serve(message, context)
+
+    async def _serve_probe(self, context: ServerContext) -> None:
+        peer = await self._member(context)
+        if self.probes is None:
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not measured", None)
+        await self.probes.serve(peer, context)
+
+    async def _member(self, context: ServerContext) -> str:
+        """The node that calls, which has not been shut out."""
         peer = peer_node_id(context)
         if peer is None:
             await _abort(context, grpc.StatusCode.PERMISSION_DENIED, "the certificate names no node", None)
@@ -266,9 +291,7 @@ class LinkServer:
             self._front.prove(context.peer(), peer)
         if peer in self.shut_out:
             await _abort(context, grpc.StatusCode.PERMISSION_DENIED, "you were shut out of this run", None)
-        if self.layers is None:
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not in the run yet", None)
-        await self.layers.serve(message, context)
+        return peer
 
     def _path(self, context: ServerContext) -> str:
         host = self._front.host(context.peer()) if self._front is not None else ""

@@ -190,6 +190,27 @@ class RelayTimes:
     times: Mapping[str, float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockTime:
+    """With placement by measurement: what a block of the run takes this node."""
+
+    seconds: float
+    """Forward and backward, a microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerRate:
+    """Answer to `ProbePeer`."""
+
+    node_id: str
+    round_trip: float = 0.0
+    """Seconds; 0: the node could not be reached."""
+    up: float = 0.0
+    """Bytes a second to it,"""
+    down: float = 0.0
+    """and from it; 0 where nothing came."""
+
+
 NodeMessage = (
     Hello
     | Placed
@@ -203,6 +224,8 @@ NodeMessage = (
     | StepSpans
     | Following
     | RelayTimes
+    | BlockTime
+    | PeerRate
 )
 
 
@@ -262,6 +285,13 @@ class Relays:
     """The volunteers that relay for others now."""
 
     relays: tuple[PlacedStage, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbePeer:
+    """Measure the line to this node (`wire.peer_probe`) and answer with a `PeerRate`."""
+
+    peer: PlacedStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,6 +458,7 @@ CoordinatorMessage = (
     | HeartbeatReply
     | Relays
     | RelayFor
+    | ProbePeer
     | Abort
     | Finish
     | Refusal

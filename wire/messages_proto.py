@@ -16,6 +16,7 @@ from wire.messages import (
     Abort,
     Applied,
     Begin,
+    BlockTime,
     BoundaryEnd,
     Commit,
     CoordinatorMessage,
@@ -30,11 +31,13 @@ from wire.messages import (
     Hello,
     Leave,
     NodeMessage,
+    PeerRate,
     Placed,
     PlacedRow,
     PlacedStage,
     Placement,
     Prefetch,
+    ProbePeer,
     Ready,
     RelayFor,
     Relays,
@@ -215,6 +218,10 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
         case RelayTimes():
             times = [control_pb2.RelayTime(node_id=n, seconds=s) for n, s in message.times.items()]
             return control_pb2.NodeMessage(relay_times=control_pb2.RelayTimes(times=times))
+        case BlockTime():
+            return control_pb2.NodeMessage(block_time=control_pb2.BlockTime(seconds=message.seconds))
+        case PeerRate():
+            return control_pb2.NodeMessage(peer_rate=control_pb2.PeerRate(**vars(message)))
 
 
 def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
@@ -294,6 +301,18 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
             if not all(map(is_node_id, found)):
                 raise ProtocolViolationError("a round trip is to no node")
             return RelayTimes(times=found)
+        case "block_time":
+            return BlockTime(seconds=seconds(message.block_time.seconds, "a block's time"))
+        case "peer_rate":
+            said = message.peer_rate
+            if not is_node_id(said.node_id):
+                raise ProtocolViolationError("a rate is to no node")
+            return PeerRate(
+                node_id=said.node_id,
+                round_trip=seconds(said.round_trip, "a round trip"),
+                up=amount(said.up, "a rate"),
+                down=amount(said.down, "a rate"),
+            )
         case _:
             raise ProtocolViolationError("a node sent an empty control message")
 
@@ -382,6 +401,9 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
             )
         case RelayFor():
             return control_pb2.CoordinatorMessage(relay_for=control_pb2.RelayFor(nodes=message.nodes))
+        case ProbePeer():
+            peer = control_pb2.PlacedStage(**vars(message.peer))
+            return control_pb2.CoordinatorMessage(probe_peer=control_pb2.ProbePeer(peer=peer))
         case Abort():
             return control_pb2.CoordinatorMessage(abort=control_pb2.Abort(**vars(message)))
         case Finish():
@@ -479,6 +501,9 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
             return Relays(relays=_stages_from_proto(message.relays.relays))
         case "relay_for":
             return RelayFor(nodes=tuple(message.relay_for.nodes))
+        case "probe_peer":
+            (peer,) = _stages_from_proto([message.probe_peer.peer])
+            return ProbePeer(peer=peer)
         case "abort":
             return Abort(epoch=message.abort.epoch, reason=line(message.abort.reason))
         case "finish":

@@ -279,6 +279,10 @@ class PipelineSection:
     what the node has left."""
     split: tuple[int, ...] = ()
     """Blocks of each chunk in pipeline order (stages x chunks numbers); empty balances them by cost."""
+    placement: str = "order"
+    """Who gets which stage: `order`, as nodes come; or `measured`, by their speed, memory and the lines
+    between them, which nodes measure. Then stages move and `split` changes where that makes a step shorter by
+    a tenth and pays back within 200 steps what the move takes. A split decides bits, so it is on record."""
     head: str = "auto"
     """The stage of a tied model's head. `first`: with the embedding, so that the last stage sends its hidden
     states there. `last`: the two send each other the weight's gradient; also where the first stage is short
@@ -311,6 +315,11 @@ class PipelineSection:
     def remembers(self) -> bool:
         """Whether the forward codec packs changes against a sample cache (AQ-SGD)."""
         return self.forward_codec.startswith("aqsgd-")
+
+    @property
+    def measures_places(self) -> bool:
+        """Whether nodes get their stages by what was measured."""
+        return self.placement == "measured"
 
     @property
     def plans_codecs(self) -> bool:

@@ -55,6 +55,14 @@ class Changes:
         self._stop(what)
         return f"after this step and a snapshot {what}"
 
+    def move(self, overrides: Sequence[str], what: str) -> None:
+        """After this step and a snapshot, go on with places by a plan, which is on record. An operator's
+        change or end comes first."""
+        if not self._wanted:
+            self._wanted = tuple(overrides)
+            self._emit(events.Notice(text=what))
+            self._stop(what)
+
     def drop(self) -> None:
         """The run is to end for good."""
         self._wanted = ()

@@ -10,7 +10,7 @@ import functools
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from node import faults
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting, Answers, longest_kind
 from node.coordinator.changes import Changes
-from node.coordinator.decisions import record_codecs
+from node.coordinator.decisions import record_codecs, record_places
 from node.coordinator.disk import Disk
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.kept_snapshots import KeptSnapshots
@@ -37,6 +37,7 @@ from node.coordinator.store import (
 )
 from node.model.labels import BatchPart, to_bytes
 from node.pipeline.codec_plan import Lines
+from node.pipeline.places import PlacePlan
 from node.pipeline.snapshot_place import is_url, snapshot_place
 from node.pipeline.window_plan import Windows
 from node.run_file.loader import to_json
@@ -71,6 +72,7 @@ from wire.identity.enrolment import Refusal
 from wire.messages import (
     NODES,
     Applied,
+    BlockTime,
     CoordinatorMessage,
     Finish,
     Heartbeat,
@@ -78,6 +80,7 @@ from wire.messages import (
     HeldLayer,
     Leave,
     NodeMessage,
+    PeerRate,
     PlacedStage,
     Placement,
     Ready,
@@ -96,14 +99,6 @@ GOODBYE_SECONDS = 5.0
 
 Result = TypeVar("Result")
 Happening = Callable[[float], list[Action]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a run ended."""
-
-    reason: str
-    failed: bool
 
 
 class Coordinator:
@@ -176,12 +171,16 @@ class Coordinator:
             link_report=self.accounting.link_report,
             use_windows=self._use_windows,
             use_lines=self._use_lines,
+            past=past,
+            members=lambda: self._machine.members,
+            send=self._send,
+            move=self._move,
         )
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._sessions = Sessions()
         self._answers = Answers()
         self.relays = RelayDesk(self._sessions.send, config.coordinator.relay)
-        self._outcome: Outcome | None = None
+        self._outcome: Stop | None = None
         go_on = functools.partial(self._machine.stop, at_once=False, soon=True)
         self.changes = Changes(config, directory, emit, lambda why: self._post(lambda _now: go_on(why)))
 
@@ -195,18 +194,12 @@ class Coordinator:
 
     # ---- running
 
-    async def run(self) -> Outcome:
+    async def run(self) -> Stop:
         """Drive the run until it ends; sessions are closed when this returns."""
         watching = self._tick(), self._watch_evicted(), self.changes.watch()
+        writing = self._tracer.run(), self._snapshots.run(), self._exports.run(), self._kept.run()
         async with asyncio.TaskGroup() as group:
-            beside = [
-                group.create_task(one)
-                for one in (
-                    *(*watching, self._planners.run(), self._tracer.run(), self._snapshots.run()),
-                    self._exports.run(),
-                    self._kept.run(),
-                )
-            ]
+            beside = [group.create_task(one) for one in (*watching, *writing, self._planners.run())]
             outcome = await self._act()
             await self._exports.finish()
             for task in beside:
@@ -231,7 +224,7 @@ class Coordinator:
         """Take a snapshot after this step."""
         self._post(lambda _now: self._machine.save())
 
-    async def _act(self) -> Outcome:
+    async def _act(self) -> Stop:
         while self._outcome is None:
             happening = await self._events.get()
             await self._disk.room()
@@ -242,7 +235,7 @@ class Coordinator:
                 # The actions after the one that failed build on it: nobody may receive them.
                 for action in self._machine.fail(str(error)):
                     await self._carry_out(action)
-                self._outcome = Outcome(reason=str(error), failed=True)
+                self._outcome = Stop(reason=str(error), failed=True)
         return self._outcome
 
     async def _tick(self) -> None:
@@ -292,6 +285,11 @@ class Coordinator:
 
         self._post(happening)
 
+    async def _move(self, plan: PlacePlan, what: str) -> None:
+        """Record a plan of places; the coordinator that goes on with the run carries it out."""
+        await self._record(record_places, self._store, plan)
+        self.changes.move([f"pipeline.split={','.join(map(str, plan.grid.split))}"], what)
+
     def _shut_out(self, node_id: str) -> None:
         """An evicted node is out before it can complain of being refused."""
         finish = Finish(reason=f"you were {EVICTED_WORDS}", failed=True)
@@ -334,6 +332,7 @@ class Coordinator:
             case RecordRestored():
                 rates = {session.node_id: session.hello.download_rate for session in self._sessions}
                 self._reporter.restored(action, rates)
+                await self._planners.restored(action.step)
             case RecordCodecs():
                 await self._record(record_codecs, self._store, action)
                 self._reporter.codecs(action)
@@ -357,7 +356,7 @@ class Coordinator:
                 self.accounting.forget(action.node_id)
                 self._emit(events.NodeLeft(node_id=action.node_id, reason=action.reason))
             case Stop():
-                self._outcome = Outcome(reason=action.reason, failed=action.failed)
+                self._outcome = action
 
     async def _record(self, write: Callable[..., Result], *what: object) -> Result:
         """One transaction of the database, on a thread; while the disk is full the run pauses."""
@@ -491,6 +490,8 @@ class Coordinator:
         match message:
             case StepSpans():
                 self._tracer.add(node_id, message)
+            case BlockTime() | PeerRate():
+                self._planners.heard(node_id, message)
             case RelayTimes():
                 self.relays.plan.measured(node_id, message.times)
             case Heartbeat():

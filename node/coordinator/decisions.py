@@ -2,15 +2,20 @@
 measured then.
 """
 
+import json
+
 from node.coordinator.database import has_table
 from node.coordinator.store import Store
 from node.pipeline.codec_plan import CodecPlan, RateHistory
+from node.pipeline.places import PlacePlan, SplitHistory
 from node.run_state.actions import RecordCodecs
 from wire.errors import ConfigError, UserError
 
 # Runs of an earlier version have no such table.
 _CODECS = """CREATE TABLE IF NOT EXISTS codec_plans (
     step INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, plan TEXT NOT NULL)"""
+_PLACES = "CREATE TABLE IF NOT EXISTS place_plans (epoch INTEGER PRIMARY KEY, plan TEXT NOT NULL)"
+_SPLITS = "CREATE TABLE IF NOT EXISTS splits (step INTEGER PRIMARY KEY, split TEXT NOT NULL)"
 
 
 def record_codecs(store: Store, record: RecordCodecs) -> None:
@@ -32,3 +37,44 @@ def recorded_codecs(store: Store) -> RateHistory:
         return RateHistory(tuple((step, CodecPlan.from_json(plan)) for step, plan in rows))
     except ConfigError as error:
         raise UserError(f"{store.path}: {error}: put back a copy of it") from None
+
+
+def record_places(store: Store, plan: PlacePlan) -> None:
+    """The placement after the newest one is this."""
+    with store.writing() as db:
+        db.execute(_PLACES)
+        newest = "SELECT coalesce(max(epoch), 0) FROM placements"
+        db.execute(f"INSERT OR REPLACE INTO place_plans VALUES (({newest}), ?)", (plan.to_json(),))
+
+
+def recorded_places(store: Store) -> tuple[int, PlacePlan] | None:
+    """The newest plan, and the epoch that it ends. Raises UserError for a damaged record."""
+    with store.reading() as db:
+        if not has_table(db, "place_plans"):
+            return None
+        row = db.execute("SELECT epoch, plan FROM place_plans ORDER BY epoch DESC LIMIT 1").fetchone()
+    try:
+        return None if row is None else (row[0], PlacePlan.from_json(row[1]))
+    except ConfigError as error:
+        raise UserError(f"{store.path}: {error}: put back a copy of it") from None
+
+
+def record_splits(store: Store, history: SplitHistory) -> None:
+    """These are the splits of the run's steps."""
+    with store.writing() as db:
+        db.execute(_SPLITS)
+        db.execute("DELETE FROM splits")
+        rows = [(step, json.dumps(split)) for step, split in history.changes]
+        db.executemany("INSERT INTO splits VALUES (?, ?)", rows)
+
+
+def recorded_splits(store: Store) -> SplitHistory:
+    """The splits of the run's steps. Raises UserError for a damaged record."""
+    with store.reading() as db:
+        if not has_table(db, "splits"):
+            return SplitHistory()
+        rows = db.execute("SELECT step, split FROM splits ORDER BY step").fetchall()
+    try:
+        return SplitHistory(tuple((step, tuple(map(int, json.loads(split)))) for step, split in rows))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{store.path}: a split is damaged ({error}): put back a copy of it") from None

@@ -1,24 +1,29 @@
-"""From what steps cost: windows of each row's links, and what codecs are planned by. On the event loop.
+"""From what steps cost: windows of each row's links, what codecs are planned by, places. On the event loop.
 
 Only the newest step counts, and work of more than a moment has a thread.
 """
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from node.config.schema import RunConfig
+from node.coordinator.placing import PlacePlanner
 from node.pipeline.codec_plan import Lines
 from node.pipeline.floor import LinkRate
 from node.pipeline.memory import most_held
 from node.pipeline.placement import chunks_of, head_share, hops
+from node.pipeline.places import PlacePlan
 from node.pipeline.schedule import held_activations, schedule
 from node.pipeline.window_plan import StepMeasures, Windows, measured, plan_windows
 from node.run_state.epoch import Epoch
+from node.run_state.membership import Member
+from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
 from node.telemetry.costs import Place, row_costs
 from node.telemetry.events import StepCosts
+from wire.messages import BlockTime, CoordinatorMessage, PeerRate
 from wire.telemetry import LinkReport
 
 PLAN_SECONDS = 1.0
@@ -229,7 +234,7 @@ def slowest(rows: Sequence[StepMeasures]) -> StepMeasures:
 
 
 class Planners:
-    """Both planners of a run, where its run file leaves something to plan."""
+    """The planners of a run, where its run file leaves something to plan."""
 
     def __init__(
         self,
@@ -239,10 +244,26 @@ class Planners:
         link_report: Callable[[Place, Place], LinkReport | None],
         use_windows: Callable[[int, Windows], None],
         use_lines: Callable[[int, Lines, float], None],
+        past: Past,
+        members: Callable[[], Mapping[str, Member]],
+        send: Callable[[str, CoordinatorMessage], object],
+        move: Callable[[PlacePlan, str], Awaitable[None]],
     ) -> None:
-        """Arguments as for `WindowPlanner` and `CodecPlanner`."""
+        """Arguments as for `WindowPlanner`, `CodecPlanner` and `PlacePlanner`."""
         pipeline = config.pipeline
-        self._planners: list[WindowPlanner | CodecPlanner] = []
+        self._planners: list[WindowPlanner | CodecPlanner | PlacePlanner] = []
+        self._places: PlacePlanner | None = None
+        if pipeline.measures_places:
+            self._places = PlacePlanner(
+                config,
+                samples=samples,
+                past=past,
+                members=members,
+                link_report=link_report,
+                send=send,
+                move=move,
+            )
+            self._planners.append(self._places)
         if pipeline.window == "auto":
             self._planners.append(
                 WindowPlanner(config, samples=samples, link_report=link_report, use=use_windows)
@@ -256,6 +277,16 @@ class Planners:
         """A step of `epoch`, which these nodes host, has cost this."""
         for planner in self._planners:
             planner.step_done(epoch, nodes, costs)
+
+    def heard(self, node_id: str, message: BlockTime | PeerRate) -> None:
+        """A node has measured itself, or its line to another."""
+        if self._places is not None:
+            self._places.heard(node_id, message)
+
+    async def restored(self, step: int) -> None:
+        """The nodes of an epoch hold the state of `step`."""
+        if self._places is not None:
+            await self._places.next_is(step)
 
     async def run(self) -> None:
         """Plan until cancelled."""

@@ -7,19 +7,39 @@ With the head on the first stage (`head_first`) it is a chunk of its own behind 
 chunk may be the embedding alone, because its stage also computes the head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from node.config.schema import ModelSection, RunConfig
+from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.lora_shapes import trained_specs
 from node.model.units import EMBED, HEAD, block_name, check_model, is_block, most_state_bytes, unit_cost
 from node.pipeline.codec_plan import first_codecs
 from node.pipeline.schedule import Kind, Order, Orders, Window, schedule
 from wire.codecs.formats import FP32, codec_format
-from wire.errors import ConfigError
+from wire.errors import ConfigError, nearest
 
 HEADS = ("auto", "first", "last")
 """Values of `pipeline.head`."""
+PLACEMENTS = ("order", "measured")
+"""Values of `pipeline.placement`."""
+
+
+def unplaceable(pipeline: PipelineSection, head_is_first: bool) -> Iterator[str]:
+    """Why nodes cannot get their stages as `pipeline.placement` says."""
+    if pipeline.placement not in PLACEMENTS:
+        yield f"pipeline.placement {pipeline.placement!r} is unknown{nearest(pipeline.placement, PLACEMENTS)}"
+    if not pipeline.measures_places:
+        return
+    if pipeline.chunks > 1 or head_is_first:
+        yield (
+            'pipeline.placement = "measured" plans a line of stages: set pipeline.chunks = 1, and for a tied '
+            'model pipeline.head = "last"'
+        )
+    if pipeline.remembers:
+        yield (
+            f'pipeline.placement = "measured" moves boundaries, and {pipeline.forward_codec} remembers what '
+            "crossed each: use a codec without a memory"
+        )
 
 
 def head_first(config: RunConfig, stages: int) -> bool:
@@ -211,6 +231,11 @@ def stage_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
     """The layer units of each stage when `stages` nodes share the model."""
     chunks = chunk_units(config, stages)
     return tuple(tuple(unit for chunk in chunks[stage::stages] for unit in chunk) for stage in range(stages))
+
+
+def block_counts(config: RunConfig, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage when `stages` nodes share the model."""
+    return tuple(sum(map(is_block, units)) for units in stage_units(config, stages))
 
 
 def boundary_cache_bytes(config: RunConfig, windows: int) -> int:

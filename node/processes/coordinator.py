@@ -19,7 +19,7 @@ from node.config.schema import RunConfig
 from node.coordinator.changes import SETTABLE
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator
-from node.coordinator.decisions import recorded_codecs
+from node.coordinator.decisions import record_splits, recorded_codecs, recorded_places, recorded_splits
 from node.coordinator.disk import check_room
 from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
 from node.coordinator.kept_snapshots import kept_manifests
@@ -41,7 +41,8 @@ from node.dashboard.pages import listen_address, live_page, reading_past, shares
 from node.display.terminal import ending_signals
 from node.model.units import ends_in_blocks
 from node.pipeline.device_memory import devices_of
-from node.pipeline.placement import check_cache, head_share, with_head_place
+from node.pipeline.placement import block_counts, check_cache, head_share, with_head_place
+from node.pipeline.places import SplitHistory
 from node.processes.locks import run_lock
 from node.run_file.loader import change_config, from_json, to_json, to_toml
 from node.run_state.epoch import Committed
@@ -192,6 +193,9 @@ def _reopen(
             dashboard=config.dashboard,
             telemetry=config.telemetry,
         )
+    splits = _splits(store, from_json(recorded), config, newest)
+    if (split := splits.at(newest)) is not None:
+        config = replace(config, pipeline=replace(config.pipeline, split=split))
     if (config_json := to_json(config)) != recorded:
         store.set_config(config_json)
         _write_run_file(directory, config)
@@ -202,13 +206,18 @@ def _reopen(
         committed = Committed(step=last_step.step, clip_coefficient=last_step.clip, lr=last_step.lr)
     held_out, placed = store.held_out(), store.placement(last_epoch)
     norms = store.unit_norms(newest - 1 - REMEMBERED)
+    hosts, planned = tuple(node.node_id for node in placed), recorded_places(store)
+    if planned is not None and planned[0] == last_epoch and len(planned[1].grid.hosts) == len(hosts):
+        hosts = planned[1].grid.hosts  # decided, and not yet carried out
     past = Past(
         last_epoch=last_epoch,
         newest_snapshot=newest,
         committed=committed,
-        hosts=tuple(node.node_id for node in placed),
+        hosts=hosts,
         rows=1 + max((node.replica for node in placed), default=0),
         codecs=recorded_codecs(store),
+        splits=splits,
+        shown=planned[1].shown if planned is not None else {},
         validated=frozenset(record.step for record in held_out),
         best=min((record.uncompressed for record in held_out), default=math.inf),
         newest=tuple(
@@ -227,6 +236,22 @@ def _reopen(
         past=past,
         news=checked.news() if checked.damaged else "",
     )
+
+
+def _splits(store: Store, before: RunConfig, config: RunConfig, step: int) -> SplitHistory:
+    """The splits of the run's steps, of which `step` is the next, where they are kept: a change counts from
+    there on. After a return to an older snapshot steps have the split that they had."""
+    history, stages = recorded_splits(store), config.pipeline.stages
+    if not config.pipeline.measures_places or before.pipeline.stages != stages:
+        return SplitHistory()
+    old, new = (block_counts(one, stages) for one in (before, config))
+    usable = history.changes and all(len(split) == stages for _, split in history.changes)
+    found = history if usable else SplitHistory().changed(0, old)
+    if new != old:
+        found = found.changed(step, new)
+    if found != history:
+        record_splits(store, found)
+    return found
 
 
 def _check_text(

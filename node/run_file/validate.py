@@ -27,7 +27,7 @@ from node.model.lora_shapes import FORMS, projections
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.model.units import CHOICES, FAMILIES
 from node.pipeline.codec_plan import PLANNED, ladder
-from node.pipeline.placement import HEADS, head_first
+from node.pipeline.placement import HEADS, head_first, unplaceable
 from node.pipeline.snapshot_place import KEEPS, is_url
 from node.telemetry.format import parse_duration
 from node.telemetry.trace_files import TracedSteps
@@ -376,7 +376,7 @@ def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
 
 def _pipeline(config: RunConfig) -> Iterator[str]:
     pipeline, layers = config.pipeline, config.model.layers
-    yield from _name("pipeline.head", pipeline.head, HEADS)
+    yield from (*_name("pipeline.head", pipeline.head, HEADS), *unplaceable(pipeline, _head_first(config)))
     wrong = list(_at_least(1, {"pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks}))
     yield from wrong
     yield from _at_least(0, {"pipeline.window": pipeline.first_window})

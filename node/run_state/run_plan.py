@@ -3,7 +3,7 @@
 import functools
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from node.config.schema import RunConfig
 from node.model.units import unit_names
 from node.pipeline.codec_plan import RateHistory
 from node.pipeline.placement import boundaries, chunks_of, head_first, stage_units
+from node.pipeline.places import SplitHistory
 from node.pipeline.routing import neighbours
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.run_state.codec_control import CodecControl, codec_control, no_codecs
@@ -89,6 +90,10 @@ class Past:
     """The least of these losses."""
     codecs: RateHistory = field(default_factory=RateHistory)
     """The plans of codecs on record."""
+    splits: SplitHistory = field(default_factory=SplitHistory)
+    """The splits on record."""
+    shown: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a block on nodes that earlier steps have shown."""
     newest: tuple[PastStep, ...] = ()
     """The newest committed steps, oldest first."""
 

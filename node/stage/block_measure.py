@@ -24,8 +24,46 @@ from node.pipeline.device_memory import Devices
 log = logging.getLogger(__name__)
 
 RUNS = 3
+ENOUGH_SECONDS = 2.0
+"""Of measured passes on a CPU."""
 COPIED = 1 << 28
 """Bytes."""
+
+
+def block_seconds(config: RunConfig, device: torch.device) -> float:
+    """Forward and backward of one of the run's blocks for a microbatch, in seconds of wall time; 0 if it
+    cannot be measured.
+
+    It says how fast this node is beside others, so that stages are given out by it; it decides no bit.
+    """
+    if (times := measured_times(config, device)) is not None:
+        return times.forward + times.backward
+    model, training = config.model, config.training
+    try:
+        chunk = build_chunk(
+            model,
+            (block_name(0),),
+            config.run.seed,
+            device,
+            weight_dtype(training.weights),
+            configured(config.storage),
+            lora=config.lora,
+        )
+        shape = (training.microbatch, model.sequence, model.hidden)
+        fed, above = torch.zeros(shape, device=device).requires_grad_(), torch.ones(shape, device=device)
+        taken: list[float] = []
+        # The first one compiles. A slow machine is known after one more.
+        while len(taken) <= RUNS and sum(taken[1:]) < ENOUGH_SECONDS:
+            began = time.perf_counter()
+            with compute_precision(training.precision, device):
+                made = chunk(fed)
+            made.backward(above)
+            taken.append(time.perf_counter() - began)
+            chunk.zero_grad(set_to_none=True)
+    except RuntimeError as error:
+        log.warning("a block could not be measured on %s (%s)", device, str(error).strip().split("\n")[0])
+        return 0.0
+    return statistics.median(taken[1:])
 
 
 def measured_times(config: RunConfig, device: torch.device) -> BlockTimes | None:

@@ -23,6 +23,7 @@ from wire.layer_exchange import LayerServer
 from wire.link import PATH_SECONDS, DialledLink, Link, LinkPath, LinkSettings, LinkStats, dial_link
 from wire.link_server import AcceptedLink, LinkServer
 from wire.messages import PlacedStage, Placement
+from wire.peer_probe import ProbeServer
 from wire.relay import PROTOCOL_NAME, Relay
 from wire.relay_client import TOGETHER_SECONDS, RelayClient
 from wire.spec import TensorKey
@@ -156,6 +157,10 @@ class EpochLinks:
     def serve_layers(self, layers: LayerServer) -> None:
         """From now on answer other nodes that ask for layers of snapshots."""
         self._server.layers = layers
+
+    def serve_probes(self, probes: ProbeServer) -> None:
+        """From now on other nodes may measure their line to this one."""
+        self._server.probes = probes
 
     @property
     def busy(self) -> bool:

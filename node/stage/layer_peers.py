@@ -1,4 +1,5 @@
-"""Exchange layers of snapshots with other nodes: a node fetches one from those that hold it."""
+"""What nodes do with each other beside training: a node fetches layers of snapshots from others, and measures
+its line to them."""
 
 import asyncio
 import hashlib
@@ -15,6 +16,7 @@ from wire.errors import LinkError, ProtocolViolationError
 from wire.layer_exchange import LayerRequest, NotHeldError, get_layer, yield_to
 from wire.messages import PlacedStage
 from wire.pacing import Backoff, Pacer
+from wire.peer_probe import LineRate, PassThrough, measure_line
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +158,16 @@ class LayerPeers:
             if turn + 1 < ROUNDS:
                 await asyncio.sleep(backoff.advance())
         raise LinkError(f"the gradient of {unit} in step {step} could not be fetched ({trouble})")
+
+    async def measure_line(self, peer: PlacedStage, pass_through: PassThrough) -> LineRate | None:
+        """The line to a node, over a connection of its own; None if it does not answer."""
+        name = self._identity.server_name(peer.node_id)
+        try:
+            async with open_channel(peer.address, identity=self._identity, server_name=name) as channel:
+                return await measure_line(channel, pass_through)
+        except LinkError as error:
+            log.info("node %s: %s", peer.node_id, error)
+            return None
 
     async def _receive(self, place: LayerPlace, holder: PlacedStage, data: bytearray) -> None:
         """Append what is missing of the file."""

@@ -16,10 +16,11 @@ import torch
 from kernels.fp8.products import lacks_products
 from node import faults
 from node.config.schema import RunConfig
+from node.pipeline.block_times import BlockTimes
 from node.pipeline.device_memory import devices_of
 from node.pipeline.memory_plan import Room
 from node.run_file.loader import from_json
-from node.stage.block_measure import measured_times
+from node.stage.block_measure import block_seconds, measured_times
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_links import EpochLinks
 from node.stage.executor import StageExecutor
@@ -39,14 +40,18 @@ from node.telemetry.clock import TimeKind
 from node.telemetry.trace_files import TracedSteps
 from wire.errors import DeviceLostError, RunError, first_error
 from wire.identity.enrolment import Hardware, Refusal
-from wire.layer_exchange import LayerServer
+from wire.layer_exchange import LayerServer, yield_to
 from wire.link import LinkSettings
 from wire.messages import (
+    BlockTime,
     CoordinatorMessage,
     Finish,
     Heartbeat,
     HeartbeatReply,
     Hello,
+    PeerRate,
+    PlacedStage,
+    ProbePeer,
     RelayFor,
     Relays,
     RelayTimes,
@@ -54,6 +59,7 @@ from wire.messages import (
     Welcome,
 )
 from wire.pacing import Pacer
+from wire.peer_probe import ProbeServer
 from wire.telemetry import Telemetry
 from wire.version import PROTOCOL, VERSION
 
@@ -122,6 +128,8 @@ class NodeRuntime:
         self._compute = ComputeThread()
         self._tasks: list[asyncio.Task[None]] = []
         self._finish: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
+        self._measuring = False
+        """Whether a line to another node is being measured."""
         self._sums: SumsKept | None = None
         self._member: RunMember | None = None
         """Built on the coordinator's welcome."""
@@ -254,6 +262,8 @@ class NodeRuntime:
                 self._meter.sync.answer(sent=message.sent_at, received=time.monotonic(), at=message.at)
             case Relays():
                 self._tasks.append(group.create_task(self._measure_relays(message)))
+            case ProbePeer():
+                self._tasks.append(group.create_task(self._measure_line(message.peer)))
             case RelayFor():
                 if self._links.relay is not None:
                     self._links.relay.allow(message.nodes)
@@ -293,6 +303,11 @@ class NodeRuntime:
             # Of several, each would measure other times and plan another stage.
             self.progress.doing("measuring a block")
             times = await self._compute.run(lambda: measured_times(config, self._settings.devices.first))
+        if config.pipeline.measures_places:
+            self._links.serve_probes(ProbeServer(self._training_first))
+            self.progress.doing("measuring a block")
+            took = await self._compute.run(lambda: self._block_seconds(config, times))
+            self._session.post(BlockTime(seconds=took))
         room = Room(
             devices=devices_of(hardware),
             memory_bytes=hardware.memory_bytes,
@@ -348,6 +363,32 @@ class NodeRuntime:
     async def _measure_relays(self, message: Relays) -> None:
         others = [relay for relay in message.relays if relay.node_id != self._identity.node_id]
         self._session.post(RelayTimes(times=await self._links.round_trips(others)))
+
+    def _block_seconds(self, config: RunConfig, times: BlockTimes | None) -> float:
+        """On the compute thread. Several devices share a block, or the microbatch's samples."""
+        device, count = self._settings.devices.first, self._settings.hardware.devices
+        seconds = times.forward + times.backward if times is not None else block_seconds(config, device)
+        return seconds / count
+
+    async def _training_first(self, size: int) -> None:
+        """Wait until `size` bytes that are not of the training may be sent."""
+        await yield_to(lambda: self._links.busy)
+        if self._settings.pacer is not None:
+            await self._settings.pacer.pass_through(size)
+
+    async def _measure_line(self, peer: PlacedStage) -> None:
+        """One at a time: the coordinator asks for the next once it has an answer."""
+        found = None
+        if not self._measuring:
+            self._measuring = True
+            try:
+                found = await self._peers.measure_line(peer, self._training_first)
+            finally:
+                self._measuring = False
+        rate = PeerRate(node_id=peer.node_id)
+        if found is not None:
+            rate = replace(rate, round_trip=found.round_trip, up=found.up, down=found.down)
+        self._session.post(rate)
 
     async def _heartbeats(self, seconds: float) -> None:
         while True:

@@ -321,8 +321,26 @@ class RelayTimes(_message.Message):
     times: _containers.RepeatedCompositeFieldContainer[RelayTime]
     def __init__(self, times: _Optional[_Iterable[_Union[RelayTime, _Mapping]]] = ...) -> None: ...
 
+class BlockTime(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
+class PeerRate(_message.Message):
+    __slots__ = ("node_id", "round_trip", "up", "down")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    DOWN_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    round_trip: float
+    up: float
+    down: float
+    def __init__(self, node_id: _Optional[str] = ..., round_trip: _Optional[float] = ..., up: _Optional[float] = ..., down: _Optional[float] = ...) -> None: ...
+
 class NodeMessage(_message.Message):
-    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following", "relay_times")
+    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following", "relay_times", "block_time", "peer_rate")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +353,8 @@ class NodeMessage(_message.Message):
     VALIDATED_FIELD_NUMBER: _ClassVar[int]
     FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     RELAY_TIMES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TIME_FIELD_NUMBER: _ClassVar[int]
+    PEER_RATE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     placed: Placed
     ready: Ready
@@ -347,7 +367,9 @@ class NodeMessage(_message.Message):
     validated: Validated
     following: Following
     relay_times: RelayTimes
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ..., relay_times: _Optional[_Union[RelayTimes, _Mapping]] = ...) -> None: ...
+    block_time: BlockTime
+    peer_rate: PeerRate
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ..., relay_times: _Optional[_Union[RelayTimes, _Mapping]] = ..., block_time: _Optional[_Union[BlockTime, _Mapping]] = ..., peer_rate: _Optional[_Union[PeerRate, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("node_id", "config_json", "heartbeat_seconds", "windows")
@@ -406,6 +428,12 @@ class Relays(_message.Message):
     RELAYS_FIELD_NUMBER: _ClassVar[int]
     relays: _containers.RepeatedCompositeFieldContainer[PlacedStage]
     def __init__(self, relays: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ...) -> None: ...
+
+class ProbePeer(_message.Message):
+    __slots__ = ("peer",)
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    peer: PlacedStage
+    def __init__(self, peer: _Optional[_Union[PlacedStage, _Mapping]] = ...) -> None: ...
 
 class RelayFor(_message.Message):
     __slots__ = ("nodes",)
@@ -574,7 +602,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., paused: bool = ..., soon: bool = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate", "retain", "send_layers", "follow", "follow_step", "relays", "relay_for", "shut_out")
+    __slots__ = ("welcome", "placement", "restore", "begin", "commit", "abort", "finish", "refusal", "take_snapshot", "prefetch", "heartbeat_reply", "validate", "retain", "send_layers", "follow", "follow_step", "relays", "relay_for", "shut_out", "probe_peer")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
@@ -594,6 +622,7 @@ class CoordinatorMessage(_message.Message):
     RELAYS_FIELD_NUMBER: _ClassVar[int]
     RELAY_FOR_FIELD_NUMBER: _ClassVar[int]
     SHUT_OUT_FIELD_NUMBER: _ClassVar[int]
+    PROBE_PEER_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     placement: Placement
     restore: Restore
@@ -613,7 +642,8 @@ class CoordinatorMessage(_message.Message):
     relays: Relays
     relay_for: RelayFor
     shut_out: ShutOut
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., send_layers: _Optional[_Union[SendLayers, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., follow_step: _Optional[_Union[FollowStep, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ..., relay_for: _Optional[_Union[RelayFor, _Mapping]] = ..., shut_out: _Optional[_Union[ShutOut, _Mapping]] = ...) -> None: ...
+    probe_peer: ProbePeer
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., refusal: _Optional[_Union[_enrolment_pb2.Refusal, _Mapping]] = ..., take_snapshot: _Optional[_Union[TakeSnapshot, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., heartbeat_reply: _Optional[_Union[HeartbeatReply, _Mapping]] = ..., validate: _Optional[_Union[Validate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., send_layers: _Optional[_Union[SendLayers, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., follow_step: _Optional[_Union[FollowStep, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ..., relay_for: _Optional[_Union[RelayFor, _Mapping]] = ..., shut_out: _Optional[_Union[ShutOut, _Mapping]] = ..., probe_peer: _Optional[_Union[ProbePeer, _Mapping]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("bytes",)

@@ -15,6 +15,7 @@ from wire.messages import (
     Abort,
     Applied,
     Begin,
+    BlockTime,
     BoundaryEnd,
     Commit,
     CoordinatorMessage,
@@ -29,11 +30,13 @@ from wire.messages import (
     Hello,
     Leave,
     NodeMessage,
+    PeerRate,
     Placed,
     PlacedRow,
     PlacedStage,
     Placement,
     Prefetch,
+    ProbePeer,
     Ready,
     RelayFor,
     Relays,
@@ -64,6 +67,7 @@ NUMBER = st.integers(0, 2**32 - 1)
 COUNT = st.integers(0, 2**64 - 1)
 MEASURED = st.integers(0, int(MOST))
 AMOUNT = st.floats(0, LONGEST_SECONDS)
+NODE_ID = st.from_regex(r"node-[a-z2-7]{10}", fullmatch=True)
 ANY_FLOAT = st.floats()
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 LINE = st.text(st.characters(codec="utf-8"), max_size=40).filter(str.isprintable)
@@ -234,9 +238,9 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
     Following: st.builds(Following, snapshot=NUMBER, step=NUMBER, failed=LINE),
     Leave: st.builds(Leave, reason=LINE, failed=st.booleans()),
     StepSpans: SPANS,
-    RelayTimes: st.builds(
-        RelayTimes, times=st.dictionaries(st.from_regex(r"node-[a-z2-7]{10}", fullmatch=True), AMOUNT)
-    ),
+    RelayTimes: st.builds(RelayTimes, times=st.dictionaries(NODE_ID, AMOUNT)),
+    BlockTime: st.builds(BlockTime, seconds=AMOUNT),
+    PeerRate: st.builds(PeerRate, node_id=NODE_ID, round_trip=AMOUNT, up=AMOUNT, down=AMOUNT),
 }
 COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
     Welcome: st.builds(
@@ -285,6 +289,7 @@ COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
     ),
     HeartbeatReply: st.builds(HeartbeatReply, sent_at=FINITE, at=FINITE),
     Relays: st.builds(Relays, relays=st.lists(PLACE, max_size=3).map(tuple)),
+    ProbePeer: st.builds(ProbePeer, peer=PLACE),
     RelayFor: st.builds(RelayFor, nodes=st.lists(TEXT, max_size=5).map(tuple)),
     Abort: st.builds(Abort, epoch=NUMBER, reason=LINE),
     Finish: st.builds(Finish, reason=LINE, failed=st.booleans()),

@@ -20,12 +20,13 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.coordinator import coordinator as module
-from node.coordinator.coordinator import Coordinator, Outcome
+from node.coordinator.coordinator import Coordinator
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.sessions import MOST_WAITING, ControlSession
 from node.coordinator.store import EVICTED_WORDS, PlacedNode, StepOutcome, StepRecord, Store
 from node.pipeline.placement import stage_units
 from node.run_file.loader import from_json
+from node.run_state.actions import Stop
 from node.run_state.run_plan import Past
 from node.telemetry import events
 from node.training.data import Corpus
@@ -148,12 +149,12 @@ class Scene:
             emit=self.events.append,
             past=Past(),
         )
-        self.running: asyncio.Task[Outcome] = asyncio.create_task(self.coordinator.run())
+        self.running: asyncio.Task[Stop] = asyncio.create_task(self.coordinator.run())
 
     def peer(self, node_id: str, nonce: int = 1, epoch: int = 0) -> Peer:
         return Peer(self.coordinator, node_id, nonce, epoch)
 
-    async def end(self, *peers: Peer) -> Outcome:
+    async def end(self, *peers: Peer) -> Stop:
         for peer in peers:
             self.coordinator.closed(peer.session)
         return await asyncio.wait_for(self.running, SECONDS)
@@ -220,7 +221,7 @@ async def test_a_commit_that_cannot_be_recorded_is_not_heard_of(tmp_path: Path) 
         run.store.refuse = "step"
         node.vote()
         assert await node.hear() == Finish(reason="the disk is full", failed=True, paused=True)
-        assert await run.end(node) == Outcome(reason="the disk is full", failed=True)
+        assert await run.end(node) == Stop(reason="the disk is full", failed=True)
 
 
 async def test_a_placement_that_cannot_be_recorded_is_not_heard_of(tmp_path: Path) -> None:

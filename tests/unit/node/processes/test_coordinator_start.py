@@ -19,7 +19,7 @@ from node.analysis import checkpoint
 from node.analysis.view_builder import RunViewBuilder, view
 from node.cli.run_output import serve_finished
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
-from node.coordinator.coordinator import Coordinator, Outcome
+from node.coordinator.coordinator import Coordinator
 from node.coordinator.store import SnapshotRecord, StepRecord, Store
 from node.dashboard import pages
 from node.dashboard.feed import Feed
@@ -29,6 +29,7 @@ from node.pipeline.placement import split_units
 from node.processes import coordinator as main
 from node.processes.locks import run_lock
 from node.run_file.loader import to_json
+from node.run_state.actions import Stop
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, Entry, HistoryWriter, history_size, read_history
 from node.training.optimizer import StageOptimizer
@@ -308,13 +309,13 @@ class Asked:
         self.stops.append(at_once)
         self._stop.set()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> Stop:
         for happens in self._happen:
             self._stop.clear()
             happens(self)
             async with asyncio.timeout(SECONDS):
                 await self._stop.wait()
-        return Outcome(reason="", failed=False)
+        return Stop(reason="", failed=False)
 
 
 def page(asked: Asked) -> None:

@@ -1,0 +1,288 @@
+"""Gathers what is known of nodes and lines, has lines measured, and plans who hosts which stage.
+
+On the event loop; a plan is made on a thread.
+"""
+
+import asyncio
+import copy
+import functools
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+
+from node.config.schema import RunConfig
+from node.coordinator.probes import ProbeDesk
+from node.model.units import HEAD, block_name, unit_cost
+from node.pipeline.codec_plan import CodecPlan
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory_plan import least_stage_bytes
+from node.pipeline.placement import block_counts
+from node.pipeline.places import RESTART_SECONDS, Grid, PlacePlan, Volunteer, plan_places
+from node.pipeline.snapshot_place import stage_state_bytes
+from node.pipeline.speeds import LEAST_STEPS, Line, Speeds
+from node.pipeline.stage_order import Work
+from node.pipeline.window_plan import measured
+from node.run_state.epoch import Epoch
+from node.run_state.failures import transfer_seconds
+from node.run_state.membership import Member
+from node.run_state.run_plan import Past
+from node.run_state.stage_assignment import Candidate
+from node.telemetry.costs import Place, row_costs
+from node.telemetry.events import StepCosts
+from wire.codecs.formats import codec_format
+from wire.messages import BlockTime, CoordinatorMessage, PeerRate
+from wire.telemetry import LinkReport
+
+LOOK_SECONDS = 0.5
+PLAN_SECONDS = 5.0
+"""Between two plans."""
+
+
+class PlacePlanner:
+    """Of one run with `pipeline.placement = "measured"`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        samples: int,
+        past: Past,
+        members: Callable[[], Mapping[str, Member]],
+        link_report: Callable[[Place, Place], LinkReport | None],
+        send: Callable[[str, CoordinatorMessage], object],
+        move: Callable[[PlacePlan, str], Awaitable[None]],
+        look: float = LOOK_SECONDS,
+        pause: float = PLAN_SECONDS,
+    ) -> None:
+        """
+        Args:
+            samples: of one pass over the text.
+            past: of the run.
+            members: who is in the run.
+            link_report: the newest report of (source, target), if there is one.
+            move: carries out a plan, once, and tells the operator this line.
+            look: seconds between two looks at who is to measure a line,
+            pause: and between two plans.
+        """
+        self._config = config
+        self._samples = samples
+        self._members = members
+        self._link_report = link_report
+        self._send = send
+        self._move = move
+        self._look, self._pause = look, pause
+        self._desk = ProbeDesk()
+        self.speeds = Speeds(past.shown)
+        self._splits = past.splits
+        self._hosts = past.hosts
+        self._first_new = max(past.splits.newest, past.committed.step + 1 if past.committed else 0)
+        """The first step whose split is not on record: earlier ones run again with theirs."""
+        self._newest: tuple[Epoch, int, list[float]] | None = None
+        """The epoch that runs, the step after its newest one, and what its steps took."""
+        self._news = False
+        self._has_moved = False
+        self._known_needs: dict[tuple[tuple[int, ...], Devices], tuple[int, ...]] = {}
+
+    # ---- what comes in
+
+    def heard(self, node_id: str, message: BlockTime | PeerRate) -> None:
+        """A node has measured itself, or a line."""
+        if isinstance(message, BlockTime):
+            self.speeds.claimed(node_id, message.seconds)
+        elif self._desk.answered(node_id, message):
+            trip, other = message.round_trip, message.node_id
+            self.speeds.line(node_id, other, Line(rate=message.up, round_trip=trip))
+            self.speeds.line(other, node_id, Line(rate=message.down, round_trip=trip))
+        self._news = True
+
+    def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
+        """A step of `epoch`, which these nodes host, has cost this."""
+        if costs.aborted or self._stages != epoch.stages:
+            return
+        before = self._newest
+        steps = before[2] if before is not None and before[0].number == epoch.number else []
+        self._newest = epoch, costs.step + 1, [*steps[1 - LEAST_STEPS :], costs.seconds]
+        length = self._config.microbatches // self._config.pipeline.groups
+        heads = [0.0] * (epoch.stages - 1) + [self._head_blocks]
+        blocks = [count + head for count, head in zip(self._split, heads, strict=True)]
+        for replica, groups in enumerate(epoch.groups):
+            count = length * len(groups)
+            report = functools.partial(self._report_of, replica)
+            measures = measured(row_costs(costs, replica), report, 1, count)
+            if measures is None:
+                return
+            row = epoch.row(replica)
+            for stage, link in enumerate(measures.links):
+                # A link that was never full says nothing of what it carries.
+                for source, target, rate in ((stage, stage + 1, link.up), (stage + 1, stage, link.down)):
+                    if rate < float("inf"):
+                        line = Line(rate=rate, round_trip=2 * link.latency)
+                        self.speeds.line(row[source], row[target], line)
+            if len(steps) + 1 >= LEAST_STEPS // 2:  # the first ones compile
+                said = [a + b for a, b in zip(measures.forward, measures.backward, strict=True)]
+                self.speeds.step(row, blocks, said, costs.seconds, self._work(epoch.codecs, count))
+        self._news = True
+
+    async def next_is(self, step: int) -> None:
+        """Step `step` runs next, counted from 0. If the step after it has another split on record, the run
+        goes on with that one."""
+        split = self._splits.at(step + 1)
+        if split is not None and split != self._split and not self._has_moved:
+            self._has_moved = True
+            hosts = self._newest[0].hosts if self._newest is not None else self._hosts
+            plan = PlacePlan(grid=Grid(hosts=hosts, split=split), now_seconds=0.0, then_seconds=0.0)
+            blocks = ",".join(map(str, split))
+            await self._move(plan, f"step {step + 2} has blocks {blocks} by stage, as it had before")
+
+    # ---- what goes out
+
+    async def run(self) -> None:
+        """Have lines measured and plan until cancelled."""
+        planned = -self._pause
+        while True:
+            await asyncio.sleep(self._look)
+            members = self._members()
+            self._desk.present(
+                {node: one.address for node, one in members.items() if one.disconnected_at is None}
+            )
+            for node, member in members.items():
+                self.speeds.downloads(node, member.rate)
+            now = time.monotonic()
+            for node, probe in self._desk.due(now):
+                self._send(node, probe)
+            if self._has_moved or not self._news or now - planned < self._pause:
+                continue
+            if (work := self._plan()) is not None:
+                self._news = False
+                planned = now
+                plan = await asyncio.to_thread(work)
+                if plan is not None:
+                    self._has_moved = True
+                    await self._move(plan, plan.text(self._grid()))
+
+    def _plan(self) -> Callable[[], PlacePlan | None] | None:
+        """What plans, for a thread; None while too little is known."""
+        if self._newest is None:
+            return None
+        epoch, step, steps = self._newest
+        if step < self._first_new:
+            return None
+        is_early = len(steps) < LEAST_STEPS
+        # The first placement may change at once, once all lines are known: little was done in it.
+        if is_early and not (self._desk.complete and step <= LEAST_STEPS):
+            return None
+        speeds, now = copy.deepcopy(self.speeds), self._grid()
+        offers = [
+            one.offer for one in self._members().values() if one.disconnected_at is None and not one.leaving
+        ]
+        count = self._config.microbatches // len(epoch.groups)
+        rates = [self._members()[node].rate for node in now.hosts if node in self._members()]
+        slowest = min((rate for rate in rates if rate > 0), default=0.0)
+        size = max(stage_state_bytes(self._config, self._stages))
+        return functools.partial(
+            self._work_of_thread,
+            speeds,
+            offers,
+            self._work(epoch.codecs, count),
+            now,
+            sorted(steps)[len(steps) // 2],
+            RESTART_SECONDS + 2 * transfer_seconds(size, slowest),
+            self._config.run.steps - step,
+        )
+
+    def _work_of_thread(
+        self,
+        speeds: Speeds,
+        offers: Sequence[Candidate],
+        work: Work,
+        now: Grid,
+        seconds: float,
+        move_seconds: float,
+        steps_left: int,
+    ) -> PlacePlan | None:
+        by_node = {offer.node_id: offer for offer in offers}
+
+        def fits(grid: Grid) -> bool:
+            return all(
+                self._fits(grid.split, stage % self._stages, by_node[node])
+                for stage, node in enumerate(grid.hosts)
+            )
+
+        # A node without a measurement is no better than the slowest.
+        here = [
+            Volunteer(node_id=offer.node_id, most_blocks=self._most_blocks(offer))
+            for offer in offers
+            if offer.node_id in now.hosts or speeds.block_seconds(offer.node_id)
+        ]
+        return plan_places(
+            speeds,
+            here,
+            work,
+            now,
+            measured=seconds,
+            move_seconds=move_seconds,
+            steps_left=steps_left,
+            fits=fits,
+        )
+
+    # ---- inside
+
+    @property
+    def _stages(self) -> int:
+        return self._config.pipeline.stages
+
+    @functools.cached_property
+    def _split(self) -> tuple[int, ...]:
+        return block_counts(self._config, self._stages)
+
+    @functools.cached_property
+    def _head_blocks(self) -> float:
+        model = self._config.model
+        return unit_cost(model, HEAD) / unit_cost(model, block_name(0))
+
+    def _grid(self) -> Grid:
+        assert self._newest is not None, "a step was done"
+        return Grid(hosts=self._newest[0].hosts, split=self._split)
+
+    def _work(self, codecs: CodecPlan | None, microbatches: int) -> Work:
+        config = self._config
+        pipeline, shape = (
+            config.pipeline,
+            (config.training.microbatch, config.model.sequence, config.model.hidden),
+        )
+        there = codecs.activations if codecs is not None else (pipeline.forward_codec,)
+        back = codecs.gradients if codecs is not None else (pipeline.backward_codec,)
+        return Work(
+            stages=self._stages,
+            blocks=config.model.layers,
+            activation_bytes=max((codec_format(name).packed_bytes(shape) for name in there), default=0),
+            gradient_bytes=max((codec_format(name).packed_bytes(shape) for name in back), default=0),
+            microbatches=microbatches,
+            head_blocks=self._head_blocks,
+        )
+
+    def _report_of(self, replica: int, source: int, target: int) -> LinkReport | None:
+        return self._link_report(Place(replica, source), Place(replica, target))
+
+    def _most_blocks(self, offer: Candidate) -> int:
+        """By the memory that a block of the present split takes, on the stage where that is most."""
+        if offer.memory_bytes == 0:
+            return self._config.model.layers
+        needs = self._needs(self._split, offer.devices)
+        each = max(need / count for need, count in zip(needs, self._split, strict=True))
+        return int(offer.memory_bytes / each)
+
+    def _fits(self, split: tuple[int, ...], stage: int, offer: Candidate) -> bool:
+        """Exactly, for the split that is planned."""
+        if offer.memory_bytes == 0:
+            return True
+        return self._needs(split, offer.devices)[stage] <= offer.memory_bytes
+
+    def _needs(self, split: tuple[int, ...], devices: Devices) -> tuple[int, ...]:
+        """Bytes of each stage at least."""
+        key = split, devices
+        if key not in self._known_needs:
+            config = replace(self._config, pipeline=replace(self._config.pipeline, split=split))
+            found = least_stage_bytes(config, self._stages, devices, windows=self._samples)
+            self._known_needs[key] = found
+        return self._known_needs[key]

@@ -1,0 +1,131 @@
+"""Which pairs of nodes measure the line between them, and when. Pure: the clock is an argument.
+
+Only pairs that a placement could join are measured: all of a few nodes, of many each node with `NEAR` others.
+A few pairs at a time, each node in one at most, each pair once while both stay. A node that does not answer
+holds up nobody: its turn ends, and after `MOST_FAILURES` turns its pairs count as unknown. What it says of a
+pair that it was not asked about is dropped.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from wire.messages import PeerRate, PlacedStage, ProbePeer
+from wire.peer_probe import PROBE_SECONDS
+
+ALL_PAIRS = 12
+"""Nodes of which all pairs are measured."""
+NEAR = 6
+"""Of more nodes, so many others of each."""
+AT_ONCE = 4
+"""Pairs that are measured at a time, or a node in `SHARE` if that is more."""
+SHARE = 50
+TURN_SECONDS = 1.5 * PROBE_SECONDS
+MOST_FAILURES = 2
+
+Pair = tuple[str, str]
+"""Who dials, and whom."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    pair: Pair
+    ends: float
+
+
+class ProbeDesk:
+    """Takes who is here and what nodes answer; says who is to measure."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, _Turn] = {}
+        """By the node that dials."""
+        self._failures: dict[Pair, int] = {}
+        self._done: set[frozenset[str]] = set()
+        self._here: Mapping[str, str] = {}
+        self._wanted: list[Pair] = []
+
+    def present(self, addresses: Mapping[str, str]) -> None:
+        """Who is connected, and where others dial it ("": they cannot)."""
+        if addresses == self._here:
+            return
+        gone = self._here.keys() - addresses.keys()
+        self._here = dict(addresses)
+        if gone:
+            self._done = {pair for pair in self._done if not pair & gone}
+            self._failures = {pair: n for pair, n in self._failures.items() if not gone.intersection(pair)}
+            self._turns = {
+                node: turn for node, turn in self._turns.items() if not gone.intersection(turn.pair)
+            }
+        self._wanted = pairs_to_measure(addresses)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to measure."""
+        return not self._turns and not any(map(self._is_open, self._wanted))
+
+    def due(self, now: float) -> list[tuple[str, ProbePeer]]:
+        """Who is to measure now, and what it is told. `now`: seconds on any monotonic clock."""
+        for node, turn in list(self._turns.items()):
+            if now >= turn.ends:
+                self._failed(node)
+        busy = {node for turn in self._turns.values() for node in turn.pair}
+        found = []
+        most = max(AT_ONCE, len(self._here) // SHARE)
+        for pair in self._wanted:
+            if len(self._turns) >= most:
+                break
+            if not self._is_open(pair) or busy.intersection(pair):
+                continue
+            busy.update(pair)
+            dialler, other = pair
+            self._turns[dialler] = _Turn(pair, now + TURN_SECONDS)
+            place = PlacedStage(node_id=other, address=self._here[other])
+            found.append((dialler, ProbePeer(peer=place)))
+        return found
+
+    def answered(self, node: str, rate: PeerRate) -> bool:
+        """A node's answer; whether it was asked for and says something."""
+        turn = self._turns.get(node)
+        if turn is None or turn.pair != (node, rate.node_id):
+            return False
+        if rate.round_trip <= 0 or (rate.up <= 0 and rate.down <= 0):
+            self._failed(node)
+            return False
+        del self._turns[node]
+        self._done.add(frozenset(turn.pair))
+        return True
+
+    def _failed(self, node: str) -> None:
+        pair = self._turns.pop(node).pair
+        self._failures[pair] = self._failures.get(pair, 0) + 1
+        # Others come first.
+        self._wanted.remove(pair)
+        self._wanted.append(pair)
+
+    def _is_open(self, pair: Pair) -> bool:
+        return frozenset(pair) not in self._done and self._failures.get(pair, 0) < MOST_FAILURES
+
+
+def pairs_to_measure(addresses: Mapping[str, str]) -> list[Pair]:
+    """Pairs that a placement could join and of which one can dial the other, in the order of their turns."""
+    nodes = sorted(addresses, key=_mark)
+    if len(nodes) <= ALL_PAIRS:
+        pairs: Sequence[Pair] = list(combinations(nodes, 2))
+    else:
+        # A ring in an order that nobody chooses joins all; the steps across it make it small.
+        steps = [1 + k * k for k in range(NEAR // 2)]
+        count = len(nodes)
+        both = {tuple(sorted((k, (k + step) % count))) for step in steps for k in range(count)}
+        pairs = [(nodes[a], nodes[b]) for a, b in sorted(both, key=lambda one: (one[1] - one[0], one))]
+    found = []
+    for one, other in pairs:
+        if addresses[other]:
+            found.append((one, other))
+        elif addresses[one]:
+            found.append((other, one))
+    return found
+
+
+def _mark(node: str) -> bytes:
+    return hashlib.sha256(node.encode()).digest()

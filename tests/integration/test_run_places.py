@@ -1,0 +1,43 @@
+"""A run whose places are measured: a plan on record is carried out, and changes no bit that it should not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.coordinator.decisions import record_places, recorded_splits
+from node.coordinator.store import Store
+from node.pipeline.places import Grid, PlacePlan
+from node.telemetry.events import Notice, PlacementMade, RunStarted
+from tests.support.fault_prefork import Prefork
+from tests.support.run_harness import SMALL, Run, Still, undisturbed
+
+CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2, placement="measured"))
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_nodes_change_places_and_blocks_between_two_steps(prefork: Prefork, tmp_path: Path) -> None:
+    """Without losses on the links neither changes a bit."""
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
+        first = run.start()
+        nodes = run.add_nodes(2)
+        still = run.wait_still()
+        before = first.all(PlacementMade)[-1].nodes
+        plan = PlacePlan(
+            grid=Grid(hosts=before[::-1], split=(4, 1)), now_seconds=2.0, then_seconds=1.0, shown={}
+        )
+        with Store.open(run.run_dir) as store:
+            record_places(store, plan)
+        assert run.command("set", str(run.run_dir), "pipeline.split=4,1").wait_exit() == 0
+        first.wait_event(Notice)
+        still.go_on()
+        assert first.wait_exit() == 0
+        assert [node.wait_exit() for node in nodes] == [0, 0]
+        assert [one.nodes for one in first.all(PlacementMade)] == [before, before[::-1]]
+        assert [started.first_step for started in first.all(RunStarted)] == [0, 6]
+        assert "split = [4, 1]\n" in (run.run_dir / "run.toml").read_text()
+        with Store.open(run.run_dir) as store:
+            assert recorded_splits(store).changes == ((0, (3, 2)), (6, (4, 1)))
+        assert run.losses == undisturbed(CONFIG).losses
+        run.assert_quiet()
