@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from node.analysis.remedies import Remedy, better_codec, better_split
+from node.analysis.remedies import Remedy, better_codec, better_split, same_bytes_less_loss
 from node.analysis.run_view import LinkView, RunView, StageView
 from node.analysis.step_model import FULL, LITTLE, SharedUpload, StepModel, shared_uploads
 from node.pipeline.floor import Floor, ResourceKind
@@ -72,7 +72,10 @@ def bottleneck(
     ]
     if not sentences:
         sentences = [*_latency(view, model, floor), *_bubble(view, floor)]
-    return tuple((sentences or [_nothing(view)])[:MOST_SENTENCES])
+    sentences = sentences or [_nothing(view)]
+    models = (advice.model, *advice.parts)
+    exchange = same_bytes_less_loss(view.links, models, codec_bits) if advice.enough else None
+    return tuple([*sentences, *([exchange] if exchange else [])][:MOST_SENTENCES])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,14 +62,15 @@ class Timed:
 
 
 def run_file(config: RunConfig) -> str:
-    """What differs from the defaults, so that checkouts with fewer keys read it too."""
+    """What differs from the defaults, so that checkouts with fewer keys and sections read it too."""
     blocks = []
     for name, section in vars(config).items():
         usual = vars(type(section)())
         lines = [
             f"{key} = {toml_value(value)}" for key, value in vars(section).items() if value != usual[key]
         ]
-        blocks.append("\n".join([f"[{name}]", *lines]))
+        if lines:
+            blocks.append("\n".join([f"[{name}]", *lines]))
     return "\n".join(blocks) + "\n"
 
 

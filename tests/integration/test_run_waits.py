@@ -8,7 +8,8 @@ import pytest
 from node.telemetry.events import JoinLine, NodeJoined, Notice, PlacementMade, RunFinished
 from tests.support.fault_prefork import Prefork
 from tests.support.ports import free_port
-from tests.support.run_harness import SMALL, Run, Still, undisturbed
+from tests.support.run_harness import SMALL, Process, Run, undisturbed
+from tests.support.terminal import on_terminal
 
 CONFIG = replace(
     SMALL,
@@ -16,40 +17,70 @@ CONFIG = replace(
     pipeline=replace(SMALL.pipeline, stages=2),
 )
 
+QUIET_SECONDS = 3.0
+"""What people wait for the next visible thing at most."""
+BUSY = 5
+"""As often as a machine that runs other tests beside this one may take."""
+
 pytestmark = pytest.mark.timeout(240)
+
+
+def volunteer(run: Run, prefork: Prefork, name: str) -> Process:
+    """`thinwire join` at a terminal, by somebody who waits ten minutes for a run to go on."""
+    words = ("join", run.coordinators[-1].token, "--name", name, "--wait", "10 min", "--device", "cpu")
+    state = ("--state-dir", str(run.directory / name.split("'")[0]))
+    return run.command(
+        *words, *state, "--listen", "127.0.0.1:0", "--threads", "1", launch=on_terminal(prefork.popen)
+    )
 
 
 def at_fixed_ports() -> str:
     return f"127.0.0.1:{free_port(2)}"
 
 
-def test_nodes_wait_for_a_stopped_run_which_goes_on_longer(prefork: Prefork, tmp_path: Path) -> None:
-    """Ctrl-C at the coordinator ends no node; the run is extended, and nobody pastes the join line again."""
+def test_the_journey_of_a_run_from_its_plan_to_an_extension(prefork: Prefork, tmp_path: Path) -> None:
+    """Plan, start, join, watch, stop, resume with more steps. Ctrl-C at the coordinator ends no node, nobody
+    pastes the join line again, and no terminal is silent for long."""
     config = replace(CONFIG, coordinator=replace(CONFIG.coordinator, listen=at_fixed_ports()))
-    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
+    endless = replace(config, run=replace(config.run, steps=100_000))
+    with Run(tmp_path, endless, launch=prefork.popen) as run:
+        planned = run.command("config", "explain", str(run.run_file), "--machine", "cpu,20")
+        assert planned.wait_exit() == 0
+        assert any(line.startswith("a step takes about ") for line in planned.lines)
         first = run.start()
-        nodes = [run.add_node(options=("--wait", "10 min")) for _ in range(2)]
-        still = run.wait_still()
+        terminals = [volunteer(run, prefork, name) for name in ("Ana's 4090", "Ben")]
+        first.wait_step(5)
+        watched = run.command("status", str(run.run_dir))
+        assert watched.wait_exit() == 0
+        assert watched.lines[0].endswith("steps") and ": training, " in watched.lines[0]
+        for terminal in terminals:
+            terminal.wait_line(lambda line: line.startswith("stage ") and line.endswith(" to go"))
         first.interrupt()
-        still.go_on()
         assert first.wait_exit() == 130
         (finished,) = first.all(RunFinished)
         assert finished.resume == f"thinwire resume {run.run_dir}"
-        for node in nodes:
-            node.wait_line(lambda line: "waiting up to 10m00s for the run to go on; Ctrl-C ends" in line)
+        for terminal in terminals:
+            terminal.wait_line(lambda line: "waiting up to 10m00s for the run to go on; Ctrl-C ends" in line)
+        stopped = run.command("status", str(run.run_dir))
+        assert stopped.wait_exit() == 0
+        assert ": stopped, " in stopped.lines[0] and stopped.lines[-1] == f"go on with: {finished.resume}"
 
-        longer = replace(config, run=replace(config.run, steps=config.run.steps + 4))
+        done = max(run.losses)
+        longer = replace(config, run=replace(config.run, steps=done + 20))
         second = run.resume(f"run.steps={longer.run.steps}")
         assert second.wait_exit() == 0
-        assert [node.wait_exit() for node in nodes] == [0, 0]
+        assert [terminal.wait_exit() for terminal in terminals] == [0, 0]
         (told,) = [notice.text for notice in second.all(Notice) if "steps now" in notice.text]
         assert told.startswith(
-            "the run has 24 steps now instead of 20: by schedule constant the learning rate"
+            f"the run has {done + 20} steps now instead of 100000: by schedule constant the learning rate"
         )
         assert len(second.all(PlacementMade)[-1].nodes) == 2
         assert second.all(RunFinished)[0].resume == ""
         assert run.losses == undisturbed(longer).losses
         run.assert_quiet()
+        for seen in (planned, first, watched, stopped, second, *terminals):
+            silence, before = seen.longest_silence()
+            assert silence < BUSY * QUIET_SECONDS, f"{seen.name} was silent after {before!r}"
 
 
 def test_a_finished_run_goes_on_with_more_steps_and_another_text(prefork: Prefork, tmp_path: Path) -> None:

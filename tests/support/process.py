@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Protocol, TypeVar
 
@@ -73,6 +75,8 @@ class Process:
         self.name = name
         self._listener = listener
         self.lines: list[str] = []
+        self.times = [time.monotonic()]
+        """When it was started, and when each line came."""
         self._stderr_file = directory / f"{name}.stderr"
         self._changed = threading.Condition()
         self._ended = False
@@ -163,6 +167,11 @@ class Process:
             raise StuckError(f"{self.name} {why} the line that the test waits for\n{self.report()}")
         return found
 
+    def longest_silence(self) -> tuple[float, str]:
+        """The longest time without a line, in seconds, and the line before it."""
+        gaps = [later - earlier for earlier, later in pairwise(self.times)]
+        return max(zip(gaps, ["", *self.lines[:-1]], strict=True), default=(0.0, ""))
+
     def report(self) -> str:
         """The last lines of its output."""
         output = "\n".join(self.lines[-12:])
@@ -189,6 +198,7 @@ class Process:
                 self._ended = True
             else:
                 self.lines.append(line)
+                self.times.append(time.monotonic())
             self._changed.notify_all()
         if self._listener is not None:
             self._listener(self, line)

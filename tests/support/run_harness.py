@@ -240,10 +240,11 @@ class Run:
         name: str = "command",
         prepare: Callable[[], None] | None = None,
         wrapper: Sequence[str] = (),
+        launch: Launch | None = None,
     ) -> Process:
         """Start any other `thinwire` command.
 
-        `subprocess.Popen` starts one that is prepared or wrapped, whatever launches the others.
+        By default what launches the others starts it, and `subprocess.Popen` if it is prepared or wrapped.
         """
         process = Process(
             f"{name}-{len(self.processes)}",
@@ -253,7 +254,7 @@ class Run:
             program=self.program,
             prepare=prepare,
             wrapper=wrapper,
-            launch=subprocess.Popen if prepare or wrapper else self._launch,
+            launch=launch or (subprocess.Popen if prepare or wrapper else self._launch),
             listener=self._listener,
         )
         self.processes.append(process)

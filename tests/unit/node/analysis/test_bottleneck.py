@@ -499,3 +499,19 @@ def test_a_gain_is_never_above_what_the_floor_allows(run: RunView) -> None:
 def test_events_of_another_kind_of_time_do_not_matter() -> None:
     odd = events.Notice(text="anything")
     assert view(history(opening(), step(1), odd)).bottleneck == view(history(opening(), step(1))).bottleneck
+
+
+def test_a_codec_in_the_same_bytes_at_no_cost_in_loss_is_named_where_it_packs_beside_the_step() -> None:
+    stages = [replace(stage(n, forward=0.2, backward=0.3), device=GPU) for n in range(2)]
+    links = [link(0, 1, 5.0, 10.0, codec="tah"), link(1, 0, 5.0, 10.0)]
+    text = says(seen(stages, links))
+    assert "`trellis-4.41` forward takes the bytes of `tah` (4.41 and 4.42 bits an element)" in text
+    assert "`tah` had 1.4 to 1.9 %: `thinwire set RUN_DIR pipeline.forward_codec=trellis-4.41`" in text
+    # Not with another codec, nor where a core packs it too slowly.
+    assert "trellis" not in says(seen(stages, [link(0, 1, 5.0, 10.0), links[1]]))
+    cores = [replace(one, device="cpu") for one in stages]
+    many = tuple(replace(flow, elements=10**9) for flow in links[0].flows)
+    assert "trellis" not in says(seen(cores, [replace(links[0], flows=many), links[1]]))
+    # Too few steps to advise.
+    run = seen(stages, links)
+    assert "trellis" not in " ".join(bottleneck(run, BITS, (0.0, 0.0), advises=False))

@@ -309,7 +309,7 @@ async def test_a_page_of_another_version_is_shown_as_far_as_it_is_known(
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "run demo (demo-abc): restoring, step 1/100"
         rows = [line.split() for line in lines]
-        assert ["0", "node-aaaa", "80%", *"---------", "300", "MB", "-"] in rows
+        assert ["0", "node-aaaa", "80%", *"----------", "300", "MB", "-"] in rows
         del fields["steps"], fields["state"]
         with pytest.raises(RunError, match=r"another version of thinwire \(view has no state, steps\)"):
             await asyncio.to_thread(PageWatch(address).view)
