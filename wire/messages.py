@@ -60,6 +60,8 @@ class Hello:
     """What its owner calls it, as `clean_name` returns it."""
     relay_rate: float = 0.0
     """Bytes a second that it relays for others; 0: it does not."""
+    mapped_port: int = 0
+    """A port of its router that leads to the node's own; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

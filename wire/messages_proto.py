@@ -150,6 +150,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                     process_nonce=message.process_nonce,
                     name=message.name,
                     relay_rate=message.relay_rate,
+                    mapped_port=message.mapped_port,
                 )
             )
         case Placed():
@@ -240,6 +241,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 process_nonce=hello.process_nonce,
                 name=clean_name(hello.name),
                 relay_rate=amount(hello.relay_rate, "a rate"),
+                mapped_port=hello.mapped_port,
             )
         case "placed":
             placed = message.placed

@@ -135,6 +135,7 @@ async def _serve(
         advertise=options.advertise,
         name=options.name,
         relay_rate=options.relay_mbit * 1e6 / 8,
+        maps_port=options.map_port,
         devices=_devices(chosen, options),
         hardware=hardware,
         flops=len(chosen) * await asyncio.to_thread(measure_flops, device),

@@ -60,6 +60,7 @@ from wire.messages import (
 )
 from wire.pacing import Pacer
 from wire.peer_probe import ProbeServer
+from wire.port_mapping import MappedPort, routers_to_ask
 from wire.telemetry import Telemetry
 from wire.version import PROTOCOL, VERSION
 
@@ -94,6 +95,8 @@ class NodeSettings:
     """Address below which this machine's owner lets runs keep snapshots in an object store."""
     relay_rate: float = 0.0
     """Bytes a second that it relays for others; 0: it does not."""
+    maps_port: bool = True
+    """Whether routers may be asked for a port that leads here."""
     pacer: Pacer | None = None
     """Limits the bandwidth, if the machine's owner asked for it."""
 
@@ -121,6 +124,7 @@ class NodeRuntime:
             settings.control_address,
             settings.relay_rate,
         )
+        self._mapped = MappedPort((), tell)
         self._peers = LayerPeers(identity)
         self.progress = Progress()
         self._client.layer_bytes_came = self._peers.bytes_came = self.progress.came
@@ -147,12 +151,17 @@ class NodeRuntime:
                 port = await self._links.start(self._settings.listen)
                 self._meter.relay = self._links.relay
                 self._tell.now("measuring the line to the coordinator")
-                hello = self._hello(port, await self._client.measure_download())
+                rate, _ = await asyncio.gather(self._client.measure_download(), self._map_port(port))
+                hello = self._hello(port, rate)
                 session = self._session.run(
-                    lambda: replace(hello, epoch=0 if self._member is None else self._member.epoch),
+                    lambda: replace(
+                        hello,
+                        epoch=0 if self._member is None else self._member.epoch,
+                        mapped_port=self._mapped.outside,
+                    ),
                     functools.partial(self._handle, group),
                 )
-                work = session, renew_certificates(self._identity, self._client)
+                work = session, renew_certificates(self._identity, self._client), self._mapped.keep()
                 watching = self._compute.watch(), devices.watch(), self._show_progress()
                 for background in (*work, *watching):
                     self._tasks.append(group.create_task(background))
@@ -173,6 +182,7 @@ class NodeRuntime:
             await self._session.close()
             if self._member is not None:
                 self._member.inbox.interrupt("the node is stopping")
+            await self._mapped.close()
             await self._links.stop()
             await self._peers.close()
             await self._client.close()
@@ -359,6 +369,14 @@ class NodeRuntime:
         executor = StageExecutor(config, device, self._compute.clock, model, windows=room.windows)
         executor.compile_codecs()
         return executor
+
+    async def _map_port(self, port: int) -> None:
+        """Have the router lead a port to this one, where that may help."""
+        settings = self._settings
+        if port and settings.maps_port and not settings.advertise:
+            routers = await routers_to_ask(settings.listen, settings.control_address)
+            self._mapped = MappedPort(routers, self._tell)
+            await self._mapped.open(port)
 
     async def _measure_relays(self, message: Relays) -> None:
         others = [relay for relay in message.relays if relay.node_id != self._identity.node_id]

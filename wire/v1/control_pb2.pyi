@@ -22,7 +22,7 @@ FAILURE_INTERNAL: FailureKind
 FAILURE_PEER: FailureKind
 
 class Hello(_message.Message):
-    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "download_rate", "epoch", "process_nonce", "name", "relay_rate")
+    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "download_rate", "epoch", "process_nonce", "name", "relay_rate", "mapped_port")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class Hello(_message.Message):
     PROCESS_NONCE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RELAY_RATE_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_PORT_FIELD_NUMBER: _ClassVar[int]
     version: str
     protocol: int
     peer_address: str
@@ -43,7 +44,8 @@ class Hello(_message.Message):
     process_nonce: int
     name: str
     relay_rate: float
-    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ..., name: _Optional[str] = ..., relay_rate: _Optional[float] = ...) -> None: ...
+    mapped_port: int
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ..., name: _Optional[str] = ..., relay_rate: _Optional[float] = ..., mapped_port: _Optional[int] = ...) -> None: ...
 
 class Placed(_message.Message):
     __slots__ = ("epoch", "held_step", "voted", "lineage")

@@ -204,6 +204,7 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         process_nonce=COUNT,
         name=TEXT.map(clean_name),
         relay_rate=AMOUNT,
+        mapped_port=NUMBER,
     ),
     Placed: st.builds(Placed, epoch=NUMBER, held_step=st.integers(-(2**63), 2**63 - 1), voted=st.booleans()),
     Ready: st.builds(Ready, epoch=NUMBER, telemetry=TELEMETRY),
