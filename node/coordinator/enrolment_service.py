@@ -11,6 +11,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from node.coordinator.enrolment import EnrolmentHandler, KnownTokens
+from node.coordinator.look_service import Looks
 from wire.admission import Limits, address_group
 from wire.descriptors import raise_limit
 from wire.errors import RunError, UserError
@@ -115,6 +116,7 @@ class EnrolmentService:
         self._tokens = KnownTokens(handler.token_hashes)
         self._limits = RateLimits()
         self._work = asyncio.Semaphore(_MOST_AT_WORK)
+        self.looks = Looks(self._refuse, handler.would_refuse, front.host)
         self._silent = _Silent()
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -126,7 +128,14 @@ class EnrolmentService:
             request_deserializer=pb.JoinRequest.FromString,
             response_serializer=pb.JoinReply.SerializeToString,
         )
-        return grpc.method_handlers_generic_handler("thinwire.wire.v1.Enrolment", {"Join": join})
+        look = grpc.stream_stream_rpc_method_handler(
+            self.looks.look,
+            request_deserializer=pb.LookRequest.FromString,
+            response_serializer=pb.LookReply.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(
+            "thinwire.wire.v1.Enrolment", {"Join": join, "Look": look}
+        )
 
     async def _join(
         self, requests: AsyncIterator[pb.JoinRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -178,7 +187,18 @@ class EnrolmentService:
         return pb.JoinReply(refusal=pb.Refusal(code=outcome.code, message=outcome.message))
 
     async def _answer(self, request: JoinRequest, source: str) -> Granted | Refusal | None:
-        """None: this address, or the holders of this token, ask too often. Raises RunError.
+        """None: this address, or the holders of this token, ask too often. Raises RunError."""
+        try:
+            refusal = await self._refuse(request, source)
+        except TimeoutError:
+            return None
+        if refusal is not None:
+            return refusal
+        async with self._work:
+            return await asyncio.to_thread(self._handler.join, request)
+
+    async def _refuse(self, request: JoinRequest, source: str) -> Refusal | None:
+        """Why whoever asks is no holder of a token. Raises TimeoutError if it must ask later, RunError.
 
         The holder of a valid token is counted by token, everybody else by address before any work is done: so
         strangers shut out no holder, not even from behind one address.
@@ -186,15 +206,14 @@ class EnrolmentService:
         refusal = self._handler.refuse_cheaply(request)
         if refusal is not None or not self._tokens.holds(request.token_id, request.secret):
             if not self._limits.take(f"address {address_group(source)}", time.monotonic()):
-                return None
+                raise TimeoutError
             if refusal is not None:
                 return refusal
             if not await self._tokens.look_up(request.token_id, request.secret):
                 return self._handler.unknown_token()
         if not self._limits.take(f"token {request.token_id}", time.monotonic()):
-            return None
-        async with self._work:
-            return await asyncio.to_thread(self._handler.join, request)
+            raise TimeoutError
+        return None
 
 
 class JoinPort:

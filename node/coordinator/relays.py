@@ -110,6 +110,11 @@ class RelayDesk:
         self._placements: dict[str, Placement] = {}
         """The newest of each node that is placed."""
 
+    def addresses(self) -> list[str]:
+        """Of the volunteers that relay, host:port, the fastest first."""
+        offers = sorted(self.plan.offers.values(), key=lambda offer: -offer.rate)
+        return [offer.address for offer in offers]
+
     def opened(self, session: ControlSession) -> None:
         """A node has connected."""
         node, rate = session.node_id, session.hello.relay_rate

@@ -395,6 +395,8 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
         if ports.relay is not None:
             coordinator.relays.allow_here = ports.relay.allow
             metrics.relay = ports.relay
+            ports.looks.relays = coordinator.relays.addresses
+            ports.looks.relayed = True
         addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
         run.store.set_addresses(addresses)
         emit(_started(config, directory, run))
