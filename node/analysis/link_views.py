@@ -7,12 +7,12 @@ from node.analysis.run_view import FlowView, LinkView
 from node.analysis.step_model import LITTLE
 from node.telemetry import events
 from node.telemetry.costs import LinkKey, Place
-from wire.telemetry import is_relayed
+from wire.telemetry import DIRECT
 
 NOT_LISTENING = "opens no port"
 NOT_REACHED = "cannot be dialled from the coordinator"
 NOT_ANSWERING = "does not answer its neighbour"
-"""Why a link is relayed, said of a node that its neighbour might have dialled."""
+"""Why a link is not direct, said of a node that its neighbour might have dialled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def _with_reason(
     link: LinkView, placement: events.PlacementMade | None, undialled: Mapping[str, str]
 ) -> LinkView:
     """The link with the reason why it is not direct, if it is not."""
-    if not is_relayed(link.path) or placement is None:
+    if link.path in ("", DIRECT) or placement is None:
         return link
     reasons: dict[str, str] = {}
     places = sorted(((link.source_replica, link.source), (link.target_replica, link.target)))

@@ -46,14 +46,14 @@ LATER = 60.0
 class RelayProcess:
     """A relay in a process of its own."""
 
-    def __init__(self, folder: Path, identity: NodeIdentity, listen: str) -> None:
-        """`folder` is made and gets the identity."""
+    def __init__(self, folder: Path, identity: NodeIdentity, listen: str, prefix: Sequence[str] = ()) -> None:
+        """`folder` is made and gets the identity; `prefix` comes before the command."""
         folder.mkdir()
         for name in ("key_pem", "certificate_pem", "ca_pem"):
             (folder / name).write_bytes(getattr(identity, name))
         self.identity = identity
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "scripts.bench.relay", "--serve", str(folder), listen],
+            [*prefix, sys.executable, "-m", "scripts.bench.relay", "--serve", str(folder), listen],
             stdout=subprocess.PIPE,
             stdin=subprocess.PIPE,
             text=True,

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from node.lab.reach import reach_table
+from node.lab.reach import doctor_table, reach_table
 from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
 from scripts.docs.markdown import Tables, commit, notes, read_report, spaced
@@ -20,6 +20,7 @@ PAUSES = RESULTS / "pauses.json"
 TIED_MODELS = RESULTS / "tied_models.json"
 REACH = RESULTS / "reach.json"
 RELAY = RESULTS / "relay.json"
+RELAY_LINES = RESULTS / "relay_lines.json"
 GOAL = 0.9
 """Efficiency to reach wherever a link is the bottleneck."""
 PAPER_SHAPE = (48, 1600)
@@ -367,7 +368,12 @@ def reach() -> str:
         f"{good} trained the weights of two open machines. {spaced(machine['processor'])}, "
         f"{machine['cores']} cores, kernel {machine['kernel']}, commit {machine['commit'][:12]}."
     )
-    return f"{markdown([(words, 'left') for words in head], rows)}\n\n{caption}"
+    table = f"{markdown([(words, 'left') for words in head], rows)}\n\n{caption}"
+    head, *rows = doctor_table(report)
+    if not rows:
+        return table
+    said = markdown([(words, "left") for words in head], rows)
+    return f"{table}\n\nWhat `thinwire doctor` says in each kind of network:\n\n{said}"
 
 
 def relay() -> str:
@@ -389,8 +395,33 @@ def relay() -> str:
     return f"{markdown(columns, rows)}\n\n{caption}"
 
 
+def relay_lines() -> str:
+    """What a relay carries between two slow lines, and how long a link is without one when it dies."""
+    report = read_report(RELAY_LINES)
+    rows = []
+    for row in report["lines"]:
+        shares = [one["share"] for one in row["rounds"]]
+        slower = statistics.median(min(one["lines_bits_per_second"]) for one in row["rounds"])
+        through = statistics.median(one["relayed_bits_per_second"] for one in row["rounds"])
+        rows.append((f"{row['mbit']}", f"{slower / 1e6:.2f}", f"{through / 1e6:.2f}", f"{min(shares):.3f}"))
+    columns = [("lines, Mbit/s", "right"), ("TCP over the slower, Mbit/s", "right")]
+    columns += [("through the relay, Mbit/s", "right"), ("least share", "right")]
+    outages = "; ".join(
+        f"{name}, {min(seconds):.2f} to {max(seconds):.2f} s of {len(seconds)} times"
+        for name, seconds in report["outage_seconds"].items()
+    )
+    caption = (
+        f"Two lines in a row with a round trip of {report['round_trip_ms']:g} ms each, the relay between, "
+        f"{len(report['lines'][0]['rounds'])} rounds of {report['seconds']:g} s. Without a tensor after the "
+        f"process of a link's relay was {outages}. {spaced(report['hardware'])}, kernel {report['kernel']}, "
+        f"{report['event_loop']}, Python {report['python']}, commit {commit(report)}."
+    )
+    return f"{markdown(columns, rows)}\n\n{caption}"
+
+
 TABLES: Tables = {
     "relay": relay,
+    "relay_lines": relay_lines,
     "reach": reach,
     "lab": lab,
     "lab_floor": lab_floor,

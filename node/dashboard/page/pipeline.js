@@ -151,8 +151,8 @@ function lane(link, names) {
 
 function path(link) {
   const [kind, relay] = link.path.split(" ");
-  if (kind !== "relay") return link.path;
-  return `relay (${relay || "coordinator"})${link.why_not_direct ? `, as ${link.why_not_direct}` : ""}`;
+  const words = kind === "relay" ? `relay (${relay || "coordinator"})` : link.path;
+  return link.why_not_direct ? `${words}, as ${link.why_not_direct}` : words;
 }
 
 function troubles(links) {

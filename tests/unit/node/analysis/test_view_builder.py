@@ -98,9 +98,14 @@ LOWER = "the node of stage 0 opens no port"
             f"{LOWER} and the node of stage 1 cannot be dialled from the coordinator",
         ),
         (joined(NODES[1], "", listens=False), "relay", f"{LOWER} and the node of stage 1 opens no port"),
+        (
+            joined(NODES[1], "", listens=False),
+            "simultaneous open",
+            f"{LOWER} and the node of stage 1 opens no port",
+        ),
     ],
 )
-def test_a_relayed_link_says_why_it_is_not_direct(upper: events.NodeJoined, path: str, why: str) -> None:
+def test_a_link_says_why_it_is_not_direct(upper: events.NodeJoined, path: str, why: str) -> None:
     """It stays known after the run and a restart."""
     links = tuple(replace(link_cost(*way), path=path) for way in ((0, 1), (1, 0)))
     told = [
