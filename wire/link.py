@@ -354,6 +354,9 @@ class DialledLink(Link):
                 self.why_not[path.name] = str(connection.error or "")
                 if path.name != DIRECT or now() - down_since >= PATIENCE_SECONDS:
                     self._paths.rotate(-1)
+                elif sum(other.name == DIRECT for other in self._ranked) > 1:
+                    # The neighbour's other address.
+                    self._rotate_to(lambda other: other.name == DIRECT)
             await wait_until(self._over, now() + backoff.advance())
 
     @property

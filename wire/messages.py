@@ -62,6 +62,8 @@ class Hello:
     """Bytes a second that it relays for others; 0: it does not."""
     mapped_port: int = 0
     """A port of its router that leads to the node's own; 0: none."""
+    also: tuple[str, ...] = ()
+    """Further addresses of its own, host:port: the other of IPv4 and IPv6."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +282,8 @@ class Placement:
     """Empty: one row, with all groups. Nodes of one stage in different rows sum their gradients."""
     relays: Mapping[str, tuple[PlacedStage, ...]] = field(default_factory=dict)
     """By neighbour: volunteers that relay the link to it, the best first; then comes the coordinator's."""
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By neighbour: where it may be dialled if its first address does not answer, host:port."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,6 +151,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                     name=message.name,
                     relay_rate=message.relay_rate,
                     mapped_port=message.mapped_port,
+                    also=message.also,
                 )
             )
         case Placed():
@@ -242,6 +243,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 name=clean_name(hello.name),
                 relay_rate=amount(hello.relay_rate, "a rate"),
                 mapped_port=hello.mapped_port,
+                also=tuple(hello.also),
             )
         case "placed":
             placed = message.placed
@@ -337,6 +339,10 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
                     relays=[
                         control_pb2.PeerRelays(node_id=peer, relays=_stages_to_proto(relays))
                         for peer, relays in message.relays.items()
+                    ],
+                    also=[
+                        control_pb2.PeerAddresses(node_id=peer, addresses=addresses)
+                        for peer, addresses in message.also.items()
                     ],
                 )
             )
@@ -566,6 +572,7 @@ def _placement_from_proto(message: control_pb2.Placement) -> Placement:
             PlacedRow(stages=_stages_from_proto(row.stages), groups=tuple(row.groups)) for row in message.rows
         ),
         relays={one.node_id: _stages_from_proto(one.relays) for one in message.relays},
+        also={one.node_id: tuple(one.addresses) for one in message.also},
     )
 
 

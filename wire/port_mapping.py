@@ -6,7 +6,6 @@ says is not trusted: the coordinator dials the port before it tells neighbours o
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 import struct
@@ -18,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from wire.dialing import proxy_for
 from wire.errors import UserError
 from wire.identity.names import split_address
-from wire.interfaces import default_source
+from wire.interfaces import default_source, is_private
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +37,6 @@ Result = TypeVar("Result")
 
 _ROUTES = Path("/proc/net/route")
 _GATEWAY_FLAG = 0x2
-_PRIVATE = tuple(
-    map(
-        ipaddress.ip_network,
-        ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "169.254.0.0/16", "127.0.0.0/8"),
-    )
-)
-"""IPv4 networks that the internet does not route."""
 _MAP_TCP, _ANSWER = 2, 128
 _REQUEST, _REPLY = struct.Struct("!BBHHHI"), struct.Struct("!BBHIHHI")
 _RESULTS = {
@@ -253,18 +245,6 @@ class MappedPort:
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await router.unmap(self._port, outside)
-
-
-def is_private(host: str) -> bool:
-    """Whether the internet leads nowhere by this address: a home's, a provider's, loopback. IPv6 is never
-    behind a NAT here."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address):
-        return address.is_loopback or address.is_link_local or (address.packed[0] & 0xFE) == 0xFC
-    return any(address in network for network in _PRIVATE)
 
 
 async def routers_to_ask(listen: str, coordinator: str) -> list[Router]:

@@ -40,6 +40,8 @@ from node.telemetry.clock import TimeKind
 from node.telemetry.trace_files import TracedSteps
 from wire.errors import DeviceLostError, RunError, first_error
 from wire.identity.enrolment import Hardware, Refusal
+from wire.identity.names import join_address
+from wire.interfaces import dialled_from_anywhere
 from wire.layer_exchange import LayerServer, yield_to
 from wire.link import LinkSettings
 from wire.messages import (
@@ -262,7 +264,15 @@ class NodeRuntime:
             process_nonce=secrets.randbits(63),
             name=self._settings.name,
             relay_rate=self._settings.relay_rate if port else 0.0,
+            also=self._further_addresses(port),
         )
+
+    def _further_addresses(self, port: int) -> tuple[str, ...]:
+        """Where neighbours may dial besides the address that the coordinator sees."""
+        host = self._settings.listen.rpartition(":")[0]
+        if not port or self._settings.advertise or host not in ("0.0.0.0", "[::]"):
+            return ()
+        return tuple(join_address(one, port) for one in dialled_from_anywhere())
 
     async def _handle(self, group: asyncio.TaskGroup, message: CoordinatorMessage) -> None:
         match message:

@@ -22,7 +22,7 @@ FAILURE_INTERNAL: FailureKind
 FAILURE_PEER: FailureKind
 
 class Hello(_message.Message):
-    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "download_rate", "epoch", "process_nonce", "name", "relay_rate", "mapped_port")
+    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "download_rate", "epoch", "process_nonce", "name", "relay_rate", "mapped_port", "also")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class Hello(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     RELAY_RATE_FIELD_NUMBER: _ClassVar[int]
     MAPPED_PORT_FIELD_NUMBER: _ClassVar[int]
+    ALSO_FIELD_NUMBER: _ClassVar[int]
     version: str
     protocol: int
     peer_address: str
@@ -45,7 +46,8 @@ class Hello(_message.Message):
     name: str
     relay_rate: float
     mapped_port: int
-    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ..., name: _Optional[str] = ..., relay_rate: _Optional[float] = ..., mapped_port: _Optional[int] = ...) -> None: ...
+    also: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ..., name: _Optional[str] = ..., relay_rate: _Optional[float] = ..., mapped_port: _Optional[int] = ..., also: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Placed(_message.Message):
     __slots__ = ("epoch", "held_step", "voted", "lineage")
@@ -402,20 +404,30 @@ class PlacedRow(_message.Message):
     def __init__(self, stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("epoch", "stage", "stages", "replica", "rows", "relays")
+    __slots__ = ("epoch", "stage", "stages", "replica", "rows", "relays", "also")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
+    ALSO_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     stages: _containers.RepeatedCompositeFieldContainer[PlacedStage]
     replica: int
     rows: _containers.RepeatedCompositeFieldContainer[PlacedRow]
     relays: _containers.RepeatedCompositeFieldContainer[PeerRelays]
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., replica: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PlacedRow, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[PeerRelays, _Mapping]]] = ...) -> None: ...
+    also: _containers.RepeatedCompositeFieldContainer[PeerAddresses]
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., replica: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PlacedRow, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[PeerRelays, _Mapping]]] = ..., also: _Optional[_Iterable[_Union[PeerAddresses, _Mapping]]] = ...) -> None: ...
+
+class PeerAddresses(_message.Message):
+    __slots__ = ("node_id", "addresses")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PeerRelays(_message.Message):
     __slots__ = ("node_id", "relays")

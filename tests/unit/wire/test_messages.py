@@ -177,6 +177,7 @@ def _placements(stages: int) -> st.SearchStrategy[Placement]:
             replica=st.integers(0, max(0, len(placed) - 1)),
             rows=st.just(placed),
             relays=st.dictionaries(TEXT, st.lists(PLACE, max_size=3).map(tuple), max_size=3),
+            also=st.dictionaries(TEXT, st.lists(TEXT, max_size=2).map(tuple), max_size=3),
         )
     )
 
@@ -205,6 +206,7 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         name=TEXT.map(clean_name),
         relay_rate=AMOUNT,
         mapped_port=NUMBER,
+        also=st.lists(TEXT, max_size=2).map(tuple),
     ),
     Placed: st.builds(Placed, epoch=NUMBER, held_step=st.integers(-(2**63), 2**63 - 1), voted=st.booleans()),
     Ready: st.builds(Ready, epoch=NUMBER, telemetry=TELEMETRY),

@@ -9,6 +9,7 @@ import pytest
 from node.lab.router import MOST_SECONDS, nat_pmp_server
 from tests.support.fake_igd import fake_igd
 from wire import port_mapping
+from wire.interfaces import is_private
 from wire.port_mapping import (
     LIFETIME_SECONDS,
     RENEW_SECONDS,
@@ -16,7 +17,6 @@ from wire.port_mapping import (
     NatPmp,
     Upnp,
     default_gateway,
-    is_private,
     routers_to_ask,
 )
 
