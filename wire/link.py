@@ -28,7 +28,7 @@ from wire.pacing import Backoff
 from wire.spec import TensorKey
 from wire.stream_receiver import Expect
 from wire.stream_sender import Payload
-from wire.telemetry import DIRECT, is_relayed
+from wire.telemetry import DIRECT, NOT_TOGETHER, TOGETHER, is_relayed
 from wire.version import PROTOCOL
 
 BULK_METHOD = "/thinwire.wire.v1.Link/Bulk"
@@ -309,6 +309,12 @@ class DialledLink(Link):
         self.path = self._paths[0].name
         self.why_not: dict[str, str] = {}
         """By path: why the newest attempt failed."""
+
+    @property
+    def stats(self) -> LinkStats:
+        said = self.why_not.get(TOGETHER, "") if is_relayed(self.path) else ""
+        known = (word for word, words in NOT_TOGETHER.items() if words in said)
+        return replace(super().stats, not_together=next(known, ""))
 
     @property
     def _peer(self) -> str:

@@ -252,6 +252,8 @@ class LinkCost:
     path: str = ""
     """At the end of the step: `direct`, `simultaneous open`, `relay` (the coordinator's) or `relay NODE`;
     empty while unknown."""
+    not_together: str = ""
+    """Of a relayed link: why both ends could not dial at once, a key of `wire.telemetry.NOT_TOGETHER`."""
 
 
 @dataclass(frozen=True, kw_only=True)

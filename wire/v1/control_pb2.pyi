@@ -184,7 +184,7 @@ class FlowReport(_message.Message):
     def __init__(self, direction: _Optional[int] = ..., codec: _Optional[str] = ..., bytes_sent: _Optional[int] = ..., elements_sent: _Optional[int] = ...) -> None: ...
 
 class LinkReport(_message.Message):
-    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "retransmits", "rejects", "rtt_seconds", "least_rtt_seconds", "capacity", "busy_seconds", "queued_bytes", "flows", "peer_replica", "path")
+    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "retransmits", "rejects", "rtt_seconds", "least_rtt_seconds", "capacity", "busy_seconds", "queued_bytes", "flows", "peer_replica", "path", "not_together")
     PEER_STAGE_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +198,7 @@ class LinkReport(_message.Message):
     FLOWS_FIELD_NUMBER: _ClassVar[int]
     PEER_REPLICA_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    NOT_TOGETHER_FIELD_NUMBER: _ClassVar[int]
     peer_stage: int
     bytes_sent: int
     bytes_received: int
@@ -211,7 +212,8 @@ class LinkReport(_message.Message):
     flows: _containers.RepeatedCompositeFieldContainer[FlowReport]
     peer_replica: int
     path: str
-    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ..., least_rtt_seconds: _Optional[float] = ..., capacity: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowReport, _Mapping]]] = ..., peer_replica: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+    not_together: str
+    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ..., least_rtt_seconds: _Optional[float] = ..., capacity: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowReport, _Mapping]]] = ..., peer_replica: _Optional[int] = ..., path: _Optional[str] = ..., not_together: _Optional[str] = ...) -> None: ...
 
 class KindSeconds(_message.Message):
     __slots__ = ("kind", "seconds")

@@ -152,7 +152,8 @@ function lane(link, names) {
 function path(link) {
   const [kind, relay] = link.path.split(" ");
   const words = kind === "relay" ? `relay (${relay || "coordinator"})` : link.path;
-  return link.why_not_direct ? `${words}, as ${link.why_not_direct}` : words;
+  const why = [link.why_not_direct, link.why_not_together].filter(Boolean).join("; ");
+  return why ? `${words}, as ${why}` : words;
 }
 
 function troubles(links) {

@@ -60,7 +60,7 @@ from wire.messages_proto import (
 )
 from wire.spec import Direction, TensorKey
 from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, Span, StepSpans, Telemetry
-from wire.telemetry_proto import LONGEST_LINE, LONGEST_SECONDS, MOST
+from wire.telemetry_proto import LONGEST_LINE, LONGEST_PATH, LONGEST_SECONDS, MOST
 from wire.v1 import control_pb2, enrolment_pb2
 
 NUMBER = st.integers(0, 2**32 - 1)
@@ -113,6 +113,7 @@ TELEMETRY = st.builds(
             queued_bytes=MEASURED,
             flows=FLOWS,
             peer_replica=NUMBER,
+            not_together=LINE.filter(lambda text: len(text) <= LONGEST_PATH),
         ),
         max_size=3,
     ).map(tuple),

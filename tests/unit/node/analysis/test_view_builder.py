@@ -122,6 +122,19 @@ def test_a_link_says_why_it_is_not_direct(upper: events.NodeJoined, path: str, w
     assert [(one.path, one.why_not_direct) for one in builder.view().links] == 2 * [(path, why)]
 
 
+def test_a_relayed_link_says_why_both_ends_could_not_dial_at_once() -> None:
+    """The end that dials reports it; both directions show it."""
+    links = tuple(replace(link_cost(*way), path="relay") for way in ((0, 1), (1, 0)))
+    links = links[0], replace(links[1], not_together="proxy")
+    shown = view(history(opening(), replace(costs(1), links=links), done(1))).links
+    assert [one.why_not_together for one in shown] == 2 * [
+        "through a proxy nobody can dial at the same moment"
+    ]
+    direct = tuple(replace(link, path="direct") for link in links)
+    shown = view(history(opening(), replace(costs(1), links=direct), done(1))).links
+    assert [one.why_not_together for one in shown] == ["", ""]
+
+
 def test_the_upper_of_two_reachable_nodes_does_not_answer() -> None:
     cost = replace(costs(1), links=(replace(link_cost(1, 0), path="relay"),))
     shown = view(history(opening(), cost, done(1))).links
