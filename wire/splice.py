@@ -32,8 +32,8 @@ class _Store(Protocol):
     held: int
     """Bytes."""
 
-    def fill(self, source: socket.socket) -> bool:
-        """Receive into the empty store; False at the end of the stream. Raises BlockingIOError."""
+    def fill(self, source: socket.socket, most: int) -> bool:
+        """Receive at most so many bytes into the empty store; False at the end. Raises BlockingIOError."""
         ...
 
     def drain(self, target: socket.socket) -> None:
@@ -53,8 +53,8 @@ class _KernelPipe:
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._entry, fcntl.F_SETPIPE_SZ, STORE_BYTES)
 
-    def fill(self, source: socket.socket) -> bool:
-        self.held = os.splice(source.fileno(), self._entry, STORE_BYTES, flags=_FLAGS)
+    def fill(self, source: socket.socket, most: int) -> bool:
+        self.held = os.splice(source.fileno(), self._entry, most, flags=_FLAGS)
         return self.held > 0
 
     def drain(self, target: socket.socket) -> None:
@@ -75,8 +75,8 @@ class _Buffer:
         self._bytes = memoryview(bytearray(STORE_BYTES))
         self._start = self.held = 0
 
-    def fill(self, source: socket.socket) -> bool:
-        self._start, self.held = 0, source.recv_into(self._bytes)
+    def fill(self, source: socket.socket, most: int) -> bool:
+        self._start, self.held = 0, source.recv_into(self._bytes, most)
         return self.held > 0
 
     def drain(self, target: socket.socket) -> None:
@@ -169,6 +169,8 @@ class _Way:
         self.source = source
         self._target = target
         self._pipe = pipe
+        self._most = STORE_BYTES if pipe.pacer is None else min(STORE_BYTES, pipe.pacer.piece)
+        """Bytes of one read."""
         self._loop = asyncio.get_running_loop()
         self._store: _Store | None = None
         """While it holds bytes."""
@@ -201,7 +203,7 @@ class _Way:
         for _ in range(_TURNS):
             store = self._store = _store()
             try:
-                more = store.fill(self.source)
+                more = store.fill(self.source, self._most)
             except BlockingIOError:
                 self._put_back()
                 return

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -34,6 +34,8 @@ MOST_COUNTED = 4096
 """Addresses and tokens whose requests are counted; of more, the one that asked longest ago starts afresh."""
 CONNECTION_SECONDS = 30.0
 """A connection to the join port ends after this long."""
+
+Request = TypeVar("Request", pb.JoinRequest, pb.LookRequest)
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -87,7 +89,7 @@ class _Silent:
     def __init__(self) -> None:
         self._deadlines: dict[asyncio.Timeout, None] = {}
 
-    async def first(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest | None:
+    async def first(self, requests: AsyncIterator[Request]) -> Request | None:
         """A call's request, or None; TimeoutError if it does not come in time, or too many calls wait."""
         if len(self._deadlines) >= MOST_SILENT:
             oldest = next(iter(self._deadlines))
@@ -116,8 +118,8 @@ class EnrolmentService:
         self._tokens = KnownTokens(handler.token_hashes)
         self._limits = RateLimits()
         self._work = asyncio.Semaphore(_MOST_AT_WORK)
-        self.looks = Looks(self._refuse, handler.would_refuse, front.host)
         self._silent = _Silent()
+        self.looks = Looks(self._silent.first, self._refuse, handler.would_refuse, front.host)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `server.add_generic_rpc_handlers`."""

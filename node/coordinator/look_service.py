@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from wire.dialing import knock
 from wire.identity.enrolment import Hardware, JoinRequest, Refusal
@@ -34,12 +35,14 @@ class Looks:
 
     def __init__(
         self,
+        first: Callable[[AsyncIterator[pb.LookRequest]], Awaitable[pb.LookRequest | None]],
         refuse: Callable[[JoinRequest, str], Awaitable[Refusal | None]],
         would_refuse: Callable[[str, bytes], str],
         source: Callable[[str], str],
     ) -> None:
         """
         Args:
+            first: a call's first request; raises `TimeoutError` if it does not come in time.
             refuse: whether the holder of a token may ask from an address; raises `TimeoutError` if too often.
             would_refuse: of a token's id and secret: why a join would be refused. It blocks.
             source: the IP address of gRPC's peer.
@@ -48,6 +51,7 @@ class Looks:
         """host:port of volunteers that relay, the fastest first."""
         self.relayed = False
         """Whether the coordinator relays."""
+        self._first = first
         self._refuse = refuse
         self._would_refuse = would_refuse
         self._source = source
@@ -58,9 +62,14 @@ class Looks:
         self, requests: AsyncIterator[pb.LookRequest], context: Context
     ) -> AsyncIterator[pb.LookReply]:
         """One call. The join port ends its connection after a while, and so the call."""
-        first = await anext(aiter(requests), None)
+        try:
+            first = await self._first(requests)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came")
+        except DecodeError:
+            first = None
         if first is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no request came")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "what came is no request")
         source, token = self._source(context.peer()), first.token_id
         request = JoinRequest(
             version=first.version,

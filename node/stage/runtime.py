@@ -153,8 +153,10 @@ class NodeRuntime:
                 port = await self._links.start(self._settings.listen)
                 self._meter.relay = self._links.relay
                 self._tell.now("measuring the line to the coordinator")
-                rate, _ = await asyncio.gather(self._client.measure_download(), self._map_port(port))
-                hello = self._hello(port, rate)
+                async with asyncio.TaskGroup() as measuring:
+                    measuring.create_task(self._map_port(port))
+                    rate = measuring.create_task(self._client.measure_download())
+                hello = self._hello(port, rate.result())
                 session = self._session.run(
                     lambda: replace(
                         hello,
