@@ -12,29 +12,21 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
-import grpc
-import grpc.aio
 from cryptography import x509
 
-from node.coordinator.look_service import PADDING, PADDING_SECONDS, PADDINGS
 from node.processes.doctor import CONTACT_SECONDS, Check, Status
+from node.processes.look import look
 from node.telemetry.format import printable
 from wire import event_loop
 from wire.bootstrap import fetch_authority
-from wire.dialing import Place, connect, proxy_for, proxy_options
+from wire.dialing import Place, connect, proxy_for
 from wire.errors import LinkError, ThinwireError, TokenError
-from wire.identity.authority import certificate_to_pem
-from wire.identity.credentials import server_name_options
-from wire.identity.names import coordinator_server_name, split_address
+from wire.identity.names import split_address
 from wire.identity.token import JoinToken
 from wire.interfaces import ipv6_addresses
 from wire.mirror import seen_as
 from wire.port_mapping import MappedPort, routers_to_ask
-from wire.v1 import enrolment_pb2
-from wire.version import PROTOCOL, VERSION
 
-LOOK_SECONDS = 30.0
-"""For the whole conversation with the coordinator."""
 RELAY_SECONDS = 3.0
 LITTLE_MBIT = 2.0
 """On a slower line most runs wait for it."""
@@ -104,12 +96,12 @@ def check_reach(text: str) -> Iterator[Check]:
 async def _find_by(token: JoinToken) -> Findings | None:
     """By the first of the token's addresses that is the coordinator's."""
 
-    async def look(address: str) -> tuple[str, x509.Certificate] | None:
+    async def ask(address: str) -> tuple[str, x509.Certificate] | None:
         with contextlib.suppress(LinkError, TokenError):
             return address, await fetch_authority(address, token.pin, CONTACT_SECONDS)
         return None
 
-    looks = [asyncio.create_task(look(address)) for address in token.addresses]
+    looks = [asyncio.create_task(ask(address)) for address in token.addresses]
     try:
         for coming in asyncio.as_completed(looks):
             if (found := await coming) is not None:
@@ -252,7 +244,7 @@ async def find(token: JoinToken, address: str, authority: x509.Certificate) -> F
         mapped = MappedPort(await routers_to_ask("0.0.0.0:0", address), lambda text: None)
         try:
             await mapped.open(port)
-            seen, down, up = await _look(token, address, authority, port, mapped.outside)
+            seen = await look(token, address, authority, port, mapped.outside)
         finally:
             why_not, by, outside = mapped.why_not, mapped.by, mapped.outside
             await mapped.close()
@@ -267,10 +259,10 @@ async def find(token: JoinToken, address: str, authority: x509.Certificate) -> F
         mapped_reached=seen.mapped_reached,
         not_mapped="" if why_not == "not asked" else why_not,
         relayed=seen.relayed,
-        relays=await _nearness(tuple(seen.relays)),
+        relays=await _nearness(seen.relays),
         round_trip=round_trip,
-        down=down,
-        up=up,
+        down=seen.down,
+        up=seen.up,
         six=next(iter(ipv6_addresses()), ""),
         refusal=seen.refusal,
     )
@@ -289,65 +281,6 @@ async def _listening() -> AsyncIterator[int]:
         listener = socket.create_server(("0.0.0.0", 0))
     async with await asyncio.start_server(accept, sock=listener) as server:
         yield int(server.sockets[0].getsockname()[1])
-
-
-async def _look(
-    token: JoinToken, address: str, authority: x509.Certificate, port: int, mapped_port: int
-) -> tuple[enrolment_pb2.Seen, float, float]:
-    """What the coordinator sees, and bytes a second down and up. Raises LinkError."""
-    options: list[tuple[str, int | str]] = [
-        *server_name_options(coordinator_server_name(token.run_id)),
-        *proxy_options(address),
-    ]
-    credentials = grpc.ssl_channel_credentials(certificate_to_pem(authority))
-    request = enrolment_pb2.LookRequest(
-        version=VERSION,
-        protocol=PROTOCOL,
-        run_id=token.run_id,
-        token_id=token.token_id,
-        secret=token.secret,
-        port=port,
-        mapped_port=mapped_port,
-    )
-    try:
-        async with grpc.aio.secure_channel(address, credentials, options) as channel:
-            method: grpc.aio.StreamStreamMultiCallable[enrolment_pb2.LookRequest, enrolment_pb2.LookReply]
-            method = channel.stream_stream(
-                "/thinwire.wire.v1.Enrolment/Look",
-                request_serializer=enrolment_pb2.LookRequest.SerializeToString,
-                response_deserializer=enrolment_pb2.LookReply.FromString,
-            )
-            call = method(timeout=LOOK_SECONDS)
-            await call.write(request)
-            seen = await _next(call, "seen")
-            began, came = time.monotonic(), 0
-            while size := len((await _next(call, "padding")).padding):
-                came += size
-            down = came / max(1e-6, time.monotonic() - began)
-            began, sent = time.monotonic(), 0
-            while sent < PADDINGS * len(PADDING) and time.monotonic() - began < PADDING_SECONDS:
-                await call.write(enrolment_pb2.LookRequest(padding=PADDING))
-                sent += len(PADDING)
-            await call.done_writing()
-            await _next(call, "done")
-            return seen.seen, down, sent / max(1e-6, time.monotonic() - began)
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            raise LinkError("the coordinator is of a version that tells nothing of paths") from None
-        raise LinkError(f"the coordinator did not tell what it sees ({error.details()})") from None
-
-
-async def _next(
-    call: "grpc.aio.StreamStreamCall[enrolment_pb2.LookRequest, enrolment_pb2.LookReply]", kind: str
-) -> enrolment_pb2.LookReply:
-    reply = await call.read()
-    if not isinstance(reply, enrolment_pb2.LookReply):
-        raise LinkError("the coordinator hung up in the middle of its answer")
-    if reply.WhichOneof("body") == "refusal":
-        raise LinkError(reply.refusal.message)
-    if reply.WhichOneof("body") != kind:
-        raise LinkError("the coordinator's answer is out of order")
-    return reply
 
 
 async def _through_the_nat(address: str, mirrors: tuple[str, ...]) -> tuple[Seen, ...]:

@@ -421,7 +421,6 @@ def relay_lines() -> str:
 
 TABLES: Tables = {
     "relay": relay,
-    "relay_lines": relay_lines,
     "reach": reach,
     "lab": lab,
     "lab_floor": lab_floor,
