@@ -13,7 +13,7 @@ from node.lab.reach import doctor_table, reach_table
 from tests.support.paths import python_path
 from wire.errors import UserError
 
-SECONDS = 220.0
+SECONDS = 300.0
 PROFILE = """
 [reach]
 name = "hard"
@@ -34,7 +34,7 @@ microbatch = 2
 stages = 2
 """
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(320)
 
 
 @pytest.fixture(scope="module", autouse=True)
