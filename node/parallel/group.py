@@ -61,13 +61,13 @@ class RankModel:
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
         """Load this rank's shard of a whole state."""
         rank = self.ranks.tensor_rank
-        self.local.load_unit_state(unit, shard_state(self.config.model, unit, state, rank.index, rank.count))
+        self.local.load_unit_state(unit, shard_state(self.config, unit, state, rank.index, rank.count))
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
         """The whole state on the leader, gathered from its row; empty on the others."""
         state = self.local.unit_state(unit)
-        states = self.ranks.gather_shards(state, sharded_keys(self.config.model, unit, state))
-        return merge_states(self.config.model, unit, states) if states else {}
+        states = self.ranks.gather_shards(state, sharded_keys(self.config, unit, state))
+        return merge_states(self.config, unit, states) if states else {}
 
     def squared_norms(self) -> dict[str, float]:
         """Squared norms of the whole stage on the leader; empty on the others."""

@@ -370,8 +370,6 @@ def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
         widest = min(config.model.hidden, config.model.ffn)
         if lora.rank > widest:
             yield f"lora.rank ({lora.rank}) must be at most {widest}, the model's narrowest width"
-    if config.storage.preset != "off" or any(getattr(config.storage, kind) != FROM_PRESET for kind in KINDS):
-        yield 'lora.rank needs storage.preset = "off": blocks with adapters store what autograd does'
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:

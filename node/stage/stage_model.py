@@ -179,6 +179,8 @@ class StageModel:
         for chunk in self._chunks:
             chunk.masks_labels = config.data.masks_labels
             chunk.offload = self._offload
+            if chunk.dropout is not None:
+                chunk.dropout.row = self.rank // self.tensor_rank.count
         captured = self.ranks == 1 and config.training.cuda_graphs and self.device.type == "cuda"
         # Copies to the host are ordered by events of passes that run operation by operation.
         captured = captured and plan.graphs and not plan.moves
@@ -258,7 +260,7 @@ class StageModel:
         Returns:
             Hidden [B, S, C] float32, or with `labels` the microbatch's share of the mean loss; no graph.
         """
-        self.optimizer.begin_forward(microbatch, self.rank)
+        self.optimizer.begin_forward(microbatch)
         apart = None if documents is None else Documents.of(documents, self.device)
         return self._passes[chunk].forward(microbatch, fed, labels, apart)
 

@@ -155,11 +155,10 @@ class StageOptimizer:
         for block in self._coded.values():
             block.code_weights()
 
-    def begin_forward(self, microbatch: int, rank: int = 0) -> None:
-        """The next forward is this microbatch's: adapters drop elements by its salt. `rank` as for
-        backward."""
+    def begin_forward(self, microbatch: int) -> None:
+        """The next forward is this microbatch's: adapters drop elements by its salt, on every rank."""
         if self._dropouts:
-            purpose = f"dropout of microbatch {microbatch} on rank {rank}"
+            purpose = f"dropout of microbatch {microbatch}"
             drawn = salt(self._seed, step=self._next_step, layer="", purpose=purpose)
             for source in self._dropouts:
                 source.begin(drawn)

@@ -152,6 +152,8 @@ def test_a_chunked_head_uses_the_estimated_memory(form: str, monkeypatch: pytest
         ("autocast", "llama", LoraSection(rank=8)),
         ("autocast", "gpt2", LoraSection(rank=8, base="8")),
         ("plain", "llama", LoraSection(rank=32, base="8", targets=("query", "value", "gate"))),
+        ("agoq", "llama", LoraSection(rank=8, base="4", dropout=0.1)),
+        ("agoq, fp8, bf16", "gpt2", LoraSection(rank=8)),
     ],
 )
 def test_adapters_on_frozen_weights_take_what_is_estimated(
@@ -231,12 +233,20 @@ def test_a_window_takes_what_is_estimated() -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize(("form", "tensor_parallel"), [("compact, fp8 gradients", 1), ("plain", 2)])
+@pytest.mark.parametrize(
+    ("form", "tensor_parallel", "lora"),
+    [
+        ("compact, fp8 gradients", 1, LoraSection()),
+        ("plain", 2, LoraSection()),
+        ("agoq", 2, LoraSection(rank=8, base="bf16", dropout=0.1)),
+    ],
+    ids=["rows", "shards", "adapters on shards"],
+)
 def test_each_of_two_devices_takes_what_is_estimated(
-    form: str, tensor_parallel: int, monkeypatch: pytest.MonkeyPatch
+    form: str, tensor_parallel: int, lora: LoraSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle_collectives(monkeypatch)
-    config = run(form)
+    config = replace(run(form), lora=lora)
     with leading(config, 2, tensor_parallel) as leader:
         found = measured(config, leader, 0, held=2)
     devices = Devices(count=2, tensor_parallel=tensor_parallel)

@@ -13,6 +13,7 @@ from node.config.schema import (
     PipelineSection,
     RunConfig,
     RunSection,
+    StorageSection,
     TrainingSection,
 )
 from node.stage.inbox import StepInterrupted
@@ -37,6 +38,7 @@ FORMS = {
             CONFIG.training, precision="bfloat16", weights="bfloat16", moments="fp8", gradients="fp8"
         ),
     ),
+    "stored": replace(CONFIG, storage=StorageSection(preset="agoq")),
     "interleaved": replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=2, chunks=2)),
 }
 
