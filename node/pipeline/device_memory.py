@@ -29,6 +29,15 @@ STATE_PIECE = 1 << 24
 """Elements of a matrix's moments that an optimizer which streams them from host memory has at a time."""
 _PIECES_THERE = 3
 """The one that is stepped, the next and the last one."""
+PAGE = 20 << 20
+"""What torch maps of a GPU's memory at a time for tensors over 1 MiB, where its segments grow."""
+RUNS_KEPT = 2
+"""Stretches of memory without a gap in which a block's tensors lie: between them is what its forward had on
+the way, which other tensors take later."""
+RUNS_AT_WORK = 8
+"""The same of a block at work, and of what comes back from host memory."""
+_LOST_SHARE = 8
+"""Gaps come from tensors that were there: no more than one part in so many of what is kept."""
 GIB = 1 << 30
 _INTO_ATTENTION = ("query", "key", "value", "qkv_projection")
 _INTO_FEED_FORWARD = ("gate", "up")
@@ -264,6 +273,14 @@ class Share:
         return max(found, default=0)
 
     # ---- activations
+
+    def pages(self, size: int, runs: int) -> int:
+        """What the allocator holds beside tensors of `size` bytes that lie in so many stretches.
+
+        Where a stretch begins and ends a page is filled in part, on average half of each. The rest of it is
+        of no use to larger tensors. On a CPU memory is not held back.
+        """
+        return 0 if self.on_cpu else min(runs * PAGE, size // _LOST_SHARE)
 
     def autograd_keeps(self) -> int:
         """What autograd saves of one block and microbatch where nothing is packed."""

@@ -23,10 +23,10 @@ from node.model.chunk import build_chunk
 from node.model.shard_shapes import shard_shape
 from node.model.storage import Storage
 from node.model.units import HEAD, block_name, parameter_specs, unit_parameters
-from node.pipeline.device_memory import SNAPSHOTS_SENT, Devices, Share
+from node.pipeline.device_memory import PAGE, RUNS_AT_WORK, SNAPSHOTS_SENT, Devices, Share
 from node.pipeline.gradient_groups import model_pieces, piece_bytes
 from node.pipeline.memory import most_held, stage_bytes, stage_memory, stage_storages
-from node.pipeline.placement import stage_units
+from node.pipeline.placement import held_blocks, stage_units
 from node.run_state.snapshot_schedule import MAX_ASKED
 from node.stage.passes import AutogradPasses, ChunkCall
 from node.stage.stage_model import StageModel
@@ -294,8 +294,20 @@ def test_captured_passes_lend_no_memory_to_the_optimizer() -> None:
     gpu, config = Devices(on_cpu=False), run("autocast")
     graphs, plain = (stage_memory(one, 2, gpu)[0] for one in (config, without_graphs(config)))
     assert 0 < plain.applying < plain.kept + plain.working
-    assert plain.total == plain.fixed + plain.state + plain.kept + plain.working
-    assert graphs.total == graphs.fixed + graphs.state + graphs.kept + graphs.working + graphs.applying
+    passes = [one.kept + one.working + one.pages for one in (plain, graphs)]
+    assert plain.total == plain.fixed + plain.state + passes[0]
+    assert graphs.total == graphs.fixed + graphs.state + passes[1] + graphs.applying
+
+
+def test_a_gpus_allocator_holds_pages_that_tensors_fill_in_part() -> None:
+    """One a stretch of memory, two stretches for what a block keeps of a microbatch; of little, a share."""
+    config = without_graphs(run("autocast"))
+    large = replace(config, model=replace(config.model, hidden=4096, ffn=14336, sequence=8192))
+    (held, *_) = held_blocks(large, 2)
+    assert stage_memory(large, 2, Devices(on_cpu=False))[0].pages == (2 * held + RUNS_AT_WORK) * PAGE
+    small = stage_memory(config, 2, Devices(on_cpu=False))[0]
+    assert 0 < small.pages <= (small.kept + small.working) // 8
+    assert stage_memory(large, 2, Devices())[0].pages == 0
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
