@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from kernels.fp8.products import lacks_products
 from node import faults
 from node.config.schema import RunConfig
 from node.pipeline.block_times import BlockTimes
@@ -25,6 +24,7 @@ from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_links import EpochLinks
 from node.stage.executor import StageExecutor
 from node.stage.layer_peers import LayerPeers, LayersHeld
+from node.stage.machine_info import cannot_compute
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.out_of_memory import device_memory_text, exhausted, ran_out
@@ -307,11 +307,8 @@ class NodeRuntime:
             self._member.offer_layers()
             return
         config = from_json(welcome.config_json)
-        if config.training.compute == "fp8" and lacks_products(self._settings.devices.first):
-            raise RunError(
-                "this run multiplies in FP8 ([training] compute), which this node's "
-                f"{self._settings.hardware.device} cannot: join with a GPU of compute capability 8.9 or later"
-            )
+        if line := cannot_compute(config.training, self._settings.devices.first):
+            raise RunError(line)
         check_store(config.snapshots.keep, self._settings.store)
         traced = TracedSteps.parse(config.telemetry.trace)
         self._meter.trace(traced)
