@@ -344,6 +344,8 @@ class Restore:
     activation_codecs: tuple[str, ...] = ()
     """With planned codecs: of each boundary, the first one first; fixed for the epoch."""
     gradient_codecs: tuple[str, ...] = ()
+    storages: tuple[str, ...] = ()
+    """With several storages allowed: of each stage, the first one first; fixed for the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -357,6 +357,7 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
                     lineage=message.lineage,
                     activation_codecs=message.activation_codecs,
                     gradient_codecs=message.gradient_codecs,
+                    storages=message.storages,
                 )
             )
         case Begin():
@@ -448,6 +449,7 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 lineage=restore.lineage,
                 activation_codecs=tuple(restore.activation_codecs),
                 gradient_codecs=tuple(restore.gradient_codecs),
+                storages=tuple(restore.storages),
             )
         case "begin":
             begin = message.begin

@@ -18,7 +18,7 @@ from node import faults
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting, Answers, longest_kind
 from node.coordinator.changes import Changes
-from node.coordinator.decisions import record_codecs, record_places
+from node.coordinator.decisions import record_places, record_plan
 from node.coordinator.disk import Disk
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.kept_snapshots import KeptSnapshots
@@ -51,6 +51,7 @@ from node.run_state.actions import (
     RecordHeldOut,
     RecordPlacement,
     RecordRestored,
+    RecordStorages,
     Released,
     Send,
     StepDone,
@@ -333,9 +334,9 @@ class Coordinator:
                 rates = {session.node_id: session.hello.download_rate for session in self._sessions}
                 self._reporter.restored(action, rates)
                 await self._planners.restored(action.step)
-            case RecordCodecs():
-                await self._record(record_codecs, self._store, action)
-                self._reporter.codecs(action)
+            case RecordCodecs() | RecordStorages():
+                await self._record(record_plan, self._store, action)
+                self._reporter.planned(action)
             case RecordCommit():
                 await self._record_commit(action)
             case RecordHeldOut():

@@ -330,6 +330,17 @@ class CodecsPlanned(Notice):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoragesPlanned(Notice):
+    """From the next step on, stages store their activations like this."""
+
+    event: ClassVar[str] = "storages-planned"
+    step: int
+    """Steps done."""
+    storages: tuple[str, ...]
+    """Of each stage, the first one first, as `node.pipeline.storage_choice.name_of` names them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotSetAside(Notice):
     """A stored snapshot was found damaged during the run and is no longer used."""
 

@@ -466,7 +466,7 @@ class HeartbeatReply(_message.Message):
     def __init__(self, sent_at: _Optional[float] = ..., at: _Optional[float] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("epoch", "step", "missed", "uncompressed", "lineage", "activation_codecs", "gradient_codecs")
+    __slots__ = ("epoch", "step", "missed", "uncompressed", "lineage", "activation_codecs", "gradient_codecs", "storages")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MISSED_FIELD_NUMBER: _ClassVar[int]
@@ -474,6 +474,7 @@ class Restore(_message.Message):
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     ACTIVATION_CODECS_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_CODECS_FIELD_NUMBER: _ClassVar[int]
+    STORAGES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     missed: Commit
@@ -481,7 +482,8 @@ class Restore(_message.Message):
     lineage: int
     activation_codecs: _containers.RepeatedScalarFieldContainer[str]
     gradient_codecs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., lineage: _Optional[int] = ..., activation_codecs: _Optional[_Iterable[str]] = ..., gradient_codecs: _Optional[_Iterable[str]] = ...) -> None: ...
+    storages: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., lineage: _Optional[int] = ..., activation_codecs: _Optional[_Iterable[str]] = ..., gradient_codecs: _Optional[_Iterable[str]] = ..., storages: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited", "waited_seconds")
