@@ -36,6 +36,8 @@ from wire.telemetry import LinkReport
 LOOK_SECONDS = 0.5
 PLAN_SECONDS = 5.0
 """Between two plans."""
+REST = 20
+"""As long as a plan took, so many times."""
 
 
 class PlacePlanner:
@@ -154,8 +156,10 @@ class PlacePlanner:
                 continue
             if (work := self._plan()) is not None:
                 self._news = False
-                planned = now
                 plan = await asyncio.to_thread(work)
+                # Planning takes a small share of the time, however long one plan takes.
+                planned = time.monotonic()
+                planned += REST * (planned - now)
                 if plan is not None:
                     self._has_moved = True
                     await self._move(plan, plan.text(self._grid()))

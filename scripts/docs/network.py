@@ -7,7 +7,7 @@ from typing import Any
 from node.lab.reach import doctor_table, reach_table
 from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
-from scripts.docs.markdown import Tables, commit, notes, read_report, spaced
+from scripts.docs.markdown import Tables, commit, if_recorded, notes, read_report, spaced
 from scripts.report import RESULTS, markdown
 
 PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
@@ -18,6 +18,8 @@ TRACE_COST = RESULTS / "trace_cost.json"
 STATUS_SPEED = RESULTS / "status_speed.json"
 PAUSES = RESULTS / "pauses.json"
 TIED_MODELS = RESULTS / "tied_models.json"
+STAGE_ORDER = RESULTS / "stage_order.json"
+FOUR_LINKS = RESULTS / "four_links.json"
 REACH = RESULTS / "reach.json"
 RELAY = RESULTS / "relay.json"
 RELAY_LINES = RESULTS / "relay_lines.json"
@@ -274,6 +276,77 @@ def pauses() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def stage_order() -> str:
+    """Planned orders of stages against every order (scripts/experiments/stage_order.py)."""
+    report = read_report(STAGE_ORDER)
+    rows = [
+        [
+            str(one["nodes"]),
+            f"{one['orders']:,}",
+            str(one["draws"]),
+            f"{one['planned_over_best_mean']:.3f}",
+            f"{one['planned_over_best_worst']:.3f}",
+            f"{one['any_order_over_best_mean']:.2f}",
+            f"{one['planning_seconds_mean']:.2f}",
+        ]
+        for one in report["against_every_order"]
+    ]
+    columns = [("nodes", "right"), ("orders", "right"), ("draws", "right"), ("planned step, mean", "right")]
+    columns += [("worst", "right"), ("any order, mean", "right"), ("s to plan", "right")]
+    return f"{markdown(columns, rows)}\n\nSteps over the shortest of all. Simulated, commit {commit(report)}."
+
+
+def stage_settings() -> str:
+    """Planned rows in DT-FM's five settings (scripts/experiments/stage_order.py)."""
+    report = read_report(STAGE_ORDER)
+    rows = [
+        [
+            one["setting"],
+            f"{one['as_they_come_seconds_mean']:.2f}",
+            f"{one['planned_seconds']:.2f}",
+            f"{one['compute_alone_seconds']:.2f}",
+            f"{one['gain']:.2f}",
+            f"{one['planning_seconds']:.0f}",
+        ]
+        for one in report["settings"]
+    ]
+    columns = [("setting", "left"), ("s a step as nodes come", "right"), ("planned", "right")]
+    columns += [("compute alone", "right"), ("gain", "right"), ("s to plan", "right")]
+    return f"{markdown(columns, rows)}\n\nThe slowest of eight rows. Simulated, commit {commit(report)}."
+
+
+def four_links() -> str:
+    """Codec auto against fixed ones on unlike links (scripts/experiments/four_links.py)."""
+    report = read_report(FOUR_LINKS)
+    best = min(one["step_seconds"] for one in report["results"] if one["codec"] != "auto")
+    rows = [
+        [
+            f"`{one['codec']}`",
+            f"{one['step_seconds']:.2f} ({min(one['steps']):.2f} to {max(one['steps']):.2f})",
+            f"{best / one['step_seconds']:.2f}",
+            _bits_of(one["activation_codecs"]),
+            _bits_of(one["gradient_codecs"]),
+        ]
+        for one in report["results"]
+    ]
+    columns = [("codec", "left"), ("s a step", "right"), ("speed over the best fixed one's", "right")]
+    columns += [("activations by link", "left"), ("gradients by link", "left")]
+    rates = ", ".join(f"{rate:g}" for rate in report["rates_mbit"])
+    caption = (
+        f"Links of {rates} Mbit/s and {report['round_trip_ms']:g} ms, {report['microbatches']} microbatches "
+        f"of {report['elements']:,} elements, blocks that wait {1000 * report['compute_seconds']:.0f} ms "
+        f"a microbatch in place of computing. Median of {len(report['results'][0]['steps'])} steps, in brackets "
+        f"the least and the most; {report['runs']} run, {spaced(report['hardware'])}, torch "
+        f"{report['torch']}, commit {commit(report)}."
+    )
+    return f"{markdown(columns, rows)}\n\n{caption}"
+
+
+def _bits_of(codecs: Sequence[str]) -> str:
+    """Of each link, or once if all are the same."""
+    return f"`{codecs[0]}`" if len(set(codecs)) == 1 else ", ".join(f"`{codec}`" for codec in codecs)
+
+
 def tied_models() -> str:
     """Results of scripts/experiments/tied_models.py: seconds of a step by the head's stage."""
     report = read_report(TIED_MODELS)
@@ -431,6 +504,9 @@ TABLES: Tables = {
     "all_reduce_links_gpus": all_reduce_links_gpus,
     "pauses": pauses,
     "tied_models": tied_models,
+    "stage_order": stage_order,
+    "stage_settings": stage_settings,
+    **if_recorded(FOUR_LINKS, "four_links", four_links),
     "trace_cost": trace_cost,
     "status_speed": status_speed,
 }
