@@ -146,7 +146,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
         storages=functools.partial(storage_control, config, windows),
         audit_rate=config.audit.rate,
         audit_secret=secrets.token_bytes(32),
-        boundaries=functools.partial(boundaries, config),
+        boundaries=functools.cache(functools.partial(boundaries, config)),
         state_bytes=functools.cache(functools.partial(stage_state_bytes, config)),
     )
 

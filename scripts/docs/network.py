@@ -335,8 +335,8 @@ def four_links() -> str:
     caption = (
         f"Links of {rates} Mbit/s and {report['round_trip_ms']:g} ms, {report['microbatches']} microbatches "
         f"of {report['elements']:,} elements, blocks that wait {1000 * report['compute_seconds']:.0f} ms "
-        f"a microbatch in place of computing. Median of {len(report['results'][0]['steps'])} steps, in brackets "
-        f"the least and the most; {report['runs']} run, {spaced(report['hardware'])}, torch "
+        f"a microbatch in place of computing. Median of {len(report['results'][0]['steps'])} steps, in "
+        f"brackets the least and the most; {report['runs']} run, {spaced(report['hardware'])}, torch "
         f"{report['torch']}, commit {commit(report)}."
     )
     return f"{markdown(columns, rows)}\n\n{caption}"
