@@ -176,6 +176,7 @@ class Coordinator:
             members=lambda: self._machine.members,
             send=self._send,
             move=self._move,
+            tell=lambda text: emit(events.Notice(text=text)),
         )
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._sessions = Sessions()

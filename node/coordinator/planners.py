@@ -258,6 +258,7 @@ class Planners:
         members: Callable[[], Mapping[str, Member]],
         send: Callable[[str, CoordinatorMessage], object],
         move: Callable[[PlacePlan, str], Awaitable[None]],
+        tell: Callable[[str], None],
     ) -> None:
         """Arguments as for `WindowPlanner`, `CodecPlanner` and `PlacePlanner`."""
         pipeline = config.pipeline
@@ -272,6 +273,7 @@ class Planners:
                 link_report=link_report,
                 send=send,
                 move=move,
+                tell=tell,
             )
             self._planners.append(self._places)
         if pipeline.window == "auto":
