@@ -39,7 +39,6 @@ from node.model.labels import BatchPart, to_bytes
 from node.pipeline.codec_plan import Lines
 from node.pipeline.places import PlacePlan
 from node.pipeline.snapshot_place import is_url, snapshot_place
-from node.pipeline.window_plan import Windows
 from node.run_file.loader import to_json
 from node.run_state.actions import (
     Aborted,
@@ -170,7 +169,7 @@ class Coordinator:
             config,
             samples=corpus.windows,
             link_report=self.accounting.link_report,
-            use_windows=self._use_windows,
+            use_windows=lambda number, plan: self._post(lambda _: self._machine.plan_windows(number, plan)),
             use_lines=self._use_lines,
             past=past,
             members=lambda: self._machine.members,
@@ -275,9 +274,6 @@ class Coordinator:
             length = self.config.microbatches // self.config.pipeline.groups
             seconds = group_seconds(costs, [len(groups) for groups in epoch.groups], length)
             self._post(lambda now: self._machine.row_speeds(seconds, costs.seconds, now))
-
-    def _use_windows(self, epoch: int, windows: Windows) -> None:
-        self._post(lambda _now: self._machine.plan_windows(epoch, windows))
 
     def _use_lines(self, number: int, lines: Lines, seconds: float) -> None:
         def happening(_now: float) -> list[Action]:
