@@ -7,6 +7,7 @@ where many directions wait at once, they pass through a buffer of this process.
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -63,11 +64,14 @@ class _KernelPipe:
 
     def give_up(self) -> None:
         if self.held:
-            os.close(self._entry)
-            os.close(self._exit)
+            self.close()
             _made.discard(self)
         else:
             _spare.append(self)
+
+    def close(self) -> None:
+        os.close(self._entry)
+        os.close(self._exit)
 
 
 class _Buffer:
@@ -85,12 +89,21 @@ class _Buffer:
             self._start, self.held = self._start + sent, self.held - sent
 
     def give_up(self) -> None:
-        pass
+        self.held = 0
+        if len(_buffers) < _MOST_PIPES:
+            _buffers.append(self)
 
 
+_buffers: list[_Buffer] = []
+"""Empty, for the next use."""
 _made: set[_KernelPipe] = set()
 _spare: list[_KernelPipe] = []
 """Those of them that are empty."""
+
+
+def _buffer() -> _Buffer:
+    return _buffers.pop() if _buffers else _Buffer()
+
 
 if sys.platform == "linux":
     import fcntl
@@ -98,20 +111,37 @@ if sys.platform == "linux":
     os.register_at_fork(after_in_child=_spare.clear)  # or parent and child would share them
     _FLAGS = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
 
+    @functools.cache
+    def _kernel_moves() -> bool:
+        """Whether this kernel does it; some sandboxes have no splice(2)."""
+        try:
+            pipe = _KernelPipe()
+        except OSError:
+            return False
+        with contextlib.closing(pipe), contextlib.suppress(OSError):
+            one, other = socket.socketpair()
+            with one, other:
+                one.setblocking(False)
+                one.send(b"?")
+                pipe.fill(other, 1)
+                pipe.drain(other)
+                return one.recv(1) == b"?"
+        return False
+
     def _store() -> _Store:
         if _spare:
             return _spare.pop()
-        if len(_made) < _MOST_PIPES:
+        if len(_made) < _MOST_PIPES and _kernel_moves():
             with contextlib.suppress(OSError):  # no descriptor is left
                 made = _KernelPipe()
                 _made.add(made)
                 return made
-        return _Buffer()
+        return _buffer()
 
 else:
 
     def _store() -> _Store:
-        return _Buffer()
+        return _buffer()
 
 
 class Pipe:
