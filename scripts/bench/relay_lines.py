@@ -54,7 +54,7 @@ SOCKET_BUFFER = 32_000_000
 DEATHS = 5
 LENGTH = 50_000
 PAUSE_SECONDS = 0.005
-BEFORE, AFTER_SECONDS = 40, 6.0
+BEFORE, AFTER_SECONDS = 40, 4.0
 """Tensors before a relay's death, and how long they flow after it."""
 
 
