@@ -1,8 +1,8 @@
 """The machines that a run is planned for: their cards, memory and lines.
 
-Peaks are data sheets' (dense bf16 with float32 sums); a CPU's stands for a few cores. The share of the peak
-that a stage reaches was measured on an H200 (scripts/results/compute.json); for other devices it is an
-estimate.
+Peaks are data sheets' (dense bf16 with float32 sums). A CPU's is such that a stage is as fast as it was on
+one core of a server (scripts/results/explained_steps.json). The share of the peak that a stage reaches was
+measured on an H200 (scripts/results/compute.json); for other devices it is an estimate.
 """
 
 import re
@@ -41,7 +41,7 @@ CARDS = {
     "a100": Card(312, 80),
     "h100": Card(989, 80),
     "h200": Card(989, 141),
-    "cpu": Card(0.1, 8),
+    "cpu": Card(0.15, 8),
 }
 
 

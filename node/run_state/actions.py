@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from node.pipeline.codec_plan import CodecPlan
-from node.pipeline.storage_choice import StoragePlan
 from node.run_state.grid import ONE_ROW, Groups
 from wire.messages import Abort, CoordinatorMessage, Finish
 
@@ -48,15 +47,6 @@ class RecordCodecs:
     epoch: int
     step: int
     plan: CodecPlan
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordStorages:
-    """From `step` on, stages store their activations like this, until another such record."""
-
-    epoch: int
-    step: int
-    plan: StoragePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +147,6 @@ Action = (
     | RecordPlacement
     | RecordRestored
     | RecordCodecs
-    | RecordStorages
     | RecordCommit
     | RecordHeldOut
     | StepDone

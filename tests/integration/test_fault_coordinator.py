@@ -16,6 +16,7 @@ from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
 from tests.support.pki import hello
+from tests.support.terminal import assert_never_silent
 from wire.errors import NotYetError
 from wire.identity.credentials import NodeIdentity
 from wire.messages import CoordinatorMessage
@@ -172,6 +173,7 @@ def test_a_full_disk_pauses_the_run_and_costs_no_step(tmp_path: Path, prefork: P
         paused, goes_on = (told.text for told in run.all(Notice) if "disk" in told.text)
         assert paused.startswith("paused: disk full: ") and "the run goes on by itself" in paused
         assert goes_on == "the disk has room again: the run goes on"
+        assert_never_silent(*run.coordinators)
         assert [node.wait_exit() for node in nodes] == [0] * 3
         assert run.all(StepAborted) == run.all(NodeLeft) == []
         run.assert_undisturbed()

@@ -14,6 +14,7 @@ from node.pipeline.memory_plan import least_stage_bytes
 from node.telemetry.events import NodeJoined, PlacementMade
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, Still, assert_near_undisturbed, packed, undisturbed
+from tests.support.terminal import assert_never_silent, volunteer
 
 CONFIG = replace(
     SMALL,
@@ -128,7 +129,7 @@ def test_insufficient_memory_is_reported_before_training(prefork: Prefork, tmp_p
     """With the estimate, and no use of the token is lost. Two processes share a machine's memory."""
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         coordinator = run.start()
-        small = run.add_node(options=("--max-memory", "0.2"))
+        small = volunteer(run, prefork.popen, "Ben", "--max-memory", "0.2")
         shared = run.add_node(options=("--gpus", "2", "--max-memory", "0.5"))
         absent = run.add_node(options=("--device", "cuda:99", "--gpus", "2"))
         assert (small.wait_exit(), shared.wait_exit(), absent.wait_exit()) == (1, 1, 2)
@@ -139,6 +140,7 @@ def test_insufficient_memory_is_reported_before_training(prefork: Prefork, tmp_p
         assert "on each of 2 devices (tensor parallel 1)" in shared.stderr
         (line,) = absent.stderr.splitlines()
         assert line.startswith("thinwire: error: --device cuda:99: this machine has ")
+        assert_never_silent(small)
         run.add_nodes(2)
         assert coordinator.wait_exit() == 0
         run.assert_undisturbed()

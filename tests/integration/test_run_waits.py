@@ -8,8 +8,8 @@ import pytest
 from node.telemetry.events import JoinLine, NodeJoined, Notice, PlacementMade, RunFinished
 from tests.support.fault_prefork import Prefork
 from tests.support.ports import free_port
-from tests.support.run_harness import SMALL, Process, Run, undisturbed
-from tests.support.terminal import on_terminal
+from tests.support.run_harness import SMALL, Run, undisturbed
+from tests.support.terminal import SILENT_SECONDS, assert_never_silent, volunteer
 
 CONFIG = replace(
     SMALL,
@@ -17,21 +17,7 @@ CONFIG = replace(
     pipeline=replace(SMALL.pipeline, stages=2),
 )
 
-QUIET_SECONDS = 3.0
-"""What people wait for the next visible thing at most."""
-BUSY = 5
-"""As often as a machine that runs other tests beside this one may take."""
-
 pytestmark = pytest.mark.timeout(240)
-
-
-def volunteer(run: Run, prefork: Prefork, name: str) -> Process:
-    """`thinwire join` at a terminal, by somebody who waits ten minutes for a run to go on."""
-    words = ("join", run.coordinators[-1].token, "--name", name, "--wait", "10 min", "--device", "cpu")
-    state = ("--state-dir", str(run.directory / name.split("'")[0]))
-    return run.command(
-        *words, *state, "--listen", "127.0.0.1:0", "--threads", "1", launch=on_terminal(prefork.popen)
-    )
 
 
 def at_fixed_ports() -> str:
@@ -48,7 +34,7 @@ def test_the_journey_of_a_run_from_its_plan_to_an_extension(prefork: Prefork, tm
         assert planned.wait_exit() == 0
         assert any(line.startswith("a step takes about ") for line in planned.lines)
         first = run.start()
-        terminals = [volunteer(run, prefork, name) for name in ("Ana's 4090", "Ben")]
+        terminals = [volunteer(run, prefork.popen, name) for name in ("Ana's 4090", "Ben")]
         first.wait_step(5)
         watched = run.command("status", str(run.run_dir))
         assert watched.wait_exit() == 0
@@ -78,9 +64,7 @@ def test_the_journey_of_a_run_from_its_plan_to_an_extension(prefork: Prefork, tm
         assert second.all(RunFinished)[0].resume == ""
         assert run.losses == undisturbed(longer).losses
         run.assert_quiet()
-        for seen in (planned, first, watched, stopped, second, *terminals):
-            silence, before = seen.longest_silence()
-            assert silence < BUSY * QUIET_SECONDS, f"{seen.name} was silent after {before!r}"
+        assert_never_silent(planned, first, watched, stopped, second, *terminals)
 
 
 def test_a_finished_run_goes_on_with_more_steps_and_another_text(prefork: Prefork, tmp_path: Path) -> None:
@@ -116,20 +100,26 @@ def test_a_node_without_a_stage_leaves_at_once_also_without_a_coordinator(
         waiting.wait_line(lambda line: "waiting for a stage" in line)
         first.kill()
         waiting.interrupt()
-        assert waiting.wait_exit(60) == 130, "it does not wait two minutes for a goodbye"
+        assert waiting.wait_exit(SILENT_SECONDS) == 130, "it does not wait two minutes for a goodbye"
 
 
-def test_a_node_joins_before_its_coordinator_is_up(prefork: Prefork, tmp_path: Path) -> None:
+def test_the_journey_of_a_volunteer_who_comes_before_the_coordinator(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    """The terminal counts down, then shows the stage, its state and the page, and says thank you."""
     config = replace(CONFIG, coordinator=replace(CONFIG.coordinator, listen=at_fixed_ports()))
     with Run(tmp_path, config, launch=prefork.popen) as run:
         first = run.start()
-        token = first.token
+        first.wait_event(JoinLine)
         first.kill()
-        early = run.add_node(token, options=("--wait", "10 min"))
-        early.wait_line(lambda line: "no coordinator yet" in line and " left" in line)
+        early = volunteer(run, prefork.popen, "Ana's 4090")
+        early.wait_line(lambda line: "no coordinator yet" in line and line.endswith(" left, Ctrl-C ends"))
         second = run.resume()
         second.wait_event(NodeJoined)
         run.add_node()
         assert second.wait_exit() == 0
         assert early.wait_exit() == 0
         run.assert_undisturbed()
+        for words in ("waiting for a stage", "the run's page: http://", "stage ", "thank you: 20 steps"):
+            assert any(line.startswith(words) or words in line for line in early.lines), words
+        assert_never_silent(early)

@@ -15,8 +15,13 @@ import termios
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.support.process import Launch
+from tests.support.process import Launch, Process
+from tests.support.run_harness import Run
 
+QUIET_SECONDS = 3.0
+"""What people wait for the next visible thing at most, on a machine that has time for them."""
+SILENT_SECONDS = 5 * QUIET_SECONDS
+"""The same on one that runs other tests too."""
 COLUMNS, ROWS = 160, 50
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _READ_BYTES = 1 << 14
@@ -36,6 +41,21 @@ def on_terminal(launch: Callable[..., Any]) -> Launch:
         return child
 
     return launched
+
+
+def volunteer(run: Run, launch: Launch, name: str, *options: str) -> Process:
+    """`thinwire join` at a terminal, by somebody who waits ten minutes for a run to go on."""
+    words = ("join", run.coordinators[-1].token, "--name", name, "--wait", "10 min", "--device", "cpu")
+    state = ("--state-dir", str(run.directory / name.replace("'", "")))
+    more = ("--listen", "127.0.0.1:0", "--threads", "1", *options)
+    return run.command(*words, *state, *more, launch=on_terminal(launch))
+
+
+def assert_never_silent(*processes: Process) -> None:
+    """Each has shown the next visible thing in time, from its start to its end."""
+    for process in processes:
+        silence, before = process.longest_silence()
+        assert silence < SILENT_SECONDS, f"{process.name} was silent for {silence:.1f} s after {before!r}"
 
 
 class _Lines:

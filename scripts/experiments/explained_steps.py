@@ -1,0 +1,203 @@
+"""What `thinwire config explain` foretells, beside steps that the lab measures: six runs on shaped lines.
+
+    python -m scripts.experiments.explained_steps [--only NAME ...]
+
+Each machine has one line for all its links (`network.topology = "interfaces"`), as at home. The run file and
+`--machine` are those that a user would give: a CPU's row of the table of cards, and the line. Measured are
+the median seconds of a step, the bytes that the busiest machine sends in it, headers of TCP/IP left out, and
+the most memory that a stage's process had.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from node.lab.results import describe_machine
+from node.run_file.loader import toml_value
+from node.telemetry.events import StepCosts
+from node.telemetry.history import read_history
+from scripts.report import RESULTS, ROOT, write
+
+OUT = RESULTS / "explained_steps.json"
+STEPS = 6
+"""Measured of each run, after the lab's warm-up."""
+SMALL = {
+    "family": "llama",
+    "layers": 4,
+    "hidden": 256,
+    "heads": 4,
+    "kv_heads": 4,
+    "ffn": 704,
+    "sequence": 128,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A run and the line of each of its machines."""
+
+    name: str
+    stages: int
+    line: str
+    """Mbit/s, UP or UP/DOWN."""
+    codecs: tuple[str, str] = ("tah", "fixed-8")
+    model: dict[str, Any] = field(default_factory=lambda: SMALL)
+    batch: tuple[int, int] = (16, 2)
+    """Samples of a step, and of a microbatch."""
+
+    def run_file(self) -> dict[str, dict[str, Any]]:
+        whole, microbatch = self.batch
+        return {
+            "model": dict(self.model),
+            "training": {"global_batch": whole, "microbatch": microbatch},
+            "pipeline": {"stages": self.stages},
+        }
+
+
+SETTINGS = (
+    Setting(name="two stages, 5 Mbit/s", stages=2, line="5"),
+    Setting(name="four stages, 5 Mbit/s", stages=4, line="5"),
+    Setting(name="three stages, 4 up, 40 down", stages=3, line="4/40", codecs=("tah", "fixed-6")),
+    Setting(name="four stages in bf16, 10 Mbit/s", stages=4, line="10", codecs=("bf16", "bf16")),
+    Setting(name="two stages of trellis, 3 Mbit/s", stages=2, line="3", codecs=("trellis-4.41", "fixed-8")),
+    Setting(
+        name="two large stages, 20 Mbit/s",
+        stages=2,
+        line="20",
+        model={**SMALL, "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1408},
+        batch=(8, 2),
+    ),
+)
+
+
+def toml(sections: dict[str, dict[str, Any]]) -> str:
+    return "\n".join(
+        "\n".join([f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in keys.items())])
+        for name, keys in sections.items()
+    )
+
+
+def thinwire(*arguments: str, where: Path) -> str:
+    """Run a command; ends this program with what it said if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "node.cli.main", *arguments],
+        cwd=where,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"thinwire {arguments[0]} {arguments[1]} failed:\n{done.stdout}")
+    return done.stdout
+
+
+def foretold(setting: Setting, folder: Path) -> dict[str, Any]:
+    """What `config explain` says of it."""
+    forward, backward = setting.codecs
+    sections = setting.run_file()
+    sections["pipeline"] |= {"forward_codec": forward, "backward_codec": backward}
+    run_file = folder / "run.toml"
+    run_file.write_text(toml(sections), encoding="utf-8")
+    machine = f"cpu,{setting.line}"
+    whole = json.loads(
+        thinwire("config", "explain", str(run_file), "--json", "--machine", machine, where=folder)
+    )
+    return {
+        "seconds": whole["step_seconds"],
+        "bytes": max(one["up"] for one in whole["machines"]),
+        "memory": [one["cpu"]["total"] for one in whole["memory"]],
+    }
+
+
+def measured(setting: Setting, folder: Path) -> dict[str, Any]:
+    """What the lab measures of it."""
+    sections = {
+        "lab": {"name": "explained", "steps": STEPS, "unthrottled_steps": 0},
+        **setting.run_file(),
+        "network": {"topology": "interfaces", "congestion_control": "cubic"},
+        "[sweep]": {"rates": [setting.line], "codecs": ["/".join(setting.codecs)]},
+    }
+    profile, out = folder / "profile.toml", folder / "lab"
+    profile.write_text(toml(sections), encoding="utf-8")
+    thinwire("lab", "run", str(profile), "--out", str(out), "--no-plots", where=folder)
+    (cell,) = json.loads((out / "results.json").read_text())["cells"]
+    steps = {number for number, _, _ in cell["curve"][-STEPS:]}
+    history = out / "runs" / cell["run"]
+    costs = [one.event for one in read_history(history) if isinstance(one.event, StepCosts)]
+    counted = [one for one in costs if one.step in steps and not one.aborted]
+    sent = [[_sent(one, stage) for stage in range(setting.stages)] for one in counted]
+    last = costs[-1].stages
+    return {
+        "seconds": cell["step_seconds"]["median"],
+        "least": cell["step_seconds"]["least"],
+        "most": cell["step_seconds"]["most"],
+        "bytes": median(max(one) for one in sent),
+        "memory": [stage.peak_memory_bytes for stage in last],
+        "stage_seconds": cell["stage_seconds"],
+    }
+
+
+def _sent(costs: StepCosts, stage: int) -> int:
+    return sum(link.bytes for link in costs.links if link.source == stage)
+
+
+def off(told: float, found: float) -> float:
+    """How far what was told is from what was found, as a share."""
+    return told / found - 1
+
+
+def compare(setting: Setting, before: dict[str, Any] | None) -> dict[str, Any]:
+    """`before`: a record of this setting, whose measurement is kept."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        told = foretold(setting, folder)
+        found = before["measured"] if before is not None else measured(setting, folder)
+    memory = [off(*pair) for pair in zip(told["memory"], found["memory"], strict=True)]
+    return {
+        "name": setting.name,
+        "stages": setting.stages,
+        "line": setting.line,
+        "codecs": "/".join(setting.codecs),
+        "foretold": told,
+        "measured": found,
+        "off": {
+            "seconds": off(told["seconds"], found["seconds"]),
+            "bytes": off(told["bytes"], found["bytes"]),
+            "memory": max(memory, key=abs),
+        },
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compare `config explain` with steps in the lab.")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a setting; repeat it")
+    parser.add_argument(
+        "--foretell", action="store_true", help="only foretell, beside what was measured before"
+    )
+    parser.add_argument("--out", type=Path, default=OUT, help="goes on there: other settings stay")
+    arguments = parser.parse_args(argv)
+    earlier = json.loads(arguments.out.read_text())["runs"] if arguments.out.exists() else []
+    runs = {run["name"]: run for run in earlier}
+    for setting in SETTINGS:
+        if arguments.only and setting.name not in arguments.only:
+            continue
+        before = runs[setting.name] if arguments.foretell else None
+        machine = describe_machine() if before is None else before["machine"]
+        run = runs[setting.name] = compare(setting, before) | {"machine": machine}
+        print(setting.name, {key: f"{value:+.1%}" for key, value in run["off"].items()}, flush=True)
+        ordered = [runs[one.name] for one in SETTINGS if one.name in runs]
+        write(arguments.out, {"experiment": "explained_steps", "steps": STEPS, "runs": ordered})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
