@@ -11,7 +11,7 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -175,6 +175,16 @@ def _close_late(dial: "asyncio.Task[socket.socket]") -> None:
         dial.result().close()
 
 
+async def knock(hosts: Iterable[str], port: int) -> None:
+    """Connect to the first host that accepts, and hang up. Raises OSError if none does."""
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            return
+    raise OSError("no connection")
+
+
 async def again_and_again(family: socket.AddressFamily, own: Any, there: tuple[str, int]) -> socket.socket:
     """Dial `there` from the address `own`, from which other connections leave too, until that succeeds.
 
@@ -188,6 +198,11 @@ async def again_and_again(family: socket.AddressFamily, own: Any, there: tuple[s
             continue
         except OSError:
             await asyncio.sleep(PAUSE_SECONDS)
+
+
+async def dial_from(place: Place, own: tuple[str, int]) -> socket.socket:
+    """A connection from the address `own`, from which others may leave too. Raises OSError."""
+    return await _connect_place(place, reused=True, own=own)
 
 
 async def _connect_place(place: Place, reused: bool = False, own: Any = None) -> socket.socket:

@@ -8,6 +8,7 @@ one service takes no place at another.
 from wire.admission import Limits
 from wire.client_hello import read_client_hello
 from wire.front import Front
+from wire.mirror import REQUEST
 
 _HTTP_METHODS = frozenset(b"GHPDOCT")
 """First letters of GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, CONNECT and TRACE."""
@@ -24,6 +25,7 @@ class Door:
         self._protocols: dict[str, Front] = {}
         self._other: Front | None = None
         self._plain: Front | None = None
+        self._mirror: Front | None = None
 
     def serve_protocol(self, protocol: str, front: Front) -> None:
         """Give `front` the TLS clients that offer this protocol, whatever name they ask for."""
@@ -45,10 +47,17 @@ class Door:
         self._plain = front
         self._know(front)
 
+    def serve_mirror(self, front: Front) -> None:
+        """Give `front` the clients that ask for their own address (see `wire.mirror`)."""
+        self._mirror = front
+        self._know(front)
+
     def choose(self, first: bytes) -> Front | int | None:
         """See `wire.front.Choose`."""
         if first[0] in _HTTP_METHODS:
             return self._plain
+        if first[:1] == REQUEST[:1]:
+            return self._mirror
         try:
             hello = read_client_hello(first)
         except ValueError:

@@ -12,6 +12,13 @@ SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP = 0x8915, 0x8913, 0x1
 _TENTATIVE, _DEPRECATED, _TEMPORARY = 0x40, 0x20, 0x01
 """Flags of an IPv6 address (IFA_F_...)."""
 _SIX = Path("/proc/net/if_inet6")
+_PRIVATE = tuple(
+    map(
+        ipaddress.ip_network,
+        ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "169.254.0.0/16", "127.0.0.0/8"),
+    )
+)
+"""IPv4 networks that the internet does not route."""
 
 
 def default_source(family: socket.AddressFamily) -> str:
@@ -24,6 +31,24 @@ def default_source(family: socket.AddressFamily) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+def dialled_from_anywhere() -> tuple[str, ...]:
+    """This machine's addresses of the internet, at most one of IPv6 and one of IPv4."""
+    four = default_source(socket.AF_INET)
+    six = [one for one in ipv6_addresses() if not is_private(one)]
+    return (*six[:1], *((four,) if four and not is_private(four) else ()))
+
+
+def is_private(host: str) -> bool:
+    """Whether the internet leads nowhere by this address: a home's, a provider's, loopback."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address):
+        return address.is_loopback or address.is_link_local or (address.packed[0] & 0xFE) == 0xFC
+    return any(address in network for network in _PRIVATE)
 
 
 def ipv4_addresses() -> tuple[str, ...]:

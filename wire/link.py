@@ -28,7 +28,7 @@ from wire.pacing import Backoff
 from wire.spec import TensorKey
 from wire.stream_receiver import Expect
 from wire.stream_sender import Payload
-from wire.telemetry import DIRECT, is_relayed
+from wire.telemetry import DIRECT, NOT_TOGETHER, TOGETHER, is_relayed
 from wire.version import PROTOCOL
 
 BULK_METHOD = "/thinwire.wire.v1.Link/Bulk"
@@ -311,6 +311,12 @@ class DialledLink(Link):
         """By path: why the newest attempt failed."""
 
     @property
+    def stats(self) -> LinkStats:
+        said = self.why_not.get(TOGETHER, "") if is_relayed(self.path) else ""
+        known = (word for word, words in NOT_TOGETHER.items() if words in said)
+        return replace(super().stats, not_together=next(known, ""))
+
+    @property
     def _peer(self) -> str:
         return f"{super()._peer} at {self._paths[0].shown}"
 
@@ -354,6 +360,9 @@ class DialledLink(Link):
                 self.why_not[path.name] = str(connection.error or "")
                 if path.name != DIRECT or now() - down_since >= PATIENCE_SECONDS:
                     self._paths.rotate(-1)
+                elif sum(other.name == DIRECT for other in self._ranked) > 1:
+                    # The neighbour's other address.
+                    self._rotate_to(lambda other: other.name == DIRECT)
             await wait_until(self._over, now() + backoff.advance())
 
     @property

@@ -24,6 +24,7 @@ from wire.identity.credentials import mutual_tls, peer_node_id
 from wire.layer_exchange import LAYER_METHOD, LayerServer
 from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
 from wire.link_state import LinkSettings, LinkState, OnTensor
+from wire.mirror import make_mirror
 from wire.peer_probe import PROBE_METHOD, ProbeServer
 from wire.relay import PROTOCOL_NAME as RELAY_PROTOCOL
 from wire.stream_receiver import Expect
@@ -154,6 +155,7 @@ class LinkServer:
         self._front: Front | None = None
         self._door: Door | None = None
         """Listens in place of the front, where this node is a relay too."""
+        self._mirror: Front | None = None
         self._epoch = -1
         self._links: dict[str, AcceptedLink] = {}  # of the newest epoch, by neighbour
         self.layers: LayerServer | None = None
@@ -182,6 +184,8 @@ class LinkServer:
         if listen and relay is not None:
             door = Door(Limits.of_members(raise_limit()))
             door.serve_protocol(RELAY_PROTOCOL, relay)
+            self._mirror = make_mirror()
+            door.serve_mirror(self._mirror)
             door.serve_other(front)
             await start_behind(front, server, credentials)
             try:
@@ -213,6 +217,9 @@ class LinkServer:
         if self._door is not None:
             await self._door.front.close()
             self._door = None
+        if self._mirror is not None:
+            await self._mirror.close()
+            self._mirror = None
         if self._server is not None:
             await self._server.stop(grace=None)
             self._server = None

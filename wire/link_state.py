@@ -83,6 +83,8 @@ class LinkStats:
     reconnects: int = 0
     path: str = ""
     """Of the newest connection; see `wire.telemetry`."""
+    not_together: str = ""
+    """Why both ends could not dial at once, a key of `wire.telemetry.NOT_TOGETHER`; empty if not known."""
     rtt_seconds: float = 0.0
     """Smoothed round trip of a ping on the control stream; 0 before the first."""
     least_rtt_seconds: float = 0.0

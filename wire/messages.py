@@ -60,6 +60,10 @@ class Hello:
     """What its owner calls it, as `clean_name` returns it."""
     relay_rate: float = 0.0
     """Bytes a second that it relays for others; 0: it does not."""
+    mapped_port: int = 0
+    """A port of its router that leads to the node's own; 0: none."""
+    also: tuple[str, ...] = ()
+    """Further addresses of its own, host:port: the other of IPv4 and IPv6."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +282,8 @@ class Placement:
     """Empty: one row, with all groups. Nodes of one stage in different rows sum their gradients."""
     relays: Mapping[str, tuple[PlacedStage, ...]] = field(default_factory=dict)
     """By neighbour: volunteers that relay the link to it, the best first; then comes the coordinator's."""
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By neighbour: where it may be dialled if its first address does not answer, host:port."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +344,8 @@ class Restore:
     activation_codecs: tuple[str, ...] = ()
     """With planned codecs: of each boundary, the first one first; fixed for the epoch."""
     gradient_codecs: tuple[str, ...] = ()
+    storages: tuple[str, ...] = ()
+    """With several storages allowed: of each stage, the first one first; fixed for the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,6 +150,8 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                     process_nonce=message.process_nonce,
                     name=message.name,
                     relay_rate=message.relay_rate,
+                    mapped_port=message.mapped_port,
+                    also=message.also,
                 )
             )
         case Placed():
@@ -240,6 +242,8 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 process_nonce=hello.process_nonce,
                 name=clean_name(hello.name),
                 relay_rate=amount(hello.relay_rate, "a rate"),
+                mapped_port=hello.mapped_port,
+                also=tuple(hello.also),
             )
         case "placed":
             placed = message.placed
@@ -336,6 +340,10 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
                         control_pb2.PeerRelays(node_id=peer, relays=_stages_to_proto(relays))
                         for peer, relays in message.relays.items()
                     ],
+                    also=[
+                        control_pb2.PeerAddresses(node_id=peer, addresses=addresses)
+                        for peer, addresses in message.also.items()
+                    ],
                 )
             )
         case Restore():
@@ -349,6 +357,7 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
                     lineage=message.lineage,
                     activation_codecs=message.activation_codecs,
                     gradient_codecs=message.gradient_codecs,
+                    storages=message.storages,
                 )
             )
         case Begin():
@@ -440,6 +449,7 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 lineage=restore.lineage,
                 activation_codecs=tuple(restore.activation_codecs),
                 gradient_codecs=tuple(restore.gradient_codecs),
+                storages=tuple(restore.storages),
             )
         case "begin":
             begin = message.begin
@@ -564,6 +574,7 @@ def _placement_from_proto(message: control_pb2.Placement) -> Placement:
             PlacedRow(stages=_stages_from_proto(row.stages), groups=tuple(row.groups)) for row in message.rows
         ),
         relays={one.node_id: _stages_from_proto(one.relays) for one in message.relays},
+        also={one.node_id: tuple(one.addresses) for one in message.also},
     )
 
 

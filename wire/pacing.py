@@ -6,6 +6,9 @@ import time
 BURST_SECONDS = 0.05
 """Sending may run ahead of the rate by what fits in this time, or by one frame."""
 
+LEAST_PIECE = 16 * 1024
+"""Bytes."""
+
 KEEP_ALIVE = b"\0"
 """One byte on the bulk stream. It cannot be a frame, which has 64 bytes or more."""
 PERIOD_SECONDS = 0.1
@@ -26,6 +29,11 @@ class Pacer:
         """`rate` in bytes a second, above 0."""
         self._rate = rate
         self._free_at = 0.0
+
+    @property
+    def piece(self) -> int:
+        """Bytes to take at once, so that nobody who shares the rate waits long."""
+        return max(LEAST_PIECE, int(BURST_SECONDS * self._rate))
 
     def reserve(self, size: int, now: float) -> float:
         """Book `size` bytes at `now` (seconds on any clock); returns the seconds to wait before sending."""

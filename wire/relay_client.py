@@ -26,6 +26,7 @@ from wire.identity.names import split_address
 from wire.pacing import RECONNECT_SECONDS, Backoff
 from wire.relay import ACCEPT, DIAL, PROTOCOL_NAME, TOGETHER, YES, keep_alive
 from wire.splice import Pipe
+from wire.telemetry import NOT_TOGETHER
 from wire.tls_socket import TlsSocket, mutual_context
 
 log = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class RelayClient:
     async def _dial_together(self, peer: str, seconds: float | None) -> socket.socket:
         """A connection with `peer`, which dials too. Raises LinkError."""
         if proxy_for(self.address) is not None:
-            raise LinkError("through a proxy nobody can dial at the same moment")
+            raise LinkError(NOT_TOGETHER["proxy"])
         asking, there = await self._ask(TOGETHER, peer, seconds)
         with contextlib.closing(asking):
             try:
@@ -183,16 +184,13 @@ class RelayClient:
             except ValueError:
                 raise LinkError(f"the relay at {self.address} told no address of {peer}") from None
             if family != asking.family:
-                raise LinkError("one end has IPv4 and the other IPv6, so they cannot dial at the same moment")
+                raise LinkError(NOT_TOGETHER["families"])
             own = asking.getsockname()
             try:
                 async with asyncio.timeout(TOGETHER_SECONDS):
                     return await again_and_again(family, own, (host, port))
             except TimeoutError:
-                raise LinkError(
-                    "dialling at the same moment did not help: one end's NAT has another port for each "
-                    "connection, or lets nothing in"
-                ) from None
+                raise LinkError(NOT_TOGETHER["nat"]) from None
 
     async def _ask(self, role: bytes, peer: str, seconds: float | None) -> tuple[socket.socket, str]:
         """A socket that is joined to one of `peer`, and "". Raises LinkError.

@@ -7,6 +7,7 @@ where many directions wait at once, they pass through a buffer of this process.
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -32,8 +33,8 @@ class _Store(Protocol):
     held: int
     """Bytes."""
 
-    def fill(self, source: socket.socket) -> bool:
-        """Receive into the empty store; False at the end of the stream. Raises BlockingIOError."""
+    def fill(self, source: socket.socket, most: int) -> bool:
+        """Receive at most so many bytes into the empty store; False at the end. Raises BlockingIOError."""
         ...
 
     def drain(self, target: socket.socket) -> None:
@@ -53,8 +54,8 @@ class _KernelPipe:
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._entry, fcntl.F_SETPIPE_SZ, STORE_BYTES)
 
-    def fill(self, source: socket.socket) -> bool:
-        self.held = os.splice(source.fileno(), self._entry, STORE_BYTES, flags=_FLAGS)
+    def fill(self, source: socket.socket, most: int) -> bool:
+        self.held = os.splice(source.fileno(), self._entry, most, flags=_FLAGS)
         return self.held > 0
 
     def drain(self, target: socket.socket) -> None:
@@ -63,11 +64,14 @@ class _KernelPipe:
 
     def give_up(self) -> None:
         if self.held:
-            os.close(self._entry)
-            os.close(self._exit)
+            self.close()
             _made.discard(self)
         else:
             _spare.append(self)
+
+    def close(self) -> None:
+        os.close(self._entry)
+        os.close(self._exit)
 
 
 class _Buffer:
@@ -75,8 +79,8 @@ class _Buffer:
         self._bytes = memoryview(bytearray(STORE_BYTES))
         self._start = self.held = 0
 
-    def fill(self, source: socket.socket) -> bool:
-        self._start, self.held = 0, source.recv_into(self._bytes)
+    def fill(self, source: socket.socket, most: int) -> bool:
+        self._start, self.held = 0, source.recv_into(self._bytes, most)
         return self.held > 0
 
     def drain(self, target: socket.socket) -> None:
@@ -85,12 +89,21 @@ class _Buffer:
             self._start, self.held = self._start + sent, self.held - sent
 
     def give_up(self) -> None:
-        pass
+        self.held = 0
+        if len(_buffers) < _MOST_PIPES:
+            _buffers.append(self)
 
 
+_buffers: list[_Buffer] = []
+"""Empty, for the next use."""
 _made: set[_KernelPipe] = set()
 _spare: list[_KernelPipe] = []
 """Those of them that are empty."""
+
+
+def _buffer() -> _Buffer:
+    return _buffers.pop() if _buffers else _Buffer()
+
 
 if sys.platform == "linux":
     import fcntl
@@ -98,20 +111,37 @@ if sys.platform == "linux":
     os.register_at_fork(after_in_child=_spare.clear)  # or parent and child would share them
     _FLAGS = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
 
+    @functools.cache
+    def _kernel_moves() -> bool:
+        """Whether this kernel does it; some sandboxes have no splice(2)."""
+        try:
+            pipe = _KernelPipe()
+        except OSError:
+            return False
+        with contextlib.closing(pipe), contextlib.suppress(OSError):
+            one, other = socket.socketpair()
+            with one, other:
+                one.setblocking(False)
+                one.send(b"?")
+                pipe.fill(other, 1)
+                pipe.drain(other)
+                return one.recv(1) == b"?"
+        return False
+
     def _store() -> _Store:
         if _spare:
             return _spare.pop()
-        if len(_made) < _MOST_PIPES:
+        if len(_made) < _MOST_PIPES and _kernel_moves():
             with contextlib.suppress(OSError):  # no descriptor is left
                 made = _KernelPipe()
                 _made.add(made)
                 return made
-        return _Buffer()
+        return _buffer()
 
 else:
 
     def _store() -> _Store:
-        return _Buffer()
+        return _buffer()
 
 
 class Pipe:
@@ -169,6 +199,8 @@ class _Way:
         self.source = source
         self._target = target
         self._pipe = pipe
+        self._most = STORE_BYTES if pipe.pacer is None else min(STORE_BYTES, pipe.pacer.piece)
+        """Bytes of one read."""
         self._loop = asyncio.get_running_loop()
         self._store: _Store | None = None
         """While it holds bytes."""
@@ -201,7 +233,7 @@ class _Way:
         for _ in range(_TURNS):
             store = self._store = _store()
             try:
-                more = store.fill(self.source)
+                more = store.fill(self.source, self._most)
             except BlockingIOError:
                 self._put_back()
                 return

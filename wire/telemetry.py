@@ -11,6 +11,14 @@ TOGETHER = "simultaneous open"
 RELAY = "relay"
 """The coordinator's. Of a volunteer's the node id follows: see `relay_path`."""
 
+NOT_TOGETHER = {
+    "proxy": "through a proxy nobody can dial at the same moment",
+    "families": "one end has IPv4 and the other IPv6, so they cannot dial at the same moment",
+    "nat": "dialling at the same moment did not help: one end's NAT has another port for each connection, or "
+    "lets nothing in",
+}
+"""Why a link is not opened by both ends at once: in words, by the word of a report."""
+
 
 def relay_path(node_id: str) -> str:
     """The path by the relay of a volunteer."""
@@ -64,6 +72,8 @@ class LinkReport:
     """The neighbour's row."""
     path: str = ""
     """`DIRECT`, `TOGETHER`, `RELAY` or a `relay_path`; empty while not known."""
+    not_together: str = ""
+    """If it is relayed, a key of `NOT_TOGETHER`; empty while not known, and at the end that is dialled."""
 
 
 @dataclass(frozen=True, kw_only=True)

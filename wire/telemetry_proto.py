@@ -98,6 +98,7 @@ def _link_from_proto(link: control_pb2.LinkReport) -> LinkReport:
         ),
         peer_replica=link.peer_replica,
         path=line(link.path)[:LONGEST_PATH],
+        not_together=line(link.not_together)[:LONGEST_PATH],
     )
 
 

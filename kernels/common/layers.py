@@ -9,6 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.common.random_bits import random_bits_of_columns
+
+DROP_BITS = 24
+"""Of a random number that decides whether an element is dropped."""
+
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm without a bias, LayerNorm with one, over the last dimension, in x's dtype."""
@@ -75,3 +80,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1) * sin
     return (x * cos - turned if back else x * cos + turned).to(x.dtype)
+
+
+def drop(x: Tensor, salt: Tensor, share: float, *, first: int, stride: int) -> Tensor:
+    """Dropout: elements set to zero with probability `share`, the others divided by 1 - share.
+
+    Args:
+        x: [..., C], columns of a tensor [..., stride] from its element `first` on.
+        salt: of the random bits, int32 [1].
+    """
+    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+    bits = random_bits_of_columns(rows, columns, salt, x.device, bits=DROP_BITS, first=first, stride=stride)
+    kept = (bits >= drop_threshold(share)).to(x.dtype)
+    return x * kept.mul_(1.0 / (1.0 - share)).view(x.shape)
+
+
+def drop_threshold(share: float) -> int:
+    """Random numbers from here on keep their element."""
+    return round(share * (1 << DROP_BITS))

@@ -20,9 +20,32 @@ def random_bits(
     Args:
         salt: 32 bits; or int32 [1] on the device, which a CUDA graph reads at every replay.
     """
-    end = first + count
-    # int32 holds the lower half of a larger number as well.
-    x = torch.arange(first, end, dtype=torch.int32 if end <= 1 << 31 else torch.int64, device=device).int()
+    return _hashed(_numbers(first, first + count, device), salt, bits)
+
+
+def random_bits_of_columns(
+    rows: int,
+    columns: int,
+    salt: int | Tensor,
+    device: torch.device,
+    *,
+    bits: int = 16,
+    first: int = 0,
+    stride: int,
+) -> Tensor:
+    """As `random_bits`, of columns of a matrix: int32 [rows, columns], with row r from element
+    `first + r * stride` on."""
+    begins = _numbers(0, rows, device).mul_(signed(stride)).add_(signed(first % (1 << 32)))
+    return _hashed(begins[:, None] + _numbers(0, columns, device), salt, bits)
+
+
+def _numbers(first: int, end: int, device: torch.device) -> Tensor:
+    """Those from `first` on, as int32, which holds the lower half of a larger number as well."""
+    kind = torch.int32 if end <= 1 << 31 else torch.int64
+    return torch.arange(first, end, dtype=kind, device=device).int()
+
+
+def _hashed(x: Tensor, salt: int | Tensor, bits: int) -> Tensor:
     x.bitwise_xor_(salt if isinstance(salt, Tensor) else signed(salt))
     return _mix(x).bitwise_and_((1 << bits) - 1)
 

@@ -1,7 +1,8 @@
-"""Norms, activations and rotary embedding on any device: one Triton kernel each on a GPU, torch elsewhere.
+"""Norms, activations, rotary embedding and dropout on any device: one Triton kernel each on a GPU, torch
+elsewhere.
 
-Kernels compute in float32 and round once; they agree with `kernels.common.layers` to rounding, and rotary
-bit for bit. None of them waits for the device.
+Kernels compute in float32 and round once; they agree with `kernels.common.layers` to rounding, rotary
+and dropout bit for bit. None of them waits for the device.
 """
 
 import torch
@@ -131,3 +132,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
 
     # A projection's result, before its heads are moved forward, has them in a row: no copy is made of it.
     return triton.rotate_(x.transpose(1, 2), cos, sin, back=back).transpose(1, 2)
+
+
+def drop(x: Tensor, salt: Tensor, share: float, *, first: int, stride: int) -> Tensor:
+    """`reference.drop`. On a GPU in one pass, which draws the bits where it needs them."""
+    if dispatch.has_kernels(x.device.type):
+        from kernels.layers import triton
+
+        return triton.drop(x, salt, share, first=first, stride=stride)
+    return reference.drop(x, salt, share, first=first, stride=stride)

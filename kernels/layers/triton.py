@@ -1,12 +1,15 @@
-"""Rotary position embedding in place, bit for bit as `kernels.common.layers.rotate`, and the residual sum."""
+"""Rotary position embedding in place and dropout, bit for bit as in `kernels.common.layers`, and the residual
+sum."""
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.blockfloat.triton.store import load_wide, store_jit, store_rounded
-from kernels.common.triton.numbers import as_bits
+from kernels.common.layers import DROP_BITS, drop_threshold
+from kernels.common.triton.numbers import as_bits, mixed, wrapped
 
+_DROP_MASK = tl.constexpr((1 << DROP_BITS) - 1)
 ADDED = 4096
 """Elements that a program adds."""
 HEADS = 8
@@ -40,6 +43,40 @@ def _add(x, y, out, n, B: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     real = place < n
     store_rounded(out + place, load_wide(x + place, real) + load_wide(y + place, real), real)
+
+
+@store_jit
+def _drop(x, out, salt, n, width, first, stride, least, factor, B: tl.constexpr):
+    """out = x * factor where an element's random bits reach `least`, else x * 0."""
+    place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    real = place < n
+    # The lower half of the element's number is all that is hashed.
+    element = (place // width * stride + place % width + first).to(tl.uint32)
+    bits = mixed(element ^ tl.load(salt).to(tl.uint32)) & _DROP_MASK
+    kept = bits.to(tl.int32) >= least
+    store_rounded(out + place, load_wide(x + place, real) * tl.where(kept, factor, 0.0), real)
+
+
+def drop(x: torch.Tensor, salt: torch.Tensor, share: float, *, first: int, stride: int) -> torch.Tensor:
+    """As `kernels.common.layers.drop`, of float32 or bfloat16."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        _drop[(triton.cdiv(x.numel(), ADDED),)](
+            x,
+            as_bits(out),
+            salt,
+            x.numel(),
+            x.shape[-1],
+            wrapped(first),
+            stride,
+            drop_threshold(share),
+            # As x's dtype holds it, which the reference multiplies by.
+            torch.tensor(1.0 / (1.0 - share), dtype=x.dtype).item(),
+            B=ADDED,
+            num_warps=8,
+        )
+    return out
 
 
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

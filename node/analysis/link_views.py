@@ -7,12 +7,12 @@ from node.analysis.run_view import FlowView, LinkView
 from node.analysis.step_model import LITTLE
 from node.telemetry import events
 from node.telemetry.costs import LinkKey, Place
-from wire.telemetry import is_relayed
+from wire.telemetry import DIRECT, NOT_TOGETHER, is_relayed
 
 NOT_LISTENING = "opens no port"
 NOT_REACHED = "cannot be dialled from the coordinator"
 NOT_ANSWERING = "does not answer its neighbour"
-"""Why a link is relayed, said of a node that its neighbour might have dialled."""
+"""Why a link is not direct, said of a node that its neighbour might have dialled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,18 +148,29 @@ def link_views(
     for costs in recent:
         for link in costs.links:
             by_ends.setdefault(ends_of(link), []).append(link)
+    # The end that dials knows.
+    together = {
+        frozenset(ends): words
+        for ends, links in by_ends.items()
+        if (words := NOT_TOGETHER.get(links[-1].not_together, ""))
+    }
     return tuple(
-        _with_reason(totals[ends].view(ends, by_ends[ends], seconds), placement, undialled)
+        _with_reason(
+            totals[ends].view(ends, by_ends[ends], seconds),
+            placement,
+            undialled,
+            together.get(frozenset(ends), ""),
+        )
         for ends in sorted(by_ends)
         if seconds > 0
     )
 
 
 def _with_reason(
-    link: LinkView, placement: events.PlacementMade | None, undialled: Mapping[str, str]
+    link: LinkView, placement: events.PlacementMade | None, undialled: Mapping[str, str], not_together: str
 ) -> LinkView:
-    """The link with the reason why it is not direct, if it is not."""
-    if not is_relayed(link.path) or placement is None:
+    """The link with the reasons why it takes no better path, if there is one."""
+    if link.path in ("", DIRECT) or placement is None:
         return link
     reasons: dict[str, str] = {}
     places = sorted(((link.source_replica, link.source), (link.target_replica, link.target)))
@@ -172,4 +183,8 @@ def _with_reason(
     if reasons[lower] == reasons[upper] == NOT_ANSWERING:
         # The lower one dials if both can be dialled.
         del reasons[lower]
-    return replace(link, why_not_direct=" and ".join(f"{where} {why}" for where, why in reasons.items()))
+    return replace(
+        link,
+        why_not_direct=" and ".join(f"{where} {why}" for where, why in reasons.items()),
+        why_not_together=not_together if is_relayed(link.path) else "",
+    )

@@ -190,6 +190,8 @@ class LinkView:
     path: str = ""
     """`direct`, `simultaneous open`, `relay` (the coordinator's) or `relay NODE`; empty while unknown."""
     why_not_direct: str = ""
+    why_not_together: str = ""
+    """Of a relayed link: why both ends could not dial at the same moment, in words; empty while unknown."""
     """For a relayed link, in words."""
 
 

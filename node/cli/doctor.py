@@ -12,7 +12,10 @@ GIVEN = ("token", "run file")
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="check this machine")
     parser.add_argument(
-        "token", metavar="TOKEN", nargs="?", help="also check a join token and its coordinator"
+        "token",
+        metavar="TOKEN",
+        nargs="?",
+        help="also check a join token, its coordinator, and the paths from here to others of the run",
     )
     parser.add_argument("--state-dir", type=Path, help="the state directory to check (default: the user's)")
     parser.add_argument(
@@ -42,6 +45,10 @@ def run(args: argparse.Namespace) -> int:
     check_devices(args)
     chosen = choose_devices(args.device, args.gpus)
     checks = examine(token=args.token, state_dir=args.state_dir)
+    if args.token is not None:
+        from node.processes.reach_check import check_reach
+
+        checks += check_reach(args.token)
     if args.run_file is not None:
         from node.processes.run_check import check_run
 

@@ -27,6 +27,11 @@ def add_parser(commands: Any) -> None:
         help="open no port: neighbours come by the coordinator's relay",
     )
     parser.add_argument(
+        "--no-map-port",
+        action="store_true",
+        help="do not ask the router for a port that leads here (NAT-PMP, or UPnP with thinwire[upnp])",
+    )
+    parser.add_argument(
         "--advertise",
         default="",
         metavar="HOST:PORT",
@@ -156,6 +161,7 @@ def run(args: argparse.Namespace) -> int:
         tensor_parallel=args.tensor_parallel,
         threads=args.threads,
         max_bandwidth_mbit=args.max_bandwidth,
+        map_port=not args.no_map_port,
         relay_mbit=args.relay,
         max_memory_gb=args.max_memory,
         max_host_memory_gb=args.max_host_memory,

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 HOST_TIMES = 4
 """Main memory of a machine, in memories of its card."""
 TYPICAL_GB = 16
+IN_GENERAL = (
+    "fewer blocks a stage (more pipeline.stages, fewer model.layers), a smaller training.microbatch, or "
+    "gradients and moments in fp8"
+)
+"""Where no single setting is enough."""
 MOST_POINTS = 12
 """Of a curve in text; `--json` has all."""
 
@@ -37,6 +42,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.pipeline.device_memory import Devices
     from node.pipeline.memory_plan import frontier, plan_stage
+    from node.pipeline.storage_choice import choose, chosen_config, kept_bytes, remedies, words_of
     from node.run_file.loader import load_config
     from wire.errors import UserError
 
@@ -47,17 +53,36 @@ def run(args: argparse.Namespace) -> int:
     on_cpu = args.device == "cpu"
     host = 0 if on_cpu else int(1e9 * (args.host_gb or HOST_TIMES * (args.gb or TYPICAL_GB)))
     stages, devices = config.pipeline.stages, Devices(on_cpu=on_cpu, host_bytes=host)
-    plans = [plan_stage(config, stages, stage, devices, int(args.gb * 1e9)) for stage in range(stages)]
-    curves = [frontier(config, stages, stage, devices) for stage in range(stages)]
+    memory = int(args.gb * 1e9)
+    storages = [choose(config, stages, stage, devices, memory) for stage in range(stages)]
+    configs = [chosen_config(config, storage) for storage in storages]
+    plans = [plan_stage(one, stages, stage, devices, memory) for stage, one in enumerate(configs)]
+    curves = [frontier(one, stages, stage, devices) for stage, one in enumerate(configs)]
+    fits = all(plan.fits for plan in plans)
+    changes = [] if fits else remedies(config, stages, devices, memory)
     if args.json:
         found = [
-            {"stage": stage, "plan": _as_json(plan), "curve": [_as_json(one) for one in curve]}
-            for stage, (plan, curve) in enumerate(zip(plans, curves, strict=True))
+            {
+                "stage": stage,
+                "storage": words_of(storage),
+                "plan": _as_json(plan),
+                "curve": [_as_json(one) for one in curve],
+            }
+            for stage, (storage, plan, curve) in enumerate(zip(storages, plans, curves, strict=True))
         ]
-        sys.stdout.write(json.dumps({"memory_bytes": int(args.gb * 1e9), "stages": found}, indent=1) + "\n")
-    else:
-        sys.stdout.write("\n".join(_text(plans, curves, args.device, args.gb, curve=args.curve)) + "\n")
-    return 0 if all(plan.fits for plan in plans) else 1
+        whole = {"memory_bytes": memory, "stages": found, "what_fits": changes}
+        sys.stdout.write(json.dumps(whole, indent=1) + "\n")
+        return 0 if fits else 1
+    lines = _text(plans, curves, args.device, args.gb, curve=args.curve)
+    if config.storage.allow:
+        lines += ["", "stored as the coordinator would choose (storage.allow):"]
+        for stage, storage in enumerate(storages):
+            kept = _gb(kept_bytes(config, storage, stages, devices)[stage])
+            lines.append(f"  stage {stage}: {words_of(storage)}, which takes {kept} with everything kept")
+    if not fits:
+        lines += ["", f"what fits: {' or '.join(changes) or IN_GENERAL}"]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0 if fits else 1
 
 
 def _text(
@@ -86,12 +111,6 @@ def _text(
     ]
     within = f" of {gb:g} GB" if gb else ""
     lines = [f"{len(plans)} stages, each on one {device.upper()}{within}", "", *table_lines(head, rows)]
-    if not all(plan.fits for plan in plans):
-        lines += [
-            "",
-            "what fits: fewer blocks a stage (more pipeline.stages), a smaller training.microbatch,",
-        ]
-        lines += ["storage.preset agoq or compact, or gradients and moments in fp8"]
     for stage, plan in enumerate(plans):
         if done := plan.text():
             lines += ["", f"stage {stage}: {done}"]
@@ -134,6 +153,7 @@ def _as_json(plan: "MemoryPlan") -> dict[str, object]:
         "cuda_graphs": plan.graphs,
         "blocks": [str(choice) for choice in plan.choices],
         "state": memory.state,
+        "pages": memory.pages,
         "kept": memory.kept,
         "working": memory.working,
         "applying": memory.applying,

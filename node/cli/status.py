@@ -15,7 +15,15 @@ GONE = "gone"
 STEPS = ("training", "replaying")
 """States in which the speed of the newest step is the run's."""
 GOES_ON = (*STEPS, "waiting for nodes")
-_OF_A_LINK = ("source", "target", "source_replica", "target_replica", "path", "why_not_direct")
+_OF_A_LINK = (
+    "source",
+    "target",
+    "source_replica",
+    "target_replica",
+    "path",
+    "why_not_direct",
+    "why_not_together",
+)
 
 
 def add_parser(commands: Any) -> None:

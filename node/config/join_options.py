@@ -36,6 +36,8 @@ class JoinOptions:
     """CPU threads for arithmetic; 0 is torch's default."""
     max_bandwidth_mbit: float = 0.0
     """Upload limit in Mbit/s; 0 is no limit."""
+    map_port: bool = True
+    """Ask the router for a port that leads to this node."""
     relay_mbit: float = 0.0
     """Mbit/s carried between other nodes that cannot reach each other; 0 is none."""
     max_memory_gb: float = 0.0

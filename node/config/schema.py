@@ -235,6 +235,11 @@ class StorageSection:
     """Queries, keys and values: `none`, `bf16`, `8`, `6`, `5`, `4` or `recompute`."""
     attention_output: str = "preset"
     """Attention's output: the same forms; `recompute` runs attention again."""
+    allow: tuple[str, ...] = ()
+    """What else a stage may store its activations in, as `"kind:form"` (for example
+    `["ffn_input:8", "ffn_input:4", "attention:8"]`), or a form alone for norm and FFN inputs (`["8", "4"]`).
+    The coordinator decides when it places a stage, by the memory that its node offers: the most bits with
+    which nothing is computed again. What it chose is on record, and stays."""
     bits_by_stage: bool = False
     """Stages that hold fewer microbatches store norm and FFN inputs in more bits, within the same memory."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from node.telemetry.costs import Ledger, LinkSums, Place, StageSums
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
 from wire.messages import Begin, Commit, CoordinatorMessage, Validate
-from wire.telemetry import LinkReport, Telemetry, known_path
+from wire.telemetry import NOT_TOGETHER, LinkReport, Telemetry, known_path
 
 CLOCK_RATIO = 1.01
 """How much faster than ours a node's clock may run."""
@@ -166,6 +166,7 @@ class Accounting:
             rejects=sums.rejects,
             queued_bytes=newest.queued_bytes if newest else 0,
             path=known_path(newest.path) if newest else "",
+            not_together=newest.not_together if newest and newest.not_together in NOT_TOGETHER else "",
         )
 
 

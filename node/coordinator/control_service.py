@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from node.coordinator.snapshot_handler import UploadPermit
 from node.model.labels import BatchPart
 from node.training.manifest import UnitEntry
 from wire.channels import NOT_YET
+from wire.dialing import knock
 from wire.errors import NotYetError, ProtocolViolationError, RefusalCode, RunError, ThinwireError
 from wire.front import Front
 from wire.identity.credentials import peer_node_id
@@ -220,28 +221,27 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             return refusal
         if not hello.peer_address and self._relays:
             return ""
-        # If the node named no host, use the one it dials from.
-        address, source = hello.peer_address, self._source(context)
-        if address.startswith(":"):
-            address = join_address(source, 1).rpartition(":")[0] + address
-        try:
-            host, port = split_address(address)
-            async with asyncio.timeout(REACH_SECONDS):
-                hosts = await self._names.look_up(node_id, host)
-                # Only where the node itself dials from: a member must not make the coordinator knock on
-                # other machines. Neighbours find out whether another address is right.
-                if source in hosts:
-                    await _connect((source,), port)
-        except (ValueError, OSError):  # a TimeoutError is one, too
-            if self._relays:
-                log.info("%s cannot be reached at %s: it needs a relay", node_id, address[:80])
-                return ""
-            return Refusal(
-                RefusalCode.UNREACHABLE,
-                f"neighbours cannot reach this node at {address[:80]!r}: open that TCP port, or join with "
-                "--listen and --advertise HOST:PORT",
-            )
-        return address
+        source = self._source(context)
+        for address in dialled_addresses(hello, source):
+            try:
+                host, port = split_address(address)
+                async with asyncio.timeout(REACH_SECONDS):
+                    hosts = await self._names.look_up(node_id, host)
+                    # Only where the node itself dials from: a member must not make the coordinator knock on
+                    # other machines. Neighbours find out whether another address is right.
+                    if source in hosts:
+                        await knock((source,), port)
+            except (ValueError, OSError):  # a TimeoutError is one, too
+                continue
+            return address
+        if self._relays:
+            log.info("%s cannot be reached at %s: it needs a relay", node_id, address[:80])
+            return ""
+        return Refusal(
+            RefusalCode.UNREACHABLE,
+            f"neighbours cannot reach this node at {address[:80]!r}: open that TCP port, or join with "
+            "--listen and --advertise HOST:PORT",
+        )
 
     async def _serve(
         self, session: ControlSession, requests: AsyncIterator[control_pb2.NodeMessage], context: Context
@@ -459,14 +459,15 @@ def _version_refusal(hello: Hello) -> Refusal | None:
     )
 
 
-async def _connect(hosts: Iterable[str], port: int) -> None:
-    """Connect to the first host that accepts, and hang up. Raises OSError if none does."""
-    for host in hosts:
-        with contextlib.suppress(OSError):
-            _, writer = await asyncio.open_connection(host, port)
-            writer.close()
-            return
-    raise OSError("no connection")
+def dialled_addresses(hello: Hello, source: str) -> tuple[str, ...]:
+    """Where a node that calls from `source` may be reached, the likeliest first."""
+    address = hello.peer_address
+    if not address.startswith(":"):
+        return (address,)
+    # If the node named no host, use the one it dials from.
+    host = join_address(source, 1).rpartition(":")[0]
+    mapped = (f"{host}:{hello.mapped_port}",) if hello.mapped_port and ":" not in source else ()
+    return tuple(dict.fromkeys((*mapped, f"{host}{address}")))
 
 
 def _peer_host(peer: str) -> str:

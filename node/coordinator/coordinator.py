@@ -18,7 +18,7 @@ from node import faults
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting, Answers, longest_kind
 from node.coordinator.changes import Changes
-from node.coordinator.decisions import record_codecs, record_places
+from node.coordinator.decisions import record_places, record_plan
 from node.coordinator.disk import Disk
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.kept_snapshots import KeptSnapshots
@@ -39,7 +39,6 @@ from node.model.labels import BatchPart, to_bytes
 from node.pipeline.codec_plan import Lines
 from node.pipeline.places import PlacePlan
 from node.pipeline.snapshot_place import is_url, snapshot_place
-from node.pipeline.window_plan import Windows
 from node.run_file.loader import to_json
 from node.run_state.actions import (
     Aborted,
@@ -51,6 +50,7 @@ from node.run_state.actions import (
     RecordHeldOut,
     RecordPlacement,
     RecordRestored,
+    RecordStorages,
     Released,
     Send,
     StepDone,
@@ -169,12 +169,13 @@ class Coordinator:
             config,
             samples=corpus.windows,
             link_report=self.accounting.link_report,
-            use_windows=self._use_windows,
+            use_windows=lambda number, plan: self._post(lambda _: self._machine.plan_windows(number, plan)),
             use_lines=self._use_lines,
             past=past,
             members=lambda: self._machine.members,
             send=self._send,
             move=self._move,
+            tell=lambda text: emit(events.Notice(text=text)),
         )
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._sessions = Sessions()
@@ -274,9 +275,6 @@ class Coordinator:
             seconds = group_seconds(costs, [len(groups) for groups in epoch.groups], length)
             self._post(lambda now: self._machine.row_speeds(seconds, costs.seconds, now))
 
-    def _use_windows(self, epoch: int, windows: Windows) -> None:
-        self._post(lambda _now: self._machine.plan_windows(epoch, windows))
-
     def _use_lines(self, number: int, lines: Lines, seconds: float) -> None:
         def happening(_now: float) -> list[Action]:
             if (epoch := self._machine.epoch) is not None and epoch.number == number:
@@ -333,9 +331,9 @@ class Coordinator:
                 rates = {session.node_id: session.hello.download_rate for session in self._sessions}
                 self._reporter.restored(action, rates)
                 await self._planners.restored(action.step)
-            case RecordCodecs():
-                await self._record(record_codecs, self._store, action)
-                self._reporter.codecs(action)
+            case RecordCodecs() | RecordStorages():
+                await self._record(record_plan, self._store, action)
+                self._reporter.planned(action)
             case RecordCommit():
                 await self._record_commit(action)
             case RecordHeldOut():

@@ -3,38 +3,78 @@ measured then.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from node.coordinator.database import has_table
 from node.coordinator.store import Store
 from node.pipeline.codec_plan import CodecPlan, RateHistory
 from node.pipeline.places import PlacePlan, SplitHistory
-from node.run_state.actions import RecordCodecs
+from node.pipeline.storage_choice import StorageHistory, StoragePlan
+from node.run_state.actions import RecordCodecs, RecordStorages
 from wire.errors import ConfigError, UserError
 
 # Runs of an earlier version have no such table.
 _CODECS = """CREATE TABLE IF NOT EXISTS codec_plans (
     step INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, plan TEXT NOT NULL)"""
+_STORAGES = _CODECS.replace("codec_plans", "storage_plans")
 _PLACES = "CREATE TABLE IF NOT EXISTS place_plans (epoch INTEGER PRIMARY KEY, plan TEXT NOT NULL)"
 _SPLITS = "CREATE TABLE IF NOT EXISTS splits (step INTEGER PRIMARY KEY, split TEXT NOT NULL)"
 
 
 def record_codecs(store: Store, record: RecordCodecs) -> None:
     """From its step on the run has this plan, in place of what was on record for later steps."""
+    _record(store, _CODECS, "codec_plans", record)
+
+
+def record_storages(store: Store, record: RecordStorages) -> None:
+    """As `record_codecs`, of what stages store their activations in."""
+    _record(store, _STORAGES, "storage_plans", record)
+
+
+def record_plan(store: Store, record: RecordCodecs | RecordStorages) -> None:
+    """Either of these."""
+    if isinstance(record, RecordCodecs):
+        record_codecs(store, record)
+    else:
+        record_storages(store, record)
+
+
+def _record(store: Store, created: str, table: str, record: RecordCodecs | RecordStorages) -> None:
     with store.writing() as db:
-        db.execute(_CODECS)
-        db.execute("DELETE FROM codec_plans WHERE step >= ?", (record.step,))
+        db.execute(created)
+        db.execute(f"DELETE FROM {table} WHERE step >= ?", (record.step,))
         values = record.step, record.epoch, record.plan.to_json()
-        db.execute("INSERT INTO codec_plans VALUES (?, ?, ?)", values)
+        db.execute(f"INSERT INTO {table} VALUES (?, ?, ?)", values)
 
 
 def recorded_codecs(store: Store) -> RateHistory:
     """The plans of the run's steps. Raises UserError for a damaged record."""
+    with _damage_named(store):
+        return RateHistory(
+            tuple((step, CodecPlan.from_json(plan)) for step, plan in _recorded(store, "codec_plans"))
+        )
+
+
+def recorded_storages(store: Store) -> StorageHistory:
+    """As `recorded_codecs`, of what stages store their activations in."""
+    with _damage_named(store):
+        return StorageHistory(
+            tuple((step, StoragePlan.from_json(plan)) for step, plan in _recorded(store, "storage_plans"))
+        )
+
+
+def _recorded(store: Store, table: str) -> list[tuple[int, str]]:
     with store.reading() as db:
-        if not has_table(db, "codec_plans"):
-            return RateHistory()
-        rows = db.execute("SELECT step, plan FROM codec_plans ORDER BY step").fetchall()
+        if not has_table(db, table):
+            return []
+        return list(db.execute(f"SELECT step, plan FROM {table} ORDER BY step"))
+
+
+@contextmanager
+def _damage_named(store: Store) -> Iterator[None]:
     try:
-        return RateHistory(tuple((step, CodecPlan.from_json(plan)) for step, plan in rows))
+        yield
     except ConfigError as error:
         raise UserError(f"{store.path}: {error}: put back a copy of it") from None
 

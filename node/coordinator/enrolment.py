@@ -59,6 +59,12 @@ class EnrolmentHandler:
         assert refusal is not None, "no record admits nobody"
         return refusal
 
+    def would_refuse(self, token_id: str, secret: bytes) -> str:
+        """Why a new node would not be admitted by this token; empty if it would be."""
+        record = next((one for one in self._store.list_tokens() if one.token_id == token_id), None)
+        refusal = admit(record, secret, b"", self._clock()).refusal
+        return "" if refusal is None else refusal.message
+
     def token_hashes(self) -> dict[str, bytes]:
         """SHA-256 of the secret of every token, by token id."""
         return {record.token_id: record.secret_hash for record in self._store.list_tokens()}

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
 from node.coordinator.enrolment import EnrolmentHandler, KnownTokens
+from node.coordinator.look_service import Looks
 from wire.admission import Limits, address_group
 from wire.descriptors import raise_limit
 from wire.errors import RunError, UserError
@@ -33,6 +34,8 @@ MOST_COUNTED = 4096
 """Addresses and tokens whose requests are counted; of more, the one that asked longest ago starts afresh."""
 CONNECTION_SECONDS = 30.0
 """A connection to the join port ends after this long."""
+
+Request = TypeVar("Request", pb.JoinRequest, pb.LookRequest)
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -86,7 +89,7 @@ class _Silent:
     def __init__(self) -> None:
         self._deadlines: dict[asyncio.Timeout, None] = {}
 
-    async def first(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest | None:
+    async def first(self, requests: AsyncIterator[Request]) -> Request | None:
         """A call's request, or None; TimeoutError if it does not come in time, or too many calls wait."""
         if len(self._deadlines) >= MOST_SILENT:
             oldest = next(iter(self._deadlines))
@@ -116,6 +119,7 @@ class EnrolmentService:
         self._limits = RateLimits()
         self._work = asyncio.Semaphore(_MOST_AT_WORK)
         self._silent = _Silent()
+        self.looks = Looks(self._silent.first, self._refuse, handler.would_refuse, front.host)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `server.add_generic_rpc_handlers`."""
@@ -126,7 +130,14 @@ class EnrolmentService:
             request_deserializer=pb.JoinRequest.FromString,
             response_serializer=pb.JoinReply.SerializeToString,
         )
-        return grpc.method_handlers_generic_handler("thinwire.wire.v1.Enrolment", {"Join": join})
+        look = grpc.stream_stream_rpc_method_handler(
+            self.looks.look,
+            request_deserializer=pb.LookRequest.FromString,
+            response_serializer=pb.LookReply.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(
+            "thinwire.wire.v1.Enrolment", {"Join": join, "Look": look}
+        )
 
     async def _join(
         self, requests: AsyncIterator[pb.JoinRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -178,7 +189,18 @@ class EnrolmentService:
         return pb.JoinReply(refusal=pb.Refusal(code=outcome.code, message=outcome.message))
 
     async def _answer(self, request: JoinRequest, source: str) -> Granted | Refusal | None:
-        """None: this address, or the holders of this token, ask too often. Raises RunError.
+        """None: this address, or the holders of this token, ask too often. Raises RunError."""
+        try:
+            refusal = await self._refuse(request, source)
+        except TimeoutError:
+            return None
+        if refusal is not None:
+            return refusal
+        async with self._work:
+            return await asyncio.to_thread(self._handler.join, request)
+
+    async def _refuse(self, request: JoinRequest, source: str) -> Refusal | None:
+        """Why whoever asks is no holder of a token. Raises TimeoutError if it must ask later, RunError.
 
         The holder of a valid token is counted by token, everybody else by address before any work is done: so
         strangers shut out no holder, not even from behind one address.
@@ -186,15 +208,14 @@ class EnrolmentService:
         refusal = self._handler.refuse_cheaply(request)
         if refusal is not None or not self._tokens.holds(request.token_id, request.secret):
             if not self._limits.take(f"address {address_group(source)}", time.monotonic()):
-                return None
+                raise TimeoutError
             if refusal is not None:
                 return refusal
             if not await self._tokens.look_up(request.token_id, request.secret):
                 return self._handler.unknown_token()
         if not self._limits.take(f"token {request.token_id}", time.monotonic()):
-            return None
-        async with self._work:
-            return await asyncio.to_thread(self._handler.join, request)
+            raise TimeoutError
+        return None
 
 
 class JoinPort:

@@ -188,3 +188,5 @@ def _links(families: Families, accounting: Accounting) -> None:
             families.set("link_round_trip_seconds", report.rtt_seconds or None, *link)
             families.set("link_queued_bytes", report.queued_bytes, *link)
             families.set("link_relayed", is_relayed(report.path), *link)
+            if report.path:
+                families.set("link_path", 1, *link, report.path)

@@ -36,6 +36,8 @@ from wire.telemetry import LinkReport
 LOOK_SECONDS = 0.5
 PLAN_SECONDS = 5.0
 """Between two plans."""
+REST = 20
+"""As long as a plan took, so many times."""
 
 
 class PlacePlanner:
@@ -51,6 +53,7 @@ class PlacePlanner:
         link_report: Callable[[Place, Place], LinkReport | None],
         send: Callable[[str, CoordinatorMessage], object],
         move: Callable[[PlacePlan, str], Awaitable[None]],
+        tell: Callable[[str], None],
         look: float = LOOK_SECONDS,
         pause: float = PLAN_SECONDS,
     ) -> None:
@@ -61,6 +64,7 @@ class PlacePlanner:
             members: who is in the run.
             link_report: the newest report of (source, target), if there is one.
             move: carries out a plan, once, and tells the operator this line.
+            tell: shows the operator a line.
             look: seconds between two looks at who is to measure a line,
             pause: and between two plans.
         """
@@ -70,7 +74,9 @@ class PlacePlanner:
         self._link_report = link_report
         self._send = send
         self._move = move
+        self._tell = tell
         self._look, self._pause = look, pause
+        self._told = ""
         self._desk = ProbeDesk()
         self.speeds = Speeds(past.shown)
         self._splits = past.splits
@@ -150,15 +156,27 @@ class PlacePlanner:
             now = time.monotonic()
             for node, probe in self._desk.due(now):
                 self._send(node, probe)
+            self._tell_what_is_known()
             if self._has_moved or not self._news or now - planned < self._pause:
                 continue
             if (work := self._plan()) is not None:
                 self._news = False
-                planned = now
                 plan = await asyncio.to_thread(work)
+                # Planning takes a small share of the time, however long one plan takes.
+                planned = time.monotonic()
+                planned += REST * (planned - now)
                 if plan is not None:
                     self._has_moved = True
                     await self._move(plan, plan.text(self._grid()))
+
+    def _tell_what_is_known(self) -> None:
+        """Once all lines that are to be measured are, and again after others came."""
+        if not self._desk.complete or not self._desk.measured:
+            return
+        text = self.speeds.text(self._desk.measured)
+        if text != self._told:
+            self._told = text
+            self._tell(text)
 
     def _plan(self) -> Callable[[], PlacePlan | None] | None:
         """What plans, for a thread; None while too little is known."""

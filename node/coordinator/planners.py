@@ -16,6 +16,7 @@ from node.pipeline.memory import most_held
 from node.pipeline.placement import chunks_of, head_share, hops
 from node.pipeline.places import PlacePlan
 from node.pipeline.schedule import held_activations, schedule
+from node.pipeline.storage_choice import stage_configs
 from node.pipeline.window_plan import StepMeasures, Windows, measured, plan_windows
 from node.run_state.epoch import Epoch
 from node.run_state.membership import Member
@@ -90,6 +91,7 @@ class WindowPlanner:
                     measures,
                     microbatches,
                     current[replica * links : (replica + 1) * links],
+                    stage_configs(config, epoch.storages),
                 )
             )
 
@@ -102,7 +104,12 @@ class WindowPlanner:
         return self._link_report(Place(replica, source), Place(replica, target))
 
     def _plan_row(
-        self, nodes: Sequence[Candidate], measures: StepMeasures, microbatches: int, current: Windows
+        self,
+        nodes: Sequence[Candidate],
+        measures: StepMeasures,
+        microbatches: int,
+        current: Windows,
+        configs: Sequence[RunConfig] | None,
     ) -> Windows:
         """The windows of one row's links."""
         config, stages = self._config, len(nodes)
@@ -111,7 +118,7 @@ class WindowPlanner:
             measures,
             chunks=chunks_of(config, stages),
             microbatches=microbatches,
-            most_held=most_held(config, stages, memory, self._samples, devices),
+            most_held=most_held(config, stages, memory, self._samples, devices, configs),
             current=current,
         )
 
@@ -164,6 +171,7 @@ class CodecPlanner:
                 return
             rows.append(one)
         most = length * max(map(len, epoch.groups))
+        configs = stage_configs(self._config, epoch.storages)
         # Read now: the epoch goes on while the plan is made.
         number, held = (
             epoch.number,
@@ -172,7 +180,7 @@ class CodecPlanner:
 
         def work() -> tuple[Lines, float]:
             if self._width[0] != number:
-                self._width = number, min(self._widest(row, most) for row in held)
+                self._width = number, min(self._widest(row, most, configs) for row in held)
             windows = (self._width[1],) * hops(self._config, len(held[0]))
             training, model = self._config.training, self._config.model
             shape = training.microbatch, model.sequence, model.hidden
@@ -194,14 +202,16 @@ class CodecPlanner:
     def _report_of(self, replica: int, source: int, target: int) -> LinkReport | None:
         return self._link_report(Place(replica, source), Place(replica, target))
 
-    def _widest(self, nodes: Sequence[Candidate], microbatches: int) -> int:
+    def _widest(
+        self, nodes: Sequence[Candidate], microbatches: int, configs: Sequence[RunConfig] | None
+    ) -> int:
         """The widest window, the same on all links, that these stages have memory for; the run file's if it
         sets one."""
         config, stages = self._config, len(nodes)
         if config.pipeline.window != "auto":
             return config.pipeline.window
         memory, devices = [node.memory_bytes for node in nodes], [node.devices for node in nodes]
-        most = most_held(config, stages, memory, self._samples, devices)
+        most = most_held(config, stages, memory, self._samples, devices, configs)
         head_first = head_share(config, stages) is not None
         low, high = 0, microbatches
         while low < high:
@@ -248,6 +258,7 @@ class Planners:
         members: Callable[[], Mapping[str, Member]],
         send: Callable[[str, CoordinatorMessage], object],
         move: Callable[[PlacePlan, str], Awaitable[None]],
+        tell: Callable[[str], None],
     ) -> None:
         """Arguments as for `WindowPlanner`, `CodecPlanner` and `PlacePlanner`."""
         pipeline = config.pipeline
@@ -262,6 +273,7 @@ class Planners:
                 link_report=link_report,
                 send=send,
                 move=move,
+                tell=tell,
             )
             self._planners.append(self._places)
         if pipeline.window == "auto":

@@ -22,6 +22,7 @@ from node.config.schema import CoordinatorSection
 from node.coordinator.control_service import ControlService
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import JoinPort
+from node.coordinator.look_service import Looks
 from node.run_file.validate import parse_listen
 from wire.admission import Limits
 from wire.channels import NOT_YET, make_server, make_threaded_server
@@ -39,6 +40,7 @@ from wire.identity.names import (
     split_address,
 )
 from wire.interfaces import default_source, ipv4_addresses, ipv6_addresses
+from wire.mirror import make_mirror
 from wire.relay import PROTOCOL_NAME, Relay
 from wire.tls_socket import mutual_context
 
@@ -63,8 +65,10 @@ class Ports:
     """Where nodes join."""
     door: Door | None
     """Chooses between the services of the one port; None with separate ports."""
-    relay: Relay | None = None
+    relay: Relay | None
     """Where nodes with a certificate go, if the run file allows it."""
+    looks: Looks
+    """Answers `thinwire doctor`."""
 
 
 @contextlib.asynccontextmanager
@@ -87,6 +91,8 @@ async def open_ports(
     relay = _make_relay(credentials, authority) if settings.relay else None
     if relay is not None:
         door.serve_protocol(PROTOCOL_NAME, relay.front)
+    mirror = make_mirror()
+    door.serve_mirror(mirror)
     host, port = split_listen(settings.listen)
     try:
         await start_behind(front, control, mutual_tls(lambda: credentials, authority.certificate_pem))
@@ -105,9 +111,11 @@ async def open_ports(
             # Nodes may dial another port than this one, which a router or a forwarding leads here.
             join.service.control_port = 0
             port = listen_or_advise(door.front, settings.listen, advice)
-        yield Ports(port=port, door=door if settings.one_port else None, relay=relay)
+        looks = join.service.looks
+        yield Ports(port=port, door=door if settings.one_port else None, relay=relay, looks=looks)
     finally:
         await door.front.close()
+        await mirror.close()
         if relay is not None:
             await relay.close()
         await join.stop(STOP_SECONDS)

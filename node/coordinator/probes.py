@@ -64,6 +64,11 @@ class ProbeDesk:
         """Whether nothing is left to measure."""
         return not self._turns and not any(map(self._is_open, self._wanted))
 
+    @property
+    def measured(self) -> int:
+        """Pairs of those that are here whose line is known."""
+        return len(self._done)
+
     def due(self, now: float) -> list[tuple[str, ProbePeer]]:
         """Who is to measure now, and what it is told. `now`: seconds on any monotonic clock."""
         for node, turn in list(self._turns.items()):

@@ -26,7 +26,7 @@ from pathlib import Path
 from node.analysis.checkpoint import read_view
 from node.config.schema import RunConfig
 from node.coordinator.database import connect
-from node.coordinator.decisions import record_codecs
+from node.coordinator.decisions import record_codecs, record_storages
 from node.coordinator.kept_snapshots import RECORD_FORMAT, write_kept_manifest
 from node.coordinator.store import (
     DATABASE_FILE,
@@ -38,11 +38,12 @@ from node.coordinator.store import (
     Store,
 )
 from node.pipeline.codec_plan import CodecPlan
+from node.pipeline.storage_choice import StoragePlan
 from node.run_file.loader import from_json, load_config, to_json, to_toml
-from node.run_state.actions import RecordCodecs
+from node.run_state.actions import RecordCodecs, RecordStorages
 from node.stage.snapshot_cache import RECORD_FILE, SnapshotCache
 from node.telemetry import events
-from node.telemetry.history import codec_plans, evicted_nodes, step_done
+from node.telemetry.history import evicted_nodes, plans_made, step_done
 from node.training.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
 from node.training.object_store import ObjectStore
 from node.training.snapshot import SnapshotWriter, list_snapshots, read_manifest, snapshot_directory
@@ -187,7 +188,8 @@ def _evicted(member: Member, evicted: dict[str, float]) -> Member:
 
 
 def _record(store: Store, directory: Path, manifests: list[Manifest], now: float) -> None:
-    """Snapshots, the newest epoch, planned codecs, and the step that the newest snapshot was taken after."""
+    """Snapshots, the newest epoch, plans of codecs and storages, and the step that the newest snapshot was
+    taken after."""
     for manifest in manifests:
         path = snapshot_directory(directory / "snapshots", manifest.step) / MANIFEST_NAME
         digest = sha256(path.read_bytes()).hexdigest()
@@ -196,7 +198,8 @@ def _record(store: Store, directory: Path, manifests: list[Manifest], now: float
     try:
         view = read_view(directory)[0].view()
         done = step_done(directory, manifests[-1].step) if manifests else None
-        planned = codec_plans(directory)
+        planned = plans_made(directory, events.CodecsPlanned)
+        stored = plans_made(directory, events.StoragesPlanned)
     except RunError:
         return  # the history is damaged too; it is a convenience
     if view.epoch:
@@ -207,6 +210,10 @@ def _record(store: Store, directory: Path, manifests: list[Manifest], now: float
         # One that was made after a rollback takes the place of those of later steps, as it did then.
         plan = CodecPlan(activations=one.activations, gradients=one.gradients)
         record_codecs(store, RecordCodecs(epoch=view.epoch, step=one.step, plan=plan))
+    for other in stored:
+        record_storages(
+            store, RecordStorages(epoch=view.epoch, step=other.step, plan=StoragePlan(other.storages))
+        )
     if done is not None:
         store.record_step(_step(done, view.epoch, view.tokens_per_step, now))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 from node.coordinator.sessions import ControlSession
+from wire.identity.names import split_address
 from wire.messages import CoordinatorMessage, PlacedStage, Placement, RelayFor, Relays
 
 PIECE_BYTES = 256 * 1024
@@ -20,6 +21,8 @@ UNKNOWN_SECONDS = 0.2
 """The round trip to a relay that has not been measured yet."""
 MOST_CHOICES = 3
 """Relays of one pair."""
+MOST_FURTHER = 2
+"""Addresses of one node besides its first."""
 LEAST_RATE = 125_000.0
 """Bytes a second, 1 Mbit/s: a relay with less left for a link is none."""
 
@@ -92,6 +95,13 @@ def pairs_to_relay(rows: Sequence[Sequence[PlacedStage]]) -> list[Pair]:
     return sorted(found)
 
 
+def _is_address(text: str) -> bool:
+    try:
+        return bool(split_address(text))
+    except ValueError:
+        return False
+
+
 class RelayDesk:
     """Keeps the plan by what the sessions say, and tells nodes and relays of it."""
 
@@ -109,11 +119,20 @@ class RelayDesk:
         self._rows: list[list[PlacedStage]] = []
         self._placements: dict[str, Placement] = {}
         """The newest of each node that is placed."""
+        self._also: dict[str, tuple[str, ...]] = {}
+        """Further addresses of nodes that can be dialled."""
+
+    def addresses(self) -> list[str]:
+        """Of the volunteers that relay, host:port, the fastest first."""
+        offers = sorted(self.plan.offers.values(), key=lambda offer: -offer.rate)
+        return [offer.address for offer in offers]
 
     def opened(self, session: ControlSession) -> None:
         """A node has connected."""
         node, rate = session.node_id, session.hello.relay_rate
         self._here[node] = None
+        others = dict.fromkeys(one for one in session.hello.also if one != session.address)
+        self._also[node] = tuple(filter(_is_address, others))[:MOST_FURTHER] if session.address else ()
         if self._enabled and rate >= LEAST_RATE and session.address:
             self.plan.offers[node] = RelayOffer(address=session.address, rate=rate)
             self._send(node, RelayFor(nodes=self._allowed))
@@ -125,6 +144,7 @@ class RelayDesk:
     def closed(self, node: str) -> None:
         """A node has gone."""
         self._here.pop(node, None)
+        self._also.pop(node, None)
         if self.plan.gone(node):
             self._tell(list(self._here))
 
@@ -141,13 +161,19 @@ class RelayDesk:
             self._send(relay, RelayFor(nodes=self._allowed))
 
     def with_relays(self, node: str, placement: Placement) -> Placement:
-        """The placement with the relays of this node's links."""
+        """The placement with the relays of this node's links, and its neighbours' further addresses."""
         self._placements[node] = placement
         relays = {}
         for peer, choices in self.plan.relays_of(node).items():
             if here := tuple(self._place(relay) for relay in choices if relay in self.plan.offers):
                 relays[peer] = here
-        return replace(placement, relays=relays) if relays else placement
+        beside = (*placement.stages, *(row.stages[placement.stage] for row in placement.rows))
+        also = {
+            one.node_id: found
+            for one in beside
+            if one.node_id != node and (found := self._also.get(one.node_id, ()))
+        }
+        return replace(placement, relays=relays, also=also) if relays or also else placement
 
     def _tell_links(self) -> None:
         """A relay has come in mid-epoch: the links that need one learn of it."""

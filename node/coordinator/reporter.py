@@ -21,6 +21,7 @@ from node.model.units import is_block
 from node.pipeline.codec_plan import ladder, of_gradients
 from node.pipeline.placement import stage_units
 from node.pipeline.snapshot_place import stage_state_bytes
+from node.pipeline.storage_choice import words_of_name
 from node.run_state.actions import (
     Aborted,
     AbortKind,
@@ -28,6 +29,7 @@ from node.run_state.actions import (
     RecordCommit,
     RecordHeldOut,
     RecordRestored,
+    RecordStorages,
 )
 from node.run_state.grid import ONE_ROW
 from node.telemetry import events
@@ -112,8 +114,14 @@ class Reporter:
         """There are nodes for every stage again."""
         self._recovery.placed(time.monotonic())
 
-    def codecs(self, record: RecordCodecs) -> None:
-        """From a step on, links have other codecs."""
+    def planned(self, record: RecordCodecs | RecordStorages) -> None:
+        """From a step on, links have other codecs, or stages store their activations otherwise."""
+        if isinstance(record, RecordCodecs):
+            self._codecs_planned(record)
+        else:
+            self._storages_planned(record)
+
+    def _codecs_planned(self, record: RecordCodecs) -> None:
         plan = record.plan
         there, back = (", ".join(names) for names in (plan.activations, plan.gradients))
         if not plan.boundaries:
@@ -126,6 +134,12 @@ class Reporter:
                 gradients=plan.gradients,
             )
         )
+
+    def _storages_planned(self, record: RecordStorages) -> None:
+        names = record.plan.names
+        parts = [f"stage {stage}: {words_of_name(name)}" for stage, name in enumerate(names)]
+        text = f"activations stored from step {record.step + 1} on (storage.allow): {'; '.join(parts)}"
+        self._emit(events.StoragesPlanned(text=text, step=record.step, storages=names))
 
     def committed(self, commit: RecordCommit) -> None:
         self._commit = _Commit(commit.step, commit.loss, commit.lr, commit.grad_norm)

@@ -16,10 +16,12 @@ from node.analysis.totals import (
     totals,
 )
 from node.config.schema import RunConfig
-from node.model.storage import KINDS, unit_bytes
+from node.model.storage import KINDS, configured, unit_bytes
 from node.model.units import is_block
 from node.pipeline.codec_plan import first_codecs, ladder
+from node.pipeline.device_memory import Devices
 from node.pipeline.snapshot_place import stage_state_bytes
+from node.pipeline.storage_choice import choices_by_offer, kept_bytes, words_of
 from node.run_file.loader import section_types, toml_value
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
 
@@ -161,7 +163,8 @@ def _storage_lines(explanation: Explanation) -> list[str]:
     config = explanation.config
     unit = unit_bytes(config.model, config.training.microbatch)
     if all(plan.stored is None for plan in explanation.stages):
-        return ["activations: kept by autograd (storage.preset agoq or compact keeps less)"]
+        less = "storage.preset agoq or compact, or storage.allow, keeps less"
+        return [f"activations: kept by autograd ({less})", *_allowed_lines(config)]
     rows = []
     for plan in explanation.stages:
         if plan.stored is None:
@@ -173,6 +176,26 @@ def _storage_lines(explanation: Explanation) -> list[str]:
     return [
         f"a block keeps for backward (1 U = hidden states of a microbatch at 2 bytes = {unit / 1e6:.3f} MB):",
         *table_lines(header, rows),
+        *_allowed_lines(config),
+    ]
+
+
+def _allowed_lines(config: RunConfig) -> list[str]:
+    """With `storage.allow`: what the stage that keeps most gets, by what its node offers."""
+    if not config.storage.allow:
+        return []
+    stages, gpu = config.pipeline.stages, Devices(on_cpu=False)
+    most = kept_bytes(config, configured(config.storage), stages, gpu)
+    stage = most.index(max(most))
+    rows = [
+        [words_of(storage), bytes_text(offer)]
+        for storage, offer in choices_by_offer(config, stages, stage, gpu)
+    ]
+    return [
+        "storage.allow: the coordinator decides at placement, by what a node offers; on a GPU stage "
+        f"{stage} gets",
+        *table_lines(["stored", "if its node offers"], rows),
+        "and with less the last of these, where the node computes again or moves the rest to host memory",
     ]
 
 

@@ -28,7 +28,10 @@ from wire.errors import ProtocolViolationError, RunError
 
 STATUS_FILE = "status.json"
 WRITE_INTERVAL = 1.0
-"""Seconds between writes for steps alone; every other event is written at once."""
+"""Seconds between writes for steps alone, and for nodes that come and go when there are many; every other
+event is written at once."""
+MANY = 64
+"""Nodes. The file lists all of them, so a thousand that join would write a million lines."""
 COORDINATOR_GONE = "its coordinator is gone"
 """Why a run is over whose coordinator died without saying so."""
 _REMEDY = "delete it; the coordinator writes a new one"
@@ -132,7 +135,10 @@ class StatusWriter:
             return
         else:
             self._status = after(self._status, event)
-            if isinstance(event, (StepDone, StepCosts)) and 0 <= now - self._status.updated < WRITE_INTERVAL:
+            waits = isinstance(event, StepDone | StepCosts) or (
+                isinstance(event, NodeJoined | NodeLeft) and len(self._status.nodes) > MANY
+            )
+            if waits and 0 <= now - self._status.updated < WRITE_INTERVAL:
                 return
         self._status = replace(self._status, updated=now)
         self._write(self._status)

@@ -160,7 +160,8 @@ def path_sentences(view: RunView, *, relayed_only: bool = False) -> list[str]:
     found: dict[tuple[str, str], list[str]] = {}
     for (lower, upper), link in ways.items():
         names = place_text(*lower, view.rows), place_text(*upper, view.rows)
-        found.setdefault((_path(link), link.why_not_direct), []).append(" and ".join(names))
+        why = "; ".join(filter(None, (link.why_not_direct, link.why_not_together)))
+        found.setdefault((_path(link), why), []).append(" and ".join(names))
     if not relayed_only and len(found) == 1 and next(iter(ways.values())).path == DIRECT:
         return ["every link is direct"]
     return [

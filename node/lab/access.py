@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from node.lab.topology import LAB
+from wire.port_mapping import NAT_PMP_PORT
 
 INTERNET = "internet"
 COORDINATOR = "coordinator"
@@ -36,8 +37,8 @@ class Site:
     settings: list[Setting] = field(default_factory=list)
     namespaces: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    proxy: tuple[str, str] | None = None
-    """(namespace, host:port) of an HTTP proxy to start."""
+    helper: tuple[str, str, str] | None = None
+    """(namespace, module, host:port) of a program to start: an HTTP proxy, or a router that maps ports."""
 
     def __post_init__(self) -> None:
         self._new(self.machine)
@@ -48,7 +49,7 @@ class Site:
 
     @property
     def moved(self) -> str:
-        """The public address after a change."""
+        """The public address after a change; the coordinator's second one."""
         return f"198.18.{self.number}.3"
 
     @property
@@ -70,13 +71,16 @@ class Site:
             self._address(namespace, "wan", f"{self.public6}/64", "nodad")
             self._ip(namespace, "-6", "route", "add", "default", "via", f"2001:db8:{self.number}::1")
 
-    def router(self, name: str, inner: str, network: str, *, out: str = "", how: str = "") -> None:
+    def router(
+        self, name: str, inner: str, network: str, *, out: str = "", how: str = "", maps: bool = False
+    ) -> None:
         """A machine `name` between `inner` (by its device `wan`) and the internet, without its uplink.
 
         Args:
             network: the first three numbers of the inner network.
             out: the condition of nftables for what is let out; empty: all, "drop": nothing.
             how: words after `masquerade`.
+            maps: its map `ports` leads ports inside.
         """
         self._new(name)
         self._wire(inner, "wan", name, "lan")
@@ -86,12 +90,20 @@ class Site:
         self.settings.append((name, "ipv4/ip_forward", "1"))
         let_out = "" if out == "drop" else f'iifname "lan" {out} accept'
         known = "ct state established,related accept"
+        led = """
+            map ports { type inet_service : ipv4_addr . inet_service; }
+            chain into {
+                type nat hook prerouting priority -100
+                iifname "wan" dnat ip to tcp dport map @ports
+            }
+        """
         rules = f"""
             table ip nat {{
                 chain out {{
                     type nat hook postrouting priority 100
                     oifname "wan" masquerade {how}
                 }}
+                {led if maps else ""}
             }}
             table ip filter {{
                 chain in {{
@@ -102,6 +114,7 @@ class Site:
                 chain through {{
                     type filter hook forward priority 0; policy drop
                     {let_out}
+                    {"ct status dnat accept" if maps else ""}
                     {known}
                 }}
             }}
@@ -131,9 +144,9 @@ def _open(site: Site) -> None:
     site.uplink(site.machine, six=True)
 
 
-def _nat(site: Site, how: str = "", out: str = "") -> str:
+def _nat(site: Site, how: str = "", out: str = "", maps: bool = False) -> str:
     router = f"router{site.number}"
-    site.router(router, site.machine, f"192.168.{site.number}", how=how, out=out)
+    site.router(router, site.machine, f"192.168.{site.number}", how=how, out=out, maps=maps)
     site.uplink(router)
     return router
 
@@ -156,8 +169,14 @@ def _only_443(site: Site) -> None:
 def _only_proxy(site: Site) -> None:
     router = _nat(site, out="drop")
     address = f"192.168.{site.number}.1:{PROXY_PORT}"
-    site.proxy = router, address
+    site.helper = router, "node.lab.proxy", address
     site.environment["HTTPS_PROXY"] = f"http://{address}"
+
+
+def _mapping(site: Site) -> None:
+    # Its random ports leave no other direct path.
+    router = _nat(site, "random,fully-random", maps=True)
+    site.helper = router, "node.lab.router", f"192.168.{site.number}.1:{NAT_PMP_PORT}"
 
 
 def _only_ipv6(site: Site) -> None:
@@ -174,6 +193,7 @@ KINDS: dict[str, tuple[str, Callable[[Site], object]]] = {
     "open": ("a public address, IPv4 and IPv6", _open),
     "nat": ("NAT that keeps ports", _nat),
     "symmetric": ("NAT with a random port for each connection", _symmetric),
+    "mapping": ("the same, but the router leads a port inside on request (NAT-PMP)", _mapping),
     "double": ("NAT behind NAT", _double),
     "443": ("NAT that lets out port 443 alone", _only_443),
     "proxy": ("an HTTP proxy alone", _only_proxy),
@@ -190,8 +210,11 @@ def node_name(number: int) -> str:
 
 def lay_out_sites(kinds: Sequence[str]) -> list[Site]:
     """The coordinator's site, which is open, and one for a node of each kind."""
-    sites = [Site(0, COORDINATOR)]
-    _open(sites[0])
+    desk = Site(0, COORDINATOR)
+    _open(desk)
+    # Whoever looks for a NAT needs two machines to dial, or one with two addresses.
+    desk.commands.append((COORDINATOR, "ip", ("address", "add", f"{desk.moved}/24", "dev", "wan")))
+    sites = [desk]
     for number, kind in enumerate(kinds):
         site = Site(number + 1, node_name(number))
         KINDS[kind][1](site)

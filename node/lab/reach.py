@@ -36,6 +36,8 @@ E = TypeVar("E", bound=Event)
 
 FORMAT = "thinwire-reach-1"
 RESULTS_FILE = "results.json"
+PATH_CHECKS = ("nat", "direct path", "simultaneous open", "relay")
+"""What `thinwire doctor` says of paths, in the order of its report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +231,7 @@ class PairRun:
         self._desk, *self._sites = sites
         self._directory, self._logs = directory, logs
         self.run_directory = directory / "run"
-        reached = (self._desk.public, self._desk.public6)
+        reached = (self._desk.public, self._desk.moved, self._desk.public6)
         self._config = replace(
             profile.config,
             coordinator=replace(
@@ -257,8 +259,8 @@ class PairRun:
         run_file = self._directory / "run.toml"
         run_file.write_text(to_toml(self._config), encoding="utf-8")
         for site in self._sites:
-            if site.proxy is not None:
-                await self._start_proxy(*site.proxy)
+            if site.helper is not None:
+                await self._start_helper(*site.helper)
         nodes = [
             await self._spawn(site.machine, ["-m", "node.cli.lab_node", "cpu"], site.environment, stdin=PIPE)
             for site in self._sites
@@ -269,6 +271,7 @@ class PairRun:
         )
         events = self._events(desk)
         line = await self._next(events, JoinLine, self._reach.start_seconds, "the join line")
+        doctor = await self._ask_doctor(line.line.split()[-1]) if len(set(self._pair)) == 1 else {}
         for number, node in enumerate(nodes):
             if number and "idle" in self._pair:
                 await asyncio.sleep(self._reach.idle_seconds)
@@ -283,7 +286,25 @@ class PairRun:
             raise RunError(finished.reason)
         links = HistoryWatch(self.run_directory).view().links
         path, why = next(((link.path, link.why_not_direct) for link in links), ("", ""))
-        return {"path": path, "why_not_direct": why, "weights": finished.summary.weights_sha256}
+        found = {"path": path, "why_not_direct": why, "weights": finished.summary.weights_sha256}
+        return found | ({"doctor": doctor} if doctor else {})
+
+    async def _ask_doctor(self, token: str) -> dict[str, str]:
+        """What `thinwire doctor` says of paths at the first site, by its checks' names. Raises RunError."""
+        site = self._sites[0]
+        state = str(self._directory / "state0")
+        arguments = ["-m", "node.cli.main", "doctor", token, "--state-dir", state, "--json"]
+        child = await self._spawn(site.machine, arguments, site.environment, stdout=PIPE)
+        try:
+            async with asyncio.timeout(self._reach.start_seconds):
+                said, _ = await child.communicate()
+        except TimeoutError:
+            raise RunError(f"`thinwire doctor` took over {self._reach.start_seconds:g} s") from None
+        self._children.remove(child)  # it has ended
+        if not said:
+            raise RunError(f"`thinwire doctor` failed; see {self._logs}")
+        checks = json.loads(said)["checks"]
+        return {check["name"]: check["detail"] for check in checks if check["name"] in PATH_CHECKS}
 
     async def _to_the_end(self, events: AsyncIterator[Event]) -> RunFinished:
         moved = False
@@ -317,11 +338,11 @@ class PairRun:
         node.stdin.write(json.dumps(arguments).encode() + b"\n")
         node.stdin.close()
 
-    async def _start_proxy(self, namespace: str, address: str) -> None:
-        proxy = await self._spawn(namespace, ["-m", "node.lab.proxy", address], {}, stdout=PIPE)
-        assert proxy.stdout is not None
-        if (await proxy.stdout.readline()).strip() != b"ready":
-            raise RunError(f"the lab's proxy at {address} did not start; see {self._logs}")
+    async def _start_helper(self, namespace: str, module: str, address: str) -> None:
+        helper = await self._spawn(namespace, ["-m", module, address], {}, stdout=PIPE)
+        assert helper.stdout is not None
+        if (await helper.stdout.readline()).strip() != b"ready":
+            raise RunError(f"{module} did not start at {address}; see {self._logs}")
 
     async def _spawn(
         self,
@@ -387,6 +408,15 @@ def read_reach_results(path: Path) -> dict[str, Any] | None:
         if isinstance(found, dict) and found.get("format") == FORMAT:
             return found
     return None
+
+
+def doctor_table(values: dict[str, Any]) -> list[list[str]]:
+    """Rows of a table: what `thinwire doctor` says in each kind of network, the first row the head."""
+    said = {one["pair"][0]: one["doctor"] for one in values["pairs"] if one.get("doctor")}
+    return [
+        ["", *PATH_CHECKS],
+        *([kind, *(words.get(c, "-") for c in PATH_CHECKS)] for kind, words in said.items()),
+    ]
 
 
 def reach_table(values: dict[str, Any]) -> list[list[str]]:

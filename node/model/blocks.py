@@ -27,7 +27,8 @@ from kernels.common.matrices import empty_together, stacked
 from kernels.fp8.products import CodedWeight
 from kernels.layers import ops as layers
 from node.config.schema import ModelSection
-from node.model.products import AS_IT_IS, AddProduct, Linear, Way
+from node.model.lora import FrozenLinear
+from node.model.products import AS_IT_IS, AddProduct, Way
 from node.model.storage import Storage
 from node.model.stored_layers import (
     AttentionParts,
@@ -240,15 +241,15 @@ class Block(nn.Module, ABC):
                 fixed_order=self.fixed_order,
             ),
             Norm.of(self.attention_norm),
-            [Linear.of(projection) for projection in self.attention_inputs()],
-            Linear.of(self.attention_output),
+            self.attention_inputs(),
+            self.attention_output,
         )
         return ffn_half(
             x_bsc,
             FfnParts(storage=self.storage, rank=self.rank, inputs=ways[2], down=ways[3]),
             Norm.of(self.ffn_norm),
-            [Linear.of(projection) for projection in self.ffn_inputs()],
-            Linear.of(self.down),
+            self.ffn_inputs(),
+            self.down,
         )
 
     def _is_fused(self, x_bsc: Tensor) -> bool:
@@ -272,12 +273,20 @@ class Block(nn.Module, ABC):
 
     def _attend(self, x_bsc: Tensor, reach: Reach) -> Tensor:
         attended_bsc = attention(*self.qkv(gather(x_bsc, self.rank)), reach)
-        return row_parallel(self.attention_output, attended_bsc, self.rank)
+        return self._out_of(self.attention_output, attended_bsc)
 
     def _feed_forward(self, x_bsc: Tensor) -> Tensor:
         gathered_bsc = gather(x_bsc, self.rank)
         inner_bsf = self.activation(*(projection(gathered_bsc) for projection in self.ffn_inputs()))
-        return row_parallel(self.down, inner_bsf, self.rank)
+        return self._out_of(self.down, inner_bsf)
+
+    def _out_of(self, linear: nn.Linear | FrozenLinear, x: Tensor) -> Tensor:
+        """A half's last projection of all ranks' inputs [B, S, inputs / T] to this rank's [B, S / T, C]."""
+        if self.rank.count == 1:
+            whole: Tensor = linear(x)
+            return whole
+        partial = linear.partial(x) if isinstance(linear, FrozenLinear) else F.linear(x, linear.weight)
+        return row_parallel(partial, linear.bias, self.rank)
 
 
 def _size(together: Sequence[nn.Linear]) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from node.model.lora import DropoutSource, freeze, load_frozen
 from node.model.lora_shapes import trained_specs
 from node.model.offload import Offload, Passing
 from node.model.rng import generator
+from node.model.shard_shapes import shard_shape
 from node.model.shards import shard
 from node.model.storage import Storage, head_piece
 from node.model.tensor_rank import TensorRank
@@ -54,12 +55,15 @@ class Chunk(nn.Module):
         modules: Sequence[nn.Module],
         lora: LoraSection | None = None,
         dropout: DropoutSource | None = None,
+        ranks: int = 1,
     ) -> None:
+        """`ranks`: how many share its blocks' weights."""
         super().__init__()
         self.model = model
         self.lora = lora or LoraSection()
         self.dropout = dropout
         """The salt of the adapters' dropout; None without dropout."""
+        self.ranks = ranks
         self.units = tuple(units)
         self.layers = nn.ModuleList(modules)
         self.masks_labels = False
@@ -128,12 +132,12 @@ class Chunk(nn.Module):
 
     @torch.no_grad()
     def load_frozen(self, unit: str, weights: Mapping[str, Tensor]) -> None:
-        """Replace a unit's frozen weights by those of a checkpoint: float32, by name.
+        """Replace a unit's frozen weights, or this rank's shards, by those of a checkpoint: float32, by name.
 
         Raises RunError if one is missing, unknown or of another shape.
         """
         specs = parameter_specs(self.model, unit)
-        expected = {spec.name: spec.shape for spec in specs}
+        expected = {spec.name: shard_shape(unit, spec, self.ranks) for spec in specs}
         found = {name: tuple(value.shape) for name, value in weights.items()}
         if self.lora.rank == 0 or found != expected:
             raise RunError(f"weights of unit {unit} do not fit this run's model; start from its checkpoint")
@@ -219,18 +223,24 @@ def build_chunk(
         module.load_state_dict(weights, strict=True, assign=True)
         if lora.rank:
             adapters = {
-                spec.name: torch.from_numpy(initial_weight(model, unit, spec, seed))
+                spec.name: shard(
+                    unit,
+                    spec,
+                    torch.from_numpy(initial_weight(model, unit, spec, seed)),
+                    rank.index,
+                    rank.count,
+                )
                 .clone()
                 .to(device, weights_in)
                 for spec in trained_specs(model, lora, unit)
             }
-            freeze(module, unit, model, lora, adapters, source)
+            freeze(module, unit, model, lora, adapters, source, rank)
             if isinstance(module, Block):
                 module.fuses = False  # a fused half calls no projection, so it would miss the adapters
         elif isinstance(module, Block) and dispatch.has_kernels(device.type) and weights_in != torch.float32:
             module.lay_weights_together()
         modules.append(module)
-    return Chunk(model, wanted, modules, lora, source if lora.dropout else None)
+    return Chunk(model, wanted, modules, lora, source if lora.dropout else None, rank.count)
 
 
 def _draw_weights(model: ModelSection, units: Sequence[str], seed: int) -> Iterator[np.ndarray]:

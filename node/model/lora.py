@@ -10,11 +10,16 @@ unpacked where they are used, one at a time (QLoRA, arXiv 2305.14314, keeps them
 Embedding and head are kept in bfloat16, vectors in float32. With `base = "float32"` all of them are.
 
 Dropout draws no random state: its bits are a hash of (seed, step, microbatch, unit, projection, element), so
-a step that runs again, or runs on another split, drops the same elements. The microbatch's salt is on the
-device, where a captured pass reads it at every replay, and is kept for backward instead of a mask.
+a step that runs again, or runs on another split or on several devices, drops the same elements. The
+microbatch's salt is on the device, where a captured pass reads it at every replay, and is kept for backward
+instead of a mask.
+
+Between T tensor-parallel ranks a projection that is cut by outputs has all of A and its rows of B; one that
+is cut by inputs has its columns of A and all of B. What adapters add is summed where the frozen weights'
+products are, so they need no collective of their own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,16 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.blockfloat import ops
-from kernels.common.random_bits import mixed_on_device, random_bits, signed
+from kernels.common.random_bits import mixed_on_device, signed
+from kernels.layers import ops as layers
 from node.config.schema import LoraSection, ModelSection
-from node.model.lora_shapes import DOWN, UP, WHOLE
+from node.model.lora_shapes import DOWN, UP, WHOLE, trained_specs
+from node.model.products import AS_IT_IS, Way
 from node.model.rng import salt
 from node.model.storage import PACKED
-from node.model.tensor_rank import compute_dtype
+from node.model.tensor_rank import TensorRank, compute_dtype
 from node.model.units import is_block
-
-_DROP_BITS = 24
-"""Of a random number that decides whether an element is dropped."""
 
 
 class DropoutSource:
@@ -40,6 +44,8 @@ class DropoutSource:
 
     def __init__(self, device: torch.device) -> None:
         self.salt = torch.zeros(1, dtype=torch.int32, device=device)
+        self.row = 0
+        """Number of this device among those of its node that have other samples of a microbatch."""
 
     def begin(self, value: int) -> None:
         """Set it to 32 bits. The device does so in the order of its work."""
@@ -87,16 +93,24 @@ class Dropout:
     source: DropoutSource
     place: int
     """32 bits that identify this adapter."""
+    first: int = 0
+    """The first column of the whole input that this device has."""
+    columns: int = 0
+    """Of the whole input; 0 where this device has all."""
 
-    def salt(self) -> Tensor:
-        """Of the microbatch that goes forward, int32 [1]: a copy, as the source moves on before backward."""
-        return mixed_on_device(self.source.salt ^ signed(self.place))
+    def salt(self, microbatch: Tensor) -> Tensor:
+        """Of this adapter and the microbatch with the source's salt, int32 [1]."""
+        return mixed_on_device(microbatch ^ signed(self.place))
 
     def __call__(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """x with elements set to zero and the others scaled up, or the same of a gradient of x."""
-        bits = random_bits(x.numel(), drawn, x.device, bits=_DROP_BITS).view(x.shape)
-        kept = (bits >= round(self.share * (1 << _DROP_BITS))).to(x.dtype)
-        return x * kept.mul_(1.0 / (1.0 - self.share))
+        """x with elements set to zero and the others scaled up, or the same of a gradient of x.
+
+        An element's number is its place in the microbatch's whole input, whichever device has it.
+        """
+        width = self.columns or x.shape[-1]
+        rows = x.numel() // x.shape[-1]
+        first = self.source.row * rows * width + self.first
+        return layers.drop(x, drawn, self.share, first=first, stride=width)
 
 
 class FrozenLinear(nn.Module):
@@ -122,9 +136,64 @@ class FrozenLinear(nn.Module):
         self.scale, self.dropout = scale, dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        drawn = self.dropout.salt() if self.dropout is not None and torch.is_grad_enabled() else None
-        made = _Projection.apply(x, self.lora_A, self.lora_B, self, drawn)  # type: ignore[no-untyped-call]
-        return cast(Tensor, made)
+        return self._apply_to(x, True)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """The product without the bias: of a tensor-parallel rank's inputs, a share of the sum."""
+        return self._apply_to(x, False)
+
+    def _apply_to(self, x: Tensor, biased: bool) -> Tensor:
+        microbatch = self.drawn() if torch.is_grad_enabled() else None
+        args = x, self.lora_A, self.lora_B, self, microbatch, biased
+        return cast(Tensor, _Projection.apply(*args))  # type: ignore[no-untyped-call]
+
+    def drawn(self) -> Tensor | None:
+        """The salt of the microbatch that goes forward: a copy, as the source moves on before backward. None
+        without dropout."""
+        return None if self.dropout is None else self.dropout.source.salt.clone()
+
+    # ---- the arithmetic, without autograd; `drawn` is None where nothing is dropped
+
+    def fed(self, x: Tensor, drawn: Tensor | None) -> Tensor:
+        """What the adapter multiplies of x."""
+        if drawn is None or self.dropout is None:
+            return x
+        return self.dropout(x, self.dropout.salt(drawn))
+
+    def multiplied(
+        self, x: Tensor, down: Tensor | None, up: Tensor | None, drawn: Tensor | None, *, biased: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """The outputs [..., outputs] in x's dtype, and what A gives, [..., rank]; None without an adapter."""
+        bias = None if self.bias is None or not biased else self.bias.to(x.dtype)
+        result = F.linear(x, self.weight.dense(x.dtype), bias)
+        if down is None or up is None:
+            return result, None
+        inner = F.linear(self.fed(x, drawn), down.to(x.dtype))
+        return result.add_(F.linear(inner, up.to(x.dtype)), alpha=self.scale), inner
+
+    def of_inner(self, grad: Tensor, up: Tensor) -> Tensor:
+        """The gradient of what A gives."""
+        return (grad @ up.to(grad.dtype)).mul_(self.scale)
+
+    def of_input(
+        self, grad: Tensor, of_inner: Tensor | None, down: Tensor | None, drawn: Tensor | None
+    ) -> Tensor:
+        """The gradient of x."""
+        made = grad @ self.weight.dense(grad.dtype)
+        if of_inner is None or down is None:
+            return made
+        return made.add_(self.fed(of_inner @ down.to(grad.dtype), drawn))
+
+    def of_adapter(
+        self, grad: Tensor, of_inner: Tensor, fed: Tensor, inner: Tensor, down: Tensor, up: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of A and B, in their dtypes."""
+        of_up = (_rows(grad).t() @ _rows(inner)).mul_(self.scale)
+        return (_rows(of_inner).t() @ _rows(fed)).to(down.dtype), of_up.to(up.dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 class _Projection(torch.autograd.Function):
@@ -132,21 +201,23 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, down: Tensor | None, up: Tensor | None, layer: FrozenLinear, drawn: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        down: Tensor | None,
+        up: Tensor | None,
+        layer: FrozenLinear,
+        drawn: Tensor | None,
+        biased: bool,
     ) -> Tensor:
         dtype = compute_dtype(x)
         ctx.layer, ctx.dtypes = layer, (x.dtype, dtype)
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype)
-            bias = None if layer.bias is None else layer.bias.to(dtype)
-            result = F.linear(x, layer.weight.dense(dtype), bias)
-            if down is None or up is None:
+            result, inner = layer.multiplied(x, down, up, drawn, biased=biased)
+            if inner is None:
                 ctx.save_for_backward()
-                return result
-            fed = x if drawn is None or layer.dropout is None else layer.dropout(x, drawn)
-            inner = F.linear(fed, down.to(dtype))
-            result.add_(F.linear(inner, up.to(dtype)), alpha=layer.scale)
-            ctx.save_for_backward(x, inner, down, up, drawn)
+            else:
+                ctx.save_for_backward(x, inner, down, up, drawn)
         return result
 
     @staticmethod
@@ -154,22 +225,87 @@ class _Projection(torch.autograd.Function):
         layer: FrozenLinear = ctx.layer
         given, dtype = ctx.dtypes
         grad = grads[0].to(dtype)
-        of_x = grad @ layer.weight.dense(dtype) if ctx.needs_input_grad[0] else None
         saved = ctx.saved_tensors  # read once: a block that runs again hands them out once
+        needed = ctx.needs_input_grad[0]
         if not saved:
-            return None if of_x is None else of_x.to(given), None, None, None, None
+            of_x = layer.of_input(grad, None, None, None).to(given) if needed else None
+            return of_x, None, None, None, None, None
         x, inner, down, up, drawn = saved
-        rows = grad.reshape(-1, grad.shape[-1])
-        of_up = (rows.t() @ inner.reshape(-1, inner.shape[-1])).mul_(layer.scale)
-        of_inner = (grad @ up.to(dtype)).mul_(layer.scale)
-        drop = None if drawn is None else layer.dropout
-        fed = x if drop is None else drop(x, drawn)
-        of_down = of_inner.reshape(-1, of_inner.shape[-1]).t() @ fed.reshape(-1, fed.shape[-1])
-        if of_x is not None:
-            through = of_inner @ down.to(dtype)
-            of_x.add_(through if drop is None else drop(through, drawn))
-            of_x = of_x.to(given)
-        return of_x, of_down.to(down.dtype), of_up.to(up.dtype), None, None
+        of_inner = layer.of_inner(grad, up)
+        of_x = layer.of_input(grad, of_inner, down, drawn).to(given) if needed else None
+        of_down, of_up = layer.of_adapter(grad, of_inner, layer.fed(x, drawn), inner, down, up)
+        return of_x, of_down, of_up, None, None, None
+
+
+class AdaptedProjections:
+    """`node.model.products.Projections` of frozen weights: what is trained are the adapters.
+
+    It keeps nothing of its input for backward: `gradients` takes it again, and multiplies it by A again.
+    """
+
+    way: Way = AS_IT_IS
+
+    def __init__(
+        self, layers: Sequence[FrozenLinear], adapters: Sequence[Tensor | None], drawn: Tensor | None
+    ) -> None:
+        """
+        Args:
+            layers: with the same input.
+            adapters: each one's A and B in turn, None and None without an adapter.
+            drawn: the salt of the microbatch; None without dropout.
+        """
+        self._all = list(zip(layers, adapters[::2], adapters[1::2], strict=True))
+        self._drawn = drawn
+        self._of_inner: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether gradients of weights need the input."""
+        return any(down is not None for _, down, _ in self._all)
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """The outputs [..., N] of each."""
+        return [layer.multiplied(x, down, up, self._drawn)[0] for layer, down, up in self._all]
+
+    def row_parallel(self, x: Tensor, rank: TensorRank) -> Tensor:
+        """Of a single projection, as `node.model.tensor_rank.row_parallel`."""
+        ((layer, down, up),) = self._all
+        if rank.count == 1:
+            return self(x)[0]
+        made = rank.reduce_scatter(layer.multiplied(x, down, up, self._drawn, biased=False)[0])
+        return made if layer.bias is None else made.add_(layer.bias)
+
+    def backward(self, grads: Sequence[Tensor], codes: object = None) -> Tensor:
+        """The gradient of the input, from those of the outputs."""
+        made: Tensor | None = None
+        for number, (grad, (layer, down, _)) in enumerate(zip(grads, self._all, strict=True)):
+            part = layer.of_input(grad, self._inner_gradient(number, grad), down, self._drawn)
+            made = part if made is None else made.add_(part)
+        assert made is not None
+        return made
+
+    def gradients(self, grads: Sequence[Tensor], x: Tensor | None, own: object = None) -> list[Tensor | None]:
+        """Those of A and B in turn; None and None without an adapter. x may be None if none has one."""
+        found: list[Tensor | None] = []
+        for number, (grad, (layer, down, up)) in enumerate(zip(grads, self._all, strict=True)):
+            of_inner = self._inner_gradient(number, grad)
+            if of_inner is None or down is None or up is None:
+                found += [None, None]
+                continue
+            assert x is not None
+            fed = layer.fed(x, self._drawn)
+            inner = F.linear(fed, down.to(x.dtype))
+            found += layer.of_adapter(grad, of_inner, fed, inner, down, up)
+        return found
+
+    def _inner_gradient(self, number: int, grad: Tensor) -> Tensor | None:
+        layer, _, up = self._all[number]
+        if up is not None and number not in self._of_inner:
+            self._of_inner[number] = layer.of_inner(grad, up)
+        return self._of_inner.get(number)
 
 
 def freeze(
@@ -179,26 +315,27 @@ def freeze(
     lora: LoraSection,
     adapters: dict[str, Tensor],
     source: DropoutSource,
+    rank: TensorRank,
 ) -> None:
     """Freeze all weights of a unit's module, in place, and put adapters on its projections.
 
     Args:
         module: with float32 weights.
-        adapters: the values of `trained_specs`, by name.
+        adapters: the values of `trained_specs`, by name; of a `rank`, its shards.
         source: of the chunk, for dropout.
     """
+    widths = {spec.name: spec.shape[-1] for spec in trained_specs(model, lora, unit)}
     form = lora.base if is_block(unit) or lora.base == WHOLE else "bf16"
     for path, linear in [(path, one) for path, one in module.named_modules() if isinstance(one, nn.Linear)]:
         frozen = FrozenLinear(linear, form)
         if f"{path}.{DOWN}" in adapters:
             # Without the seed: the microbatch's salt has it.
             place = salt(0, step=0, layer=unit, purpose=f"dropout before {path}")
-            frozen.adapt(
-                adapters[f"{path}.{DOWN}"],
-                adapters[f"{path}.{UP}"],
-                lora.alpha / lora.rank,
-                Dropout(share=lora.dropout, source=source, place=place) if lora.dropout else None,
-            )
+            down, whole = adapters[f"{path}.{DOWN}"], widths[f"{path}.{DOWN}"]
+            first = rank.index * down.shape[1] if down.shape[1] < whole else 0
+            dropout = Dropout(share=lora.dropout, source=source, place=place, first=first, columns=whole)
+            up, scale = adapters[f"{path}.{UP}"], lora.alpha / lora.rank
+            frozen.adapt(down, up, scale, dropout if lora.dropout else None)
         parent, _, name = path.rpartition(".")
         setattr(module.get_submodule(parent), name, frozen)
     for part in module.modules():

@@ -1,10 +1,8 @@
 """What LoRA trains of a model and what it freezes, by shapes alone. Imports no torch; `node.model.lora`
 computes."""
 
-from functools import lru_cache
 from math import prod
 
-from kernels.blockfloat.layout import packed_bytes
 from node.config.schema import LoraSection, ModelSection
 from node.model.storage import PACKED
 from node.model.units import Initial, ParameterSpec, block_name, is_block, parameter_specs
@@ -44,25 +42,6 @@ def trained_specs(model: ModelSection, lora: LoraSection, unit: str) -> tuple[Pa
                 ParameterSpec(f"{name}.{UP}", (outputs, lora.rank), Initial.ZEROS),
             ]
     return tuple(found)
-
-
-def frozen_bytes(model: ModelSection, lora: LoraSection, unit: str) -> int:
-    """Bytes of a unit's frozen weights in memory; 0 without LoRA."""
-    # Blocks have the same shapes, and there may be thousands.
-    return _frozen_bytes(model, lora, block_name(0) if is_block(unit) else unit) if lora.rank else 0
-
-
-@lru_cache(maxsize=64)
-def _frozen_bytes(model: ModelSection, lora: LoraSection, unit: str) -> int:
-    total = 0
-    for spec in parameter_specs(model, unit):
-        if len(spec.shape) < 2 or lora.base == WHOLE:
-            total += 4 * spec.elements
-        elif is_block(unit) and lora.base != "bf16":
-            total += packed_bytes(spec.shape, PACKED[lora.base])
-        else:
-            total += 2 * spec.elements
-    return total
 
 
 def largest_projection(model: ModelSection) -> int:

@@ -13,11 +13,10 @@ On a CPU, and in float32, each projection is a product of its own and autograd a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.common import dispatch
 from kernels.common.matrices import side_by_side, stacked
@@ -41,10 +40,6 @@ class Linear:
     weight: Tensor
     bias: Tensor | None = None
 
-    @classmethod
-    def of(cls, module: nn.Linear) -> "Linear":
-        return cls(weight=module.weight, bias=cast(Tensor | None, module.bias))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
@@ -67,6 +62,11 @@ class Projections:
 
     linears: Sequence[Linear]
     way: Way = AS_IT_IS
+    needs_input = True
+    """Gradients of weights need the input."""
+
+    def __len__(self) -> int:
+        return len(self.linears)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """The outputs [..., N] of each; columns of one tensor where they are one product."""
@@ -123,12 +123,15 @@ class Projections:
             flat.addmm_(grad.reshape(-1, grad.shape[-1]), one.weight.to(grad.dtype))
         return of_input
 
-    def gradients(self, grads: Sequence[Tensor], x: Tensor, own: Tensor | None = None) -> list[Tensor | None]:
+    def gradients(
+        self, grads: Sequence[Tensor], x: Tensor | None, own: Tensor | None = None
+    ) -> list[Tensor | None]:
         """Those of weights and biases in turn, in their own dtypes; of a weight None if it was added.
 
         Args:
             own: the rank's own positions of `grads`, for the bias of a row-parallel projection.
         """
+        assert x is not None, "every weight is trained"
         rows = x.reshape(-1, x.shape[-1])
         numbers = range(len(grads))
         of_weights: list[Tensor | None] = []

@@ -4,20 +4,26 @@ at all: pure functions of shapes. Torch-free.
 A sharded parameter, laid flat, is [pieces, T, run]: rank t holds [:, t]. One piece where a matrix is cut by
 outputs, its number of rows where it is cut by inputs, and three for GPT-2's joined queries, keys and values,
 each of which is cut by heads. Moments in e4m3 are cut the same way, so a run must be whole blocks. Everything
-else (embedding, head, norms, biases of row-parallel projections) is replicated.
+else (embedding, head, norms, biases of row-parallel projections) is replicated. An adapter's A is cut where
+its projection is cut by inputs, its B where it is cut by outputs.
 """
 
+from functools import lru_cache
 from math import prod
 
+from kernels.blockfloat.layout import BLOCK as PACKED_BLOCK
+from kernels.blockfloat.layout import packed_bytes
 from kernels.fp8.layout import BLOCK
-from node.config.schema import RunConfig
+from node.config.schema import LoraSection, ModelSection, RunConfig
+from node.model.lora_shapes import DOWN, WHOLE, trained_specs
+from node.model.storage import PACKED
 from node.model.units import ParameterSpec, block_name, is_block, parameter_specs
 from wire.errors import RunError
 
 _COLUMN = {"query", "key", "value", "qkv_projection", "gate", "up"}
-"""Projections that are cut by outputs, weight and bias alike."""
+"""Projections that are cut by outputs: weight, bias and an adapter's B."""
 _ROW = {"attention_output", "down"}
-"""Projections whose weight is cut by inputs."""
+"""Projections whose weight and an adapter's A are cut by inputs."""
 
 
 def pieces(unit: str, spec: ParameterSpec) -> int | None:
@@ -25,9 +31,9 @@ def pieces(unit: str, spec: ParameterSpec) -> int | None:
     if not is_block(unit):
         return None
     layer, kind = spec.name.rsplit(".", 1)
-    if layer in _COLUMN:
+    if layer in _COLUMN and kind != DOWN:
         return 3 if layer == "qkv_projection" else 1
-    if layer in _ROW and kind == "weight":
+    if layer in _ROW and kind in ("weight", DOWN):
         return spec.shape[0]
     return None
 
@@ -42,10 +48,28 @@ def shard_shape(unit: str, spec: ParameterSpec, ranks: int) -> tuple[int, ...]:
     return (spec.shape[0] // ranks, *spec.shape[1:])
 
 
+def frozen_bytes(model: ModelSection, lora: LoraSection, unit: str, ranks: int = 1) -> int:
+    """Bytes of a unit's frozen weights in the memory of each rank; 0 without LoRA."""
+    # Blocks have the same shapes, and there may be thousands.
+    return _frozen_bytes(model, lora, block_name(0) if is_block(unit) else unit, ranks) if lora.rank else 0
+
+
+@lru_cache(maxsize=64)
+def _frozen_bytes(model: ModelSection, lora: LoraSection, unit: str, ranks: int) -> int:
+    total = 0
+    for spec in parameter_specs(model, unit):
+        shape = shard_shape(unit, spec, ranks)
+        if len(shape) < 2 or lora.base == WHOLE:
+            total += 4 * prod(shape)
+        elif is_block(unit) and lora.base != "bf16":
+            total += packed_bytes(shape, PACKED[lora.base])
+        else:
+            total += 2 * prod(shape)
+    return total
+
+
 def check_sizes(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> None:
     """Raise RunError if the run's microbatches or blocks cannot be shared so: one line, and what to do."""
-    if ranks > 1 and config.lora.rank:
-        raise RunError(f"{ranks} devices cannot share a stage with adapters (lora.rank): join with --gpus 1")
     several_chunks = config.pipeline.chunks > 1 or config.sums_tied_gradients
     if ranks > 1 and config.pipeline.groups > 1 and (tensor_parallel > 1 or several_chunks):
         # A group's gradients are summed over all devices at once, when the stage's only chunk is done.
@@ -85,10 +109,12 @@ def check_shards(config: RunConfig, ranks: int) -> None:
                 f"--tensor-parallel {ranks} does not divide this run's model.{name} {size}: join with a "
                 "--tensor-parallel that does"
             )
+    unit = block_name(0)
+    if ranks > 1 and config.lora.rank:
+        _check_frozen(config, ranks)
     if ranks == 1 or config.training.moments != "fp8":
         return
-    unit = block_name(0)
-    for spec in parameter_specs(model, unit):
+    for spec in trained_specs(model, config.lora, unit):
         number = pieces(unit, spec)
         if number is None or len(spec.shape) < 2:
             continue
@@ -97,4 +123,18 @@ def check_shards(config: RunConfig, ranks: int) -> None:
             raise RunError(
                 f"--tensor-parallel {ranks} cuts {spec.name} {list(spec.shape)} into runs of {run}, and this "
                 f"run's moments in fp8 need multiples of {BLOCK}: join with a lower --tensor-parallel"
+            )
+
+
+def _check_frozen(config: RunConfig, ranks: int) -> None:
+    """A rank packs its columns of a frozen matrix: only whole blocks are packed as in the whole matrix."""
+    if config.lora.base in (WHOLE, "bf16"):
+        return
+    for spec in parameter_specs(config.model, block_name(0)):
+        width = spec.shape[-1] // ranks
+        by_inputs = len(spec.shape) == 2 and spec.name.rsplit(".", 1)[0] in _ROW
+        if by_inputs and width % PACKED_BLOCK:
+            raise RunError(
+                f"--tensor-parallel {ranks} cuts rows of {spec.name} {list(spec.shape)} into {width}, and "
+                f"lora.base {config.lora.base} needs multiples of {PACKED_BLOCK}: join with a lower one"
             )

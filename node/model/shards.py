@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.fp8.layout import blocks
-from node.config.schema import ModelSection
+from node.config.schema import RunConfig
+from node.model.lora_shapes import trained_specs
 from node.model.shard_shapes import pieces, shard_shape
 from node.model.units import ParameterSpec, parameter_specs
 from wire.errors import RunError
@@ -54,19 +55,19 @@ def merge(unit: str, spec: ParameterSpec, shards: Sequence[Tensor]) -> Tensor:
 
 
 def shard_state(
-    model: ModelSection, unit: str, state: Mapping[str, Tensor], index: int, ranks: int
+    config: RunConfig, unit: str, state: Mapping[str, Tensor], index: int, ranks: int
 ) -> dict[str, Tensor]:
     """What rank `index` loads of a unit's whole state. Raises RunError as `shard`."""
-    specs = {spec.name: spec for spec in parameter_specs(model, unit)}
+    specs = _specs(config, unit)
     return {
         key: shard(unit, specs[name], tensor, index, ranks) if (name := _parameter(key)) in specs else tensor
         for key, tensor in state.items()
     }
 
 
-def merge_states(model: ModelSection, unit: str, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def merge_states(config: RunConfig, unit: str, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """A unit's whole state from those of all ranks; a replicated tensor is taken from rank 0."""
-    specs = {spec.name: spec for spec in parameter_specs(model, unit)}
+    specs = _specs(config, unit)
     return {
         key: merge(unit, specs[name], [state[key] for state in states])
         if (name := _parameter(key)) in specs and pieces(unit, specs[name]) is not None
@@ -75,9 +76,9 @@ def merge_states(model: ModelSection, unit: str, states: Sequence[Mapping[str, T
     }
 
 
-def sharded_keys(model: ModelSection, unit: str, state: Mapping[str, Tensor]) -> tuple[str, ...]:
+def sharded_keys(config: RunConfig, unit: str, state: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Names of the tensors in a unit's state that differ from rank to rank, sorted."""
-    specs = {spec.name: spec for spec in parameter_specs(model, unit)}
+    specs = _specs(config, unit)
     return tuple(
         sorted(
             key
@@ -85,6 +86,12 @@ def sharded_keys(model: ModelSection, unit: str, state: Mapping[str, Tensor]) ->
             if (name := _parameter(key)) in specs and pieces(unit, specs[name]) is not None
         )
     )
+
+
+def _specs(config: RunConfig, unit: str) -> dict[str, ParameterSpec]:
+    """Of what is trained and what is frozen, by name."""
+    model, lora = config.model, config.lora
+    return {spec.name: spec for spec in (*parameter_specs(model, unit), *trained_specs(model, lora, unit))}
 
 
 def _parameter(key: str) -> str:

@@ -29,6 +29,7 @@ from kernels.blockfloat import ops
 from kernels.fp8.products import code_halved_rows
 from kernels.fp8.rows import Coded
 from kernels.layers import ops as layers
+from node.model.lora import AdaptedProjections, FrozenLinear
 from node.model.offload import mark
 from node.model.products import AS_IT_IS, Linear, Projections, Way
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
@@ -36,6 +37,8 @@ from node.model.tensor_rank import TensorRank, compute_dtype
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [B, H, S, D], keys and values [B, K, S, D]."""
+Layer = nn.Linear | FrozenLinear
+Multiplied = Projections | AdaptedProjections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +65,10 @@ class Norm:
         )
 
     def into(
-        self, projections: Projections, x: Tensor, form: str, dtype: torch.dtype, rank: TensorRank
+        self, projections: Multiplied, x: Tensor, form: str, dtype: torch.dtype, rank: TensorRank
     ) -> tuple[list[Tensor], Tensor]:
         """The projections of the norm of x, and x kept in `form`."""
-        if projections.way.coded is not None and rank.count == 1:
+        if isinstance(projections, Projections) and projections.way.coded is not None and rank.count == 1:
             codes, kept = layers.coded_norm(
                 x, self.weight, self.bias, self.eps, 0 if form == AS_COMPUTED else PACKED[form], dtype
             )
@@ -136,34 +139,57 @@ class FfnParts:
 
 
 def attention_half(
-    x_bsc: Tensor, parts: AttentionParts, norm: Norm, projections: Sequence[Linear], output: Linear
+    x_bsc: Tensor, parts: AttentionParts, norm: Norm, projections: Sequence[Layer], output: Layer
 ) -> Tensor:
     """x + output(attention(heads(projections(norm(x)))))."""
-    tensors = [norm.weight, norm.bias, output.weight, output.bias]
-    for projection in projections:
-        tensors += [projection.weight, projection.bias]
-    made = _AttentionHalf.apply(x_bsc, parts, norm.eps, *tensors)  # type: ignore[no-untyped-call]
-    return cast(Tensor, made)
+    layers = (output, *projections)
+    tensors = [norm.weight, norm.bias, *_trained(layers)]
+    args = x_bsc, parts, norm.eps, layers, _drawn(layers), *tensors
+    return cast(Tensor, _AttentionHalf.apply(*args))  # type: ignore[no-untyped-call]
 
 
-def ffn_half(x_bsc: Tensor, parts: FfnParts, norm: Norm, inputs: Sequence[Linear], down: Linear) -> Tensor:
+def ffn_half(x_bsc: Tensor, parts: FfnParts, norm: Norm, inputs: Sequence[Layer], down: Layer) -> Tensor:
     """x + down(silu(gate(norm(x))) * up(norm(x))) for two inputs, x + down(gelu(up(norm(x)))) for one."""
-    tensors = [norm.weight, norm.bias, down.weight, down.bias]
-    for projection in inputs:
-        tensors += [projection.weight, projection.bias]
-    made = _FfnHalf.apply(x_bsc, parts, norm.eps, *tensors)  # type: ignore[no-untyped-call]
-    return cast(Tensor, made)
+    layers = (down, *inputs)
+    tensors = [norm.weight, norm.bias, *_trained(layers)]
+    args = x_bsc, parts, norm.eps, layers, _drawn(layers), *tensors
+    return cast(Tensor, _FfnHalf.apply(*args))  # type: ignore[no-untyped-call]
+
+
+def _trained(layers: Sequence[Layer]) -> list[Tensor | None]:
+    """Weights and biases in turn; of frozen projections their adapters' A and B."""
+    found: list[Tensor | None] = []
+    for layer in layers:
+        if isinstance(layer, FrozenLinear):
+            found += [layer.lora_A, layer.lora_B]
+        else:
+            found += [layer.weight, cast(Tensor | None, layer.bias)]
+    return found
+
+
+def _drawn(layers: Sequence[Layer]) -> Tensor | None:
+    """The salt of the microbatch's dropout; all layers of a chunk have the same."""
+    salts = (layer.drawn() for layer in layers if isinstance(layer, FrozenLinear))
+    return next((salt for salt in salts if salt is not None), None)
 
 
 def _projections(
-    tensors: Sequence[Tensor | None], out_way: Way, into_way: Way
-) -> tuple[Projections, Projections]:
-    """The projection out of the half, and those into it, from weights and biases in turn."""
-    out, *into = [
+    layers: Sequence[Layer],
+    tensors: Sequence[Tensor | None],
+    drawn: Tensor | None,
+    out_way: Way,
+    into_way: Way,
+) -> tuple[Multiplied, Multiplied]:
+    """The projection out of the half, and those into it, from what `_trained` gives."""
+    frozen = [layer for layer in layers if isinstance(layer, FrozenLinear)]
+    if frozen:
+        out = AdaptedProjections(frozen[:1], tensors[:2], drawn)
+        return out, AdaptedProjections(frozen[1:], tensors[2:], drawn)
+    own, *into = [
         Linear(weight=cast(Tensor, weight), bias=bias)
         for weight, bias in zip(tensors[::2], tensors[1::2], strict=True)
     ]
-    return Projections(linears=[out], way=out_way), Projections(linears=into, way=into_way)
+    return Projections(linears=[own], way=out_way), Projections(linears=into, way=into_way)
 
 
 def _flat(heads_bhsd: Tensor) -> Tensor:
@@ -189,11 +215,19 @@ def _kept(kept: Tensor, form: str, shape: Sequence[int], dtype: torch.dtype) -> 
 
 class _AttentionHalf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: AttentionParts, eps: float, *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        parts: AttentionParts,
+        eps: float,
+        projecting: Sequence[Layer],
+        drawn: Tensor | None,
+        *tensors: Tensor | None,
+    ) -> Tensor:
         dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
             norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
-            output, projections = _projections(tensors[2:], parts.output, parts.inputs)
+            output, projections = _projections(projecting, tensors[2:], drawn, parts.output, parts.inputs)
             projected, kept_x = norm.into(projections, x, storage.norm_input, dtype, parts.rank)
             heads = parts.layout.split(projected)
             del projected
@@ -211,11 +245,11 @@ class _AttentionHalf(torch.autograd.Function):
         if storage.attention_output == RECOMPUTE:
             sums = sums.new_empty(0)
         ctx.parts, ctx.eps, ctx.dtype, ctx.shape = parts, eps, dtype, x.shape
-        ctx.head_shapes, ctx.flat_shape = head_shapes, flat.shape
+        ctx.head_shapes, ctx.flat_shape, ctx.projecting = head_shapes, flat.shape, projecting
         mark("norm_input", [kept_x])
         mark("attention", kept_heads)
         mark("attention_output", [kept_output, sums])
-        ctx.save_for_backward(*tensors, kept_x, *kept_heads, kept_output, sums)
+        ctx.save_for_backward(*tensors, drawn, kept_x, *kept_heads, kept_output, sums)
         return result
 
     @staticmethod
@@ -223,9 +257,9 @@ class _AttentionHalf(torch.autograd.Function):
         (grad,) = grads
         parts: AttentionParts = ctx.parts
         dtype, storage = ctx.dtype, parts.storage
-        *tensors, kept_x, query, key, value, kept_output, sums = ctx.saved_tensors
+        *tensors, drawn, kept_x, query, key, value, kept_output, sums = ctx.saved_tensors
         norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
-        output, projections = _projections(tensors[2:], parts.output, parts.inputs)
+        output, projections = _projections(ctx.projecting, tensors[2:], drawn, parts.output, parts.inputs)
         normed: Tensor | None = None
         heads: Heads
         if storage.attention == RECOMPUTE:
@@ -252,27 +286,35 @@ class _AttentionHalf(torch.autograd.Function):
         del of_attended, heads, attended
         of_projected = parts.layout.join(of_heads)
         del of_heads
-        if normed is None:
+        if normed is None and projections.needs_input:
             normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, ctx.shape, dtype))
         of_normed = projections.backward(of_projected)
         of_weights = projections.gradients(of_projected, normed)
         del of_projected, normed
         of_normed = parts.rank.reduce_scatter(of_normed).to(dtype)
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
-        return of_x, None, None, of_weight, of_bias, *of_output, *of_weights
+        return of_x, None, None, None, None, of_weight, of_bias, *of_output, *of_weights
 
 
 class _FfnHalf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: FfnParts, eps: float, *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        parts: FfnParts,
+        eps: float,
+        projecting: Sequence[Layer],
+        drawn: Tensor | None,
+        *tensors: Tensor | None,
+    ) -> Tensor:
         dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
             norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
-            down, inputs = _projections(tensors[2:], parts.down, parts.inputs)
+            down, inputs = _projections(projecting, tensors[2:], drawn, parts.down, parts.inputs)
             wide, kept_x = norm.into(inputs, x, storage.norm_input, dtype, parts.rank)
             gate, up = wide[0], wide[1] if len(wide) > 1 else None
             bits = PACKED.get(storage.ffn_input, 0)
-            if down.way.coded is not None and parts.rank.count == 1:
+            if isinstance(down, Projections) and down.way.coded is not None and parts.rank.count == 1:
                 codes, kept = layers.coded_activation(gate, up, bits)
                 (made,) = down.of_codes(codes, x.shape[:-1], dtype)
             else:
@@ -282,10 +324,10 @@ class _FfnHalf(torch.autograd.Function):
             kept = wide if storage.ffn_input == AS_COMPUTED else kept
             del wide, gate, up
             result = layers.residual(x, made)
-        ctx.parts, ctx.eps, ctx.dtype, ctx.inputs = parts, eps, dtype, len(inputs.linears)
+        ctx.parts, ctx.eps, ctx.dtype, ctx.projecting = parts, eps, dtype, projecting
         mark("norm_input", [kept_x])
-        mark("ffn_input", kept[: len(inputs.linears)])
-        ctx.save_for_backward(*tensors, kept_x, *kept[: len(inputs.linears)])
+        mark("ffn_input", kept[: len(inputs)])
+        ctx.save_for_backward(*tensors, drawn, kept_x, *kept[: len(inputs)])
         return result
 
     @staticmethod
@@ -293,24 +335,26 @@ class _FfnHalf(torch.autograd.Function):
         (grad,) = grads
         parts: FfnParts = ctx.parts
         storage = parts.storage
-        count = 4 + 2 * ctx.inputs
+        count = 2 + 2 * len(ctx.projecting)
         saved = ctx.saved_tensors  # read once: a block that runs again hands them out once
-        tensors, (kept_x, *kept) = saved[:count], saved[count:]
+        tensors, (drawn, kept_x, *kept) = saved[:count], saved[count:]
         norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
-        down, inputs = _projections(tensors[2:], parts.down, parts.inputs)
-        normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype))
+        down, inputs = _projections(ctx.projecting, tensors[2:], drawn, parts.down, parts.inputs)
+        normed: Tensor | None = None
+        if inputs.needs_input or storage.ffn_input == RECOMPUTE:
+            normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype))
         own, codes = _halved(grad, ctx.dtype, down, parts.rank)
         narrow = parts.rank.gather(own)
         inner = down.backward([narrow], codes)
         bits = PACKED.get(storage.ffn_input, 0)
-        wide = inputs(normed) if storage.ffn_input == RECOMPUTE else kept
+        wide = inputs(cast(Tensor, normed)) if storage.ffn_input == RECOMPUTE else kept
         gate, up = wide[0], wide[1] if len(wide) > 1 else None
         codes = None
         # Each may overwrite `inner`, until here its own gradient.
         if inputs.way.coded is not None:
             inner, of_wide, codes = layers.coded_activation_backward(inner, gate, up, bits)
         elif bits:
-            of_wide = list(ops.ffn_backward(inner, gate, up, bits).chunk(ctx.inputs, dim=-1))
+            of_wide = list(ops.ffn_backward(inner, gate, up, bits).chunk(len(inputs), dim=-1))
         else:
             inner, of_wide = layers.activation_backward(inner, gate, up)
         del wide, gate, up
@@ -322,11 +366,11 @@ class _FfnHalf(torch.autograd.Function):
         del of_wide, normed
         of_normed = parts.rank.reduce_scatter(of_normed).to(ctx.dtype)
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
-        return of_x, None, None, of_weight, of_bias, *of_down, *of_inputs
+        return of_x, None, None, None, None, of_weight, of_bias, *of_down, *of_inputs
 
 
 def _halved(
-    grad: Tensor, dtype: torch.dtype, out: Projections, rank: TensorRank
+    grad: Tensor, dtype: torch.dtype, out: Multiplied, rank: TensorRank
 ) -> tuple[Tensor, Coded | None]:
     """The gradient of the residual stream in `dtype`, and its codes if the projection out of the half
     multiplies by them."""

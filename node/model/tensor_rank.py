@@ -11,8 +11,7 @@ Shape legend: B batch, S sequence, C hidden, T ranks.
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class TensorRank:
@@ -47,17 +46,13 @@ def gather(x_bsc: Tensor, rank: TensorRank) -> Tensor:
     return cast(Tensor, gathered)
 
 
-def row_parallel(linear: nn.Linear, x: Tensor, rank: TensorRank) -> Tensor:
-    """The projection of all ranks' inputs [B, S, inputs / T] to this rank's [B, S / T, C], for autograd.
+def row_parallel(partial_bsc: Tensor, bias: Tensor | None, rank: TensorRank) -> Tensor:
+    """This rank's [B, S / T, C] of the sum of all ranks' products [B, S, C], for autograd.
 
     The bias is the same on every rank and is added once, to the sum.
     """
-    if rank.count == 1:
-        whole: Tensor = linear(x)
-        return whole
-    partial = F.linear(x, linear.weight)
-    made = cast(Tensor, _ReduceScatter.apply(partial, rank))  # type: ignore[no-untyped-call]
-    return made if linear.bias is None else made + linear.bias
+    made = cast(Tensor, _ReduceScatter.apply(partial_bsc, rank))  # type: ignore[no-untyped-call]
+    return made if bias is None else made + bias
 
 
 class _Gather(torch.autograd.Function):

@@ -27,6 +27,8 @@ from node.training.serialization import deserialize_unit, serialize_unit
 
 _EMBEDDED, _LABELLED, _EVALUATED = 1, 2, 4
 """Flags of a forward: its input is token ids; its output is a loss; no backward follows."""
+_AS_THE_RUN_FILE_SAYS = -1
+"""Of a build: no storage was chosen."""
 
 
 class RankModel:
@@ -49,9 +51,9 @@ class RankModel:
         self._tokens = (samples, positions)
         self._hidden = (samples, positions, model.hidden)
 
-    def build(self, stage: int, stages: int) -> None:
+    def build(self, stage: int, stages: int, storage: int | None) -> None:
         self.ranks.forget_gradients()
-        self.local.build(stage, stages)
+        self.local.build(stage, stages, storage)
         self.ranks.watch_gradients(self.local.optimizer)
 
     def drop(self) -> None:
@@ -61,13 +63,13 @@ class RankModel:
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
         """Load this rank's shard of a whole state."""
         rank = self.ranks.tensor_rank
-        self.local.load_unit_state(unit, shard_state(self.config.model, unit, state, rank.index, rank.count))
+        self.local.load_unit_state(unit, shard_state(self.config, unit, state, rank.index, rank.count))
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
         """The whole state on the leader, gathered from its row; empty on the others."""
         state = self.local.unit_state(unit)
-        states = self.ranks.gather_shards(state, sharded_keys(self.config.model, unit, state))
-        return merge_states(self.config.model, unit, states) if states else {}
+        states = self.ranks.gather_shards(state, sharded_keys(self.config, unit, state))
+        return merge_states(self.config, unit, states) if states else {}
 
     def squared_norms(self) -> dict[str, float]:
         """Squared norms of the whole stage on the leader; empty on the others."""
@@ -157,7 +159,7 @@ class Follower:
         model, (a, b, c, *_) = self._model, command.numbers
         match command.op:
             case Op.BUILD:
-                model.build(a, b)
+                model.build(a, b, None if c == _AS_THE_RUN_FILE_SAYS else c)
             case Op.LOAD:
                 model.load_unit_state(self._units[a], deserialize_unit(self._ranks.share_bytes(b)))
             case Op.BEGIN:
@@ -201,14 +203,20 @@ class Leader:
         """This rank's."""
         return self._model.local.optimizer
 
-    def build(self, stage: int, stages: int) -> None:
-        self._ranks.lead(Op.BUILD, stage, stages)
+    def build(self, stage: int, stages: int, storage: int | None = None) -> None:
+        self._ranks.lead(Op.BUILD, stage, stages, _AS_THE_RUN_FILE_SAYS if storage is None else storage)
         self._flags.clear()
-        self._model.build(stage, stages)
+        self._model.build(stage, stages, storage)
 
     def drop(self) -> None:
         self._ranks.lead(Op.DROP)
         self._model.drop()
+
+    def adapt(self, seconds: float) -> None:
+        """Plans of several devices stay as they are."""
+
+    def relieve(self) -> bool:
+        return False
 
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
         data = serialize_unit(state)

@@ -23,6 +23,7 @@ from node.parallel.ranks import Ranks, arrival, farewell
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory_plan import Room
 from node.run_file.loader import from_json
+from node.stage.allocator import grow_segments
 from node.stage.machine_info import fix_order, limit_memory
 from node.stage.out_of_memory import device_memory_text, ran_out
 from wire.errors import DeviceLostError
@@ -67,6 +68,7 @@ def main() -> int:
 def _serve(
     arguments: argparse.Namespace, config: RunConfig, device: torch.device, end: threading.Thread
 ) -> int:
+    grow_segments(device)
     fix_order(device)
     limit_memory(device, arguments.most_bytes)
     if device.type == "cuda":

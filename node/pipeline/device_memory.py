@@ -12,8 +12,8 @@ from math import prod
 
 from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
-from node.model.lora_shapes import WHOLE, frozen_bytes, largest_projection, targets, trained_specs
-from node.model.shard_shapes import pieces, shard_shape
+from node.model.lora_shapes import WHOLE, largest_projection, targets, trained_specs
+from node.model.shard_shapes import frozen_bytes, pieces, shard_shape
 from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, head_piece, kv_width
 from node.model.units import EMBED, HEAD, block_name, is_block
 from wire.identity.enrolment import CPU, Hardware
@@ -29,6 +29,15 @@ STATE_PIECE = 1 << 24
 """Elements of a matrix's moments that an optimizer which streams them from host memory has at a time."""
 _PIECES_THERE = 3
 """The one that is stepped, the next and the last one."""
+PAGE = 20 << 20
+"""What torch maps of a GPU's memory at a time for tensors over 1 MiB, where its segments grow."""
+RUNS_KEPT = 2
+"""Stretches of memory without a gap in which a block's tensors lie: between them is what its forward had on
+the way, which other tensors take later."""
+RUNS_AT_WORK = 8
+"""The same of a block at work, and of what comes back from host memory."""
+_LOST_SHARE = 8
+"""Gaps come from tensors that were there: no more than one part in so many of what is kept."""
 GIB = 1 << 30
 _INTO_ATTENTION = ("query", "key", "value", "qkv_projection")
 _INTO_FEED_FORWARD = ("gate", "up")
@@ -116,7 +125,8 @@ class Share:
         weight = 2 if training.weights == "bfloat16" else 4
         gradient = _GRADIENT_BYTES if training.gradients == "fp8" else 4  # float32, whatever the weights are
         moments = self._moments
-        total = float(sum(frozen_bytes(self._model, self._lora, unit) for unit in units))
+        ranks = devices.tensor_parallel
+        total = float(sum(frozen_bytes(self._model, self._lora, unit, ranks) for unit in units))
         for elements, is_matrix, is_sharded in self._parameters(units):
             total += elements * (weight + gradient + moments if is_matrix else 16)
             if (
@@ -193,8 +203,10 @@ class Share:
         return (2 if half else 4) * together + more * largest
 
     def _half_a_block(self) -> int:
-        """Elements of all matrices in the larger half."""
+        """Elements of all trained matrices in the larger half; of adapters, in both."""
         model = self._model
+        if self._lora.rank:
+            return sum(self._matrices(block_name(0)))
         feed_forward = (3 if model.family == "llama" else 2) * model.ffn
         attention = 2 * model.hidden + 2 * kv_width(model)
         return max(feed_forward, attention) * model.hidden // self._devices.tensor_parallel
@@ -262,6 +274,14 @@ class Share:
 
     # ---- activations
 
+    def pages(self, size: int, runs: int) -> int:
+        """What the allocator holds beside tensors of `size` bytes that lie in so many stretches.
+
+        Where a stretch begins and ends a page is filled in part, on average half of each. The rest of it is
+        of no use to larger tensors. On a CPU memory is not held back.
+        """
+        return 0 if self.on_cpu else min(runs * PAGE, size // _LOST_SHARE)
+
     def autograd_keeps(self) -> int:
         """What autograd saves of one block and microbatch where nothing is packed."""
         model, element, ranks = self._model, self._element, self._devices.tensor_parallel
@@ -309,7 +329,8 @@ class Share:
         return made + exchanged + self._adapting()
 
     def _adapting(self) -> int:
-        """A frozen matrix as it is multiplied, and dropout's random bits, mask and result."""
+        """A frozen matrix as it is multiplied, and dropout's result; where autograd keeps the inputs, it is
+        there at the peak, on a CPU with random bits and mask."""
         if self._lora.rank == 0:
             return 0
         kept_as_computed = self._lora.base == ("bf16" if self._half else WHOLE)
@@ -317,10 +338,13 @@ class Share:
         unpacked = self._element + (
             4 if self._devices.on_cpu and self._lora.base not in (WHOLE, "bf16") else 0
         )
-        weight = 0 if kept_as_computed else unpacked * largest_projection(self._model)
-        widest = max(self._model.hidden, self._model.ffn)
-        dropped = (2 * 4 + 3 * self._element) * self._row_tokens * widest if self._lora.dropout else 0
-        return weight + dropped + 2 * self._element * self._row_tokens * widest
+        ranks = self._devices.tensor_parallel
+        weight = 0 if kept_as_computed else unpacked * largest_projection(self._model) // ranks
+        wide = self._row_tokens * max(self._model.hidden, self._model.ffn // ranks)
+        if not self.plain:
+            return weight + self._element * wide
+        dropped = 8 * self._devices.on_cpu + 2 * self._element if self._lora.dropout else 0
+        return weight + (dropped + 2 * self._element) * wide
 
     def feed_forward_at_work(self) -> int:
         """Plain: gradients of two tensors of its width. Packed: they and their inputs, unpacked."""

@@ -15,7 +15,7 @@ from node.config.schema import RunConfig
 from node.model.shard_shapes import check_shards
 from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
 from node.model.units import HEAD
-from node.pipeline.device_memory import MULTIPROCESSORS, Devices, Share
+from node.pipeline.device_memory import MULTIPROCESSORS, RUNS_AT_WORK, RUNS_KEPT, Devices, Share
 from node.pipeline.gradient_groups import model_pieces, piece_bytes
 from node.pipeline.placement import held_blocks, of_chunk, stage_cache_bytes, stage_orders, stage_units
 from node.pipeline.schedule import held_activations
@@ -52,10 +52,12 @@ class StageMemory:
     """After the last backward: a tied gradient's exchange, the norm, or the optimizer."""
     captured: bool
     """Passes are CUDA graphs, whose memory is permanent and not shared."""
+    pages: int = 0
+    """What a GPU's allocator holds beside the tensors of passes: pages that they fill in part."""
 
     @property
     def total(self) -> int:
-        passes = self.kept + self.working
+        passes = self.kept + self.working + self.pages
         step = passes + self.applying if self.captured else max(passes, self.applying)
         return self.fixed + self.state + self.snapshot + step
 
@@ -76,7 +78,21 @@ def stage_memory(
     config: RunConfig, stages: int, devices: Devices | None = None, *, windows: int = 0
 ) -> tuple[StageMemory, ...]:
     """As `stage_bytes`, by purpose."""
-    return _estimate(config, stages, stage_storages(config, stages), devices or Devices(), windows)
+    storages, devices = stage_storages(config, stages), devices or Devices()
+    held = held_blocks(config, stages, apart=devices.captures(config.training))
+    found = []
+    for stage, own in enumerate(_estimate(config, stages, storages, devices, windows)):
+        one = Share(config, devices, storages[stage])
+        block = one.pages(block_bytes(config, one, storages[stage], devices), RUNS_KEPT)
+        found.append(replace(own, pages=held[stage] * block + one.pages(own.working, RUNS_AT_WORK)))
+    return tuple(found)
+
+
+def block_bytes(config: RunConfig, share: Share, storage: Storage, devices: Devices) -> int:
+    """What a block keeps of one microbatch on each device, in tensors."""
+    if share.plain:
+        return share.autograd_keeps()
+    return stored_bytes(config.model, config.training, storage).total // devices.count
 
 
 @lru_cache(maxsize=16)
@@ -136,7 +152,8 @@ def _arrangements(config: RunConfig) -> list[tuple[RunConfig, Devices]]:
 def _estimate(
     config: RunConfig, stages: int, storages: Sequence[Storage], devices: Devices, windows: int = 0
 ) -> tuple[StageMemory, ...]:
-    """As `stage_memory`, for stages that store activations this way."""
+    """As `stage_memory`, for stages that store activations this way; of tensors alone, because bits by stage
+    follow from it and an allocator must not change bits."""
     captured = devices.captures(config.training)
     held = held_blocks(config, stages, apart=captured)
     orders = stage_orders(config, stages)
@@ -147,12 +164,8 @@ def _estimate(
     for stage, units in enumerate(stage_units(config, stages)):
         storage = storages[stage]
         one = Share(config, devices, storage)
-        if one.plain:
-            block = one.autograd_keeps()
-            ends = 1  # its input is the first norm's, and counted there
-        else:
-            block = stored_bytes(config.model, config.training, storage).total // devices.count
-            ends = 2
+        block = block_bytes(config, one, storage, devices)
+        ends = 1 if one.plain else 2  # the first norm's input is counted as the block's
         chunks = 1 + max(action.chunk for action in orders[stage])
         by_chunk = [held_activations(of_chunk(orders[stage], chunk)) for chunk in range(chunks)]
         in_flight = sum(by_chunk) if captured else held_activations(orders[stage])
@@ -201,6 +214,7 @@ def most_held(
     memory_bytes: Sequence[int],
     windows: int = 0,
     devices: Sequence[Devices] | None = None,
+    configs: Sequence[RunConfig] | None = None,
 ) -> tuple[int, ...]:
     """Chunk activations that each stage has memory for; at least those that window 0 holds.
 
@@ -208,15 +222,21 @@ def most_held(
         memory_bytes: of each node's smallest device; 0 if unknown, which allows window 0 only.
         windows: as for `stage_bytes`.
         devices: of each stage's node.
+        configs: the run file as each stage has it, where the coordinator chose what they store.
     """
     # Memory is linear in the activations held, so two windows give the size of one.
     nodes = devices or (Devices(),) * stages
     held, needs = [], []
+    own = list(zip(nodes, configs or (config,) * stages, strict=True))
     for window in (0, max(1, config.microbatches)):
-        changed = replace(config, pipeline=replace(config.pipeline, window=window))
         held.append([held_activations(order) for order in stage_orders(config, stages, window)])
-        by_node = {node: stage_memory(changed, stages, node, windows=windows) for node in set(nodes)}
-        needs.append([by_node[node][stage] for stage, node in enumerate(nodes)])
+        by_kind = {
+            (node, one): stage_memory(
+                replace(one, pipeline=replace(one.pipeline, window=window)), stages, node, windows=windows
+            )
+            for node, one in set(own)
+        }
+        needs.append([by_kind[kind][stage] for stage, kind in enumerate(own)])
     most: list[int] = []
     for narrow, wide, least, large, memory in zip(*held, *needs, memory_bytes, strict=True):
         room = MEMORY_SHARE * memory

@@ -10,17 +10,18 @@ alone, here or in host memory, and run again. The optimizer's moments may be in 
 `node.pipeline.block_times`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from operator import mul
 from typing import ClassVar
 
 from node.config.schema import RunConfig
 from node.model.storage import AS_COMPUTED, KINDS, RECOMPUTE, Storage, StoredBytes, stored_bytes
 from node.model.units import HEAD, block_name, is_block, unit_cost
 from node.pipeline.block_times import BlockTimes, assumed_times
-from node.pipeline.device_memory import Devices, Share, page_locked
-from node.pipeline.memory import StageMemory, stage_memory, stage_storages
+from node.pipeline.device_memory import RUNS_AT_WORK, RUNS_KEPT, Devices, Share, page_locked
+from node.pipeline.memory import StageMemory, block_bytes, stage_memory, stage_storages
 from node.pipeline.memory_program import Column, Program, solve, spread
 from node.pipeline.placement import chunk_units, held_blocks, of_chunk, stage_orders
 from node.pipeline.schedule import Order, held_activations
@@ -89,6 +90,8 @@ class MemoryPlan:
     """Host memory that takes."""
     added: float
     """Time over that of forward and backward with everything kept."""
+    seconds: float = 0.0
+    """Of forward and backward of a microbatch, by the times that it was planned with."""
     fits: bool
 
     @property
@@ -149,13 +152,13 @@ class _Stage:
         self.blocks = [sum(map(is_block, own)) for own in units]
         self._held = [held_activations(of_chunk(order, chunk)) for chunk in range(len(units))]
         self._together = together
-        self._block = (
-            share.autograd_keeps()
-            if share.plain
-            else stored_bytes(model, config.training, storage).total // devices.count
-        )
+        self._share = share
+        self._block = block_bytes(config, share, storage, devices)
+        self._block_pages = share.pages(self._block, RUNS_KEPT)
+        """That a block's tensors fill in part."""
         self._input = share.residual
-        self._block_work = share.block_at_work() + share.new_gradients(everything)
+        work = share.block_at_work() + share.new_gradients(everything)
+        self._block_work, self._block_work_pages = work, share.pages(work, RUNS_AT_WORK)
         self._moments = share.moments(everything)
         self._moments_on_host = share.moments_on_host(everything)
         self._streamed = share.applying_streamed(everything)
@@ -222,6 +225,7 @@ class _Stage:
     ) -> Column:
         return Column(
             kept=kept,
+            pages=self._share.pages(kept, 1 if again else RUNS_KEPT),
             moved=sum(moved),
             host=sum(map(page_locked, moved)),
             seconds=seconds,
@@ -241,24 +245,42 @@ class _Stage:
         if all(choice == Choice.KEPT for choice in choices):
             return base
         taken = [self.columns[choice] for choice in choices]
-        kept, first, freed = self._base_kept, 0, []
+        kept, pages, first = self._base_kept, self._work_pages, 0
+        freed: list[tuple[int, int]] = []
         for held, count in zip(self._held, self.blocks, strict=True):
             own = taken[first : first + count]
             kept += held * sum(column.kept for column in own)
+            pages += held * sum(column.pages for column in own)
             last = max((place for place, column in enumerate(own) if column.again), default=-1)
             if last >= 0:
                 # Of the microbatch that goes backward, what later blocks kept is gone by then.
-                later = 0 if base.captured else sum(column.kept for column in own[last + 1 :])
-                freed.append(later)
+                later = () if base.captured else own[last + 1 :]
+                freed.append((sum(column.kept for column in later), sum(column.pages for column in later)))
             first += count
         beside = 2 * max(column.moved for column in taken) + max(column.working for column in taken)
-        places = [replace(base, kept=kept, working=base.working + beside)]
+        places = [replace(base, kept=kept, pages=pages, working=base.working + beside)]
         if freed:
-            work = (base.working if base.captured else self._block_work) + self._again + beside
-            places.append(replace(base, kept=kept - min(freed), working=work))
-        peak = max(places, key=lambda place: place.kept + place.working)
+            gone, gone_pages = min(freed, key=sum)
+            work, work_pages = (
+                (base.working, self._work_pages)
+                if base.captured
+                else (self._block_work, self._block_work_pages)
+            )
+            place = replace(
+                base,
+                kept=kept - gone,
+                working=work + self._again + beside,
+                pages=pages - gone_pages - self._work_pages + work_pages + self._block_pages,
+            )
+            places.append(place)
+        peak = max(places, key=lambda place: place.kept + place.working + place.pages)
         # Between chunks nothing is shared: the estimate with everything kept counts their common peak.
         return replace(peak, kept=min(peak.kept, self._kept.kept))
+
+    @property
+    def _work_pages(self) -> int:
+        """Of the pages, those of what is worked on."""
+        return self._kept.pages - self._together * self._block_pages
 
     @property
     def _base_kept(self) -> int:
@@ -305,6 +327,7 @@ class _Stage:
             memory=memory,
             host_bytes=host,
             added=self.added(choices, moments_moved),
+            seconds=self._whole * (1 + self.added(choices)),
             fits=(memory_bytes == 0 or memory.total <= memory_bytes) and host <= self._host,
         )
 
@@ -318,21 +341,40 @@ class _Stage:
         return self.plan(tuple(choices), memory_bytes, moments_moved=solution.state > 0)
 
     def least(self) -> MemoryPlan:
-        """Of all blocks alike, the plan that takes the least memory: what a choice saves grows with their
-        number."""
+        """The plan that takes the least memory, of all blocks alike or, where host memory does not do for
+        all, of as many as it does for and the others alike: what a choice saves grows with their number."""
         plans = [
-            self.plan(self.alike(choice), moments_moved=moved)
-            for choice in self.columns
+            self.plan(choices, moments_moved=moved)
             for moved in ((False, True) if self._host else (False,))
+            for choices in self._alike_or_mixed(self._host - (self._moments_on_host if moved else 0))
         ]
         fitting = [plan for plan in plans if plan.host_bytes <= self._host]
         return min(fitting, key=lambda plan: (plan.memory.total, plan.added))
+
+    def _alike_or_mixed(self, host: int) -> Iterator[tuple[Choice, ...]]:
+        names, columns = tuple(self.columns), tuple(self.columns.values())
+        for one, column in enumerate(columns):
+            yield self.alike(names[one])
+            if column.host == 0 or column.host * sum(map(mul, self._held, self.blocks)) <= host:
+                continue
+            for other in range(len(columns)):
+                room, found = host, list[Choice]()
+                for held, blocks in zip(self._held, self.blocks, strict=True):
+                    count = min(blocks, max(0, room) // (held * column.host))
+                    room -= count * held * column.host
+                    counts = [0] * len(columns)
+                    counts[other] += blocks - count
+                    counts[one] += count
+                    found += [names[k] for k in spread(columns, counts)]
+                yield tuple(found)
 
     def _program(self, memory_bytes: int) -> Program:
         kept, times = self._kept, self._times
         room = memory_bytes - kept.fixed - kept.state - kept.snapshot
         passes = room - self._base_kept - (kept.applying if kept.captured else 0)
-        working = kept.working if kept.captured else self._block_work
+        working, pages = kept.working, self._work_pages
+        if not kept.captured:
+            working, pages = self._block_work, self._block_work_pages
         moments = self._host > 0
         after = [room if kept.captured else room - kept.applying]
         if moments:
@@ -343,8 +385,8 @@ class _Stage:
             columns=tuple(self.columns.values()),
             blocks=tuple(self.blocks),
             held=tuple(self._held),
-            room=passes - kept.working,
-            room_again=passes - working - self._again,
+            room=passes - kept.working - self._work_pages,
+            room_again=passes - working - pages - self._again - self._block_pages,
             apart=kept.captured,
             forward=self._forward,
             backward=self._backward,
@@ -367,7 +409,7 @@ def _unbeaten(columns: dict[Choice, Column]) -> dict[Choice, Column]:
     """Without those that another column is at least as good as in every way."""
 
     def worth(one: Column) -> tuple[float, ...]:
-        return one.kept, one.moved, one.host, one.seconds, one.working
+        return one.kept, one.pages, one.moved, one.host, one.seconds, one.working
 
     found: dict[Choice, Column] = {}
     # The fewest words first, of equals.
@@ -449,6 +491,23 @@ def plan_stage(
     """
     ones = [one for (one,) in _variants(config, stages, devices, windows, stage, times)]
     return _fastest(ones, memory_bytes)
+
+
+def planned_again(
+    config: RunConfig,
+    stages: int,
+    stage: int,
+    devices: Devices,
+    memory_bytes: int,
+    plan: MemoryPlan,
+    *,
+    windows: int = 0,
+    times: BlockTimes | None = None,
+) -> MemoryPlan:
+    """What `plan` does, with the memory and the times of now; other arguments as for `plan_stage`."""
+    ones = [one for (one,) in _variants(config, stages, devices, windows, stage, times)]
+    one = ones[0] if plan.graphs else ones[-1]
+    return one.plan(plan.choices, memory_bytes, moments_moved=plan.moments_moved)
 
 
 def _fastest(ones: Sequence[_Stage], memory_bytes: int) -> MemoryPlan:

@@ -22,7 +22,9 @@ class Column:
     """One way to treat a block, of one microbatch."""
 
     kept: int
-    """Bytes on the device between forward and backward."""
+    """Bytes on the device between forward and backward, in tensors."""
+    pages: int = 0
+    """What a GPU's allocator holds beside them."""
     moved: int
     """Bytes that wait in host memory,"""
     host: int
@@ -33,6 +35,11 @@ class Column:
     """Bytes that its backward takes beyond a block's with everything kept, without tensors that come back."""
     again: bool
     """It runs the whole block again; such blocks come first in a chunk."""
+
+    @property
+    def there(self) -> int:
+        """Bytes on the device between forward and backward."""
+        return self.kept + self.pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +91,7 @@ def solve(program: Program) -> Counts | None:
 
     chunks, columns, states = len(program.blocks), program.columns, len(program.state_moved)
     width = len(columns)
-    unit = float(max(1, *(column.kept + column.moved for column in columns)))
+    unit = float(max(1, *(column.there + column.moved for column in columns)))
     second = max(program.forward, 1e-12)
     # Variables: counts by chunk and column; whether a column is used; whether a chunk runs any block again;
     # the moved state's steps; the most that comes back or is worked on; what forward and backward wait for
@@ -111,7 +118,7 @@ def solve(program: Program) -> Counts | None:
         limit({used + k: 2 * column.moved / unit, coming: -1.0}, 0)
         limit({used + k: column.working / unit, working: -1.0}, 0)
     held = {
-        chunk * width + k: program.held[chunk] * column.kept / unit
+        chunk * width + k: program.held[chunk] * column.there / unit
         for chunk in range(chunks)
         for k, column in enumerate(columns)
     }
@@ -122,7 +129,7 @@ def solve(program: Program) -> Counts | None:
         much = (sum(program.held) * total + 4) * 2.0 + abs(program.room - program.room_again) / unit
         for chunk in range(chunks):
             later = {
-                chunk * width + k: held[chunk * width + k] - (0.0 if program.apart else column.kept / unit)
+                chunk * width + k: held[chunk * width + k] - (0.0 if program.apart else column.there / unit)
                 for k, column in enumerate(columns)
                 if not column.again
             }

@@ -126,6 +126,14 @@ class Speeds:
         """Whether the line between two nodes was measured."""
         return (one, other) in self._lines or (other, one) in self._lines
 
+    def text(self, pairs: int) -> str:
+        """What so many measured pairs are, for the operator."""
+        rates = [8e-6 * line.rate for line in self._lines.values()]
+        claims = [1000 * one.claimed for one in self._nodes.values() if one.claimed > 0]
+        lines = f"{pairs} {'line' if pairs == 1 else 'lines'} between nodes measured"
+        text = f"{lines}: {min(rates):.0f} to {max(rates):.0f} Mbit/s"
+        return f"{text}; a block takes them {min(claims):.3g} to {max(claims):.3g} ms" if claims else text
+
     def machines(self, nodes: Sequence[str], most_blocks: Sequence[int]) -> Machines:
         """These nodes, of which `block_seconds` is known, as a plan takes them."""
         seconds = [self.block_seconds(node) for node in nodes]

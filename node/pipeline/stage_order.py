@@ -7,7 +7,8 @@ with the same pace, the best is the one whose lines add least to a step's fill a
 Up to `EXACT` nodes the pace is exact: which orders keep a pace follows from a dynamic program over subsets of
 nodes (Held and Karp's for shortest paths, without lines and stages that are too slow), and the best pace from
 a bisection over the few that there can be. For more nodes a search starts from greedy chains. Both improve
-what they find by the whole step's floor. `rows_of` makes several rows of many nodes.
+what they find by the whole step's floor. Up to `EVERY` nodes the floor itself is the least: branch and bound
+from that order on. `rows_of` makes several rows of many nodes.
 
 A plan believes what was measured. `pays` asks for a tenth of the step, and that the move pays back, before a
 stage moves.
@@ -27,6 +28,8 @@ from wire.errors import ConfigError
 
 EXACT = 12
 """Nodes for which every order counts."""
+EVERY = 8
+"""Nodes of which no order has a shorter step than the planned one."""
 GAIN = 0.10
 """Stages move only for a step this much shorter,"""
 PAYBACK_STEPS = 200
@@ -150,7 +153,8 @@ def plan_order(machines: Machines, work: Work) -> StageOrder | None:
     if machines.count > EXACT:
         return search.best_of(search.greedy(first) for first in range(machines.count))
     nodes = _Exact(machines, work).nodes()
-    return None if nodes is None else search.best_of((nodes, nodes[::-1]))
+    best = None if nodes is None else search.best_of((nodes, nodes[::-1]))
+    return best if best is None or machines.count > EVERY else search.least(best)
 
 
 def pays(now: float, then: float, *, move_seconds: float, steps_left: int, gain: float = GAIN) -> bool:
@@ -325,6 +329,34 @@ class _Search:
         known = [order for nodes in starts if (order := self._with_split(nodes)) is not None]
         best = sorted(known, key=self._value)[: self.STARTS]
         return min(map(self._improved, best), key=self._value, default=None)
+
+    def least(self, best: StageOrder) -> StageOrder:
+        """The order of the shortest step of all, `best` if none is shorter. Chains that cannot be shorter are
+        left out: a step takes at least all that its links add to fill and drain, all blocks on the fastest
+        node, and another microbatch on its slowest line for each but the first."""
+        lines, work, machines = self._lines, self._work, self._machines
+        compute = work.blocks * min(machines.block_seconds)
+        value = self._value(best)
+
+        def extend(chain: tuple[int, ...], fill: float, busy: float) -> None:
+            nonlocal best, value
+            if len(chain) == work.stages:
+                order = self._with_split(chain)
+                if order is not None and (found := self._value(order)) < value:
+                    best, value = order, found
+                return
+            for node in range(machines.count):
+                if node in chain:
+                    continue
+                longer, slowest = fill, busy
+                if chain:
+                    longer += float(lines.fill[chain[-1], node])
+                    slowest = max(busy, float(lines.busy[chain[-1], node]))
+                if compute + longer + (work.microbatches - 1) * slowest < value:
+                    extend((*chain, node), longer, slowest)
+
+        extend((), 0.0, 0.0)
+        return best
 
     def _with_split(self, nodes: Sequence[int]) -> StageOrder | None:
         split = split_by_speed(self._machines, nodes, self._work)

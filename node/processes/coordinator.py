@@ -19,7 +19,13 @@ from node.config.schema import RunConfig
 from node.coordinator.changes import SETTABLE
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator
-from node.coordinator.decisions import record_splits, recorded_codecs, recorded_places, recorded_splits
+from node.coordinator.decisions import (
+    record_splits,
+    recorded_codecs,
+    recorded_places,
+    recorded_splits,
+    recorded_storages,
+)
 from node.coordinator.disk import check_room
 from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
 from node.coordinator.kept_snapshots import kept_manifests
@@ -43,6 +49,7 @@ from node.model.units import ends_in_blocks
 from node.pipeline.device_memory import devices_of
 from node.pipeline.placement import block_counts, check_cache, head_share, with_head_place
 from node.pipeline.places import SplitHistory
+from node.pipeline.storage_choice import narrowest, remedies
 from node.processes.locks import run_lock
 from node.run_file.loader import change_config, from_json, to_json, to_toml
 from node.run_state.epoch import Committed
@@ -218,6 +225,7 @@ def _reopen(
         codecs=recorded_codecs(store),
         splits=splits,
         shown=planned[1].shown if planned is not None else {},
+        storages=recorded_storages(store),
         validated=frozenset(record.step for record in held_out),
         best=min((record.uncompressed for record in held_out), default=math.inf),
         newest=tuple(
@@ -359,14 +367,15 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
 
     settings = config.coordinator
     lifetime = timedelta(hours=settings.certificate_hours)
-    needs = stage_needs(config, run.corpus.windows)
+    needs = stage_needs(narrowest(config), run.corpus.windows)
+    what_fits = partial(remedies, config, windows=run.corpus.windows)
     counts = range(config.pipeline.min_stages or config.pipeline.stages, config.pipeline.stages + 1)
 
     why_not = sharing(config)
 
     def of_no_use(hardware: Hardware) -> str | None:
         offer = Candidate(node_id="", memory_bytes=hardware.memory_bytes, devices=devices_of(hardware))
-        return useless(offer, counts, needs, why_not)
+        return useless(offer, counts, needs, why_not, what_fits)
 
     enrolment = EnrolmentHandler(run.store, run.authority, lifetime, time.time, of_no_use)
     coordinator = Coordinator(
@@ -395,6 +404,8 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
         if ports.relay is not None:
             coordinator.relays.allow_here = ports.relay.allow
             metrics.relay = ports.relay
+            ports.looks.relays = coordinator.relays.addresses
+            ports.looks.relayed = True
         addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
         run.store.set_addresses(addresses)
         emit(_started(config, directory, run))

@@ -31,6 +31,7 @@ from node.processes.doctor import (
 from node.processes.enrol import enrol
 from node.processes.locks import StateDirectory, claim
 from node.processes.patience import Patience, answered
+from node.stage.allocator import grow_segments
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.machine_info import describe, fix_order, measure_flops
 from node.stage.node_metrics import serve_metrics
@@ -111,6 +112,7 @@ async def _serve(
     token: JoinToken, options: JoinOptions, chosen: tuple[torch.device, ...], directory: Path
 ) -> int:
     device = chosen[0]
+    grow_segments(device)
     fix_order(device)
     note = MemoryNote(directory, _most_bytes(options))
     hardware = note.limit(
@@ -135,6 +137,7 @@ async def _serve(
         advertise=options.advertise,
         name=options.name,
         relay_rate=options.relay_mbit * 1e6 / 8,
+        maps_port=options.map_port,
         devices=_devices(chosen, options),
         hardware=hardware,
         flops=len(chosen) * await asyncio.to_thread(measure_flops, device),

@@ -19,22 +19,21 @@ from node.config.schema import (
     RunConfig,
     RunSection,
     SnapshotsSection,
-    StorageSection,
     TelemetrySection,
     TrainingSection,
 )
 from node.model.lora_shapes import FORMS, projections
-from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
 from node.model.units import CHOICES, FAMILIES
 from node.pipeline.codec_plan import PLANNED, ladder
 from node.pipeline.placement import HEADS, head_first, unplaceable
 from node.pipeline.snapshot_place import KEEPS, is_url
+from node.run_file.storage_rules import name_problem, storage_problems
 from node.telemetry.format import parse_duration
 from node.telemetry.trace_files import TracedSteps
 from node.training.object_store import wrong_url
 from node.training.schedule import SCHEDULES
 from wire.codecs.formats import codec_format
-from wire.errors import CodecError, ConfigError, nearest
+from wire.errors import CodecError, ConfigError
 from wire.frames import MAX_TENSOR_BYTES
 from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
 
@@ -78,8 +77,7 @@ def problems(config: RunConfig) -> list[str]:
         *_path("data.path", config.data.path, "name a file, a folder or stdlib"),
         *_held_out(config),
         *_training(config.training, config.run.steps),
-        *_storage(config.storage, config.pipeline),
-        *_stored_blocks(config),
+        *storage_problems(config),
         *_compute(config),
         *_lora(config.lora, config),
         *_pipeline(config),
@@ -149,7 +147,7 @@ def _snapshots(snapshots: SnapshotsSection, training: TrainingSection) -> Iterat
         if (why := wrong_url(snapshots.keep)) is not None:
             yield f"snapshots.keep = {snapshots.keep} cannot hold snapshots: {why}"
     else:
-        yield from _name("snapshots.keep", snapshots.keep, KEEPS)
+        yield from name_problem("snapshots.keep", snapshots.keep, KEEPS)
     if (snapshots.keep == "nodes" or is_url(snapshots.keep)) and training.export_every:
         yield (
             "training.export_every writes from snapshots at the coordinator: set snapshots.keep to "
@@ -168,7 +166,7 @@ def _audit(config: RunConfig) -> Iterator[str]:
 
 
 def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
-    yield from _name("model.family", model.family, FAMILIES)
+    yield from name_problem("model.family", model.family, FAMILIES)
     sizes = {
         f"model.{key}": getattr(model, key)
         for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence")
@@ -190,7 +188,7 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
         if model.heads % model.kv_heads:
             yield f"model.heads ({model.heads}) must be a multiple of model.kv_heads ({model.kv_heads})"
         for key, allowed in CHOICES.items():
-            yield from _name(f"model.{key}", getattr(model, key), allowed)
+            yield from name_problem(f"model.{key}", getattr(model, key), allowed)
     elif model.window:
         yield "model.window is for model.family llama: gpt2 sees all keys"
     yield from _at_least(0, {"model.window": model.window, "model.query_scale": model.query_scale})
@@ -198,15 +196,6 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
         yield f"model.window_theta must be a finite number of at least 0, got {model.window_theta}"
     if tokenizer == "bytes" and model.vocab < BYTE_VOCABULARY:
         yield f"model.vocab must be at least {BYTE_VOCABULARY} for byte tokens, got {model.vocab}"
-
-
-def _stored_blocks(config: RunConfig) -> Iterator[str]:
-    known = config.storage.preset in PRESETS
-    if known and not config.model.is_plain and not configured(config.storage).is_off:
-        yield (
-            "storage.preset must be off for a model with norms of queries and keys or of outputs, or with "
-            "Gemma's (model.qk_norm, norm_place, norm_offset, activation, query_scale)"
-        )
 
 
 def _compute(config: RunConfig) -> Iterator[str]:
@@ -240,8 +229,8 @@ def _compute(config: RunConfig) -> Iterator[str]:
 
 
 def _data(data: DataSection, pipeline: PipelineSection) -> Iterator[str]:
-    yield from _name("data.format", data.format, FORMATS)
-    yield from _name("data.order", data.order, ORDERS)
+    yield from name_problem("data.format", data.format, FORMATS)
+    yield from name_problem("data.order", data.order, ORDERS)
     if data.weights and len(data.weights) != len(data.sources):
         yield f"data.weights has {len(data.weights)} numbers for {len(data.sources)} data.sources"
     if any(not 0 < weight < math.inf for weight in data.weights):
@@ -297,7 +286,7 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     yield from _positive({"training.lr": training.lr, "training.eps": training.eps})
     if not 0 <= training.min_lr_ratio <= 1:
         yield f"training.min_lr_ratio must be from 0 to 1, got {training.min_lr_ratio}"
-    yield from _name("training.schedule", training.schedule, SCHEDULES)
+    yield from name_problem("training.schedule", training.schedule, SCHEDULES)
     if not 0 <= training.decay_steps <= steps:
         yield f"training.decay_steps must be from 0 to run.steps ({steps}), got {training.decay_steps}"
     yield from _at_least(
@@ -311,43 +300,15 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     for key in ("weight_decay", "clip"):
         if not 0 <= getattr(training, key) < math.inf:
             yield f"training.{key} must be a finite number of at least 0, got {getattr(training, key)}"
-    yield from _name("training.precision", training.precision, PRECISIONS)
-    yield from _name("training.compute", training.compute, COMPUTES)
-    yield from _name("training.weights", training.weights, PRECISIONS)
-    yield from _name("training.gradients", training.gradients, STORES)
-    yield from _name("training.moments", training.moments, STORES)
+    yield from name_problem("training.precision", training.precision, PRECISIONS)
+    yield from name_problem("training.compute", training.compute, COMPUTES)
+    yield from name_problem("training.weights", training.weights, PRECISIONS)
+    yield from name_problem("training.gradients", training.gradients, STORES)
+    yield from name_problem("training.moments", training.moments, STORES)
     if training.weights == "bfloat16" and (training.precision, training.moments) != ("bfloat16", "fp8"):
         yield (
             'training.weights = "bfloat16" needs training.precision = "bfloat16" and training.moments = '
             f'"fp8", got {training.precision!r} and {training.moments!r}'
-        )
-
-
-def _storage(storage: StorageSection, pipeline: PipelineSection) -> Iterator[str]:
-    unknown = list(_name("storage.preset", storage.preset, tuple(PRESETS)))
-    yield from unknown
-    known = not unknown
-    for kind, forms in KINDS.items():
-        wrong = list(_name(f"storage.{kind}", getattr(storage, kind), (FROM_PRESET, *forms)))
-        yield from wrong
-        known = known and not wrong
-    if not known:
-        return
-    chosen = configured(storage)
-    if chosen.attention == RECOMPUTE != chosen.attention_output and chosen.norm_input != AS_COMPUTED:
-        yield (
-            f"storage.attention recompute with storage.attention_output {chosen.attention_output} mixes "
-            "queries computed from packed norm inputs with results of others: recompute both, or neither"
-        )
-    if storage.bits_by_stage and not {"4", "5", "6", "8"} & {chosen.norm_input, chosen.ffn_input}:
-        yield (
-            "storage.bits_by_stage chooses the bits of norm and FFN inputs, but neither is kept in 4 to 8 "
-            "bits: set storage.preset to agoq or compact"
-        )
-    if storage.bits_by_stage and pipeline.window == "auto":
-        yield (
-            "storage.bits_by_stage needs pipeline.window to be a number: the bits belong to what a run's "
-            'weights follow from, and "auto" is measured'
         )
 
 
@@ -360,23 +321,24 @@ def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
     yield from _positive({"lora.alpha": lora.alpha})
     if not 0 <= lora.dropout < 1:
         yield f"lora.dropout must be at least 0 and below 1, got {lora.dropout}"
-    yield from _name("lora.base", lora.base, FORMS)
+    yield from name_problem("lora.base", lora.base, FORMS)
     if not list(_model(config.model, config.data.tokenizer)):
         known = projections(config.model)
         for name in lora.targets:
-            yield from _name("lora.targets", name, known)
+            yield from name_problem("lora.targets", name, known)
         if len(set(lora.targets)) < len(lora.targets):
             yield f"lora.targets names a projection twice: {', '.join(lora.targets)}"
         widest = min(config.model.hidden, config.model.ffn)
         if lora.rank > widest:
             yield f"lora.rank ({lora.rank}) must be at most {widest}, the model's narrowest width"
-    if config.storage.preset != "off" or any(getattr(config.storage, kind) != FROM_PRESET for kind in KINDS):
-        yield 'lora.rank needs storage.preset = "off": blocks with adapters store what autograd does'
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:
     pipeline, layers = config.pipeline, config.model.layers
-    yield from (*_name("pipeline.head", pipeline.head, HEADS), *unplaceable(pipeline, _head_first(config)))
+    yield from (
+        *name_problem("pipeline.head", pipeline.head, HEADS),
+        *unplaceable(pipeline, _head_first(config)),
+    )
     wrong = list(_at_least(1, {"pipeline.stages": pipeline.stages, "pipeline.chunks": pipeline.chunks}))
     yield from wrong
     yield from _at_least(0, {"pipeline.window": pipeline.first_window})
@@ -555,7 +517,7 @@ def _telemetry(telemetry: TelemetrySection) -> Iterator[str]:
         yield f"telemetry.trace: {error}"
     yield from _at_least(1, {"telemetry.trace_mb": telemetry.trace_mb})
     for logger in telemetry.loggers:
-        yield from _name("telemetry.loggers", logger, LOGGERS)
+        yield from name_problem("telemetry.loggers", logger, LOGGERS)
 
 
 def _dashboard(dashboard: DashboardSection, coordinator: CoordinatorSection) -> Iterator[str]:
@@ -593,8 +555,3 @@ def _positive(values: dict[str, float]) -> Iterator[str]:
     for name, value in values.items():
         if not 0 < value < math.inf:
             yield f"{name} must be a finite number above 0, got {value}"
-
-
-def _name(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
-    if value not in known:
-        yield f"{key} {value!r} is unknown{nearest(value, known)}"

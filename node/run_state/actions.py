@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from node.pipeline.codec_plan import CodecPlan
+from node.pipeline.storage_choice import StoragePlan
 from node.run_state.grid import ONE_ROW, Groups
 from wire.messages import Abort, CoordinatorMessage, Finish
 
@@ -47,6 +48,15 @@ class RecordCodecs:
     epoch: int
     step: int
     plan: CodecPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordStorages:
+    """From `step` on, stages store their activations like this, until another such record."""
+
+    epoch: int
+    step: int
+    plan: StoragePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +157,7 @@ Action = (
     | RecordPlacement
     | RecordRestored
     | RecordCodecs
+    | RecordStorages
     | RecordCommit
     | RecordHeldOut
     | StepDone

@@ -121,6 +121,8 @@ class Auditor:
         wanted = {*own, *extra} if self._rate > 0.0 else set()
         if vote.digests.keys() != wanted:
             return f"its vote has digests of the groups {sorted(vote.digests)}, not of {sorted(wanted)}"
+        if not wanted:
+            return None
         last = self._boundaries(stages) - 1
         ends = set()
         for boundary in range(last + 1):

@@ -19,6 +19,7 @@ from enum import StrEnum
 
 from node.model.labels import BatchPart
 from node.pipeline.codec_plan import CodecPlan
+from node.pipeline.storage_choice import StoragePlan
 from node.run_state.actions import Action, RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
 from node.run_state.audits import Audit, Auditor, Contradiction, Difference, rows_alike
 from node.run_state.grid import ONE_ROW, Groups
@@ -125,6 +126,8 @@ class Epoch:
         """The epoch repeats a step that was not finite, with fp32 on every link; it never commits."""
         self.codecs: CodecPlan | None = None
         """Of each boundary; None where the run file's are not planned."""
+        self.storages: StoragePlan | None = None
+        """Of each stage; None where the run file's are not left to the coordinator."""
         self.planned_windows: tuple[int, ...] = ()
         """Of each link, row after row, from the next step on; empty is the run file's."""
         self.keeps_sums = False
@@ -326,6 +329,12 @@ class Epoch:
         self._restore = replace(
             self._restore, activation_codecs=plan.activations, gradient_codecs=plan.gradients
         )
+        return self._to_asked(self._restore)
+
+    def use_storages(self, plan: StoragePlan) -> list[Action]:
+        """Restore with activations stored like this; as `use_codecs`."""
+        self.storages = plan
+        self._restore = replace(self._restore, storages=plan.names)
         return self._to_asked(self._restore)
 
     def ready(self, node_id: str) -> list[Action]:

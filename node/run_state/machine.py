@@ -66,12 +66,14 @@ class RunMachine:
         self._blame = Blame()
         auditor = Auditor(plan.audit_rate, plan.audit_secret, plan.boundaries)
         self._epochs = EpochSeries(plan, past, step_plan, auditor)
+        self._storages = plan.storages(past.storages, plan.stage_bytes)
         self._assigner = StageAssigner(
             stages=plan.stages,
             min_stages=plan.min_stages,
             regroup_seconds=plan.regroup_seconds,
-            stage_bytes=plan.stage_bytes,
+            stage_bytes=self._storages.stage_bytes,
             sharing=plan.sharing,
+            remedies=plan.remedies,
             previous=past.hosts,
             most_rows=plan.most_rows,
             previous_rows=past.rows,
@@ -289,7 +291,7 @@ class RunMachine:
         # A commit that somebody missed comes with the restore.
         misses = self._snapshots.newest < epoch.step and not epoch.all_hold_it
         if not actions or misses or not self._is_to_end(epoch):
-            return self.codecs.begin(epoch, actions)
+            return self._storages.begin(epoch, self.codecs.begin(epoch, actions), self.members)
         epoch.phase = Phase.IDLE
         return self._between_steps(epoch, now)
 

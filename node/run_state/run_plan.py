@@ -14,10 +14,12 @@ from node.pipeline.placement import boundaries, chunks_of, head_first, stage_uni
 from node.pipeline.places import SplitHistory
 from node.pipeline.routing import neighbours
 from node.pipeline.snapshot_place import stage_state_bytes
+from node.pipeline.storage_choice import StorageHistory, remedies
 from node.run_state.codec_control import CodecControl, codec_control, no_codecs
 from node.run_state.epoch import Committed, Neighbours, StepPlan
 from node.run_state.held_out import HeldOutPass, held_out_passes
-from node.run_state.stage_assignment import Sharing, StageBytes, sharing, stage_needs
+from node.run_state.stage_assignment import Remedies, Sharing, StageBytes, sharing, stage_needs
+from node.run_state.storage_control import StorageControl, no_choice, storage_control
 from node.run_state.votes import PastStep, UnitNumbers
 from node.telemetry.format import parse_duration
 from node.training.schedule import clip_coefficient, learning_rate
@@ -61,8 +63,11 @@ class RunPlan:
     neighbours: Neighbours
     stage_bytes: StageBytes
     sharing: Sharing = lambda _: None
+    remedies: Remedies = lambda *_: ()
     codecs: Callable[[RateHistory, int], CodecControl] = no_codecs
     """(plans on record, the first step never committed) -> what plans the codecs of links."""
+    storages: Callable[[StorageHistory, StageBytes], StorageControl] = no_choice
+    """(plans on record, what stages need where nothing is chosen) -> what chooses stages' storages."""
     audit_rate: float = 0.0
     """Share of steps in which a gradient group is computed by two rows."""
     audit_secret: bytes = b""
@@ -90,6 +95,8 @@ class Past:
     """The least of these losses."""
     codecs: RateHistory = field(default_factory=RateHistory)
     """The plans of codecs on record."""
+    storages: StorageHistory = field(default_factory=StorageHistory)
+    """The plans of storages on record."""
     splits: SplitHistory = field(default_factory=SplitHistory)
     """The splits on record."""
     shown: Mapping[str, float] = field(default_factory=dict)
@@ -132,12 +139,14 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
         units=functools.cache(functools.partial(stage_units, config)),
         stage_bytes=stage_needs(config, windows),
         sharing=sharing(config),
+        remedies=functools.partial(remedies, config, windows=windows),
         unit_numbers=functools.cache(functools.partial(_unit_numbers, config)),
         neighbours=functools.cache(functools.partial(_neighbours, config)),
         codecs=functools.partial(codec_control, config),
+        storages=functools.partial(storage_control, config, windows),
         audit_rate=config.audit.rate,
         audit_secret=secrets.token_bytes(32),
-        boundaries=functools.partial(boundaries, config),
+        boundaries=functools.cache(functools.partial(boundaries, config)),
         state_bytes=functools.cache(functools.partial(stage_state_bytes, config)),
     )
 

@@ -15,6 +15,8 @@ StageBytes = Callable[[int, Devices], Sequence[int]]
 """(stages, a node's devices) -> bytes that each stage needs on every device, first stage first."""
 Sharing = Callable[[Devices], str | None]
 """A node's devices -> why they cannot share the run's blocks or microbatches, or None."""
+Remedies = Callable[[int, Devices, int], Sequence[str]]
+"""(stages, a node's devices, bytes of each) -> settings of the run file with which they host a stage."""
 ONE = Devices()
 _KINDS_REMEMBERED = 64
 
@@ -127,7 +129,11 @@ def _make_room(
 
 
 def useless(
-    candidate: Candidate, counts: Sequence[int], stage_bytes: StageBytes, why_not: Sharing
+    candidate: Candidate,
+    counts: Sequence[int],
+    stage_bytes: StageBytes,
+    why_not: Sharing,
+    remedies: Remedies = lambda *_: (),
 ) -> str | None:
     """Why a node can host no stage: its devices cannot share one, or the smallest does not fit. None if it
     can.
@@ -135,6 +141,7 @@ def useless(
     Args:
         counts: possible numbers of stages.
         why_not: as `sharing` gives.
+        remedies: says what of the run file to change; in general words without it.
     """
     # First: there is no estimate for what does not divide evenly.
     if (line := why_not(candidate.devices)) is not None:
@@ -148,8 +155,12 @@ def useless(
         f"the smallest of {stages} stages needs an estimated {_mebibytes(least)}{_where(candidate.devices)}, "
         f"and this node offers {_mebibytes(candidate.memory_bytes)}: join with more memory (--max-memory, "
         "another --device, or --gpus N with --tensor-parallel T, which shares the blocks; for a GPU "
-        "--max-host-memory), or let the run have more pipeline.stages, a smaller training.microbatch, "
-        "storage.preset agoq or compact, or gradients and moments in fp8"
+        "--max-host-memory), or let the run have "
+        + (
+            " or ".join(remedies(stages, candidate.devices, candidate.memory_bytes))
+            or "fewer model.layers, more pipeline.stages, a smaller training.microbatch, storage.preset agoq "
+            "or compact, or gradients and moments in fp8"
+        )
     )
 
 
@@ -164,6 +175,7 @@ class StageAssigner:
         regroup_seconds: float,
         stage_bytes: StageBytes,
         sharing: Sharing = lambda _: None,
+        remedies: Remedies = lambda *_: (),
         previous: Sequence[str] = (),
         most_rows: int = 1,
         previous_rows: int = 1,
@@ -181,6 +193,7 @@ class StageAssigner:
         self._regroup_seconds = regroup_seconds
         self._stage_bytes = stage_bytes
         self._sharing = sharing
+        self._remedies = remedies
         self._holders: list[str | None] = list(previous)
         """The newest grid; None for a node that is gone for good."""
         self._regroup_at: float | None = None
@@ -319,7 +332,7 @@ class StageAssigner:
     def useless(self, candidate: Candidate) -> str | None:
         """As the function `useless`, for this run's possible splits."""
         counts = range(self._min_stages, self._stages + 1)
-        return useless(candidate, counts, self._stage_bytes, self._sharing)
+        return useless(candidate, counts, self._stage_bytes, self._sharing, self._remedies)
 
     def _kept(self, holders: Sequence[str | None], candidates: Sequence[Candidate]) -> tuple[str, ...] | None:
         """The grid of those alone that held their stages in the newest one; None if a stage has nobody.

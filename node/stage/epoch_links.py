@@ -27,7 +27,7 @@ from wire.peer_probe import ProbeServer
 from wire.relay import PROTOCOL_NAME, Relay
 from wire.relay_client import TOGETHER_SECONDS, RelayClient
 from wire.spec import TensorKey
-from wire.telemetry import RELAY, TOGETHER, relay_path
+from wire.telemetry import DIRECT, RELAY, TOGETHER, relay_path
 from wire.tls_socket import mutual_context
 
 log = logging.getLogger(__name__)
@@ -289,7 +289,13 @@ class EpochLinks:
                 peer_node_id=other.node_id,
                 peer_stage=peer.stage,
                 peer_address=other.address,
-                paths=[_path_by(path, client, other.node_id) for path, client in relays.items()],
+                paths=[
+                    *(
+                        LinkPath(name=DIRECT, address=address, shown=address)
+                        for address in placement.also.get(other.node_id, ())
+                    ),
+                    *(_path_by(path, client, other.node_id) for path, client in relays.items()),
+                ],
                 expect=expect,
                 on_tensor=events.arrived,
                 settings=settings,

@@ -17,7 +17,9 @@ from node.stage.coordinator_client import Batches
 from node.stage.executor import StepOutcome
 from node.stage.following import State, StateServices, load_state
 from node.stage.inbox import ElementsSent, Inbox, LoopIO, StepInterrupted, TensorLink
+from node.stage.out_of_memory import ran_out
 from node.stage.tensor_transfer import BadTensorError
+from node.telemetry.clock import StageClock, TimeKind
 from wire.errors import (
     CacheMismatchError,
     DeviceLostError,
@@ -25,6 +27,7 @@ from wire.errors import (
     NonFiniteError,
     ProtocolViolationError,
     Refused,
+    RunError,
     ThinwireError,
 )
 from wire.messages import (
@@ -127,6 +130,8 @@ class EpochTask:
         self._ready = False
         self._step = -1
         self._vote: Vote | None = None
+        self._seconds = 0.0
+        """Of a microbatch's passes in the newest step; 0 before one."""
         self._validated: Validated | None = None
         self._failure: StepFailed | None = None
         self._snapshot = -1
@@ -276,6 +281,7 @@ class EpochTask:
             executor.forget()
         if missed is not None and executor.state_step == missed.step == step - 1 and executor.voted:
             await services.compute(lambda: executor.apply(missed.lr, missed.clip_coefficient))
+        executor.use_storages(restore.storages)
         if executor.state_step != step:
             await load_state(services, step)
         executor.lineage = restore.lineage
@@ -299,9 +305,26 @@ class EpochTask:
 
         def work() -> StepOutcome:
             executor.use_windows(begin.link_windows, audited)
-            return executor.run_step(self.number, step, io, found)
+            began = _in_passes(executor.clock)
+            outcome = executor.run_step(self.number, step, io, found)
+            self._seconds = (_in_passes(executor.clock) - began) / len(executor.microbatch_numbers)
+            return outcome
 
-        outcome = await services.compute(work)
+        def attempt() -> StepOutcome | None:
+            try:
+                return work()
+            except Exception as error:  # torch raises several types when memory runs out; others pass
+                if not ran_out(error):
+                    raise
+                failed = error
+            # Outside, where the error no longer holds what the step had made.
+            if not executor.model.relieve():
+                raise failed
+            return None
+
+        outcome = await services.compute(attempt)
+        if outcome is None:
+            raise RunError("it ran short of memory, and plans with less from now on")
         faults.reach(faults.Phase.VOTING, stage=self.stage, step=step)
         self._vote = Vote(
             epoch=self.number,
@@ -362,7 +385,12 @@ class EpochTask:
         services, executor = self._services, self._services.executor
         faults.reach(faults.Phase.COMMIT_APPLY, stage=self.stage, step=commit.step)
         if executor.state_step == commit.step:
-            await services.compute(lambda: executor.apply(commit.lr, commit.clip_coefficient))
+
+            def work() -> None:
+                executor.apply(commit.lr, commit.clip_coefficient)
+                executor.model.adapt(self._seconds)
+
+            await services.compute(work)
             faults.reach(faults.Phase.APPLY, stage=self.stage, step=commit.step)
             self._step = commit.step + 1
             services.progress.step_done(commit.step + 1)
@@ -388,3 +416,9 @@ class EpochTask:
             peer_replica=self._other_end.replica,
         )
         self._services.post(self._failure)
+
+
+def _in_passes(clock: StageClock) -> float:
+    """Seconds of forward and backward so far."""
+    times = clock.snapshot()
+    return times[TimeKind.FORWARD] + times[TimeKind.BACKWARD]

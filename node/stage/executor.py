@@ -28,6 +28,7 @@ from node.stage.gradient_sync import GradientSync, KeepSums, SyncIO, SyncPlan
 from node.stage.inbox import StepInterrupted
 from node.stage.stage_codecs import StageCodecs
 from node.stage.stage_model import StageCompute
+from node.stage.stage_storage import StageStorage
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
@@ -111,7 +112,8 @@ class StageExecutor:
             torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden)
         )
         self._tied = TensorSpec(torch.float32, (config.model.vocab, config.model.hidden))
-        self._model = model
+        self.model = model
+        self.storage = StageStorage(config)
         self._sync = GradientSync(config, device) if config.pipeline.groups > 1 else None
         self.keep_sums: KeepSums | None = None
         """Gets each step's summed gradients, packed, for nodes that follow the run."""
@@ -156,7 +158,7 @@ class StageExecutor:
         if (stage, stages) != (self.stage, self.stages):
             self._place = StageLayout(config, stage, stages)
             self.stage, self.stages = stage, stages
-            self._model.drop()
+            self.model.drop()
             self.state_step = -1
             self.voted = False
         self.use_windows(())
@@ -188,7 +190,7 @@ class StageExecutor:
         if self._order and (link_windows, audited) == (self._windows, self._audited):
             return
         self._windows, self._audited = link_windows, audited
-        numbers = self._microbatch_numbers
+        numbers = self.microbatch_numbers
         order = stage_orders(self.config, self.stages, link_windows or None, len(numbers))[self.stage]
         self._order = tuple(replace(action, microbatch=numbers[action.microbatch]) for action in order)
 
@@ -199,6 +201,12 @@ class StageExecutor:
         """
         self._codecs.plan(activations, gradients, self.stages)
 
+    def use_storages(self, names: tuple[str, ...]) -> None:
+        """Store activations as the coordinator chose; as `StageStorage.choose`. A state that was built
+        otherwise is forgotten."""
+        if self.storage.choose(names, self.stage, self.stages):
+            self.forget()
+
     def restore(self, step: int, fetch: Callable[[str], UnitState]) -> None:
         """Go to the state of `step`: keep it, or build it from the seed (step 0) and what `fetch` gives.
 
@@ -208,11 +216,11 @@ class StageExecutor:
             return
         self.state_step = -1
         self.voted = False
-        self._model.build(self.stage, self.stages)
+        self.model.build(self.stage, self.stages, self.storage.number)
         for unit in self.units if step > 0 or self.config.model.from_ else ():
             state = without_cache(fetch(unit))
             # A checkpoint has weights alone: the optimizer starts fresh.
-            self._model.load_unit_state(unit, state if step > 0 else self._model.unit_state(unit) | state)
+            self.model.load_unit_state(unit, state if step > 0 else self.model.unit_state(unit) | state)
         if self._caches is not None:
             boundaries = self._cached_boundaries().items()
             self._caches.restore(step, {j: fetch(unit) if step > 0 else {} for j, unit in boundaries})
@@ -225,7 +233,7 @@ class StageExecutor:
 
     def copy_state(self) -> dict[str, dict[str, Tensor]]:
         """A copy of every unit's weights and optimizer state, on the CPU."""
-        state = {unit: self._model.unit_state(unit) for unit in self.units}
+        state = {unit: self.model.unit_state(unit) for unit in self.units}
         if self._caches is not None:
             for boundary, unit in self._cached_boundaries().items():
                 if unit in state:
@@ -263,7 +271,7 @@ class StageExecutor:
         """
         self.voted = False
         labels = samples.get(BatchPart.LABELS)
-        self._model.begin_step(1.0 if labels is None else label_weight(labels))
+        self.model.begin_step(1.0 if labels is None else label_weight(labels))
         if self._caches is not None:
             self._caches.rollback()
         given = {part: self._of_row(part, batch) for part, batch in samples.items()}
@@ -353,12 +361,12 @@ class StageExecutor:
             for action in order:
                 io.check()
                 faults.reach(faults.Phase.VALIDATION, stage=self.stage, step=step)
-                self._model.begin_step()  # keeps nothing for a backward
+                self.model.begin_step()  # keeps nothing for a backward
                 with torch.no_grad():
                     result = self._forward(epoch, step, action, io, given)
                 if self._place.global_chunk(action) == self._place.last_chunk:
                     losses.append(result)
-            self._model.begin_step()
+            self.model.begin_step()
             self.clock.switch(TimeKind.ENCODE)
             self._transfer.drain()
         except StepInterrupted:
@@ -375,7 +383,7 @@ class StageExecutor:
         """Commit: clip, step the optimizer, drop the gradients."""
         self.clock.switch(TimeKind.OPTIMIZER)
         self.voted = False
-        self._model.apply(lr, clip_coefficient)
+        self.model.apply(lr, clip_coefficient)
         if self._caches is not None:
             self._caches.commit()
         self.state_step += 1
@@ -394,9 +402,9 @@ class StageExecutor:
         """
         assert self._sync is not None, "only a run with gradient groups packs their sums"
         self.voted = False
-        self._model.begin_step()
+        self.model.begin_step()
         for unit, gradients in self._sync.read(self._sync_plan, sums):
-            self._model.put_gradients(unit, gradients)
+            self.model.put_gradients(unit, gradients)
         if self.config.sums_tied_gradients and self._place.is_first and self._place.has_loss:
             self._sum_own_tie()
         self.voted = True
@@ -405,10 +413,10 @@ class StageExecutor:
     # ---- inside
 
     def _norms(self) -> dict[int, float]:
-        return {self._unit_index[unit]: norm for unit, norm in self._model.squared_norms().items()}
+        return {self._unit_index[unit]: norm for unit, norm in self.model.squared_norms().items()}
 
     def _sum_own_tie(self) -> None:
-        model = self._model
+        model = self.model
         total = sum_tied_gradients(model.tied_gradient(HEAD), model.tied_gradient(EMBED))
         model.put_tied_gradient(EMBED, total)
         model.put_tied_gradient(HEAD, total)
@@ -448,7 +456,7 @@ class StageExecutor:
         self.clock.switch(TimeKind.FORWARD, out)
         wanted = own[BatchPart.LABELS] if index == self._place.last_chunk else None
         documents = own.get(BatchPart.DOCUMENTS)
-        result = self._model.forward(action.chunk, action.microbatch, fed, wanted, documents)
+        result = self.model.forward(action.chunk, action.microbatch, fed, wanted, documents)
         if wanted is not None:
             self._computed()
             return result
@@ -463,7 +471,7 @@ class StageExecutor:
         if index != self._place.last_chunk:
             gradient = self._receive(key, self._boundary, io, TimeKind.WAIT_DOWNSTREAM)
         self.clock.switch(TimeKind.BACKWARD, key)
-        upstream = self._model.backward(action.chunk, action.microbatch, gradient)
+        upstream = self.model.backward(action.chunk, action.microbatch, gradient)
         if upstream is not None:
             out = TensorKey(epoch, step, action.microbatch, index - 1, Direction.GRADIENT)
             self._send(out, upstream, io)
@@ -488,28 +496,28 @@ class StageExecutor:
             return
         self.clock.switch(TimeKind.ENCODE)
         if action.microbatch == self._share.microbatches[-1]:
-            faults.spoil(faults.Phase.BACKWARD, self._model.any_gradient(), stage=self.stage, step=step)
+            faults.spoil(faults.Phase.BACKWARD, self.model.any_gradient(), stage=self.stage, step=step)
         units = self._place.chunk_units(action.chunk)
-        self._sync.group_done(group, self._model.take_gradients(units))
+        self._sync.group_done(group, self.model.take_gradients(units))
 
     def _finish_gradients(self, step: int) -> None:
         """Complete the gradients; with several groups, by the sum over all groups."""
         if self._sync is None:
-            self._model.finish_step()
-            faults.spoil(faults.Phase.BACKWARD, self._model.any_gradient(), stage=self.stage, step=step)
+            self.model.finish_step()
+            faults.spoil(faults.Phase.BACKWARD, self.model.any_gradient(), stage=self.stage, step=step)
             return
         self.clock.switch(TimeKind.SYNC)
         for index, (unit, gradients) in enumerate(self._sync.finish()):
             if index == 0:
                 faults.reach(faults.Phase.SYNC, stage=self.stage, step=step)
-            self._model.put_gradients(unit, gradients)
+            self.model.put_gradients(unit, gradients)
 
     def _exchange_tied(self, epoch: int, step: int, io: StageIO) -> None:
         """Set both copies of a tied weight to the sum of both gradients, added in a fixed order."""
         place = self._place
         if not (place.exchanges_tie or (self.config.sums_tied_gradients and place.is_first)):
             return
-        model = self._model
+        model = self.model
         up = TensorKey(epoch, step, 0, 0, Direction.TIED_SHARE)
         down = TensorKey(epoch, step, 0, 0, Direction.TIED_SUM)
         if place.is_first and place.has_loss:
@@ -563,7 +571,7 @@ class StageExecutor:
         return self._codecs.of(key, uncompressed=self.uncompressed)
 
     @property
-    def _microbatch_numbers(self) -> list[int]:
+    def microbatch_numbers(self) -> list[int]:
         """The microbatches that a step computes, in their order: the row's, then the audited ones."""
         audited = [number for group in self._audited for number in microbatches_of(self.config, [group])]
         return [*self._share.microbatches, *audited]
@@ -574,7 +582,7 @@ class StageExecutor:
 
     def _of_row(self, part: BatchPart, batch: np.ndarray) -> dict[int, Tensor]:
         """By number, from all microbatches of the step or from those alone that the row computes."""
-        found, numbers = self._microbatches(part, batch), sorted(self._microbatch_numbers)
+        found, numbers = self._microbatches(part, batch), sorted(self.microbatch_numbers)
         if len(found) == self.config.microbatches:
             numbers = list(range(len(found)))
         return dict(zip(numbers, found, strict=False))

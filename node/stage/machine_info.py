@@ -12,10 +12,14 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
+from kernels.fp8.products import lacks_products
+from node.config.schema import TrainingSection
 from wire.errors import UserError
 from wire.identity.enrolment import CPU, Hardware
 
 MATRIX = 1024
+BFLOAT16_CAPABILITY = (8, 0)
+"""GPUs before it have no products in bfloat16, and torch's are many times slower there than in float32."""
 MEASURE_SECONDS = 0.2
 HOST_SHARE = 0.5
 """Of the free main memory, for what does not fit on the GPUs."""
@@ -104,6 +108,25 @@ def arithmetic(device: torch.device) -> str:
         return f"torch {torch.__version__}, sm_{major}{minor}"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
+
+
+def cannot_compute(training: TrainingSection, device: torch.device) -> str | None:
+    """Why this device cannot compute a stage of such a run, and what to do; None if it can. CPUs can."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_properties(device).name
+    if training.compute == "fp8" and lacks_products(device):
+        return (
+            f"this run multiplies in FP8 ([training] compute), which this node's {name} cannot: join with a "
+            "GPU of compute capability 8.9 or later"
+        )
+    if training.precision == "bfloat16" and torch.cuda.get_device_capability(device) < BFLOAT16_CAPABILITY:
+        return (
+            f"this run computes in bfloat16 ([training] precision), which this node's {name} cannot: join "
+            "with a GPU of compute capability 8.0 or later, or a CPU, or let the run have training.precision "
+            "float32"
+        )
+    return None
 
 
 def _free_elsewhere(others: Sequence[torch.device]) -> int:

@@ -152,6 +152,7 @@ class NodeMeter:
             queued_bytes=queued,
             flows=flows,
             path=stats.path,
+            not_together=stats.not_together,
         )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from node.stage.allocator import held
 from node.telemetry.format import bytes_text
 from wire.errors import MemoryExhaustedError
 from wire.identity.enrolment import Hardware
@@ -50,12 +51,12 @@ def device_memory_text(device: torch.device) -> str:
     if device.type == "cuda":
         try:
             free, total = torch.cuda.mem_get_info(device)
-            own = torch.cuda.memory_reserved(device)
+            own = held(device)
         except RuntimeError:
             return f"{device} does not say how much it has"
         return (
-            f"{device} has {bytes_text(total)}, of which {bytes_text(own)} are this process's and "
-            f"{bytes_text(free)} free"
+            f"{device} has {bytes_text(total)}, of which {bytes_text(own.reserved)} are this process's "
+            f"({own}) and {bytes_text(free)} free"
         )
     page = os.sysconf("SC_PAGE_SIZE")
     words = f"the machine has {bytes_text(page * os.sysconf('SC_PHYS_PAGES'))}"

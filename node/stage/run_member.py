@@ -15,6 +15,7 @@ from node.model.units import state_bytes as unit_bytes
 from node.pipeline.memory_plan import Room
 from node.pipeline.placement import stage_units
 from node.pipeline.routing import Peer
+from node.pipeline.storage_choice import allowed_storages, chosen_config, name_of, words_of
 from node.stage import out_of_memory
 from node.stage.coordinator_client import Batches, CoordinatorClient
 from node.stage.epoch_links import EpochLinks
@@ -138,6 +139,8 @@ class RunMember:
         self._tell = tell
         self._running: tuple[EpochTask, asyncio.Task[None]] | None = None
         """The current epoch; None between epochs."""
+        self._told = (-1, 0, "")
+        """The stage of which was said what it does to fit, and its storage."""
 
     @property
     def epoch(self) -> int:
@@ -175,6 +178,8 @@ class RunMember:
                 self._snapshots.send(message)
             case _:
                 if self._running is not None and self.epoch == message.epoch:
+                    if isinstance(message, Restore):
+                        self._tell_stored(self._running[0].placement, message)
                     self._running[0].submit(message)
 
     async def end(self) -> None:
@@ -188,7 +193,7 @@ class RunMember:
         executor, offered = self.executor, self._room.memory_bytes
         if executor.stage < 0:
             return out_of_memory.exhausted(device, on_device, offered=offered)
-        config = executor.config
+        config = executor.storage.config
         wide = replace(config, pipeline=replace(config.pipeline, window=executor.widest_window))
         stage, stages = executor.stage, executor.stages
         need = self._room.plan(wide, stages, stage).memory.total
@@ -268,12 +273,25 @@ class RunMember:
         units = stage_units(self.executor.config, stages)[stage]
         self._tell(f"stage {stage} of {stages} in epoch {placement.epoch}: {units_text(units)}")
         self.progress.placed(f"stage {stage} of {stages}")
-        if (stage, stages) != (self.executor.stage, self.executor.stages):
-            self._group.create_task(self._tell_plan(stage, stages))
 
-    async def _tell_plan(self, stage: int, stages: int) -> None:
-        """Say what this stage does to fit, if anything. A plan of many blocks takes a while."""
-        plan = await asyncio.to_thread(self._room.plan, self.executor.config, stages, stage)
+    def _tell_stored(self, placement: Placement, restore: Restore) -> None:
+        """Say what this stage does to fit, once for each stage that it gets."""
+        stage, stages = placement.stage, len(placement.stages)
+        name = restore.storages[stage] if len(restore.storages) == stages else ""
+        if (stage, stages, name) != self._told:
+            self._told = stage, stages, name
+            self._group.create_task(self._tell_plan(stage, stages, name))
+
+    async def _tell_plan(self, stage: int, stages: int, name: str) -> None:
+        """`name`: of the storage that the coordinator chose. A plan of many blocks takes a while."""
+        config = self.executor.config
+        if name:
+            storage = next((one for one in allowed_storages(config) if name_of(one) == name), None)
+            if storage is None:
+                return  # the epoch says so
+            self._tell(f"this stage stores activations as the coordinator chose: {words_of(storage)}")
+            config = chosen_config(config, storage)
+        plan = await asyncio.to_thread(self._room.plan, config, stages, stage)
         if done := plan.text():
             room = bytes_text(self._room.memory_bytes)
             self._tell(f"to fit in {room}: {done}; about {plan.added:.0%} more time, same bits")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from kernels.fp8.products import lacks_products
 from node import faults
 from node.config.schema import RunConfig
 from node.pipeline.block_times import BlockTimes
@@ -25,6 +24,7 @@ from node.stage.coordinator_client import CoordinatorClient
 from node.stage.epoch_links import EpochLinks
 from node.stage.executor import StageExecutor
 from node.stage.layer_peers import LayerPeers, LayersHeld
+from node.stage.machine_info import cannot_compute
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.out_of_memory import device_memory_text, exhausted, ran_out
@@ -40,6 +40,8 @@ from node.telemetry.clock import TimeKind
 from node.telemetry.trace_files import TracedSteps
 from wire.errors import DeviceLostError, RunError, first_error
 from wire.identity.enrolment import Hardware, Refusal
+from wire.identity.names import join_address
+from wire.interfaces import dialled_from_anywhere
 from wire.layer_exchange import LayerServer, yield_to
 from wire.link import LinkSettings
 from wire.messages import (
@@ -60,6 +62,7 @@ from wire.messages import (
 )
 from wire.pacing import Pacer
 from wire.peer_probe import ProbeServer
+from wire.port_mapping import MappedPort, routers_to_ask
 from wire.telemetry import Telemetry
 from wire.version import PROTOCOL, VERSION
 
@@ -94,6 +97,8 @@ class NodeSettings:
     """Address below which this machine's owner lets runs keep snapshots in an object store."""
     relay_rate: float = 0.0
     """Bytes a second that it relays for others; 0: it does not."""
+    maps_port: bool = True
+    """Whether routers may be asked for a port that leads here."""
     pacer: Pacer | None = None
     """Limits the bandwidth, if the machine's owner asked for it."""
 
@@ -121,6 +126,7 @@ class NodeRuntime:
             settings.control_address,
             settings.relay_rate,
         )
+        self._mapped = MappedPort((), tell)
         self._peers = LayerPeers(identity)
         self.progress = Progress()
         self._client.layer_bytes_came = self._peers.bytes_came = self.progress.came
@@ -147,12 +153,19 @@ class NodeRuntime:
                 port = await self._links.start(self._settings.listen)
                 self._meter.relay = self._links.relay
                 self._tell.now("measuring the line to the coordinator")
-                hello = self._hello(port, await self._client.measure_download())
+                async with asyncio.TaskGroup() as measuring:
+                    measuring.create_task(self._map_port(port))
+                    rate = measuring.create_task(self._client.measure_download())
+                hello = self._hello(port, rate.result())
                 session = self._session.run(
-                    lambda: replace(hello, epoch=0 if self._member is None else self._member.epoch),
+                    lambda: replace(
+                        hello,
+                        epoch=0 if self._member is None else self._member.epoch,
+                        mapped_port=self._mapped.outside,
+                    ),
                     functools.partial(self._handle, group),
                 )
-                work = session, renew_certificates(self._identity, self._client)
+                work = session, renew_certificates(self._identity, self._client), self._mapped.keep()
                 watching = self._compute.watch(), devices.watch(), self._show_progress()
                 for background in (*work, *watching):
                     self._tasks.append(group.create_task(background))
@@ -173,6 +186,7 @@ class NodeRuntime:
             await self._session.close()
             if self._member is not None:
                 self._member.inbox.interrupt("the node is stopping")
+            await self._mapped.close()
             await self._links.stop()
             await self._peers.close()
             await self._client.close()
@@ -252,7 +266,15 @@ class NodeRuntime:
             process_nonce=secrets.randbits(63),
             name=self._settings.name,
             relay_rate=self._settings.relay_rate if port else 0.0,
+            also=self._further_addresses(port),
         )
+
+    def _further_addresses(self, port: int) -> tuple[str, ...]:
+        """Where neighbours may dial besides the address that the coordinator sees."""
+        host = self._settings.listen.rpartition(":")[0]
+        if not port or self._settings.advertise or host not in ("0.0.0.0", "[::]"):
+            return ()
+        return tuple(join_address(one, port) for one in dialled_from_anywhere())
 
     async def _handle(self, group: asyncio.TaskGroup, message: CoordinatorMessage) -> None:
         match message:
@@ -285,11 +307,8 @@ class NodeRuntime:
             self._member.offer_layers()
             return
         config = from_json(welcome.config_json)
-        if config.training.compute == "fp8" and lacks_products(self._settings.devices.first):
-            raise RunError(
-                "this run multiplies in FP8 ([training] compute), which this node's "
-                f"{self._settings.hardware.device} cannot: join with a GPU of compute capability 8.9 or later"
-            )
+        if line := cannot_compute(config.training, self._settings.devices.first):
+            raise RunError(line)
         check_store(config.snapshots.keep, self._settings.store)
         traced = TracedSteps.parse(config.telemetry.trace)
         self._meter.trace(traced)
@@ -359,6 +378,14 @@ class NodeRuntime:
         executor = StageExecutor(config, device, self._compute.clock, model, windows=room.windows)
         executor.compile_codecs()
         return executor
+
+    async def _map_port(self, port: int) -> None:
+        """Have the router lead a port to this one, where that may help."""
+        settings = self._settings
+        if port and settings.maps_port and not settings.advertise:
+            routers = await routers_to_ask(settings.listen, settings.control_address)
+            self._mapped = MappedPort(routers, self._tell)
+            await self._mapped.open(port)
 
     async def _measure_relays(self, message: Relays) -> None:
         others = [relay for relay in message.relays if relay.node_id != self._identity.node_id]

@@ -4,6 +4,7 @@ It knows no schedule and no network; the executor says what to run. `StageModel`
 `node.parallel.group` runs one on each of several devices.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -13,18 +14,26 @@ from torch import Tensor, nn
 from kernels.attention.reach import Documents
 from kernels.fp8.reference import Fp8Gradient
 from node.config.schema import RunConfig
+from node.model.blocks import Block
 from node.model.chunk import Chunk, build_chunk, weight_dtype
 from node.model.host_memory import HostMemory, host_memory
 from node.model.offload import Offload
+from node.model.storage import Storage
 from node.model.tensor_rank import TensorRank
 from node.model.units import is_block
 from node.pipeline.memory import stage_storages
-from node.pipeline.memory_plan import Room
+from node.pipeline.memory_plan import MemoryPlan, Room
 from node.pipeline.placement import chunk_units
+from node.pipeline.storage_choice import allowed_storages, chosen_config
+from node.stage.allocator import begin_peak, most_allocated
 from node.stage.captured_passes import CapturedPasses, CudaRecorder
+from node.stage.memory_control import MemoryControl, Taken
+from node.stage.out_of_memory import ran_out
 from node.stage.passes import AutogradPasses, ChunkCall, Passes
 from node.training.optimizer import StageOptimizer
 from node.training.unit_state import FROZEN_PREFIX
+
+log = logging.getLogger(__name__)
 
 
 class StageCompute(Protocol):
@@ -33,9 +42,13 @@ class StageCompute(Protocol):
     @property
     def optimizer(self) -> StageOptimizer: ...
 
-    def build(self, stage: int, stages: int) -> None: ...
+    def build(self, stage: int, stages: int, storage: int | None = None) -> None: ...
 
     def drop(self) -> None: ...
+
+    def adapt(self, seconds: float) -> None: ...
+
+    def relieve(self) -> bool: ...
 
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None: ...
 
@@ -149,20 +162,27 @@ class StageModel:
         self._passes: list[Passes] = []
         self._host = host
         self._offload: Offload | None = None
+        self._control: MemoryControl | None = None
+        self._storage = Storage()
+        """The run's, at this stage."""
+        self._captured = False
 
-    def build(self, stage: int, stages: int) -> None:
-        """Make this stage's chunks with their initial weights, and a fresh optimizer."""
+    def build(self, stage: int, stages: int, storage: int | None = None) -> None:
+        """Make this stage's chunks with their initial weights, and a fresh optimizer.
+
+        `storage`: what blocks store activations in, of `allowed_storages`; None is as the run file says.
+        """
         config = self.config
+        if storage is not None:
+            config = chosen_config(config, allowed_storages(config)[storage])
         # Drop the old ones first: a rollback on the same stage would hold two of everything.
         self.drop()
         own = chunk_units(config, stages)[stage::stages]
-        plan = self._room.plan(config, stages, stage)
+        self._storage = stage_storages(config, stages)[stage]
+        self._control = MemoryControl(config, stages, stage, self._room)
+        plan = self._control.plan
         blocks = [unit for units in own for unit in units if is_block(unit)]
-        storages = dict(zip(blocks, plan.storages(stage_storages(config, stages)[stage]), strict=True))
-        if plan.moves or plan.moments_moved:
-            self._host = self._host or host_memory(self.device)
-        if plan.moves and self._host is not None:
-            self._offload = Offload(self._host)
+        storages = dict(zip(blocks, plan.storages(self._storage), strict=True))
         self._chunks = [
             build_chunk(
                 config.model,
@@ -178,7 +198,9 @@ class StageModel:
         ]
         for chunk in self._chunks:
             chunk.masks_labels = config.data.masks_labels
-            chunk.offload = self._offload
+            if chunk.dropout is not None:
+                chunk.dropout.row = self.rank // self.tensor_rank.count
+        self._move(plan)
         captured = self.ranks == 1 and config.training.cuda_graphs and self.device.type == "cuda"
         # Copies to the host are ordered by events of passes that run operation by operation.
         captured = captured and plan.graphs and not plan.moves
@@ -190,23 +212,89 @@ class StageModel:
             gradients_in_place=captured,
             host=self._host if plan.moments_moved else None,
         )
+        self._captured = captured
+        self._passes = self._make_passes()
+
+    def _make_passes(self) -> list[Passes]:
+        config, device = self.config, self.device
         precision, shares = config.training.precision, config.microbatches * self.ranks
-        if captured:
-            recorder, gradients = CudaRecorder(self.device), self._optimizer.gradients
-            self._passes = [
-                CapturedPasses(chunk, gradients, precision, self.device, shares, recorder)
+        if self._captured:
+            recorder, gradients = CudaRecorder(device), self.optimizer.gradients
+            return [
+                CapturedPasses(chunk, gradients, precision, device, shares, recorder)
                 for chunk in self._chunks
             ]
-        else:
-            self._passes = [
-                AutogradPasses(
-                    ChunkCall(chunk), precision, self.device, shares, masks_labels=chunk.masks_labels
-                )
-                for chunk in self._chunks
-            ]
+        return [
+            AutogradPasses(ChunkCall(chunk), precision, device, shares, masks_labels=chunk.masks_labels)
+            for chunk in self._chunks
+        ]
+
+    # ---- the plan of memory
+
+    def _move(self, plan: MemoryPlan) -> None:
+        """Have host memory for what this plan keeps there."""
+        if plan.moves or plan.moments_moved:
+            self._host = self._host or host_memory(self.device)
+        if plan.moves and self._offload is None and self._host is not None:
+            self._offload = Offload(self._host)
+        for chunk in self._chunks:
+            chunk.offload = self._offload
+
+    def adapt(self, seconds: float) -> None:
+        """Between two steps: if the last one took another time or memory than planned, and another plan is
+        better, go on with that. The bits stay the same.
+
+        `seconds`: of forward and backward of a microbatch.
+        """
+        # Of several devices each would measure for itself, and all must run the same collectives again.
+        if self._control is None or self.ranks > 1:
+            return
+        taken = Taken(most_bytes=most_allocated(self.device), seconds=seconds)
+        plan = self._control.step_done(taken)
+        if plan is not None:
+            log.warning("memory is planned with anew from measured steps: %s", _words(plan))
+            self._change(plan)
+
+    def relieve(self) -> bool:
+        """Between two attempts of a step, the first of which ran out of memory: compute more again, or move
+        more to host memory, and say whether anything was left to do."""
+        if not self._degrades or self._control is None:
+            return False
+        plan = self._control.ran_short()
+        if plan is None:
+            return False
+        log.warning("%s ran short of memory: from now on %s", self.device, _words(plan))
+        self.begin_step()
+        self._change(plan)
+        return True
+
+    @property
+    def _degrades(self) -> bool:
+        """Main memory does not run short: its system ends processes instead."""
+        room = self._room
+        return self.ranks == 1 and not room.devices.on_cpu and room.memory_bytes > 0
+
+    def _change(self, plan: MemoryPlan) -> None:
+        """Go on with another plan, between two steps."""
+        self._store(plan)
+        self.optimizer.move_moments(self._host if plan.moments_moved else None)
+        if self._captured:
+            # Graphs have the old plan in them; one that changes is rarely so small that they matter.
+            self._captured = False
+            self._passes = self._make_passes()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _store(self, plan: MemoryPlan) -> None:
+        """Blocks keep what this plan says, from their next forward on."""
+        self._move(plan)
+        blocks = [layer for chunk in self._chunks for layer in chunk.layers if isinstance(layer, Block)]
+        for block, storage in zip(blocks, plan.storages(self._storage), strict=True):
+            block.storage = storage
 
     def drop(self) -> None:
         """Free everything."""
+        self._control = None
         self._passes = []
         self._chunks = []
         self._optimizer = None
@@ -239,6 +327,10 @@ class StageModel:
         if self._offload is not None:
             self._offload.begin_step()
         self.optimizer.zero_grad()
+        if self._control is not None:
+            # A plan that was made in a step could not move them.
+            self.optimizer.move_moments(self._host if self._control.plan.moments_moved else None)
+        begin_peak(self.device)
 
     def forward(
         self,
@@ -258,9 +350,30 @@ class StageModel:
         Returns:
             Hidden [B, S, C] float32, or with `labels` the microbatch's share of the mean loss; no graph.
         """
-        self.optimizer.begin_forward(microbatch, self.rank)
         apart = None if documents is None else Documents.of(documents, self.device)
-        return self._passes[chunk].forward(microbatch, fed, labels, apart)
+        while True:
+            self.optimizer.begin_forward(microbatch)
+            try:
+                return self._passes[chunk].forward(microbatch, fed, labels, apart)
+            except Exception as error:  # torch raises several types when memory runs out; others pass
+                if self._captured or not self._degrades or not ran_out(error):
+                    raise
+                failed = error
+            # Outside, where the error no longer holds what the forward had made. What is in flight keeps
+            # what it has; a forward changes nothing else, so it runs again.
+            if not self._relieve_forward():
+                raise failed
+
+    def _relieve_forward(self) -> bool:
+        """In a step: keep less of the forwards to come; moments stay where they are."""
+        plan = None if self._control is None else self._control.ran_short()
+        if plan is None:
+            return False
+        log.warning("%s ran short of memory: from now on %s", self.device, _words(plan))
+        self._store(plan)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return True
 
     def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """The backward of one chunk's `forward`.
@@ -319,3 +432,7 @@ class StageModel:
         parameter = next(chunk for chunk in self._chunks if unit in chunk.units).tied_parameter(unit)
         assert parameter is not None, "called for a tied model alone"
         return parameter
+
+
+def _words(plan: MemoryPlan) -> str:
+    return f"{plan.text() or 'everything is kept'}; about {plan.added:.0%} more time, same bits"

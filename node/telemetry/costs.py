@@ -6,6 +6,7 @@ and processes change.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -42,10 +43,11 @@ def group_seconds(costs: StepCosts, groups: Sequence[int], length: int) -> dict[
     """
     after = (TimeKind.SYNC, TimeKind.WAIT_VOTES, TimeKind.WAIT_COORDINATOR)
     found = {}
+    stages = Counter(stage.replica for stage in costs.stages)
     for stage in costs.stages:
         spent = max(0.0, stage.wall_seconds - sum(stage.seconds.get(kind, 0.0) for kind in after))
         # A row fills and drains once, however many groups it has.
-        fill = sum(other.replica == stage.replica for other in costs.stages) - 1
+        fill = stages[stage.replica] - 1
         found[stage.node_id] = spent * length / (groups[stage.replica] * length + fill)
     return found
 

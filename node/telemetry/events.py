@@ -252,6 +252,8 @@ class LinkCost:
     path: str = ""
     """At the end of the step: `direct`, `simultaneous open`, `relay` (the coordinator's) or `relay NODE`;
     empty while unknown."""
+    not_together: str = ""
+    """Of a relayed link: why both ends could not dial at once, a key of `wire.telemetry.NOT_TOGETHER`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +327,17 @@ class CodecsPlanned(Notice):
     activations: tuple[str, ...]
     """Of each boundary, the first one first."""
     gradients: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoragesPlanned(Notice):
+    """From the next step on, stages store their activations like this."""
+
+    event: ClassVar[str] = "storages-planned"
+    step: int
+    """Steps done."""
+    storages: tuple[str, ...]
+    """Of each stage, the first one first, as `node.pipeline.storage_choice.name_of` names them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
+from typing import BinaryIO, TextIO, TypeVar, cast
 
 from node.telemetry import events
 from node.telemetry.costs import add_costs
@@ -337,11 +337,15 @@ def evicted_nodes(directory: Path) -> dict[str, float]:
     return found
 
 
-def codec_plans(directory: Path) -> list[events.CodecsPlanned]:
-    """The plans of codecs that the run in `directory` had, in the order in which they were made. RunError."""
-    name = events.CodecsPlanned.event.encode()
+Planned = TypeVar("Planned", events.CodecsPlanned, events.StoragesPlanned)
+
+
+def plans_made(directory: Path, kind: type[Planned]) -> list[Planned]:
+    """The plans of this kind that the run in `directory` had, in the order in which they were made.
+    RunError."""
+    name = kind.event.encode()
     entries = [parse_line(line) for _, line in _lines(directory, 0, None) if name in line]
-    return [one.event for one in entries if one is not None and isinstance(one.event, events.CodecsPlanned)]
+    return [one.event for one in entries if one is not None and isinstance(one.event, kind)]
 
 
 def _lines_from_the_end(directory: Path) -> Iterator[bytes]:

@@ -103,20 +103,43 @@ class StageOptimizer:
         """Blocks whose products are in FP8."""
         self.weights_changed()
         self._steps = dict.fromkeys(self._units, 0)
-        self._packed: dict[nn.Parameter, tuple[Moment, Moment]] = {}
-        packed = training.moments == "fp8"
-        self._on_host = None if host is None else HostMoments(host, matrices, packed=packed)
-        if self._on_host is not None:
-            matrices = []
-        elif packed:
-            for parameter in matrices:
-                mean, square = (Moment.zeros(parameter.numel(), parameter.device) for _ in _MOMENTS)
-                self._packed[parameter] = mean, square
-        unpacked = [parameter for parameter in matrices if parameter not in self._packed]
-        # Two, because matrices whose gradients are in e4m3 step one at a time.
-        self._matrices = _adamw(unpacked, training, training.weight_decay)
         self._vectors = _adamw(vectors, training, 0.0)
+        self._place_moments(matrices, host)
+
+    def _place_moments(self, matrices: Sequence[nn.Parameter], host: HostMemory | None) -> None:
+        """Moments of matrices that begin at 0, on the device or in `host`."""
+        packed = self._training.moments == "fp8"
+        self._packed: dict[nn.Parameter, tuple[Moment, Moment]] = {}
+        self._on_host = None if host is None else HostMoments(host, matrices, packed=packed)
+        there = matrices if host is None else ()
+        for parameter in there if packed else ():
+            mean, square = (Moment.zeros(parameter.numel(), parameter.device) for _ in _MOMENTS)
+            self._packed[parameter] = mean, square
+        unpacked = [parameter for parameter in there if parameter not in self._packed]
+        # Two, because matrices whose gradients are in e4m3 step one at a time.
+        self._matrices = _adamw(unpacked, self._training, self._training.weight_decay)
         self._moments = {**self._matrices.state, **self._vectors.state}
+
+    @torch.no_grad()
+    def move_moments(self, host: HostMemory | None) -> None:
+        """Move the matrices' moments to `host`, or back to the device if None, between two steps."""
+        if (host is None) == (self._on_host is None):
+            return
+        before, matrices = self._on_host, [one for one in self.parameters if one.ndim >= 2]
+        kept = {
+            one: before.whole(one) if before is not None else list(self._state_parts(one, "").values())
+            for one in matrices
+        }
+        self._place_moments(matrices, host)
+        steps = {one: self._steps[unit] for unit, named in self._units.items() for one in named.values()}
+        for parameter, parts in kept.items():
+            if self._on_host is not None:
+                self._on_host.load(parameter, parts)
+                continue
+            for part, value in zip(self._state_parts(parameter, "").values(), parts, strict=True):
+                part.copy_(value.view(part.shape))
+            if parameter in self._moments:
+                self._moments[parameter][STEP].fill_(steps[parameter])
 
     def _adding_to(self, weights: Sequence[nn.Parameter]) -> AddProduct:
         gradients = self.gradients
@@ -155,11 +178,10 @@ class StageOptimizer:
         for block in self._coded.values():
             block.code_weights()
 
-    def begin_forward(self, microbatch: int, rank: int = 0) -> None:
-        """The next forward is this microbatch's: adapters drop elements by its salt. `rank` as for
-        backward."""
+    def begin_forward(self, microbatch: int) -> None:
+        """The next forward is this microbatch's: adapters drop elements by its salt, on every rank."""
         if self._dropouts:
-            purpose = f"dropout of microbatch {microbatch} on rank {rank}"
+            purpose = f"dropout of microbatch {microbatch}"
             drawn = salt(self._seed, step=self._next_step, layer="", purpose=purpose)
             for source in self._dropouts:
                 source.begin(drawn)

@@ -9,13 +9,17 @@ cap it times a microbatch, forward and backward, in each way that fits:
     selective       torch's selective checkpointing, which keeps the products' results of each block
     agoq, compact   few bits, which change the run's bits
 
-An optimizer's step is timed apart. The peak is torch's. Weights are a tile of random numbers, repeated: to
-draw as many takes longer than all else.
+An optimizer's step is timed apart. Peaks are torch's: of tensors, and of what its allocator has reserved,
+which the cap counts and the plan's estimate must not be below. A way that does not fit says both, and the
+largest free piece, at that moment. `--segments fixed` takes the allocator as torch has it by default, to
+compare: segments grow or not for a whole process. Weights are a tile of random numbers, repeated: to draw as
+many takes longer than all else.
 """
 
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
 import sys
@@ -39,6 +43,7 @@ from node.model.units import Initial, ParameterSpec
 from node.pipeline.block_times import BlockTimes
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory_plan import Choice, MemoryPlan, Room
+from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
 from node.stage.block_measure import measured_times
 from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
@@ -125,7 +130,7 @@ def timed(
     above = torch.randn(shape, device=device) * 1e-3
     passes, steps = [], []
     for _ in range(1 + runs):
-        torch.cuda.reset_peak_memory_stats(device)
+        begin_peak(device)
         model.begin_step()
         torch.cuda.synchronize(device)
         began = time.perf_counter()
@@ -142,21 +147,23 @@ def timed(
         torch.cuda.synchronize(device)
         passes.append((middle - began) / MICROBATCHES)
         steps.append(time.perf_counter() - middle)
-    peak = torch.cuda.max_memory_allocated(device)
+    most = held(device)
     model.drop()
     return {
         "microbatch_seconds": statistics.median(passes[1:]),
         "optimizer_seconds": statistics.median(steps[1:]),
-        "peak_bytes": peak,
+        "peak_bytes": most.most_allocated,
+        "reserved_bytes": most.most_reserved,
     }
 
 
-def tried(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `work` gives, or that it does not fit."""
+def tried(work: Callable[[], dict[str, Any]], device: torch.device) -> dict[str, Any]:
+    """What `work` gives, or that it does not fit and what was held then."""
     try:
         return work()
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        return {"failed": str(error).strip().split("\n")[0][:160]}
+        # Its frames still hold the tensors.
+        return {"failed": str(error).strip().split("\n")[0][:160], "held": asdict(held(device))}
     finally:
         gc.collect()
         torch.cuda.empty_cache()
@@ -202,7 +209,7 @@ def stage_rows(
             other = run_file(samples, length, preset=preset)
             forms[preset] = lambda other=other: timed(other, Fixed(Choice.KEPT), device, runs)
         for way in ways:
-            found[way] = tried(forms[way])
+            found[way] = tried(forms[way], device)
         rows.append(
             {
                 "tokens": name,
@@ -212,6 +219,7 @@ def stage_rows(
                 "solve_seconds": solved,
                 "estimate_bytes": plan.memory.total,
                 "estimate_without_process": plan.memory.total - plan.memory.fixed,
+                "cap_bytes": size,
                 "added": plan.added,
                 "host_bytes": plan.host_bytes,
                 "times": None if times is None else asdict(cast(BlockTimes, times)),
@@ -236,8 +244,11 @@ def main() -> int:
         default=["plan", "plain", "again", "selective", "agoq", "compact"],
         choices=("plan", "plain", "again", "selective", "agoq", "compact"),
     )
+    parser.add_argument("--segments", choices=("growing", "fixed"), default="growing")
     args = parser.parse_args()
     device = torch.device("cuda", 0)
+    if args.segments == "growing":
+        grow_segments(device)
     fix_order(device)
     chunk.initial_weight = tiled
     result: dict[str, Any] = {
@@ -246,6 +257,8 @@ def main() -> int:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "runs": args.runs,
+        "segments": args.segments,
+        "allocator": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "rows": [],
     }
     for name in args.tokens:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from wire.door import Door
 from wire.identity.credentials import NodeIdentity
 from wire.relay import ACCEPT, DIAL, PROTOCOL_NAME, Relay
 from wire.relay_client import RelayClient
+from wire.splice import STORE_BYTES
 from wire.tls_socket import mutual_context
 
 OUT = RESULTS / "relay.json"
@@ -46,14 +47,14 @@ LATER = 60.0
 class RelayProcess:
     """A relay in a process of its own."""
 
-    def __init__(self, folder: Path, identity: NodeIdentity, listen: str) -> None:
-        """`folder` is made and gets the identity."""
+    def __init__(self, folder: Path, identity: NodeIdentity, listen: str, prefix: Sequence[str] = ()) -> None:
+        """`folder` is made and gets the identity; `prefix` comes before the command."""
         folder.mkdir()
         for name in ("key_pem", "certificate_pem", "ca_pem"):
             (folder / name).write_bytes(getattr(identity, name))
         self.identity = identity
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "scripts.bench.relay", "--serve", str(folder), listen],
+            [*prefix, sys.executable, "-m", "scripts.bench.relay", "--serve", str(folder), listen],
             stdout=subprocess.PIPE,
             stdin=subprocess.PIPE,
             text=True,
@@ -159,10 +160,27 @@ def through(listen: int, dial: int) -> tuple[socket.socket, socket.socket]:
     return source, sink
 
 
+@contextlib.contextmanager
+def costed(process: int, costs: list[float], rates: list[float]) -> Iterator[None]:
+    """Append to `costs` what a process took for a gigabyte at the rate that the block appends to `rates`."""
+    before = processor_seconds(process)
+    yield
+    carried = rates[-1] / 8 * (LOOPBACK_SECONDS + WARM_SECONDS)
+    costs.append((processor_seconds(process) - before) / (carried / 1e9))
+
+
+def processor_seconds(process: int) -> float:
+    """Of a process that lives or has just ended, so far."""
+    words = Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def loopback(relay: RelayProcess, ends: Sequence[NodeIdentity]) -> dict[str, Any]:
     ours, theirs = [], []
+    costs: dict[str, list[float]] = {"relay": [], "socat": []}
     for _ in range(RUNS):
-        ours.append(rate(*asyncio.run(joined(relay, ends)), LOOPBACK_SECONDS, WARM_SECONDS))
+        with costed(relay.child.pid, costs["relay"], ours):
+            ours.append(rate(*asyncio.run(joined(relay, ends)), LOOPBACK_SECONDS, WARM_SECONDS))
         with socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", 0))
             other.bind(("127.0.0.1", 0))
@@ -177,7 +195,8 @@ def loopback(relay: RelayProcess, ends: Sequence[NodeIdentity]) -> dict[str, Any
             ]
         )
         try:
-            theirs.append(rate(*through(exit_, entry), LOOPBACK_SECONDS, WARM_SECONDS))
+            with costed(socat.pid, costs["socat"], theirs):
+                theirs.append(rate(*through(exit_, entry), LOOPBACK_SECONDS, WARM_SECONDS))
         finally:
             socat.kill()
             socat.wait()
@@ -185,6 +204,7 @@ def loopback(relay: RelayProcess, ends: Sequence[NodeIdentity]) -> dict[str, Any
         "relay_bits_per_second": ours,
         "socat_bits_per_second": theirs,
         "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+        "processor_seconds_per_gigabyte": {name: statistics.median(found) for name, found in costs.items()},
     }
 
 
@@ -266,6 +286,7 @@ def main() -> int:
             "event_loop": event_loop.loop_name(),
             "runs": RUNS,
             "loopback": on_loopback,
+            "kernel_bytes_of_a_direction": STORE_BYTES,
             "memory_bytes": asyncio.run(memory(folder)),
         }
     write(arguments.out, report)

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from node.lab.reach import reach_table
+from node.lab.reach import doctor_table, reach_table
 from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
 from scripts.docs.markdown import Tables, commit, if_recorded, notes, read_report, spaced
@@ -18,8 +18,11 @@ TRACE_COST = RESULTS / "trace_cost.json"
 STATUS_SPEED = RESULTS / "status_speed.json"
 PAUSES = RESULTS / "pauses.json"
 TIED_MODELS = RESULTS / "tied_models.json"
+STAGE_ORDER = RESULTS / "stage_order.json"
+FOUR_LINKS = RESULTS / "four_links.json"
 REACH = RESULTS / "reach.json"
 RELAY = RESULTS / "relay.json"
+RELAY_LINES = RESULTS / "relay_lines.json"
 EXPLAINED = RESULTS / "explained_steps.json"
 SMALL_STEPS = RESULTS / "small_steps.json"
 GOAL = 0.9
@@ -275,6 +278,77 @@ def pauses() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def stage_order() -> str:
+    """Planned orders of stages against every order (scripts/experiments/stage_order.py)."""
+    report = read_report(STAGE_ORDER)
+    rows = [
+        [
+            str(one["nodes"]),
+            f"{one['orders']:,}",
+            str(one["draws"]),
+            f"{one['planned_over_best_mean']:.3f}",
+            f"{one['planned_over_best_worst']:.3f}",
+            f"{one['any_order_over_best_mean']:.2f}",
+            f"{one['planning_seconds_mean']:.2f}",
+        ]
+        for one in report["against_every_order"]
+    ]
+    columns = [("nodes", "right"), ("orders", "right"), ("draws", "right"), ("planned step, mean", "right")]
+    columns += [("worst", "right"), ("any order, mean", "right"), ("s to plan", "right")]
+    return f"{markdown(columns, rows)}\n\nSteps over the shortest of all. Simulated, commit {commit(report)}."
+
+
+def stage_settings() -> str:
+    """Planned rows in DT-FM's five settings (scripts/experiments/stage_order.py)."""
+    report = read_report(STAGE_ORDER)
+    rows = [
+        [
+            one["setting"],
+            f"{one['as_they_come_seconds_mean']:.2f}",
+            f"{one['planned_seconds']:.2f}",
+            f"{one['compute_alone_seconds']:.2f}",
+            f"{one['gain']:.2f}",
+            f"{one['planning_seconds']:.0f}",
+        ]
+        for one in report["settings"]
+    ]
+    columns = [("setting", "left"), ("s a step as nodes come", "right"), ("planned", "right")]
+    columns += [("compute alone", "right"), ("gain", "right"), ("s to plan", "right")]
+    return f"{markdown(columns, rows)}\n\nThe slowest of eight rows. Simulated, commit {commit(report)}."
+
+
+def four_links() -> str:
+    """Codec auto against fixed ones on unlike links (scripts/experiments/four_links.py)."""
+    report = read_report(FOUR_LINKS)
+    best = min(one["step_seconds"] for one in report["results"] if one["codec"] != "auto")
+    rows = [
+        [
+            f"`{one['codec']}`",
+            f"{one['step_seconds']:.2f} ({min(one['steps']):.2f} to {max(one['steps']):.2f})",
+            f"{best / one['step_seconds']:.2f}",
+            _bits_of(one["activation_codecs"]),
+            _bits_of(one["gradient_codecs"]),
+        ]
+        for one in report["results"]
+    ]
+    columns = [("codec", "left"), ("s a step", "right"), ("speed over the best fixed one's", "right")]
+    columns += [("activations by link", "left"), ("gradients by link", "left")]
+    rates = ", ".join(f"{rate:g}" for rate in report["rates_mbit"])
+    caption = (
+        f"Links of {rates} Mbit/s and {report['round_trip_ms']:g} ms, {report['microbatches']} microbatches "
+        f"of {report['elements']:,} elements, blocks that wait {1000 * report['compute_seconds']:.0f} ms "
+        f"a microbatch in place of computing. Median of {len(report['results'][0]['steps'])} steps, in "
+        f"brackets the least and the most; {report['runs']} run, {spaced(report['hardware'])}, torch "
+        f"{report['torch']}, commit {commit(report)}."
+    )
+    return f"{markdown(columns, rows)}\n\n{caption}"
+
+
+def _bits_of(codecs: Sequence[str]) -> str:
+    """Of each link, or once if all are the same."""
+    return f"`{codecs[0]}`" if len(set(codecs)) == 1 else ", ".join(f"`{codec}`" for codec in codecs)
+
+
 def tied_models() -> str:
     """Results of scripts/experiments/tied_models.py: seconds of a step by the head's stage."""
     report = read_report(TIED_MODELS)
@@ -369,7 +443,12 @@ def reach() -> str:
         f"{good} trained the weights of two open machines. {spaced(machine['processor'])}, "
         f"{machine['cores']} cores, kernel {machine['kernel']}, commit {machine['commit'][:12]}."
     )
-    return f"{markdown([(words, 'left') for words in head], rows)}\n\n{caption}"
+    table = f"{markdown([(words, 'left') for words in head], rows)}\n\n{caption}"
+    head, *rows = doctor_table(report)
+    if not rows:
+        return table
+    said = markdown([(words, "left") for words in head], rows)
+    return f"{table}\n\nWhat `thinwire doctor` says in each kind of network:\n\n{said}"
 
 
 def relay() -> str:
@@ -386,6 +465,30 @@ def relay() -> str:
     caption = (
         f"Median of the pairs' ratios {report['loopback']['ratio']:.2f}, {report['runs']} pairs in turn. "
         f"Resident memory of the process: {memory}. {spaced(report['hardware'])}, shared with other work, "
+        f"{report['event_loop']}, Python {report['python']}, commit {commit(report)}."
+    )
+    return f"{markdown(columns, rows)}\n\n{caption}"
+
+
+def relay_lines() -> str:
+    """What a relay carries between two slow lines, and how long a link is without one when it dies."""
+    report = read_report(RELAY_LINES)
+    rows = []
+    for row in report["lines"]:
+        shares = [one["share"] for one in row["rounds"]]
+        slower = statistics.median(min(one["lines_bits_per_second"]) for one in row["rounds"])
+        through = statistics.median(one["relayed_bits_per_second"] for one in row["rounds"])
+        rows.append((f"{row['mbit']}", f"{slower / 1e6:.2f}", f"{through / 1e6:.2f}", f"{min(shares):.3f}"))
+    columns = [("lines, Mbit/s", "right"), ("TCP over the slower, Mbit/s", "right")]
+    columns += [("through the relay, Mbit/s", "right"), ("least share", "right")]
+    outages = "; ".join(
+        f"{name}, {min(seconds):.2f} to {max(seconds):.2f} s of {len(seconds)} times"
+        for name, seconds in report["outage_seconds"].items()
+    )
+    caption = (
+        f"Two lines in a row with a round trip of {report['round_trip_ms']:g} ms each, the relay between, "
+        f"{len(report['lines'][0]['rounds'])} rounds of {report['seconds']:g} s. Without a tensor after the "
+        f"process of a link's relay was {outages}. {spaced(report['hardware'])}, kernel {report['kernel']}, "
         f"{report['event_loop']}, Python {report['python']}, commit {commit(report)}."
     )
     return f"{markdown(columns, rows)}\n\n{caption}"
@@ -460,6 +563,9 @@ TABLES: Tables = {
     "all_reduce_links_gpus": all_reduce_links_gpus,
     "pauses": pauses,
     "tied_models": tied_models,
+    "stage_order": stage_order,
+    "stage_settings": stage_settings,
+    **if_recorded(FOUR_LINKS, "four_links", four_links),
     "trace_cost": trace_cost,
     "status_speed": status_speed,
 }

@@ -127,10 +127,10 @@ async def measure(
             )
             children.append(coordinator)
             async with asyncio.timeout(START_SECONDS):
-                line = await _until(coordinator, events.JoinLine)
+                line = await until(coordinator, events.JoinLine)
             relays = []
             for stage in range(STAGES):
-                port = _free_port()
+                port = free_port()
                 relay = stack.enter_context(ShapedRelay(port, rate=1.25e8))
                 relays.append(relay)
                 children.append(
@@ -151,8 +151,8 @@ async def measure(
                 floors: list[float] = []
                 for _ in range(arguments.settle + arguments.steps):
                     async with asyncio.timeout(STEP_SECONDS):
-                        costs = await _until(coordinator, events.StepCosts)
-                        done = await _until(coordinator, events.StepDone)
+                        costs = await until(coordinator, events.StepCosts)
+                        done = await until(coordinator, events.StepDone)
                     steps.append(done.seconds)
                     floors.append(floor(arguments, round_trip, rate, costs))
                 results.append(Measured(steps[arguments.settle :], floors[arguments.settle :]))
@@ -173,7 +173,7 @@ async def measure(
                 await child.wait()
 
 
-async def _until(coordinator: asyncio.subprocess.Process, kind: type[Any]) -> Any:
+async def until(coordinator: asyncio.subprocess.Process, kind: type[Any]) -> Any:
     assert coordinator.stdout is not None
     while line := await coordinator.stdout.readline():
         event = events.from_json(line.decode())
@@ -184,7 +184,7 @@ async def _until(coordinator: asyncio.subprocess.Process, kind: type[Any]) -> An
     raise RuntimeError("the coordinator ended")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from node.lab import namespaces, tools
-from node.lab.reach import reach_table
+from node.lab.reach import doctor_table, reach_table
 from tests.support.paths import python_path
 from wire.errors import UserError
 
-SECONDS = 220.0
+SECONDS = 300.0
 PROFILE = """
 [reach]
 name = "hard"
-kinds = ["open", "nat", "symmetric", "proxy"]
+kinds = ["open", "nat", "symmetric", "mapping", "proxy"]
 [run]
 steps = 100
 [model]
@@ -34,7 +34,7 @@ microbatch = 2
 stages = 2
 """
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(320)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,11 +48,12 @@ def _possible() -> None:
 
 def test_machines_behind_nat_and_a_proxy_train_the_weights_of_open_machines(tmp_path: Path) -> None:
     """Two NATs that keep ports come to a path without a relay. In the hardest pair one NAT has a new port for
-    each connection, and the other node sends no packet itself."""
+    each connection, and the other node sends no packet itself. A router that leads a port inside on request
+    makes its node one that others dial. `thinwire doctor` says which NAT it is."""
     profile = tmp_path / "hard.toml"
     profile.write_text(PROFILE)
     command = [sys.executable, "-m", "node.cli.main", "lab", "run", str(profile)]
-    command += ["--only", "symmetric-proxy", "--only", "nat-nat"]
+    command += ["--only", "symmetric-proxy", "--only", "nat-nat", "--only", "symmetric-mapping"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "out")],
         env={**os.environ, "PYTHONPATH": python_path()},
@@ -64,8 +65,16 @@ def test_machines_behind_nat_and_a_proxy_train_the_weights_of_open_machines(tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert reach_table(found)[1:] == [
-        ["open", "direct", "-", "-", "-"],
-        ["nat", "-", "simultaneous open", "-", "-"],
-        ["symmetric", "-", "-", "-", "relay"],
-        ["proxy", "-", "-", "relay", "-"],
+        ["open", "direct", "-", "-", "-", "-"],
+        ["nat", "-", "simultaneous open", "-", "-", "-"],
+        ["symmetric", "-", "-", "-", "direct", "relay"],
+        ["mapping", "-", "-", "direct", "-", "-"],
+        ["proxy", "-", "-", "relay", "-", "-"],
     ]
+    (_, *at_open), (_, *at_nat) = doctor_table(found)[1:]
+    assert at_open[0].startswith("none: others see this machine's own address")
+    assert at_open[1] == "others can dial this machine"
+    assert at_nat[0].startswith("NAT at 198.18.1.2 that maps a port in the same way for every target (2 were")
+    assert "its router leads no port here" in at_nat[1]
+    assert at_nat[2] == "likely works with nodes whose NAT does as this one"
+    assert at_nat[3].startswith("the coordinator relays")

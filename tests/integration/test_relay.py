@@ -5,7 +5,7 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
@@ -73,8 +73,11 @@ class Ends:
 
 
 @contextlib.asynccontextmanager
-async def linked(served: Served, *, address: str = "", listen: str = "") -> AsyncIterator[Ends]:
-    """A link between two nodes, the higher of which comes by the relay; `address` is tried first."""
+async def linked(
+    served: Served, *, address: str = "", further: str = "", listen: str = ""
+) -> AsyncIterator[Ends]:
+    """A link between two nodes, the higher of which comes by the relay; `address` and `further` are tried
+    first."""
     dialler, taker = served.client(LOWER), served.client(UPPER)
     server = LinkServer(identity=UPPER, run_id=RUN_ID, settings=quick())
     await server.start(listen)
@@ -97,12 +100,13 @@ async def linked(served: Served, *, address: str = "", listen: str = "") -> Asyn
         peer_stage=1,
         peer_address=address,
         paths=[
+            *([LinkPath(name=DIRECT, address=further, shown=further)] if further else ()),
             LinkPath(
                 name=RELAY,
                 address=local,
                 shown="the relay",
                 leave=functools.partial(dialler.hang_up, UPPER.node_id),
-            )
+            ),
         ],
         expect=lambda _: LENGTH,
         on_tensor=at_lower.on_tensor,
@@ -184,6 +188,21 @@ async def test_a_direct_path_that_fails_gives_way_to_the_relay() -> None:
             assert "refused" in ends.lower.why_not[DIRECT]
 
 
+async def test_a_neighbour_that_does_not_answer_at_its_first_address_is_dialled_at_the_other() -> None:
+    port = free_port()
+    async with (
+        relaying() as served,
+        linked(
+            served,
+            address=f"127.0.0.1:{free_port()}",
+            further=f"127.0.0.1:{port}",
+            listen=f"127.0.0.1:{port}",
+        ) as ends,
+    ):
+        await ends.lower.ready(SECONDS)
+        assert ends.lower.path == DIRECT and served.relay.pairs == 0
+
+
 async def test_a_better_path_is_taken_when_nothing_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The neighbour's port opens while the relay carries the link: no tensor is lost or sent again."""
     monkeypatch.setattr(link_module, "LOOK_SECONDS", 0.05)
@@ -262,22 +281,6 @@ async def test_strangers_and_half_requests_keep_no_member_out(words: bytes) -> N
                 one.sendall(words)
             async with linked(served) as ends:
                 await ends.lower.ready(SECONDS)
-
-
-async def test_what_comes_before_the_other_end_is_there_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dialler may speak while its partner's connection is still being taken over."""
-    loop = asyncio.get_running_loop()
-    connect = loop.create_connection
-
-    async def slowly(make: Callable[[], asyncio.Protocol], *, sock: socket.socket) -> object:
-        made = await connect(make, sock=sock)
-        await asyncio.sleep(0.05)
-        return made
-
-    async with relaying() as served:
-        monkeypatch.setattr(loop, "create_connection", slowly)
-        async with linked(served) as ends:
-            await ends.lower.ready(SECONDS)
 
 
 async def test_a_relay_that_is_gone_is_named() -> None:

@@ -2,23 +2,19 @@
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.links import EPOCH, SECONDS, End, content, eventually, key, quick
-from tests.support.pki import RUN_ID, new_authority, new_node
+from tests.support.links import SECONDS, content, eventually, key, quick
+from tests.support.pki import new_authority, new_node
 from tests.support.relay import Relay as Forwarder
 from tests.support.relay import Relayed
+from tests.support.relayed_link import Ends, relayed_link
 from wire.admission import Limits
 from wire.door import Door
-from wire.link import DialledLink, LinkPath, dial_link
-from wire.link_server import LinkServer
 from wire.relay import PROTOCOL_NAME, Relay
-from wire.relay_client import RelayClient
-from wire.telemetry import RELAY, relay_path
+from wire.telemetry import relay_path
 from wire.tls_socket import mutual_context
 
 LENGTH = 400_000
@@ -80,11 +76,10 @@ class Faulty(Forwarder):
         self.cut()
 
 
-@dataclass
-class Ends:
-    lower: DialledLink
-    at_lower: End = field(default_factory=End)
-    at_upper: End = field(default_factory=End)
+def linked(ports: tuple[int, int]) -> contextlib.AbstractAsyncContextManager[Ends]:
+    """A link whose both ends know two relays, the first of them better."""
+    relays = [(f"127.0.0.1:{port}", relay) for port, relay in zip(ports, RELAYS, strict=True)]
+    return relayed_link((LOWER, UPPER), relays, LENGTH, quick())
 
 
 @contextlib.asynccontextmanager
@@ -106,69 +101,6 @@ async def relay_of(number: int) -> AsyncIterator[int]:
     finally:
         await door.front.close()
         await relay.close()
-
-
-@contextlib.asynccontextmanager
-async def linked(ports: tuple[int, int]) -> AsyncIterator[Ends]:
-    """A link whose both ends know two relays, the first of them better."""
-    dials, takes = (
-        [
-            RelayClient(node, f"127.0.0.1:{port}", node.server_name(relay.node_id))
-            for port, relay in zip(ports, RELAYS, strict=True)
-        ]
-        for node in (LOWER, UPPER)
-    )
-    server = LinkServer(identity=UPPER, run_id=RUN_ID, settings=quick())
-    await server.start("")
-    at_lower, at_upper = End(), End()
-    upper = server.expect_peer(
-        epoch=EPOCH,
-        stage=1,
-        peer_node_id=LOWER.node_id,
-        peer_stage=0,
-        expect=lambda _: LENGTH,
-        on_tensor=at_upper.on_tensor,
-    )
-    paths = [
-        LinkPath(name=relay_path(relay.node_id), address=client.local_address(UPPER.node_id), shown=RELAY)
-        for client, relay in zip(dials, RELAYS, strict=True)
-    ]
-    lower = dial_link(
-        identity=LOWER,
-        run_id=RUN_ID,
-        epoch=EPOCH,
-        stage=0,
-        peer_node_id=UPPER.node_id,
-        peer_stage=1,
-        paths=paths,
-        expect=lambda _: LENGTH,
-        on_tensor=at_lower.on_tensor,
-        settings=quick(),
-    )
-    at_lower.link, at_upper.link = lower, upper
-
-    def taking(path: str) -> Callable[[socket.socket], None]:
-        return lambda connection: server.adopt(connection, path)
-
-    try:
-        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-            offers = [
-                group.create_task(client.offer(LOWER.node_id, taking(path.name)))
-                for client, path in zip(takes, paths, strict=True)
-            ]
-            running = [group.create_task(link.run()) for link in (lower, upper)]
-            try:
-                yield Ends(lower, at_lower, at_upper)
-            finally:
-                for offer in offers:
-                    offer.cancel()
-                await lower.close()
-                await upper.close()
-                await asyncio.wait(running)
-    finally:
-        for client in (*dials, *takes):
-            await client.close()
-        await server.stop()
 
 
 @pytest.mark.parametrize("fault", ["dies", "freezes", "drops", "repeats", "reorders", "corrupts"])

@@ -1,5 +1,6 @@
 """A run whose places are measured: a plan on record is carried out, and changes no bit that it should not."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,3 +42,20 @@ def test_nodes_change_places_and_blocks_between_two_steps(prefork: Prefork, tmp_
             assert recorded_splits(store).changes == ((0, (3, 2)), (6, (4, 1)))
         assert run.losses == undisturbed(CONFIG).losses
         run.assert_quiet()
+
+
+def test_nodes_that_wait_for_others_measure_themselves_and_the_line_between_them(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    config = replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=3))
+    with Run(tmp_path, config, launch=prefork.popen) as run:
+        coordinator = run.start()
+        run.add_nodes(2)
+        told = coordinator.wait_event(Notice).text
+        assert re.fullmatch(
+            r"1 line between nodes measured: \d+ to \d+ Mbit/s; a block takes them [\d.]+ to [\d.]+ ms", told
+        )
+        node = run.add_node()
+        assert coordinator.wait_exit() == 0
+        assert node.wait_exit() == 0
+        assert run.losses == undisturbed(config).losses

@@ -7,13 +7,15 @@ from typing import TypeVar
 
 from node.pipeline.codec_plan import RateHistory
 from node.pipeline.routing import neighbours
+from node.pipeline.storage_choice import StorageHistory
 from node.run_state.actions import Action, OpenSnapshot, RecordPlacement, Send, Stop
 from node.run_state.codec_control import CodecControl, no_codecs
 from node.run_state.epoch import Epoch, Phase
 from node.run_state.held_out import HeldOutPass
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, RunPlan
-from node.run_state.stage_assignment import Candidate
+from node.run_state.stage_assignment import Candidate, StageBytes
+from node.run_state.storage_control import StorageControl, no_choice
 from wire.messages import (
     Abort,
     Applied,
@@ -81,6 +83,7 @@ class Driver:
         memory: dict[str, int] | None = None,
         groups: int = 1,
         codecs: Callable[[RateHistory, int], CodecControl] = no_codecs,
+        storages: Callable[[StorageHistory, StageBytes], StorageControl] = no_choice,
         follows: bool = False,
     ) -> None:
         """`groups` are also the most rows."""
@@ -98,6 +101,7 @@ class Driver:
             units=units_of,
             unit_numbers=unit_numbers,
             codecs=codecs,
+            storages=storages,
             neighbours=lambda stage, stages: neighbours(stage, stages, 1, True),
             stage_bytes=lambda count, _devices: [len(units) for units in units_of(count)],
         )

@@ -42,7 +42,9 @@ EDGE = {
     for module in (
         "node/coordinator/control_service.py",
         "node/coordinator/enrolment_service.py",
+        "node/coordinator/look_service.py",
         "node/processes/enrol.py",
+        "node/processes/look.py",
         "node/stage/coordinator_client.py",
         "wire/connection.py",
         "wire/layer_exchange.py",

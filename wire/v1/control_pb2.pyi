@@ -22,7 +22,7 @@ FAILURE_INTERNAL: FailureKind
 FAILURE_PEER: FailureKind
 
 class Hello(_message.Message):
-    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "download_rate", "epoch", "process_nonce", "name", "relay_rate")
+    __slots__ = ("version", "protocol", "peer_address", "hardware", "flops", "download_rate", "epoch", "process_nonce", "name", "relay_rate", "mapped_port", "also")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,8 @@ class Hello(_message.Message):
     PROCESS_NONCE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RELAY_RATE_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_PORT_FIELD_NUMBER: _ClassVar[int]
+    ALSO_FIELD_NUMBER: _ClassVar[int]
     version: str
     protocol: int
     peer_address: str
@@ -43,7 +45,9 @@ class Hello(_message.Message):
     process_nonce: int
     name: str
     relay_rate: float
-    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ..., name: _Optional[str] = ..., relay_rate: _Optional[float] = ...) -> None: ...
+    mapped_port: int
+    also: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ..., name: _Optional[str] = ..., relay_rate: _Optional[float] = ..., mapped_port: _Optional[int] = ..., also: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Placed(_message.Message):
     __slots__ = ("epoch", "held_step", "voted", "lineage")
@@ -180,7 +184,7 @@ class FlowReport(_message.Message):
     def __init__(self, direction: _Optional[int] = ..., codec: _Optional[str] = ..., bytes_sent: _Optional[int] = ..., elements_sent: _Optional[int] = ...) -> None: ...
 
 class LinkReport(_message.Message):
-    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "retransmits", "rejects", "rtt_seconds", "least_rtt_seconds", "capacity", "busy_seconds", "queued_bytes", "flows", "peer_replica", "path")
+    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "retransmits", "rejects", "rtt_seconds", "least_rtt_seconds", "capacity", "busy_seconds", "queued_bytes", "flows", "peer_replica", "path", "not_together")
     PEER_STAGE_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +198,7 @@ class LinkReport(_message.Message):
     FLOWS_FIELD_NUMBER: _ClassVar[int]
     PEER_REPLICA_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    NOT_TOGETHER_FIELD_NUMBER: _ClassVar[int]
     peer_stage: int
     bytes_sent: int
     bytes_received: int
@@ -207,7 +212,8 @@ class LinkReport(_message.Message):
     flows: _containers.RepeatedCompositeFieldContainer[FlowReport]
     peer_replica: int
     path: str
-    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ..., least_rtt_seconds: _Optional[float] = ..., capacity: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowReport, _Mapping]]] = ..., peer_replica: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+    not_together: str
+    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ..., least_rtt_seconds: _Optional[float] = ..., capacity: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowReport, _Mapping]]] = ..., peer_replica: _Optional[int] = ..., path: _Optional[str] = ..., not_together: _Optional[str] = ...) -> None: ...
 
 class KindSeconds(_message.Message):
     __slots__ = ("kind", "seconds")
@@ -400,20 +406,30 @@ class PlacedRow(_message.Message):
     def __init__(self, stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("epoch", "stage", "stages", "replica", "rows", "relays")
+    __slots__ = ("epoch", "stage", "stages", "replica", "rows", "relays", "also")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
+    ALSO_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     stages: _containers.RepeatedCompositeFieldContainer[PlacedStage]
     replica: int
     rows: _containers.RepeatedCompositeFieldContainer[PlacedRow]
     relays: _containers.RepeatedCompositeFieldContainer[PeerRelays]
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., replica: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PlacedRow, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[PeerRelays, _Mapping]]] = ...) -> None: ...
+    also: _containers.RepeatedCompositeFieldContainer[PeerAddresses]
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., replica: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PlacedRow, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[PeerRelays, _Mapping]]] = ..., also: _Optional[_Iterable[_Union[PeerAddresses, _Mapping]]] = ...) -> None: ...
+
+class PeerAddresses(_message.Message):
+    __slots__ = ("node_id", "addresses")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PeerRelays(_message.Message):
     __slots__ = ("node_id", "relays")
@@ -450,7 +466,7 @@ class HeartbeatReply(_message.Message):
     def __init__(self, sent_at: _Optional[float] = ..., at: _Optional[float] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("epoch", "step", "missed", "uncompressed", "lineage", "activation_codecs", "gradient_codecs")
+    __slots__ = ("epoch", "step", "missed", "uncompressed", "lineage", "activation_codecs", "gradient_codecs", "storages")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MISSED_FIELD_NUMBER: _ClassVar[int]
@@ -458,6 +474,7 @@ class Restore(_message.Message):
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     ACTIVATION_CODECS_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_CODECS_FIELD_NUMBER: _ClassVar[int]
+    STORAGES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     missed: Commit
@@ -465,7 +482,8 @@ class Restore(_message.Message):
     lineage: int
     activation_codecs: _containers.RepeatedScalarFieldContainer[str]
     gradient_codecs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., lineage: _Optional[int] = ..., activation_codecs: _Optional[_Iterable[str]] = ..., gradient_codecs: _Optional[_Iterable[str]] = ...) -> None: ...
+    storages: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., lineage: _Optional[int] = ..., activation_codecs: _Optional[_Iterable[str]] = ..., gradient_codecs: _Optional[_Iterable[str]] = ..., storages: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited", "waited_seconds")

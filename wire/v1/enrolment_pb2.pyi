@@ -1,6 +1,7 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -68,3 +69,51 @@ class JoinReply(_message.Message):
     granted: Granted
     refusal: Refusal
     def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class LookRequest(_message.Message):
+    __slots__ = ("version", "protocol", "run_id", "token_id", "secret", "port", "mapped_port", "padding")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_PORT_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    protocol: int
+    run_id: str
+    token_id: str
+    secret: bytes
+    port: int
+    mapped_port: int
+    padding: bytes
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., token_id: _Optional[str] = ..., secret: _Optional[bytes] = ..., port: _Optional[int] = ..., mapped_port: _Optional[int] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class Seen(_message.Message):
+    __slots__ = ("host", "reached", "mapped_reached", "relayed", "relays", "refusal")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_REACHED_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    reached: bool
+    mapped_reached: bool
+    relayed: bool
+    relays: _containers.RepeatedScalarFieldContainer[str]
+    refusal: str
+    def __init__(self, host: _Optional[str] = ..., reached: bool = ..., mapped_reached: bool = ..., relayed: bool = ..., relays: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ...) -> None: ...
+
+class LookReply(_message.Message):
+    __slots__ = ("refusal", "seen", "padding", "done")
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    refusal: Refusal
+    seen: Seen
+    padding: bytes
+    done: bool
+    def __init__(self, refusal: _Optional[_Union[Refusal, _Mapping]] = ..., seen: _Optional[_Union[Seen, _Mapping]] = ..., padding: _Optional[bytes] = ..., done: bool = ...) -> None: ...

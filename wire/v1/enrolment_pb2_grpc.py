@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EnrolmentStub(object):
-    """The join port: server-authenticated TLS, messages of at most 64 KiB, one method.
+    """The join port: server-authenticated TLS, messages of at most 64 KiB, two methods.
     """
 
     def __init__(self, channel):
@@ -40,14 +40,27 @@ class EnrolmentStub(object):
                 request_serializer=wire_dot_v1_dot_enrolment__pb2.JoinRequest.SerializeToString,
                 response_deserializer=wire_dot_v1_dot_enrolment__pb2.JoinReply.FromString,
                 _registered_method=True)
+        self.Look = channel.stream_stream(
+                '/thinwire.wire.v1.Enrolment/Look',
+                request_serializer=wire_dot_v1_dot_enrolment__pb2.LookRequest.SerializeToString,
+                response_deserializer=wire_dot_v1_dot_enrolment__pb2.LookReply.FromString,
+                _registered_method=True)
 
 
 class EnrolmentServicer(object):
-    """The join port: server-authenticated TLS, messages of at most 64 KiB, one method.
+    """The join port: server-authenticated TLS, messages of at most 64 KiB, two methods.
     """
 
     def Join(self, request, context):
         """Idempotent on (token, public key): a lost reply does not burn a single-use token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Look(self, request_iterator, context):
+        """For `thinwire doctor`: what the coordinator sees of a token's holder, and how fast the line is. Uses up nothing.
+        After `seen` the coordinator sends `Look.padding`; when all is there the client sends as much, and gets `done`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +74,11 @@ def add_EnrolmentServicer_to_server(servicer, server):
                     request_deserializer=wire_dot_v1_dot_enrolment__pb2.JoinRequest.FromString,
                     response_serializer=wire_dot_v1_dot_enrolment__pb2.JoinReply.SerializeToString,
             ),
+            'Look': grpc.stream_stream_rpc_method_handler(
+                    servicer.Look,
+                    request_deserializer=wire_dot_v1_dot_enrolment__pb2.LookRequest.FromString,
+                    response_serializer=wire_dot_v1_dot_enrolment__pb2.LookReply.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'thinwire.wire.v1.Enrolment', rpc_method_handlers)
@@ -70,7 +88,7 @@ def add_EnrolmentServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Enrolment(object):
-    """The join port: server-authenticated TLS, messages of at most 64 KiB, one method.
+    """The join port: server-authenticated TLS, messages of at most 64 KiB, two methods.
     """
 
     @staticmethod
@@ -90,6 +108,33 @@ class Enrolment(object):
             '/thinwire.wire.v1.Enrolment/Join',
             wire_dot_v1_dot_enrolment__pb2.JoinRequest.SerializeToString,
             wire_dot_v1_dot_enrolment__pb2.JoinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Look(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/thinwire.wire.v1.Enrolment/Look',
+            wire_dot_v1_dot_enrolment__pb2.LookRequest.SerializeToString,
+            wire_dot_v1_dot_enrolment__pb2.LookReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -151,8 +151,9 @@ function lane(link, names) {
 
 function path(link) {
   const [kind, relay] = link.path.split(" ");
-  if (kind !== "relay") return link.path;
-  return `relay (${relay || "coordinator"})${link.why_not_direct ? `, as ${link.why_not_direct}` : ""}`;
+  const words = kind === "relay" ? `relay (${relay || "coordinator"})` : link.path;
+  const why = [link.why_not_direct, link.why_not_together].filter(Boolean).join("; ");
+  return why ? `${words}, as ${why}` : words;
 }
 
 function troubles(links) {

@@ -113,6 +113,23 @@ def test_activations_of_columns_are_those_of_whole_tensors() -> None:
 
 @inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("first", "stride"), [(0, 77), (7 * 77 + 5, 200), (2**32 - 100, 2**20)])
+def test_dropout_has_the_references_bits(dtype: torch.dtype, first: int, stride: int) -> None:
+    """Of more elements than one program has, and with numbers that need more than 32 bits."""
+    from kernels.layers.triton import drop
+
+    x = drawn(3, 31, 77).to(dtype)
+    salt = torch.tensor([-1640531527], dtype=torch.int32)
+    for share in (0.1, 0.5):
+        found = drop(x, salt, share, first=first, stride=stride)
+        wanted = reference.drop(x, salt, share, first=first, stride=stride)
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(found.view(bits), wanted.view(bits))
+        assert abs(float((wanted == 0).float().mean()) - share) < 0.02
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_residual_sum_has_torchs_bits(dtype: torch.dtype) -> None:
     from kernels.layers.triton import add
 

@@ -60,7 +60,7 @@ from wire.messages_proto import (
 )
 from wire.spec import Direction, TensorKey
 from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, Span, StepSpans, Telemetry
-from wire.telemetry_proto import LONGEST_LINE, LONGEST_SECONDS, MOST
+from wire.telemetry_proto import LONGEST_LINE, LONGEST_PATH, LONGEST_SECONDS, MOST
 from wire.v1 import control_pb2, enrolment_pb2
 
 NUMBER = st.integers(0, 2**32 - 1)
@@ -113,6 +113,7 @@ TELEMETRY = st.builds(
             queued_bytes=MEASURED,
             flows=FLOWS,
             peer_replica=NUMBER,
+            not_together=LINE.filter(lambda text: len(text) <= LONGEST_PATH),
         ),
         max_size=3,
     ).map(tuple),
@@ -177,6 +178,7 @@ def _placements(stages: int) -> st.SearchStrategy[Placement]:
             replica=st.integers(0, max(0, len(placed) - 1)),
             rows=st.just(placed),
             relays=st.dictionaries(TEXT, st.lists(PLACE, max_size=3).map(tuple), max_size=3),
+            also=st.dictionaries(TEXT, st.lists(TEXT, max_size=2).map(tuple), max_size=3),
         )
     )
 
@@ -204,6 +206,8 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         process_nonce=COUNT,
         name=TEXT.map(clean_name),
         relay_rate=AMOUNT,
+        mapped_port=NUMBER,
+        also=st.lists(TEXT, max_size=2).map(tuple),
     ),
     Placed: st.builds(Placed, epoch=NUMBER, held_step=st.integers(-(2**63), 2**63 - 1), voted=st.booleans()),
     Ready: st.builds(Ready, epoch=NUMBER, telemetry=TELEMETRY),

@@ -98,9 +98,14 @@ LOWER = "the node of stage 0 opens no port"
             f"{LOWER} and the node of stage 1 cannot be dialled from the coordinator",
         ),
         (joined(NODES[1], "", listens=False), "relay", f"{LOWER} and the node of stage 1 opens no port"),
+        (
+            joined(NODES[1], "", listens=False),
+            "simultaneous open",
+            f"{LOWER} and the node of stage 1 opens no port",
+        ),
     ],
 )
-def test_a_relayed_link_says_why_it_is_not_direct(upper: events.NodeJoined, path: str, why: str) -> None:
+def test_a_link_says_why_it_is_not_direct(upper: events.NodeJoined, path: str, why: str) -> None:
     """It stays known after the run and a restart."""
     links = tuple(replace(link_cost(*way), path=path) for way in ((0, 1), (1, 0)))
     told = [
@@ -115,6 +120,19 @@ def test_a_relayed_link_says_why_it_is_not_direct(upper: events.NodeJoined, path
         builder.apply(event, at)
         builder = RunViewBuilder.restored(builder.state())
     assert [(one.path, one.why_not_direct) for one in builder.view().links] == 2 * [(path, why)]
+
+
+def test_a_relayed_link_says_why_both_ends_could_not_dial_at_once() -> None:
+    """The end that dials reports it; both directions show it."""
+    links = tuple(replace(link_cost(*way), path="relay") for way in ((0, 1), (1, 0)))
+    links = links[0], replace(links[1], not_together="proxy")
+    shown = view(history(opening(), replace(costs(1), links=links), done(1))).links
+    assert [one.why_not_together for one in shown] == 2 * [
+        "through a proxy nobody can dial at the same moment"
+    ]
+    direct = tuple(replace(link, path="direct") for link in links)
+    shown = view(history(opening(), replace(costs(1), links=direct), done(1))).links
+    assert [one.why_not_together for one in shown] == ["", ""]
 
 
 def test_the_upper_of_two_reachable_nodes_does_not_answer() -> None:

@@ -53,3 +53,23 @@ def test_main_memory_lets_a_stage_fit_in_less(capsys: pytest.CaptureFixture[str]
     assert code == 0 and "in host memory" in out and "stage 0: " in out
     assert main(["plan", RECIPE, "--host-gb", "-1"]) == 2
     assert "--host-gb -1 is below 0" in capsys.readouterr().err
+
+
+def test_a_plan_says_in_how_many_bits_stages_store_and_what_would_let_one_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    allowed = ('storage.allow=["ffn_input:8", "ffn_input:4"]', "pipeline.window=0")
+    _, out = plan(capsys, *allowed, "--gb", "80", "--json")
+    wide = json.loads(out)["stages"]
+    assert {stage["storage"] for stage in wide} == {"all as computed"}
+    most = max(stage["plan"]["bytes"] for stage in wide)
+    # With graphs everything kept takes more than the choice asks for.
+    code, out = plan(capsys, *allowed, "training.cuda_graphs=false", "--gb", f"{0.97 * most / 1e9:.3f}")
+    assert code == 0 and "stored as the coordinator would choose (storage.allow):" in out
+    code, out = plan(capsys, *allowed, "--gb", "0.3", "--device", "cpu", "--json")
+    found = json.loads(out)
+    assert code == 1 and {stage["storage"] for stage in found["stages"]} == {"ffn_input in 4 bits"}
+    assert found["what_fits"] == []
+    least = max(stage["curve"][-1]["bytes"] for stage in found["stages"])
+    _, out = plan(capsys, *allowed, "--gb", f"{0.98 * least / 1e9:.3f}", "--device", "cpu")
+    assert "what fits: pipeline.stages = " in out

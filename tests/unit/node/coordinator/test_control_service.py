@@ -138,7 +138,7 @@ async def test_the_coordinator_dials_only_where_the_node_dials_from(monkeypatch:
     async def connect(hosts: Iterable[str], port: int) -> None:
         dialled.extend((host, port) for host in hosts)
 
-    monkeypatch.setattr(module, "_connect", connect)
+    monkeypatch.setattr(module, "knock", connect)
     async with coordinator() as (port, _):
         for address in ("192.0.2.7:22", "localhost:7", ":8", "127.0.0.1:9"):
             with pytest.raises(LinkError, match="the coordinator closed the control connection"):

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.coordinator.placing import PlacePlanner
@@ -61,7 +61,8 @@ class Scene:
     planner: PlacePlanner
     moves: asyncio.Queue[tuple[PlacePlan, str]]
     sent: asyncio.Queue[tuple[str, CoordinatorMessage]]
-    offers: list[Candidate] = field(default_factory=list)
+    offers: list[Candidate]
+    told: list[str]
 
     def steps(self, first: int = 1, count: int = 2 * LEAST_STEPS) -> None:
         placed = epoch()
@@ -84,6 +85,7 @@ async def scene(past: Past | None = None, config: RunConfig = CONFIG) -> AsyncIt
         for one in offers
     }
     moves: asyncio.Queue[tuple[PlacePlan, str]] = asyncio.Queue()
+    told: list[str] = []
     sent: asyncio.Queue[tuple[str, CoordinatorMessage]] = asyncio.Queue()
 
     async def move(plan: PlacePlan, what: str) -> None:
@@ -97,13 +99,14 @@ async def scene(past: Past | None = None, config: RunConfig = CONFIG) -> AsyncIt
         link_report=lambda _source, _target: None,
         send=lambda node, message: sent.put_nowait((node, message)),
         move=move,
+        tell=told.append,
         look=0.0,
         pause=0.0,
     )
     running = asyncio.create_task(planner.run())
     try:
         async with asyncio.timeout(SECONDS):
-            yield Scene(planner, moves, sent, offers)
+            yield Scene(planner, moves, sent, offers, told)
     finally:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -121,6 +124,8 @@ async def test_blocks_go_to_the_faster_node_once_its_steps_are_measured() -> Non
         assert blocks == {"node-a": 5, "node-b": 1}
         assert plan.shown.keys() == SPEED.keys()
         assert "blocks by stage" in what
+        line = "1 line between nodes measured: 800 to 800 Mbit/s; a block takes them 100 to 600 ms"
+        assert here.told == [line]
 
 
 async def test_it_moves_once_and_then_waits_for_the_next_coordinator() -> None:

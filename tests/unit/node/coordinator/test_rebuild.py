@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from node.coordinator.decisions import recorded_codecs
+from node.coordinator.decisions import recorded_codecs, recorded_storages
 from node.coordinator.rebuild import damage, rebuild
 from node.coordinator.store import DATABASE_FILE, Member, SnapshotRecord, StepRecord, Store
 from node.run_file.loader import to_json
@@ -142,6 +142,20 @@ def test_planned_codecs_are_recovered_from_the_history(run: Path) -> None:
     with Store.open(run) as store:
         changes = recorded_codecs(store).changes
     assert [(step, plan.activations) for step, plan in changes] == [(0, ("trellis-4",)), (6, ("trellis-3",))]
+
+
+def test_chosen_storages_are_recovered_from_the_history(run: Path) -> None:
+    """The last one was made with other stages after a rollback, in place of that of step 9."""
+    names = {0: ("none/8/none/none",) * 2, 9: ("none/4/none/none",), 6: ("none/6/none/none",)}
+    for step, storages in names.items():
+        append(run, BEGAN + 30, events.StoragesPlanned(text="", step=step, storages=storages))
+    (run / DATABASE_FILE).unlink()
+    what = damage(run)
+    assert what is not None
+    rebuild(run, what, BEGAN + 100)
+    with Store.open(run) as store:
+        changes = recorded_storages(store).changes
+    assert [(step, plan.names) for step, plan in changes] == [(step, names[step]) for step in (0, 6)]
 
 
 def test_damage_inside_is_found(run: Path) -> None:

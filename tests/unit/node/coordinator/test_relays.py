@@ -117,6 +117,20 @@ def test_nodes_hear_of_relays_and_relays_of_whom_they_may_join() -> None:
     assert sent.take() == []
 
 
+def test_a_node_that_can_be_dialled_may_be_so_at_its_further_addresses_too() -> None:
+    desk = RelayDesk(Sent(), enabled=True)
+    also = ("[2001:db8::7]:70", "198.51.100.7:70", "no address", "198.51.100.8:70", "198.51.100.9:70")
+    for node, address in ((A, "198.51.100.7:70"), (B, "")):
+        one = session(node, address)
+        one.hello = replace(one.hello, also=also)
+        desk.opened(one)
+    placement = Placement(epoch=1, stage=1, stages=row((A, "198.51.100.7:70"), (B, "")))
+    assert desk.with_relays(B, placement).also == {A: ("[2001:db8::7]:70", "198.51.100.8:70")}
+    assert desk.with_relays(A, replace(placement, stage=0)).also == {}, "nobody reaches it at the first"
+    desk.closed(A)
+    assert desk.with_relays(B, placement).also == {}
+
+
 def test_who_cannot_be_dialled_or_offers_too_little_is_no_relay() -> None:
     for desk, one in (
         (RelayDesk(Sent(), enabled=True), session(R, "", 1e7)),

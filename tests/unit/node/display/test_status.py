@@ -16,6 +16,7 @@ from node.cli.status import run_state
 from node.config.schema import RunConfig
 from node.coordinator.store import SnapshotRecord, StepRecord, Store
 from node.display.status import (
+    MANY,
     MOST_LEFT,
     STATUS_FILE,
     WRITE_INTERVAL,
@@ -159,6 +160,18 @@ def test_steps_alone_are_written_once_an_interval(tmp_path: Path) -> None:
     emit(step_done(3))
     emit(Notice(text="any other event brings the newest step along"))
     assert written(tmp_path).step == step_done(3)
+
+
+def test_where_many_nodes_join_the_file_is_written_once_an_interval(tmp_path: Path) -> None:
+    now = [100.0]
+    emit = StatusWriter(pytest.fail, clock=lambda: now[0])
+    emit(started(tmp_path))
+    for number in range(MANY + 5):
+        now[0] += WRITE_INTERVAL / 10_000
+        emit(NodeJoined(node_id=f"node-{number}", device="cpu", address=""))
+    assert len(written(tmp_path).nodes) == MANY
+    emit(Notice(text="any other event brings the newest nodes along"))
+    assert len(written(tmp_path).nodes) == MANY + 5
 
 
 def test_a_disk_failure_is_reported_once_and_the_run_continues(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from kernels.common.random_bits import mixed, mixed_on_device, random_bits, sign
 from node.config.schema import LoraSection, ModelSection, PipelineSection, RunConfig
 from node.model.chunk import Chunk, build_chunk, compute_precision
 from node.model.lora import Dropout, DropoutSource, FrozenLinear, merged
-from node.model.lora_shapes import DOWN, UP, frozen_bytes, projections, trained_specs
+from node.model.lora_shapes import DOWN, UP, projections, trained_specs
+from node.model.shard_shapes import frozen_bytes
 from node.model.units import parameter_specs, state_bytes, unit_names
 from node.run_file.validate import problems
 from node.training.unit_state import expected_layout
@@ -182,6 +183,20 @@ def test_dropout_is_the_plain_formula_with_its_mask() -> None:
         torch.testing.assert_close(layer(x), linear(x) + 0.5 * (x @ down.t()) @ up.t())
 
 
+def test_devices_drop_what_one_drops() -> None:
+    """Rows of devices have other samples, tensor-parallel ranks other columns of an input."""
+    source = DropoutSource(CPU)
+    whole = Dropout(share=0.25, source=source, place=0xFEDCBA98, columns=40)
+    salt, x = torch.tensor([77], dtype=torch.int32), torch.ones(4, 50, 40)
+    expected = whole(x, salt)
+    for row in range(2):
+        for rank in range(2):
+            source.row = row
+            part = replace(whole, first=20 * rank)
+            found = part(x[2 * row : 2 * row + 2, :, 20 * rank : 20 * rank + 20], salt)
+            assert torch.equal(found, expected[2 * row : 2 * row + 2, :, 20 * rank : 20 * rank + 20])
+
+
 def test_salts_on_a_device_hash_as_numbers_do() -> None:
     numbers = [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xDEADBEEF]
     kept = torch.tensor([signed(number) for number in numbers], dtype=torch.int32)
@@ -264,11 +279,3 @@ def test_impossible_settings_are_refused_in_one_line(lora: dict[str, object], wo
     )
     (found,) = problems(config)
     assert words in found and "\n" not in found
-
-
-def test_adapters_need_activations_as_autograd_keeps_them() -> None:
-    config = RunConfig(model=replace(LLAMA, vocab=256), lora=LORA, pipeline=PipelineSection(stages=2))
-    assert problems(config) == []
-    packed = replace(config, storage=replace(config.storage, preset="agoq"))
-    (found,) = problems(packed)
-    assert 'lora.rank needs storage.preset = "off"' in found

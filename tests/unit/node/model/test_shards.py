@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.fp8.reference import blocks
-from node.config.schema import ModelSection, RunConfig, TrainingSection
+from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
+from node.model.lora_shapes import trained_specs
 from node.model.shard_shapes import check_shards, pieces, shard_shape
 from node.model.shards import merge, merge_states, shard, shard_state
 from node.model.units import block_name, parameter_specs, unit_names
@@ -68,29 +69,32 @@ def test_projections_are_cut_by_whole_heads() -> None:
         assert mine.reshape(24, -1)[:, 0].view(3, 2, 4)[..., 0].tolist() == [[2, 3], [12, 13], [22, 23]]
 
 
+@pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapters"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_state_in_e4m3_is_cut_with_its_blocks(family: str) -> None:
+def test_a_state_in_e4m3_is_cut_with_its_blocks(family: str, rank: int) -> None:
     model = ModelSection(
         family=family, layers=1, hidden=256, heads=4, kv_heads=2, ffn=512, vocab=8, sequence=8
     )
+    config = RunConfig(model=model, lora=LoraSection(rank=rank))
     unit = block_name(0)
+    specs = trained_specs(model, config.lora, unit)
     state: dict[str, torch.Tensor] = {"step": torch.tensor(3)}
-    for spec in parameter_specs(model, unit):
+    for spec in specs:
         elements = torch.arange(spec.elements)
         state[f"parameter.{spec.name}"] = elements.float().view(spec.shape)
         state[f"exp_avg.{spec.name}"] = elements // 128
         state[f"exp_avg_scale.{spec.name}"] = torch.arange(blocks(spec.elements))
-    shards = [shard_state(model, unit, state, index, 2) for index in range(2)]
+    shards = [shard_state(config, unit, state, index, 2) for index in range(2)]
     for mine in shards:
         assert int(mine["step"]) == 3
-        for spec in parameter_specs(model, unit):
+        for spec in specs:
             assert torch.equal(
                 mine[f"exp_avg_scale.{spec.name}"].repeat_interleave(128)[
                     : mine[f"exp_avg.{spec.name}"].numel()
                 ],
                 mine[f"exp_avg.{spec.name}"],
             ), "each code keeps its block"
-    merged = merge_states(model, unit, shards)
+    merged = merge_states(config, unit, shards)
     assert merged.keys() == state.keys()
     assert all(torch.equal(merged[name], state[name]) for name in state)
 
@@ -98,7 +102,21 @@ def test_a_state_in_e4m3_is_cut_with_its_blocks(family: str) -> None:
 def test_a_state_of_another_model_is_refused() -> None:
     model = ModelSection(layers=1, hidden=16, heads=4, kv_heads=2, ffn=8, vocab=8, sequence=8)
     with pytest.raises(RunError, match=r"query.weight has the shape \[8, 16\], expected \[16, 16\]"):
-        shard_state(model, block_name(0), {"parameter.query.weight": torch.zeros(8, 16)}, 0, 2)
+        shard_state(
+            RunConfig(model=model), block_name(0), {"parameter.query.weight": torch.zeros(8, 16)}, 0, 2
+        )
+
+
+def test_a_packed_base_is_cut_in_whole_blocks() -> None:
+    model = ModelSection(layers=1, hidden=256, heads=4, kv_heads=4, ffn=384, vocab=8, sequence=8)
+    config = RunConfig(model=model, lora=LoraSection(rank=4, base="4"))
+    with pytest.raises(RunError, match=r"cuts rows of attention_output\.weight") as refused:
+        check_shards(config, 4)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(RunError, match=r"into 192, and lora\.base 4 needs multiples of 128"):
+        check_shards(config, 2)
+    check_shards(replace(config, model=replace(model, ffn=512)), 2)
+    check_shards(replace(config, lora=LoraSection(rank=4)), 4)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.attention.ops import attention, attention_backward
 from kernels.blockfloat import reference as blockfloat
 from kernels.common import layers
-from node.config.schema import ModelSection, TrainingSection
+from node.config.schema import LoraSection, ModelSection, TrainingSection
 from node.model.blocks import Gpt2Block, LlamaBlock
 from node.model.chunk import build_chunk, compute_precision
 from node.model.storage import PRESETS, Storage, stored_bytes
@@ -28,9 +28,13 @@ def input_and_gradient() -> tuple[Tensor, Tensor]:
     return torch.randn(2, 2, 37, 96, generator=generator).unbind(0)
 
 
-def run(model: ModelSection, storage: Storage, precision: str = "float32") -> dict[str, Tensor]:
+def run(
+    model: ModelSection, storage: Storage, precision: str = "float32", lora: LoraSection | None = None
+) -> dict[str, Tensor]:
     """The result of two blocks, and the gradients of their input and parameters."""
-    chunk = build_chunk(model, BLOCKS, 3, CPU, storage=storage)
+    chunk = build_chunk(model, BLOCKS, 3, CPU, storage=storage, lora=lora)
+    if chunk.dropout is not None:
+        chunk.dropout.begin(0x9E3779B9)
     with torch.no_grad():
         for index, parameter in enumerate(chunk.parameters()):
             # So that biases and norms count.
@@ -41,6 +45,8 @@ def run(model: ModelSection, storage: Storage, precision: str = "float32") -> di
     with compute_precision(precision, CPU):
         result = chunk(x)
     assert result.dtype == torch.float32
+    if chunk.dropout is not None:
+        chunk.dropout.begin(1)  # the next microbatch goes forward before this one goes back
     torch.autograd.backward(result, upstream)
     named = {name: parameter.grad for name, parameter in chunk.named_parameters()}
     made = {"result": result.detach(), "input": x.grad, **named}
@@ -136,9 +142,9 @@ def _rounded(heads: Tensor) -> Tensor:
     return torch.unflatten(kept, 2, (heads.shape[1], -1)).transpose(1, 2)
 
 
-def saved(model: ModelSection, storage: Storage, precision: str) -> int:
+def saved(model: ModelSection, storage: Storage, precision: str, lora: LoraSection | None = None) -> int:
     """Bytes of all storages in the graph of two blocks but weights and tables."""
-    chunk = build_chunk(model, BLOCKS, 3, CPU, storage=storage)
+    chunk = build_chunk(model, BLOCKS, 3, CPU, storage=storage, lora=lora)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*chunk.parameters(), *chunk.buffers())}
     kept: dict[int, Tensor] = {}
 
@@ -175,6 +181,45 @@ def test_a_block_keeps_the_bytes_that_config_explain_says(
     training = TrainingSection(precision=precision)
     counted = stored_bytes(replace(model, sequence=37), training, storage, samples=2)
     assert saved(model, storage, precision) == 2 * counted.total
+
+
+ADAPTERS = {
+    "all": LoraSection(rank=4, base="8"),
+    "some, dropout": LoraSection(rank=4, base="8", targets=("down",), dropout=0.3),
+    "all, dropout": LoraSection(rank=4, base="float32", dropout=0.3),
+}
+
+
+@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.parametrize(
+    "storage", [Storage(norm_input="none", ffn_input="recompute"), AGAIN], ids=["ffn again", "all again"]
+)
+def test_gradients_of_adapters_without_rounding_are_those_of_autograd(
+    model: ModelSection, storage: Storage, lora: LoraSection
+) -> None:
+    """Frozen weights have none, and forward has the same bits."""
+    plain, stored = run(model, Storage(), lora=lora), run(model, storage, lora=lora)
+    assert torch.equal(stored["result"], plain["result"])
+    assert {name.rpartition(".")[2] for name in plain} == {"result", "input", "lora_A", "lora_B"}
+    for name, wanted in plain.items():
+        assert distance(stored[name], wanted) < 2e-6, name
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_packed_blocks_with_adapters_are_near_plain_ones_and_keep_what_those_of_full_training_keep(
+    model: ModelSection, precision: str
+) -> None:
+    lora, storage = ADAPTERS["all"], PRESETS["agoq"]
+    plain, stored = run(model, Storage(), precision, lora), run(model, storage, precision, lora)
+    if precision == "bfloat16":
+        assert torch.equal(stored["result"], plain["result"])
+    for name, wanted in plain.items():
+        assert distance(stored[name], wanted) < 0.2, name
+    training = TrainingSection(precision=precision)
+    counted = stored_bytes(replace(model, sequence=37), training, storage, samples=2)
+    assert saved(model, storage, precision, lora) == 2 * counted.total
+    # With dropout also the microbatch's salt, once in each half of both blocks.
+    assert saved(model, storage, precision, replace(lora, dropout=0.5)) == 2 * counted.total + 4 * 4
 
 
 def test_a_model_with_packed_blocks_keeps_less_than_half(model: ModelSection) -> None:

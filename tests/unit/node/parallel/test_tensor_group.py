@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from node.config.schema import (
+    LoraSection,
     ModelSection,
     PipelineSection,
     RunConfig,
@@ -40,6 +41,15 @@ PACKED = replace(
         LLAMA.training, gradients="fp8", moments="fp8", weights="bfloat16", precision="bfloat16"
     ),
     storage=StorageSection(preset="agoq"),
+)
+
+ADAPTED = replace(
+    GPT2,
+    lora=LoraSection(rank=4, dropout=0.2, base="bf16"),
+    storage=StorageSection(ffn_input="recompute", attention="recompute", attention_output="recompute"),
+)
+ADAPTED_LLAMA = replace(
+    LLAMA, model=replace(LLAMA.model, tied=False), lora=LoraSection(rank=4, dropout=0.2, base="float32")
 )
 
 State = dict[str, dict[str, Tensor]]
@@ -83,8 +93,22 @@ def equal(first: State, second: State) -> bool:
 
 @pytest.mark.parametrize(
     ("config", "ranks", "tensor_parallel"),
-    [(LLAMA, 4, 4), (GPT2, 2, 2), (FP8_GRADIENTS, 4, 2)],
-    ids=["llama 4", "gpt2 2", "gpt2 2 x 2, fp8 gradients"],
+    [
+        (LLAMA, 4, 4),
+        (GPT2, 2, 2),
+        (FP8_GRADIENTS, 4, 2),
+        (ADAPTED, 4, 2),
+        (ADAPTED, 2, 1),
+        (ADAPTED_LLAMA, 2, 2),
+    ],
+    ids=[
+        "llama 4",
+        "gpt2 2",
+        "gpt2 2 x 2, fp8 gradients",
+        "adapters on stored gpt2 2 x 2",
+        "adapters on two rows of gpt2",
+        "adapters on llama 2",
+    ],
 )
 def test_ranks_do_as_one_device(config: RunConfig, ranks: int, tensor_parallel: int) -> None:
     alone = StageModel(config, CPU)

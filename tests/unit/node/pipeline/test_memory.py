@@ -1,14 +1,12 @@
 """The memory estimate of a stage against torch's allocations."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from node.config.schema import (
     LoraSection,
@@ -23,10 +21,10 @@ from node.model.chunk import build_chunk
 from node.model.shard_shapes import shard_shape
 from node.model.storage import Storage
 from node.model.units import HEAD, block_name, parameter_specs, unit_parameters
-from node.pipeline.device_memory import SNAPSHOTS_SENT, Devices, Share
+from node.pipeline.device_memory import PAGE, RUNS_AT_WORK, SNAPSHOTS_SENT, Devices, Share
 from node.pipeline.gradient_groups import model_pieces, piece_bytes
 from node.pipeline.memory import most_held, stage_bytes, stage_memory, stage_storages
-from node.pipeline.placement import stage_units
+from node.pipeline.placement import held_blocks, stage_units
 from node.run_state.snapshot_schedule import MAX_ASKED
 from node.stage.passes import AutogradPasses, ChunkCall
 from node.stage.stage_model import StageModel
@@ -34,6 +32,7 @@ from node.training import gradients
 from node.training.optimizer import StageOptimizer
 from scripts.bench.stored_activations import SHAPES
 from tests.support.device_groups import leading, settle_collectives
+from tests.support.memory_meter import Meter, measured
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).resolve().parents[4] / "scripts" / "results"
@@ -67,49 +66,6 @@ def run(form: str, family: str = "llama", **pipeline: Any) -> RunConfig:
         storage=storage,
         pipeline=PipelineSection(stages=2, **pipeline),
     )
-
-
-@dataclass
-class Meter:
-    """Bytes that torch holds, and the most it has held, over some work."""
-
-    now: int = 0
-    most: int = 0
-
-    def count(self, work: Callable[[], object]) -> None:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            work()
-        kineto = profiler.profiler
-        assert kineto is not None and kineto.kineto_results is not None
-        found = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
-        for event in sorted(found, key=lambda event: event.start_ns()):
-            self.now += event.nbytes()
-            self.most = max(self.most, self.now)
-
-
-def measured(config: RunConfig, model: StageModel, stage: int, held: int) -> int:
-    """The most that one step takes that holds so many microbatches at once, from the model's making on."""
-    training, sizes = config.training, config.model
-    shape = (training.microbatch, sizes.sequence)
-    labels = torch.zeros(shape, dtype=torch.int64) if stage else None
-
-    def step() -> None:
-        model.begin_step()
-        for microbatch in range(held):
-            fed = torch.randn(*shape, sizes.hidden) if stage else torch.zeros(shape, dtype=torch.int64)
-            model.forward(0, microbatch, fed, labels)
-        for microbatch in range(held):
-            model.backward(0, microbatch, None if stage else torch.randn(*shape, sizes.hidden))
-        model.finish_step()
-
-    meter = Meter()
-    meter.count(lambda: model.build(stage, 2))
-    # Initial weights are drawn before gradients and activations are there.
-    meter.most = meter.now
-    meter.count(step)
-    meter.count(model.squared_norms)
-    meter.count(lambda: model.apply(1e-3, 1.0))
-    return meter.most
 
 
 def estimated(config: RunConfig, stage: int, devices: Devices) -> int:
@@ -152,6 +108,8 @@ def test_a_chunked_head_uses_the_estimated_memory(form: str, monkeypatch: pytest
         ("autocast", "llama", LoraSection(rank=8)),
         ("autocast", "gpt2", LoraSection(rank=8, base="8")),
         ("plain", "llama", LoraSection(rank=32, base="8", targets=("query", "value", "gate"))),
+        ("agoq", "llama", LoraSection(rank=8, base="4", dropout=0.1)),
+        ("agoq, fp8, bf16", "gpt2", LoraSection(rank=8)),
     ],
 )
 def test_adapters_on_frozen_weights_take_what_is_estimated(
@@ -231,12 +189,20 @@ def test_a_window_takes_what_is_estimated() -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize(("form", "tensor_parallel"), [("compact, fp8 gradients", 1), ("plain", 2)])
+@pytest.mark.parametrize(
+    ("form", "tensor_parallel", "lora"),
+    [
+        ("compact, fp8 gradients", 1, LoraSection()),
+        ("plain", 2, LoraSection()),
+        ("agoq", 2, LoraSection(rank=8, base="bf16", dropout=0.1)),
+    ],
+    ids=["rows", "shards", "adapters on shards"],
+)
 def test_each_of_two_devices_takes_what_is_estimated(
-    form: str, tensor_parallel: int, monkeypatch: pytest.MonkeyPatch
+    form: str, tensor_parallel: int, lora: LoraSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle_collectives(monkeypatch)
-    config = run(form)
+    config = replace(run(form), lora=lora)
     with leading(config, 2, tensor_parallel) as leader:
         found = measured(config, leader, 0, held=2)
     devices = Devices(count=2, tensor_parallel=tensor_parallel)
@@ -284,8 +250,20 @@ def test_captured_passes_lend_no_memory_to_the_optimizer() -> None:
     gpu, config = Devices(on_cpu=False), run("autocast")
     graphs, plain = (stage_memory(one, 2, gpu)[0] for one in (config, without_graphs(config)))
     assert 0 < plain.applying < plain.kept + plain.working
-    assert plain.total == plain.fixed + plain.state + plain.kept + plain.working
-    assert graphs.total == graphs.fixed + graphs.state + graphs.kept + graphs.working + graphs.applying
+    passes = [one.kept + one.working + one.pages for one in (plain, graphs)]
+    assert plain.total == plain.fixed + plain.state + passes[0]
+    assert graphs.total == graphs.fixed + graphs.state + passes[1] + graphs.applying
+
+
+def test_a_gpus_allocator_holds_pages_that_tensors_fill_in_part() -> None:
+    """One a stretch of memory, two stretches for what a block keeps of a microbatch; of little, a share."""
+    config = without_graphs(run("autocast"))
+    large = replace(config, model=replace(config.model, hidden=4096, ffn=14336, sequence=8192))
+    (held, *_) = held_blocks(large, 2)
+    assert stage_memory(large, 2, Devices(on_cpu=False))[0].pages == (2 * held + RUNS_AT_WORK) * PAGE
+    small = stage_memory(config, 2, Devices(on_cpu=False))[0]
+    assert 0 < small.pages <= (small.kept + small.working) // 8
+    assert stage_memory(large, 2, Devices())[0].pages == 0
 
 
 @pytest.mark.parametrize("pieces", [1, 4])

@@ -28,8 +28,9 @@ from node.pipeline.memory_plan import (
 from node.pipeline.memory_program import Column, spread
 from node.pipeline.placement import held_blocks
 from node.stage.stage_model import StageModel
+from tests.support.memory_meter import measured
 from tests.support.passes import Forced
-from tests.unit.node.pipeline.test_memory import CPU, FORMS, LEAST, MOST, measured, run
+from tests.unit.node.pipeline.test_memory import CPU, FORMS, LEAST, MOST, run
 
 CPUS, GPU = Devices(), Devices(on_cpu=False)
 PACKED = StorageSection(attention="8")

@@ -61,7 +61,7 @@ def exhaustive(of: Machines, job: Work) -> float:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_order_is_the_best_of_all_for_a_few_nodes(seed: int) -> None:
-    """Its step is at most two hundredths longer than the shortest of every choice and order."""
+    """No choice and order of them has a shorter step."""
     count, stages = ((4, 4), (5, 3), (6, 4), (6, 5))[seed % 4]
     of, job = machines(seed, count), work(stages)
     order, best = plan_order(of, job), exhaustive(of, job)
@@ -69,14 +69,14 @@ def test_the_order_is_the_best_of_all_for_a_few_nodes(seed: int) -> None:
     if order is not None:
         assert sum(order.split) == job.blocks and len(set(order.nodes)) == stages
         assert all(n <= of.most_blocks[node] for node, n in zip(order.nodes, order.split, strict=True))
-        assert step_seconds(of, order, job) <= best * 1.02
+        assert step_seconds(of, order, job) <= best * (1 + 1e-9)
 
 
 def test_five_of_eight_nodes_are_ordered_as_an_exhaustive_search_orders_them() -> None:
     of, job = machines(40, 8, memory=20), work(5, blocks=16)
     order = plan_order(of, job)
     assert order is not None
-    assert step_seconds(of, order, job) <= exhaustive(of, job) * 1.01
+    assert step_seconds(of, order, job) <= exhaustive(of, job) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(6))

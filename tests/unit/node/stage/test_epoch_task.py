@@ -71,6 +71,22 @@ class Stage:
         self.units = self.sources = ("block.0001",)
         self.needs: tuple[BatchPart, ...] = ()
         self.trouble: Exception | None = None
+        self.microbatch_numbers = [0, 1]
+        self.model = self
+        self.relieves = False
+        self.adapted = 0
+        """How often it could have planned its memory anew."""
+
+    def relieve(self) -> bool:
+        self.log.append("relieve")
+        return self.relieves
+
+    def adapt(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.adapted += 1
+
+    def use_storages(self, names: tuple[str, ...]) -> None:
+        assert not names, "the run file's"
 
     def place(self, stage: int, stages: int, share: RowShare | None = None) -> int:
         self.log.append(("place", stage, stages))
@@ -393,6 +409,30 @@ async def test_a_lost_device_is_not_reported_but_ends_the_node() -> None:
     task.submit(Begin(epoch=4, step=3))
     async with asyncio.timeout(SECONDS):
         with pytest.raises(DeviceLostError, match="rank 1 is gone"):
+            await running
+    assert node.said.empty()
+
+
+async def test_a_step_that_ran_short_of_memory_runs_again_if_the_node_can_plan_with_less() -> None:
+    async with epoch() as talk:
+        await talk.begun(3)
+        stage = talk.node.stage
+        stage.trouble, stage.relieves = torch.OutOfMemoryError("CUDA out of memory."), True
+        what = "it ran short of memory, and plans with less from now on"
+        assert await talk.ask(Begin(epoch=4, step=3)) == failure(FailureKind.INTERNAL, what, step=3)
+        assert stage.log[-1] == "relieve" and stage.state_step == 3, "it holds its state still"
+
+
+async def test_a_node_that_cannot_plan_with_less_memory_ends() -> None:
+    node = Node(Stage())
+    task = EpochTask(PLACEMENT, node)
+    talk = Talk(node, task)
+    running = asyncio.create_task(task.run())
+    await talk.begun(3)
+    node.stage.trouble = torch.OutOfMemoryError("CUDA out of memory.")
+    task.submit(Begin(epoch=4, step=3))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(torch.OutOfMemoryError):
             await running
     assert node.said.empty()
 

@@ -14,8 +14,11 @@ from node.config.schema import (
 )
 from node.pipeline.memory import stage_storages
 from node.pipeline.placement import chunk_units
+from node.pipeline.storage_choice import chosen_config, storage_named
 from node.run_file.validate import problems
+from node.stage.stage_storage import StageStorage
 from tests.support.memory_pipeline import MemoryPipeline, reference_run
+from wire.errors import ProtocolViolationError
 
 STEPS = 2
 CONFIG = RunConfig(
@@ -51,6 +54,60 @@ def test_a_pipeline_gives_the_unsplit_models_bits(
     with MemoryPipeline(config) as stages:
         assert stages.train(STEPS) == expected
         assert stages.weights_sha256() == weights
+
+
+def test_stages_that_the_coordinator_chose_storages_for_have_the_bits_of_a_run_file_that_says_so() -> None:
+    config = replace(CONFIG, storage=StorageSection(allow=("ffn_input:8", "ffn_input:4")))
+    assert problems(config) == []
+    names = ["none/8/none/none", "none/none/none/none", "none/8/none/none"]
+    chosen = [chosen_config(config, storage_named(config, name)) for name in names]
+
+    def weights(one: RunConfig, chosen: tuple[str, ...]) -> str:
+        with MemoryPipeline(one) as stages:
+            for executor in stages.executors:
+                executor.use_storages(chosen)
+                executor.restore(0, lambda unit: {})
+            stages.train(STEPS)
+            return stages.weights_sha256()
+
+    mixed = weights(config, tuple(names))
+    assert weights(config, tuple(names)) == mixed
+    alike = weights(config, ("none/8/none/none",) * 3)
+    assert alike == reference_run(chosen[0], STEPS, groups=chunk_units(config, 3))[1]
+    plain = reference_run(chosen[1], STEPS)[1]
+    assert weights(config, (names[1],) * 3) == plain
+    assert len({mixed, alike, plain}) == 3
+
+
+def test_a_state_that_was_built_with_another_storage_is_forgotten() -> None:
+    config = replace(CONFIG, storage=StorageSection(allow=("8",)))
+    narrow = ("8/8/none/none",) * 3
+    with MemoryPipeline(config) as stages:
+        executor = stages.executors[1]
+        executor.use_storages(narrow)
+        assert executor.state_step == -1
+        executor.restore(0, lambda unit: {})
+        executor.use_storages(narrow)
+        assert executor.state_step == 0
+        assert executor.storage.config.storage.norm_input == "8"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("8/8/none/none",) * 2, "chooses 2 storages for 3 stages"),
+        ((), "chooses 0 storages for 3 stages"),
+        (("4/4/none/none",) * 3, "'4/4/none/none', which this run's file does not allow"),
+    ],
+)
+def test_a_coordinator_that_chooses_what_is_not_allowed_is_refused(
+    names: tuple[str, ...], message: str
+) -> None:
+    storage = StageStorage(replace(CONFIG, storage=StorageSection(allow=("8",))))
+    with pytest.raises(ProtocolViolationError, match=message):
+        storage.choose(names, 1, 3)
+    with pytest.raises(ProtocolViolationError, match="chooses 3 storages"):
+        StageStorage(CONFIG).choose(("8/8/none/none",) * 3, 1, 3)
 
 
 def test_stages_differ_where_bits_go_by_stage() -> None:

@@ -169,7 +169,7 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
             found["block.0001"]["gate.weight"].fill_(torch.nan)  # type: ignore[union-attr]  # a tensor
             return found
 
-        model = stages.executors[0]._model
+        model = stages.executors[0].model
         model.take_gradients = partial(spoiled, model)  # type: ignore[method-assign, arg-type]
         with pytest.raises(NonFiniteError, match=r"gradient of gate\.weight of block\.0001"):
             stages.outcomes()

@@ -13,6 +13,7 @@ from node.config.schema import (
     PipelineSection,
     RunConfig,
     RunSection,
+    StorageSection,
     TrainingSection,
 )
 from node.stage.inbox import StepInterrupted
@@ -37,6 +38,7 @@ FORMS = {
             CONFIG.training, precision="bfloat16", weights="bfloat16", moments="fp8", gradients="fp8"
         ),
     ),
+    "stored": replace(CONFIG, storage=StorageSection(preset="agoq")),
     "interleaved": replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=2, chunks=2)),
 }
 
@@ -100,7 +102,7 @@ def test_a_snapshot_holds_adapters_alone_and_resumes_on_another_split() -> None:
 
 def test_frozen_weights_stay_as_they_are() -> None:
     with MemoryPipeline(CONFIG) as stages:
-        models = [executor._model for executor in stages.executors]
+        models = [executor.model for executor in stages.executors]
         before = [_frozen(model) for model in models]
         stages.train(2)
         for model, kept in zip(models, before, strict=True):

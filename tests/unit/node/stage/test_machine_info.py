@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from node.config.schema import TrainingSection
 from node.stage import machine_info
-from node.stage.machine_info import choose_device, describe, limit_memory
+from node.stage.machine_info import cannot_compute, choose_device, describe, limit_memory
 from wire.errors import UserError
 
 CPU = torch.device("cpu")
@@ -105,3 +106,27 @@ def test_a_missing_gpu_is_one_line() -> None:
         UserError, match="--device cuda:2: this machine has 2 usable GPUs; use cpu or a lower N"
     ):
         choose_device("cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("training", "capability", "words"),
+    [
+        (TrainingSection(), (7, 5), None),
+        (TrainingSection(precision="bfloat16"), (8, 0), None),
+        (TrainingSection(precision="bfloat16"), (7, 5), "let the run have training.precision float32"),
+        (TrainingSection(precision="bfloat16", compute="fp8"), (8, 6), "compute capability 8.9 or later"),
+        (TrainingSection(precision="bfloat16", compute="fp8"), (9, 0), None),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_a_gpu_that_cannot_compute_a_run_is_told_what_can(
+    training: TrainingSection,
+    capability: tuple[int, int],
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    line = cannot_compute(training, cuda(0)[0])
+    assert (line is None) == (words is None)
+    assert words is None or (line is not None and words in line and "a model" in line)
+    assert cannot_compute(training, CPU) is None

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from node.parallel.collectives import collective
+from node.stage import out_of_memory
+from node.stage.allocator import Held
 from node.stage.out_of_memory import (
     NOTE_FILE,
     VALID_SECONDS,
@@ -70,18 +72,23 @@ def test_the_line_names_the_stage_the_estimate_the_device_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5_000 * device.index, 80_000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60_000)
+    there = Held(
+        allocated=50_000, reserved=60_000, largest_free=7_000, most_allocated=50_000, most_reserved=60_000
+    )
+    monkeypatch.setattr(out_of_memory, "held", lambda device: there)
     error = exhausted(GPU, device_memory_text(GPU), offered=70_000, stage=2, stages=4, need=65_000)
     assert str(error).startswith(
         "cuda:1 ran out of memory at stage 2 of 4, which was estimated to need 65 kB, and this node ends; it "
-        "offered 70 kB, and cuda:1 has 80 kB, of which 60 kB are this process's and 5 kB free: end what "
+        "offered 70 kB, and cuda:1 has 80 kB, of which 60 kB are this process's (50 kB in tensors, largest "
+        "free piece 7 kB) and 5 kB free: end what "
     )
     for remedy in ("training.microbatch", "pipeline.window", "storage.preset", "pipeline.stages"):
         assert remedy in str(error)
     assert "\n" not in str(error)
     assert error.happened == (
         "cuda:1 ran out of memory at stage 2 of 4, which was estimated to need 65 kB; it offered 70 kB, and "
-        "cuda:1 has 80 kB, of which 60 kB are this process's and 5 kB free"
+        "cuda:1 has 80 kB, of which 60 kB are this process's (50 kB in tensors, largest free piece 7 kB) and "
+        "5 kB free"
     )
     assert short_reason(error) == error.happened, "it is not cut"
     assert (error.need, error.exit_code) == (65_000, 1)

@@ -29,6 +29,7 @@ from node.telemetry.metrics import (
 from tests.support.run_events import BEGAN, NODES, aborted, done, joined, opening, step
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 from wire.errors import UserError
+from wire.telemetry import relay_path
 
 LINK = (("replica", "0"), ("source", "0"), ("target", "1"), ("target_replica", "0"))
 FORBIDDEN_LABELS = {"step", "token", "address", "microbatch", "peer_address", "host", "ip"}
@@ -52,7 +53,8 @@ class Watched:
     def report(self, steps: float, epoch: int = EPOCH) -> None:
         for stage, node in enumerate(NODES[:2]):
             told = replace(totals(steps, stage=stage, epoch=epoch), clock_error_seconds=1e-3, relayed_bytes=5)
-            self.accounting.report(node, told)
+            links = tuple(replace(link, path=relay_path(NODES[2])) for link in told.links)
+            self.accounting.report(node, replace(told, links=links))
 
     def samples(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         return parsed(self.metrics.render())

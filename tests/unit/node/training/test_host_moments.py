@@ -72,6 +72,17 @@ def test_a_streamed_step_has_the_same_bits(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", TRAININGS)
+def test_moments_that_move_out_and_back_between_steps_have_the_same_bits(case: str) -> None:
+    plain, other, host = build(TRAININGS[case]), build(TRAININGS[case]), LateHostMemory()
+    for number, place in enumerate((None, host, host, None, None)):
+        other.move_moments(place)
+        assert (other.moment_bytes < plain.moment_bytes) == (place is not None)
+        step(plain, number)
+        step(other, number)
+    assert same(states(other), states(plain))
+
+
+@pytest.mark.parametrize("case", TRAININGS)
 def test_snapshots_of_either_resume_the_other(case: str) -> None:
     kinds = {"plain": None, "moved": LateHostMemory()}
     wanted = build(TRAININGS[case])

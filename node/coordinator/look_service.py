@@ -1,0 +1,134 @@
+"""What the coordinator sees of the holder of a join token, for `thinwire doctor`. Nothing of it is kept.
+
+The coordinator dials the holder's own address alone, as it does for a node that joins.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from wire.dialing import knock
+from wire.identity.enrolment import Hardware, JoinRequest, Refusal
+from wire.v1 import enrolment_pb2 as pb
+
+REACH_SECONDS = 4.0
+"""For a dial back."""
+MOST_RELAYS = 3
+"""Volunteers whose addresses are told."""
+PADDING = bytes(60_000)
+"""A message by which a rate is measured."""
+PADDINGS = 32
+PADDING_SECONDS = 4.0
+"""On a slow line fewer are sent."""
+MOST_AT_ONCE = 4
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Looks:
+    """The method `Look` of the join port."""
+
+    def __init__(
+        self,
+        first: Callable[[AsyncIterator[pb.LookRequest]], Awaitable[pb.LookRequest | None]],
+        refuse: Callable[[JoinRequest, str], Awaitable[Refusal | None]],
+        would_refuse: Callable[[str, bytes], str],
+        source: Callable[[str], str],
+    ) -> None:
+        """
+        Args:
+            first: a call's first request; raises `TimeoutError` if it does not come in time.
+            refuse: whether the holder of a token may ask from an address; raises `TimeoutError` if too often.
+            would_refuse: of a token's id and secret: why a join would be refused. It blocks.
+            source: the IP address of gRPC's peer.
+        """
+        self.relays: Callable[[], list[str]] = list
+        """host:port of volunteers that relay, the fastest first."""
+        self.relayed = False
+        """Whether the coordinator relays."""
+        self._first = first
+        self._refuse = refuse
+        self._would_refuse = would_refuse
+        self._source = source
+        self._asking: set[str] = set()
+        """Tokens whose holders are answered now."""
+
+    async def look(
+        self, requests: AsyncIterator[pb.LookRequest], context: Context
+    ) -> AsyncIterator[pb.LookReply]:
+        """One call. The join port ends its connection after a while, and so the call."""
+        try:
+            first = await self._first(requests)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came")
+        except DecodeError:
+            first = None
+        if first is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "what came is no request")
+        source, token = self._source(context.peer()), first.token_id
+        request = JoinRequest(
+            version=first.version,
+            protocol=first.protocol,
+            run_id=first.run_id,
+            token_id=token,
+            secret=first.secret,
+            csr_der=b"",
+            hardware=Hardware(device="", cores=0, memory_bytes=0),
+        )
+        try:
+            refusal = await self._refuse(request, source)
+        except TimeoutError:
+            refusal = None
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests: ask again later")
+        if refusal is not None:
+            yield pb.LookReply(refusal=pb.Refusal(code=refusal.code, message=refusal.message))
+            return
+        if token in self._asking or len(self._asking) >= MOST_AT_ONCE:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "others ask: ask again later")
+        self._asking.add(token)
+        try:
+            yield pb.LookReply(seen=await self._seen(first, source))
+            began = time.monotonic()
+            for _ in range(PADDINGS):
+                yield pb.LookReply(padding=PADDING)
+                if time.monotonic() - began > PADDING_SECONDS:
+                    break
+            yield pb.LookReply(padding=b"")
+            async for more in requests:
+                if not more.padding:
+                    break
+            yield pb.LookReply(done=True)
+        finally:
+            self._asking.discard(token)
+
+    async def _seen(self, first: pb.LookRequest, source: str) -> pb.Seen:
+        refusal, reached, mapped = await asyncio.gather(
+            asyncio.to_thread(self._would_refuse, first.token_id, first.secret),
+            _reached(source, first.port),
+            _reached(source, first.mapped_port),
+        )
+        return pb.Seen(
+            host=source,
+            reached=reached,
+            mapped_reached=mapped,
+            relayed=self.relayed,
+            relays=self.relays()[:MOST_RELAYS],
+            refusal=refusal,
+        )
+
+
+async def _reached(host: str, port: int) -> bool:
+    """Whether somebody accepts there."""
+    if not 0 < port < 1 << 16:
+        return False
+    try:
+        async with asyncio.timeout(REACH_SECONDS):
+            await knock((host,), port)
+    except OSError:  # a TimeoutError is one, too
+        return False
+    return True

@@ -1,0 +1,115 @@
+"""Ask a coordinator what it sees of this machine: the client of `node.coordinator.look_service`."""
+
+import time
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from cryptography import x509
+
+from node.coordinator.look_service import PADDING, PADDING_SECONDS, PADDINGS
+from wire.dialing import proxy_options
+from wire.errors import LinkError
+from wire.identity.authority import certificate_to_pem
+from wire.identity.credentials import server_name_options
+from wire.identity.names import coordinator_server_name
+from wire.identity.token import JoinToken
+from wire.v1 import enrolment_pb2
+from wire.version import PROTOCOL, VERSION
+
+LOOK_SECONDS = 30.0
+"""For the whole conversation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenThere:
+    """This machine, as the coordinator sees it."""
+
+    host: str
+    """From which the call came."""
+    reached: bool
+    """Its port accepted the coordinator's connection."""
+    mapped_reached: bool
+    """The same for its router's port."""
+    relayed: bool
+    """The coordinator relays."""
+    relays: tuple[str, ...]
+    """host:port of volunteers that do, some of them."""
+    refusal: str
+    """Why a join with this token would be refused; empty if it would not."""
+    down: float
+    """Bytes a second from the coordinator."""
+    up: float
+
+
+async def look(
+    token: JoinToken, address: str, authority: x509.Certificate, port: int, mapped_port: int
+) -> SeenThere:
+    """Ask the coordinator at `address`. Raises LinkError.
+
+    Args:
+        port: where this machine listens meanwhile.
+        mapped_port: the port of its router that leads there; 0: none.
+    """
+    options: list[tuple[str, int | str]] = [
+        *server_name_options(coordinator_server_name(token.run_id)),
+        *proxy_options(address),
+    ]
+    credentials = grpc.ssl_channel_credentials(certificate_to_pem(authority))
+    request = enrolment_pb2.LookRequest(
+        version=VERSION,
+        protocol=PROTOCOL,
+        run_id=token.run_id,
+        token_id=token.token_id,
+        secret=token.secret,
+        port=port,
+        mapped_port=mapped_port,
+    )
+    try:
+        async with grpc.aio.secure_channel(address, credentials, options) as channel:
+            method: grpc.aio.StreamStreamMultiCallable[enrolment_pb2.LookRequest, enrolment_pb2.LookReply]
+            method = channel.stream_stream(
+                "/thinwire.wire.v1.Enrolment/Look",
+                request_serializer=enrolment_pb2.LookRequest.SerializeToString,
+                response_deserializer=enrolment_pb2.LookReply.FromString,
+            )
+            call = method(timeout=LOOK_SECONDS)
+            await call.write(request)
+            seen = (await _next(call, "seen")).seen
+            began, came = time.monotonic(), 0
+            while size := len((await _next(call, "padding")).padding):
+                came += size
+            down = came / max(1e-6, time.monotonic() - began)
+            began, sent = time.monotonic(), 0
+            while sent < PADDINGS * len(PADDING) and time.monotonic() - began < PADDING_SECONDS:
+                await call.write(enrolment_pb2.LookRequest(padding=PADDING))
+                sent += len(PADDING)
+            await call.done_writing()
+            await _next(call, "done")
+            return SeenThere(
+                host=seen.host,
+                reached=seen.reached,
+                mapped_reached=seen.mapped_reached,
+                relayed=seen.relayed,
+                relays=tuple(seen.relays),
+                refusal=seen.refusal,
+                down=down,
+                up=sent / max(1e-6, time.monotonic() - began),
+            )
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise LinkError("the coordinator is of a version that tells nothing of paths") from None
+        raise LinkError(f"the coordinator did not tell what it sees ({error.details()})") from None
+
+
+async def _next(
+    call: "grpc.aio.StreamStreamCall[enrolment_pb2.LookRequest, enrolment_pb2.LookReply]", kind: str
+) -> enrolment_pb2.LookReply:
+    reply = await call.read()
+    if not isinstance(reply, enrolment_pb2.LookReply):
+        raise LinkError("the coordinator hung up in the middle of its answer")
+    if reply.WhichOneof("body") == "refusal":
+        raise LinkError(reply.refusal.message)
+    if reply.WhichOneof("body") != kind:
+        raise LinkError("the coordinator's answer is out of order")
+    return reply

@@ -1,0 +1,331 @@
+"""`thinwire doctor TOKEN`: which paths lead from this machine to others of the run, and how fast its line is.
+
+The coordinator answers the holder of a token (`node.coordinator.look_service`), and nothing of the token is
+used up. To tell what a NAT does, connections leave from one port to several machines, each of which says from
+where it sees them come (`wire.mirror`).
+"""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+from cryptography import x509
+
+from node.processes.doctor import CONTACT_SECONDS, Check, Status
+from node.processes.look import look
+from node.telemetry.format import printable
+from wire import event_loop
+from wire.bootstrap import fetch_authority
+from wire.dialing import Place, connect, proxy_for
+from wire.errors import LinkError, ThinwireError, TokenError
+from wire.identity.names import split_address
+from wire.identity.token import JoinToken
+from wire.interfaces import ipv6_addresses
+from wire.mirror import seen_as
+from wire.port_mapping import MappedPort, routers_to_ask
+
+RELAY_SECONDS = 3.0
+LITTLE_MBIT = 2.0
+"""On a slower line most runs wait for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One connection: this machine's end, and that end as the other machine sees it."""
+
+    target: str
+    """Whom it went to, host:port."""
+    here: tuple[str, int]
+    there: tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was found out, before it is put into words."""
+
+    proxy: str = ""
+    """host:port of the proxy that everything goes through."""
+    host: str = ""
+    """This machine's address as the coordinator sees it."""
+    seen: tuple[Seen, ...] = ()
+    """Connections that left from one port."""
+    reached: bool = False
+    """The coordinator's connection came to this machine's port."""
+    mapped_port: int = 0
+    """The router's port that leads here."""
+    mapped_by: str = ""
+    mapped_reached: bool = False
+    not_mapped: str = ""
+    """Why the router leads no port here."""
+    relayed: bool = False
+    """The coordinator relays."""
+    relays: tuple[tuple[str, float], ...] = ()
+    """Volunteers that relay and answer, and the round trip in seconds."""
+    round_trip: float = 0.0
+    """To the coordinator."""
+    down: float = 0.0
+    """Bytes a second from the coordinator."""
+    up: float = 0.0
+    six: str = ""
+    """This machine's own IPv6 address."""
+    refusal: str = ""
+    """Why a join would be refused."""
+
+
+def check_reach(text: str) -> Iterator[Check]:
+    """The paths from this machine; nothing without a coordinator, as `doctor.check_token` says that already.
+
+    `text` is a token or a join line. Takes some seconds.
+    """
+    try:
+        token = JoinToken.parse((text.split() or [""])[-1])
+        found = event_loop.run(_find_by(token))
+    except TokenError:
+        return
+    except ThinwireError as error:
+        fix = "try again; if it happens again, ask the run's operator"
+        yield Check(name="paths", status=Status.WARN, detail=printable(str(error)), fix=fix)
+        return
+    if found is not None:
+        yield from judged(found)
+
+
+async def _find_by(token: JoinToken) -> Findings | None:
+    """By the first of the token's addresses that is the coordinator's."""
+
+    async def ask(address: str) -> tuple[str, x509.Certificate] | None:
+        with contextlib.suppress(LinkError, TokenError):
+            return address, await fetch_authority(address, token.pin, CONTACT_SECONDS)
+        return None
+
+    looks = [asyncio.create_task(ask(address)) for address in token.addresses]
+    try:
+        for coming in asyncio.as_completed(looks):
+            if (found := await coming) is not None:
+                return await find(token, *found)
+        return None
+    finally:
+        for task in looks:
+            task.cancel()
+        await asyncio.wait(looks)
+
+
+# ---- in words
+
+
+def judged(found: Findings) -> Iterator[Check]:
+    """The findings as checks. Pure."""
+    if found.refusal:
+        yield Check(
+            name="token", status=Status.FAIL, detail=printable(found.refusal), fix="ask for a new token"
+        )
+    yield Check(name="nat", status=Status.OK, detail=nat_words(found))
+    yield _direct(found)
+    yield Check(name="simultaneous open", status=Status.OK, detail=_together_words(found))
+    yield _relay(found)
+    yield _line(found)
+
+
+def nat_words(found: Findings) -> str:
+    """The kind of NAT."""
+    six = f"; also has {found.six}, which no NAT changes" if found.six and ":" not in found.host else ""
+    if found.proxy:
+        return f"everything goes through the proxy {found.proxy}, behind which nothing can be dialled"
+    if not found.seen:
+        return f"others see {found.host}; nobody could be asked what a NAT does with ports{six}"
+    first = found.seen[0]
+    if first.here[0] == first.there[0]:
+        return f"none: others see this machine's own address {first.here[0]}{six}"
+    outside = {seen.there[1] for seen in found.seen}
+    targets = len(found.seen)
+    if len({seen.there[0] for seen in found.seen}) > 1:
+        return f"NAT with several addresses, {', '.join(sorted({s.there[0] for s in found.seen}))}{six}"
+    where = f"NAT at {first.there[0]}"
+    if len(outside) > 1:
+        return f"{where} with another port for each target (symmetric){six}"
+    if targets > 1:
+        return f"{where} that maps a port in the same way for every target ({targets} were asked){six}"
+    if first.there[1] == first.here[1]:
+        kept = "it keeps ports, as a NAT does that maps them in the same way for every target"
+        return f"{where}; {kept}, but only one could be asked{six}"
+    return f"{where} that changes ports; only one target could be asked, so perhaps for each anew{six}"
+
+
+def _direct(found: Findings) -> Check:
+    if found.reached:
+        how = "others can dial this machine"
+    elif found.mapped_reached:
+        how = f"others can dial this machine at port {found.mapped_port} of its router ({found.mapped_by})"
+    else:
+        if found.mapped_port:
+            promise = f"the router promised its port {found.mapped_port} ({found.mapped_by})"
+            why = f"{promise}, but nothing comes there"
+        elif found.not_mapped:
+            why = f"its router leads no port here ({found.not_mapped})"
+        else:
+            why = "no port of it answers the coordinator"
+        how = f"only with nodes that can be dialled: this machine cannot, as {why}"
+    return Check(name="direct path", status=Status.OK, detail=printable(how))
+
+
+def _together_words(found: Findings) -> str:
+    if found.proxy:
+        return "not through a proxy"
+    if not found.seen:
+        return "not known"
+    if found.seen[0].here[0] == found.seen[0].there[0]:
+        return "works with nodes whose NAT keeps or maps ports in the same way for every target"
+    outside = {seen.there for seen in found.seen}
+    if len(outside) > 1:
+        return "does not work: this NAT has another port for each target"
+    if len(found.seen) > 1 or found.seen[0].here[1] == found.seen[0].there[1]:
+        return "likely works with nodes whose NAT does as this one"
+    return "not known"
+
+
+def _relay(found: Findings) -> Check:
+    parts = []
+    if found.relayed:
+        parts.append(f"the coordinator relays, {1000 * found.round_trip:.0f} ms away")
+    if found.relays:
+        nearest = min(seconds for _, seconds in found.relays)
+        count = len(found.relays)
+        who = "one volunteer relays" if count == 1 else f"{count} volunteers relay"
+        parts.append(f"{who}, {'' if count == 1 else 'the nearest '}{1000 * nearest:.0f} ms away")
+    if parts:
+        return Check(name="relay", status=Status.OK, detail=printable("; ".join(parts)))
+    alone = not (found.reached or found.mapped_reached)
+    return Check(
+        name="relay",
+        status=Status.FAIL if alone else Status.OK,
+        detail="nobody relays in this run" + (", and others cannot dial this machine" if alone else ""),
+        fix="have the router lead a TCP port here and join with --listen and --advertise HOST:PORT, or ask "
+        "the run's operator for coordinator.relay = true"
+        if alone
+        else "",
+    )
+
+
+def _line(found: Findings) -> Check:
+    down, up = 8e-6 * found.down, 8e-6 * found.up
+    slow = min(down, up) < LITTLE_MBIT
+    return Check(
+        name="line",
+        status=Status.WARN if slow else Status.OK,
+        detail=f"{_mbit(down)} down and {_mbit(up)} up, to and from the coordinator, "
+        f"{1000 * found.round_trip:.0f} ms away",
+        fix="a slow line may make the whole run wait: end what else uses it" if slow else "",
+    )
+
+
+def _mbit(value: float) -> str:
+    return f"{value:.0f} Mbit/s" if value >= 10 else f"{value:.2g} Mbit/s"
+
+
+# ---- finding out
+
+
+async def find(token: JoinToken, address: str, authority: x509.Certificate) -> Findings:
+    """Ask the coordinator at `address`, and whoever relays. Raises LinkError.
+
+    Listens meanwhile, and has the router lead a port here for so long if it does that.
+    """
+    proxy = proxy_for(address)
+    began = time.monotonic()
+    try:
+        (await connect(address)).close()
+    except OSError as error:
+        raise LinkError(f"nothing answers at {address} ({error.strerror or error})") from None
+    round_trip = time.monotonic() - began
+    async with _listening() as port:
+        mapped = MappedPort(await routers_to_ask("0.0.0.0:0", address), lambda text: None)
+        try:
+            await mapped.open(port)
+            seen = await look(token, address, authority, port, mapped.outside)
+        finally:
+            why_not, by, outside = mapped.why_not, mapped.by, mapped.outside
+            await mapped.close()
+    mirrors = () if proxy is not None else (*token.addresses, *seen.relays)
+    return Findings(
+        proxy=proxy.shown if proxy is not None else "",
+        host=seen.host,
+        seen=await _through_the_nat(address, mirrors),
+        reached=seen.reached,
+        mapped_port=outside,
+        mapped_by=by,
+        mapped_reached=seen.mapped_reached,
+        not_mapped="" if why_not == "not asked" else why_not,
+        relayed=seen.relayed,
+        relays=await _nearness(seen.relays),
+        round_trip=round_trip,
+        down=seen.down,
+        up=seen.up,
+        six=next(iter(ipv6_addresses()), ""),
+        refusal=seen.refusal,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _listening() -> AsyncIterator[int]:
+    """A port that accepts and hangs up, on all addresses of this machine."""
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    try:
+        listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    except (OSError, ValueError):
+        listener = socket.create_server(("0.0.0.0", 0))
+    async with await asyncio.start_server(accept, sock=listener) as server:
+        yield int(server.sockets[0].getsockname()[1])
+
+
+async def _through_the_nat(address: str, mirrors: tuple[str, ...]) -> tuple[Seen, ...]:
+    """Connections from one port to as many of these machines as answer, the one at `address` first."""
+    found: list[Seen] = []
+    own: tuple[str, int] | None = None
+    hosts: set[str] = set()
+    for target in dict.fromkeys((address, *mirrors)):
+        for place in await _places(target):
+            host = str(place[1][0])
+            if host in hosts or (found and (":" in host) != (":" in found[0].here[0])):
+                continue
+            try:
+                here, there = await seen_as(place, own or ("::" if ":" in host else "0.0.0.0", 0))
+            except LinkError:
+                continue
+            hosts.add(host)
+            own = here
+            found.append(Seen(target=target, here=here, there=there))
+            break
+    return tuple(found)
+
+
+async def _places(address: str) -> list[Place]:
+    """IPv4 first: it is what NATs change."""
+    try:
+        host, port = split_address(address)
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return []
+    return sorted(((int(family), place[:2]) for family, _, _, _, place in found), key=lambda one: one[0])
+
+
+async def _nearness(relays: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+    """Those that answer, and how many seconds a connection takes."""
+
+    async def one(address: str) -> tuple[str, float] | None:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(RELAY_SECONDS):
+                (await connect(address)).close()
+        except (OSError, ThinwireError):
+            return None
+        return address, time.monotonic() - began
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(address)) for address in relays]
+    return tuple(found for task in tasks if (found := task.result()) is not None)

@@ -1,0 +1,96 @@
+"""What stages store their activations in, where the run file leaves that to the coordinator. Pure.
+
+It is decided when a run first has so many stages, and then holds: a step that runs again has the bits that it
+first ran with, and a node that takes a stage over stores as the one before did.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+from node.config.schema import RunConfig
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory_plan import least_stage_bytes
+from node.pipeline.storage_choice import (
+    StorageHistory,
+    StoragePlan,
+    chosen_config,
+    narrowest,
+    plan_storages,
+    storage_named,
+)
+from node.run_state.actions import Action, RecordStorages, Send
+from node.run_state.epoch import Epoch
+from node.run_state.membership import Member
+from node.run_state.stage_assignment import StageBytes
+
+Choose = Callable[[Sequence[Sequence[tuple[Devices, int]]]], StoragePlan]
+NeedsOf = Callable[[int, Devices, StoragePlan | None], Sequence[int]]
+"""(stages, a node's devices, the plan they have, if it is known) -> bytes of each stage on every device."""
+
+
+class StorageControl:
+    """The storages of a run's steps: those on record, and what stages need with them."""
+
+    def __init__(self, choose: Choose | None, needs: NeedsOf, history: StorageHistory) -> None:
+        """`choose` is None if the run file leaves nothing to choose."""
+        self._choose = choose
+        self._needs = needs
+        self.history = history
+
+    def begin(self, epoch: Epoch, restore: list[Action], members: Mapping[str, Member]) -> list[Action]:
+        """`restore`, if the epoch is about to send that, with the storages of its step, which are on record
+        before a node receives them.
+
+        Args:
+            members: the run's, with what they offer.
+        """
+        if self._choose is None or not restore:
+            return restore
+        before = [action for action in restore if not isinstance(action, Send)]
+        plan = self.history.at(epoch.step)
+        if plan is None or len(plan.names) != epoch.stages:
+            nodes = [epoch.hosts[stage :: epoch.stages] for stage in range(epoch.stages)]
+            offered = [[members[node].offer for node in own] for own in nodes]
+            plan = self._choose([[(one.devices, one.memory_bytes) for one in own] for own in offered])
+            self.history = self.history.instead(epoch.step, plan)
+            before.append(RecordStorages(epoch=epoch.number, step=epoch.step, plan=plan))
+        return [*before, *epoch.use_storages(plan)]
+
+    def stage_bytes(self, stages: int, devices: Devices) -> Sequence[int]:
+        """What stages need at least: with the storages of the newest record if it is of as many stages, else
+        with the fewest bits that are allowed."""
+        plan = self.history.changes[-1][1] if self.history.changes else None
+        known = plan is not None and len(plan.names) == stages
+        return self._needs(stages, devices, plan if known else None)
+
+
+def no_choice(history: StorageHistory, plain: StageBytes) -> StorageControl:
+    """Of a run whose storage is its run file's. `plain`: what its stages need."""
+    return StorageControl(None, lambda stages, devices, plan: plain(stages, devices), history)
+
+
+def storage_control(
+    config: RunConfig, windows: int, history: StorageHistory, plain: StageBytes
+) -> StorageControl:
+    """Of a run.
+
+    Args:
+        windows: samples of one pass over the text.
+        plain: as for `no_choice`.
+    """
+    if not config.storage.allow:
+        return no_choice(history, plain)
+
+    @functools.lru_cache(64)
+    def needs(stages: int, devices: Devices, plan: StoragePlan | None) -> Sequence[int]:
+        if plan is None:
+            return least_stage_bytes(narrowest(config), stages, devices, windows=windows)
+        by_name = {
+            name: least_stage_bytes(
+                chosen_config(config, storage_named(config, name)), stages, devices, windows=windows
+            )
+            for name in set(plan.names)
+        }
+        return tuple(by_name[name][stage] for stage, name in enumerate(plan.names))
+
+    return StorageControl(functools.partial(plan_storages, config, windows=windows), needs, history)

@@ -1,0 +1,127 @@
+"""Whether a stage's plan of memory still holds, by what its steps take; another plan where it does not. Pure.
+
+A plan rests on an estimate of memory and on times measured before the run. Between two steps the most that
+tensors took and the time of a microbatch are compared with it: what is off by over 5 % goes into another
+plan. Steps are looked at after 1, 2, 4, ... others, and from 1 again after a change (the exponential back-off
+of Adacc's policy evolution, papers/adacc.txt). A device that runs short all the same gets a plan for a tenth
+less memory, until none takes less. No plan changes a bit.
+"""
+
+from dataclasses import dataclass, replace
+
+from node.config.schema import RunConfig
+from node.pipeline.block_times import BlockTimes, assumed_times
+from node.pipeline.memory import FIXED_BYTES
+from node.pipeline.memory_plan import MemoryPlan, Room, planned_again
+
+OFF = 0.05
+"""What is off by a larger share is planned with anew."""
+GAIN = 0.01
+"""Another plan that fits has to save this share of a microbatch's time."""
+LESS = 0.1
+"""Of the stage's memory that was not enough."""
+MOST_STEPS = 1024
+"""Between two looks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What a step took on the device."""
+
+    most_bytes: int = 0
+    """In tensors, at its peak; 0 if the device does not say."""
+    seconds: float = 0.0
+    """Of forward and backward of a microbatch; 0 if not known."""
+
+
+class MemoryControl:
+    """Of one stage as it is built."""
+
+    def __init__(self, config: RunConfig, stages: int, stage: int, room: Room) -> None:
+        """`config`: the run file as the stage has it."""
+        self._config, self._stages, self._stage, self._room = config, stages, stage, room
+        self._times: BlockTimes = room.times or assumed_times(config, room.devices)
+        self._memory = room.memory_bytes
+        """To plan for: what the node offers, less what the estimate is too low by."""
+        self._most: int | None = None
+        """After the device ran short, no more than this."""
+        self._wait = self._left = 1
+        """Steps between two looks, and until the next."""
+        self.plan = room.plan(config, stages, stage)
+
+    def step_done(self, taken: Taken) -> MemoryPlan | None:
+        """A step with the present plan took this; another plan, if one is better."""
+        if self._room.memory_bytes == 0:
+            return None
+        self._left -= 1
+        if self._left > 0:
+            return None
+        found = self._solved_again(taken)
+        self._wait = 1 if found is not None else min(MOST_STEPS, 2 * self._wait)
+        self._left = self._wait
+        return found
+
+    def ran_short(self) -> MemoryPlan | None:
+        """The device ran out of memory with the present plan: one that takes less; None if none does."""
+        total = self.plan.memory.total
+        self._most = min(total, self._most or total) - int(LESS * (total - self.plan.memory.fixed))
+        plan = self._planned(self._most)
+        if plan.memory.total >= total:
+            return None
+        self.plan, self._wait, self._left = plan, 1, 1
+        return plan
+
+    def _solved_again(self, taken: Taken) -> MemoryPlan | None:
+        planned = replace(self.plan.memory, pages=0).total - FIXED_BYTES
+        if taken.most_bytes and abs(taken.most_bytes - planned) > OFF * planned:
+            self._memory = max(1, self._room.memory_bytes - (taken.most_bytes - planned))
+        elif taken.most_bytes:
+            self._memory = self._room.memory_bytes
+        now = self._as_planned_now()
+        if taken.seconds and now.seconds and abs(taken.seconds - now.seconds) > OFF * now.seconds:
+            self._times = _scaled(self._times, taken.seconds / now.seconds)
+            now = self._as_planned_now()
+        if now.fits and now.added == 0:
+            return None
+        plan = self._planned(self._limit)
+        same = (plan.choices, plan.moments_moved, plan.graphs) == (
+            self.plan.choices,
+            self.plan.moments_moved,
+            self.plan.graphs,
+        )
+        if same or (now.fits and (not plan.fits or plan.added > now.added - GAIN)):
+            return None
+        self.plan = plan
+        return plan
+
+    @property
+    def _limit(self) -> int:
+        return self._memory if self._most is None else min(self._memory, self._most)
+
+    def _planned(self, memory_bytes: int) -> MemoryPlan:
+        room = replace(self._room, memory_bytes=memory_bytes, times=self._times)
+        return room.plan(self._config, self._stages, self._stage)
+
+    def _as_planned_now(self) -> MemoryPlan:
+        return planned_again(
+            self._config,
+            self._stages,
+            self._stage,
+            self._room.devices,
+            self._limit,
+            self.plan,
+            windows=self._room.windows,
+            times=self._times,
+        )
+
+
+def _scaled(times: BlockTimes, factor: float) -> BlockTimes:
+    """All compute takes that much longer; copies do not."""
+    return replace(
+        times,
+        forward=factor * times.forward,
+        backward=factor * times.backward,
+        attention=factor * times.attention,
+        attention_output=factor * times.attention_output,
+        ffn_input=factor * times.ffn_input,
+    )

@@ -1,0 +1,53 @@
+"""What torch holds on a CPU over a stage's step, as its profiler counts it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from node.config.schema import RunConfig
+from node.stage.stage_model import StageModel
+
+
+@dataclass
+class Meter:
+    """Bytes that torch holds, and the most it has held, over some work."""
+
+    now: int = 0
+    most: int = 0
+
+    def count(self, work: Callable[[], object]) -> None:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            work()
+        kineto = profiler.profiler
+        assert kineto is not None and kineto.kineto_results is not None
+        found = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+        for event in sorted(found, key=lambda event: event.start_ns()):
+            self.now += event.nbytes()
+            self.most = max(self.most, self.now)
+
+
+def measured(config: RunConfig, model: StageModel, stage: int, held: int) -> int:
+    """The most that one step takes that holds so many microbatches at once, from the model's making on."""
+    training, sizes = config.training, config.model
+    shape = (training.microbatch, sizes.sequence)
+    labels = torch.zeros(shape, dtype=torch.int64) if stage else None
+
+    def step() -> None:
+        model.begin_step()
+        for microbatch in range(held):
+            fed = torch.randn(*shape, sizes.hidden) if stage else torch.zeros(shape, dtype=torch.int64)
+            model.forward(0, microbatch, fed, labels)
+        for microbatch in range(held):
+            model.backward(0, microbatch, None if stage else torch.randn(*shape, sizes.hidden))
+        model.finish_step()
+
+    meter = Meter()
+    meter.count(lambda: model.build(stage, 2))
+    # Initial weights are drawn before gradients and activations are there.
+    meter.most = meter.now
+    meter.count(step)
+    meter.count(model.squared_norms)
+    meter.count(lambda: model.apply(1e-3, 1.0))
+    return meter.most

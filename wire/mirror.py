@@ -1,0 +1,74 @@
+"""Tells a stranger from which address its connection comes: what a NAT made of it.
+
+A client sends `REQUEST`, gets `host:port` and a line feed, and the connection ends. Two such answers, from
+different machines and to connections that left from one port, tell whether a NAT maps a port in the same way
+for every target. Coordinators and relays answer, each for one connection at a time and by TCP, so nobody can
+have a mirror send anything to somebody else.
+"""
+
+import asyncio
+import socket
+
+from wire.admission import Limits
+from wire.descriptors import raise_limit
+from wire.dialing import Place, dial_from
+from wire.errors import LinkError
+from wire.front import Front
+from wire.identity.names import join_address, split_address
+
+REQUEST = b"?thinwire\n"
+"""Begins as no TLS and no HTTP does."""
+ANSWER_SECONDS = 5.0
+_MOST_ANSWER = 128
+
+
+def make_mirror() -> Front:
+    """The service, for a `wire.door.Door`. Call it on the event loop."""
+    loop = asyncio.get_running_loop()
+    return Front(
+        Limits.of_strangers(raise_limit(), ANSWER_SECONDS),
+        lambda connection: loop.create_task(_answer(connection)),
+    )
+
+
+async def _answer(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    with connection:
+        data = b""
+        while len(data) < len(REQUEST):
+            if not (piece := await loop.sock_recv(connection, len(REQUEST) - len(data))):
+                return
+            data += piece
+        if data == REQUEST:
+            host, port, *_ = connection.getpeername()
+            seen = join_address(str(host).removeprefix("::ffff:"), port)
+            await loop.sock_sendall(connection, f"{seen}\n".encode())
+
+
+async def seen_as(place: Place, own: tuple[str, int]) -> tuple[tuple[str, int], tuple[str, int]]:
+    """This machine's end of a connection to a mirror, and that end as the mirror sees it.
+
+    Args:
+        place: the mirror's address.
+        own: the address to dial from; port 0 takes a free one. Other connections may leave from it too.
+
+    Raises LinkError if no mirror answers there.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            with await dial_from(place, own) as connection:
+                here = connection.getsockname()
+                await loop.sock_sendall(connection, REQUEST)
+                answer = b""
+                while not answer.endswith(b"\n") and len(answer) < _MOST_ANSWER:
+                    if not (piece := await loop.sock_recv(connection, _MOST_ANSWER)):
+                        break
+                    answer += piece
+        return (str(here[0]), int(here[1])), split_address(answer.decode("ascii").strip())
+    except TimeoutError:
+        raise LinkError("no answer in time") from None
+    except OSError as error:
+        raise LinkError(error.strerror or str(error)) from None
+    except ValueError:
+        raise LinkError("what answers there tells no address") from None
