@@ -353,11 +353,18 @@ class _Stage:
 
     def _alike_or_mixed(self, host: int) -> Iterator[tuple[Choice, ...]]:
         names, columns = tuple(self.columns), tuple(self.columns.values())
+        # Of those that take no host memory, what leaves least on the device, kept or at work.
+        without = [k for k, column in enumerate(columns) if column.host == 0]
+        others = {
+            min(without, key=lambda k: (columns[k].there, columns[k].working)),
+            min(without, key=lambda k: (columns[k].working, columns[k].there)),
+            min(without, key=lambda k: columns[k].there + columns[k].working),
+        }
         for one, column in enumerate(columns):
             yield self.alike(names[one])
             if column.host == 0 or column.host * sum(map(mul, self._held, self.blocks)) <= host:
                 continue
-            for other in range(len(columns)):
+            for other in sorted(others):
                 room, found = host, list[Choice]()
                 for held, blocks in zip(self._held, self.blocks, strict=True):
                     count = min(blocks, max(0, room) // (held * column.host))

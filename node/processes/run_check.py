@@ -1,6 +1,6 @@
 """Check which stages of a run fit on this machine's devices, by estimate, before joining."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -9,6 +9,8 @@ from node.config.schema import RunConfig
 from node.model.shard_shapes import check_sizes
 from node.pipeline.device_memory import devices_of
 from node.pipeline.memory import StageMemory, stage_memory
+from node.pipeline.memory_plan import least_stage_bytes
+from node.pipeline.storage_choice import narrowest, remedies
 from node.processes.doctor import Check, Status
 from node.run_file.loader import load_config
 from node.stage.machine_info import describe
@@ -42,32 +44,43 @@ def devices_check(chosen: tuple[torch.device, ...], tensor_parallel: int) -> Che
 
 
 def judge_stages(config: RunConfig, hardware: Hardware) -> Check:
-    """Which stages fit into the memory that the machine offers."""
-    stages = stage_memory(config, config.pipeline.stages, devices_of(hardware))
-    fitting = [number for number, stage in enumerate(stages) if stage.total <= hardware.memory_bytes]
-    least = min(stages, key=lambda stage: stage.total)
+    """Which stages fit into the memory that the machine offers, as the coordinator judges: with the fewest
+    bits that the run allows, computing again and moving to host memory what that takes."""
+    stages, devices, offer = config.pipeline.stages, devices_of(hardware), hardware.memory_bytes
+    needs = least_stage_bytes(narrowest(config), stages, devices)
+    fitting = [stage for stage, need in enumerate(needs) if need <= offer]
     each = " on each device" if hardware.devices > 1 else ""
-    offered = f"{bytes_text(hardware.memory_bytes)}{each}"
+    offered = f"{bytes_text(offer)}{each}"
     if not fitting:
+        changes = remedies(config, stages, devices, offer)
         return Check(
             name="stages",
             status=Status.FAIL,
-            detail=f"the smallest of {len(stages)} stages needs an estimated {_described(least)}{each}; this "
-            f"machine offers {offered}",
-            fix="more pipeline.stages, storage.preset, training.gradients and moments in fp8, smaller "
-            "microbatches, or --gpus with --tensor-parallel",
+            detail=f"the smallest of {stages} stages needs an estimated {bytes_text(min(needs))}{each}, with "
+            f"all that can be computed again or moved; this machine offers {offered}",
+            fix=" or ".join(changes)
+            or "fewer model.layers, more pipeline.stages, training.gradients and moments in fp8, or --gpus "
+            "with --tensor-parallel",
         )
-    largest = max(stages, key=lambda stage: stage.total)
-    detail = f"the largest of {len(stages)} stages needs an estimated {_described(largest)}{each}; this "
-    detail += f"machine offers {offered}"
-    if len(fitting) == len(stages):
-        return Check(name="stages", status=Status.OK, detail=f"{detail}: any stage fits")
+    kept = stage_memory(config, stages, devices)
+    largest = max(kept, key=lambda stage: stage.total)
+    detail = f"the largest of {stages} stages needs an estimated {_described(largest)}{each}; this machine "
+    detail += f"offers {offered}"
+    if len(fitting) == stages:
+        tight = [str(stage) for stage, memory in enumerate(kept) if memory.total > offer]
+        fewer = "stores in fewer bits, computes again or moves to host memory"
+        how = f", {_stages(tight)} if this machine {fewer} (thinwire plan says what)" if tight else ""
+        return Check(name="stages", status=Status.OK, detail=f"{detail}: any stage fits{how}")
     return Check(
         name="stages",
         status=Status.WARN,
         detail=f"{detail}: only stages {', '.join(map(str, fitting))} fit",
         fix="join early, so that one of these is free, or let pipeline.split give stages like shares",
     )
+
+
+def _stages(numbers: Sequence[str]) -> str:
+    return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 def _described(stage: StageMemory) -> str:

@@ -10,6 +10,7 @@ from node.cli.main import main
 from node.parallel.processes import choose_devices
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory import stage_bytes
+from node.pipeline.memory_plan import least_stage_bytes
 from node.processes.doctor import Check, Status
 from node.processes.run_check import check_run, judge_stages
 from node.run_file.loader import load_config
@@ -46,24 +47,31 @@ def judged(run_file: Path, memory: int, **devices: int) -> Check:
 
 
 def test_each_stage_is_compared_with_what_the_machine_offers(run_file: Path) -> None:
-    needs = stage_bytes(load_config(run_file, ()), 4, Devices(on_cpu=False))
+    """As the coordinator does: a stage that fits by computing again fits."""
+    config, gpu = load_config(run_file, ()), Devices(on_cpu=False)
+    kept, needs = stage_bytes(config, 4, gpu), least_stage_bytes(config, 4, gpu)
     least, most = min(needs), max(needs)
-    assert least < most
-    assert judged(run_file, most).status is Status.OK
-    assert "any stage fits" in judged(run_file, most).detail
+    assert least < most < max(kept)
+    assert judged(run_file, max(kept)).status is Status.OK
+    assert judged(run_file, max(kept)).detail.endswith("any stage fits")
+    tight = judged(run_file, most)
+    again = [str(stage) for stage, need in enumerate(kept) if need > most]
+    assert tight.status is Status.OK and "any stage fits, stage" in tight.detail
+    assert f" {', '.join(again)} if this machine stores in fewer bits, computes again" in tight.detail
     some = judged(run_file, most - 1)
     fitting = [str(stage) for stage, need in enumerate(needs) if need < most]
     assert some.status is Status.WARN and f"only stages {', '.join(fitting)} fit" in some.detail
     none = judged(run_file, least - 1)
-    assert none.status is Status.FAIL and none.fix and "\n" not in none.detail
+    assert none.status is Status.FAIL and "\n" not in none.detail
     assert none.detail.startswith("the smallest of 4 stages needs an estimated ")
+    assert "more pipeline.stages" in none.fix
 
 
 def test_sharing_blocks_makes_room(run_file: Path) -> None:
     """A model too large for one device fits two that share the blocks, but not two replicas."""
     config = load_config(run_file, ())
     one, replicas, shards = (
-        max(stage_bytes(config, 4, Devices(count=count, tensor_parallel=t, on_cpu=False)))
+        max(least_stage_bytes(config, 4, Devices(count=count, tensor_parallel=t, on_cpu=False)))
         for count, t in ((1, 1), (2, 1), (2, 2))
     )
     assert shards < min(one, replicas)
