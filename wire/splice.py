@@ -1,8 +1,8 @@
 """Two connected sockets joined: what one receives, the other sends, in bounded memory.
 
 On Linux the bytes stay in the kernel (splice(2)), which moves them from a socket to a pipe and on to the
-other socket without a copy: that takes half the processor time of reading and writing them. Elsewhere, and
-where many directions wait at once, they pass through a buffer of this process.
+other socket without a copy. Elsewhere, and where many directions wait at once, they pass through a buffer of
+this process.
 """
 
 import asyncio

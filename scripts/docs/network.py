@@ -461,10 +461,15 @@ def relay() -> str:
         rows.append([name, *(f"{rate / 1e9:.2f}" for rate in (rates[0], middle, rates[-1]))])
     sizes = report["memory_bytes"].items()
     memory = "; ".join(f"{what.replace('_', ' ')}: {size / 1e6:.1f} MB" for what, size in sizes)
+    processor = report["loopback"]["processor_seconds_per_gigabyte"]
+    costs = ", ".join(f"{name} {seconds:.2f}" for name, seconds in processor.items())
+    held = report["kernel_bytes_of_a_direction"]
     columns = [("on loopback, Gbit/s", "left"), ("least", "right"), ("median", "right"), ("most", "right")]
     caption = (
         f"Median of the pairs' ratios {report['loopback']['ratio']:.2f}, {report['runs']} pairs in turn. "
-        f"Resident memory of the process: {memory}. {spaced(report['hardware'])}, shared with other work, "
+        f"Processor seconds for a gigabyte: {costs}. Resident memory of the process: {memory}; beside that "
+        f"the kernel holds at most {held >> 10} KiB for each direction that waits. "
+        f"{spaced(report['hardware'])}, "
         f"{report['event_loop']}, Python {report['python']}, commit {commit(report)}."
     )
     return f"{markdown(columns, rows)}\n\n{caption}"
@@ -553,6 +558,7 @@ TABLES: Tables = {
     **if_recorded(EXPLAINED, "explained_steps", explained_steps),
     **if_recorded(SMALL_STEPS, "small_steps", small_steps),
     "relay": relay,
+    "relay_lines": relay_lines,
     "reach": reach,
     "lab": lab,
     "lab_floor": lab_floor,
