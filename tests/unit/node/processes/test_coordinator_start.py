@@ -10,7 +10,7 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from node.processes import coordinator as main
 from node.processes.locks import run_lock
 from node.run_file.loader import to_json
 from node.run_state.actions import Stop
+from node.run_state.run_plan import Past
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, Entry, HistoryWriter, history_size, read_history
 from node.training.optimizer import StageOptimizer
@@ -277,6 +278,28 @@ def test_a_run_goes_on_from_the_newest_snapshot_that_is_whole(
     assert path.is_file()
     with Store.open(tmp_path) as store:
         assert [record.step for record in store.snapshots()] == [40]
+
+
+def test_a_resumed_run_knows_the_norms_of_the_steps_before_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = one_with_snapshots(tmp_path, monkeypatch, 40)
+    norms = {step: {0: step + 0.5, 1: 2.0} for step in range(38, 42)}
+    with Store.open(tmp_path) as store:
+        for step, found in norms.items():
+            store.record_step(replace(RECORD, step=step), found)
+    begun: list[Past] = []
+    reopen = main._reopen
+
+    def noted(*given: Any, **named: Any) -> main._Run:
+        run = reopen(*given, **named)
+        begun.append(run.past)
+        return run
+
+    monkeypatch.setattr(main, "_reopen", noted)
+    assert main.run_coordinator(config, run_dir=tmp_path, emit=lambda _: None, resume=True) == 0
+    (past,) = begun
+    assert [one.norms for one in past.newest] == [norms[38], norms[39]]
 
 
 def test_a_run_without_a_complete_snapshot_is_not_restarted(
