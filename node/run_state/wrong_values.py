@@ -102,10 +102,9 @@ class _Doubt:
             for node, digest in digests.items():
                 known.setdefault(node, set()).add(digest)
             for node in sorted(_contradicted(known)):
-                words = "twice and got different values" if len(known[node]) > 1 else ""
-                self.wrong[node] = f"it computed {what} in step {self.step + 1} " + (
-                    words or "and two others did not get the same"
-                )
+                twice = len(known[node]) > 1
+                why = "twice and got different values" if twice else "and two others did not get the same"
+                self.wrong[node] = f"it computed {what} in step {self.step + 1} {why}"
 
 
 @dataclass(frozen=True, kw_only=True)
