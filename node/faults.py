@@ -87,6 +87,8 @@ class Phase(StrEnum):
     FORWARD = "forward"
     SENDING = "sending"
     BACKWARD = "backward"
+    LOCAL_STEP = "local-step"
+    """After a gradient group's local step; at the node alone."""
     SYNC = "sync"
     """Gradient groups are being summed, the first layer unit's are; at the node alone."""
     VALIDATION = "validation"

@@ -168,7 +168,16 @@ class Explanation:
 
     @property
     def sync_bytes(self) -> dict[int, int]:
-        """With gradient groups, by number of rows: bytes that the busiest node sends to other rows a step."""
+        """With gradient groups, by number of rows: bytes that the busiest node sends to others in an exact
+        step."""
+        return self._sync_bytes(of_round=False)
+
+    @property
+    def round_bytes(self) -> dict[int, int]:
+        """The same of a step that is a round of local steps."""
+        return self._sync_bytes(of_round=True)
+
+    def _sync_bytes(self, *, of_round: bool) -> dict[int, int]:
         config = self.config
         columns = stage_units(config, config.pipeline.stages)
         found = {}
@@ -176,7 +185,9 @@ class Explanation:
             bounds = [-(-config.pipeline.groups * row // rows) for row in range(rows + 1)]
             runs = [range(first, end) for first, end in pairwise(bounds)]
             shares = [RowShare(config, row, runs) for row in range(rows)]
-            found[rows] = max(sync_bytes(config, units, share) for units in columns for share in shares)
+            found[rows] = max(
+                sync_bytes(config, units, share, of_round=of_round) for units in columns for share in shares
+            )
         return found
 
     @property

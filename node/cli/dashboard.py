@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.parser import set_up_logging
     from node.cli.run_directory import existing_run_directory
     from node.dashboard.pages import serve_recorded
-    from node.run_file.validate import parse_listen
+    from node.run_file.addresses import parse_listen
 
     host, port = parse_listen(args.listen)
     directory = existing_run_directory(args.run_dir)

@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.parser import UsageError, check_devices, set_up_logging
     from node.cli.run_directory import owner_only
     from node.config.join_options import MOST_LIMIT, MOST_THREADS, JoinOptions
-    from node.run_file.validate import parse_listen
+    from node.run_file.addresses import parse_listen
     from node.telemetry.format import parse_duration
     from wire.identity.names import MOST_NAME, clean_name
     from wire.identity.token import JoinToken

@@ -19,7 +19,7 @@ class RunSection:
     seed: int = 0
     """Seed of all randomness: data order, initial weights, stochastic rounding."""
     steps: int = 300
-    """Optimizer steps in the whole run."""
+    """Steps in the whole run: optimizer steps, or rounds of local ones (see `sync.every`)."""
     tokens: int = 0
     """Tokens in the whole run, rounded up to whole steps, in place of `steps`; 0 takes `steps`."""
     snapshot_every: Every = 100
@@ -338,6 +338,26 @@ class PipelineSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SyncSection:
+    """`[sync]`: local steps, for links between rows that are too slow for a sum at every optimizer step."""
+
+    every: int = 1
+    """Local steps in a step. 1 sums gradients exactly. Above 1 a step is a round: the samples of each
+    gradient group are cut into so many parts, the group takes an optimizer step of its own on each, and then
+    all go on from the mean of their weights. Must divide the microbatches of a group."""
+    warmup: int = 100
+    """With `every` above 1: steps at the start of the run that are exact all the same, with one optimizer
+    step each. Local steps from initial weights cost far more loss."""
+    outer_lr: float = 0.6
+    """Outer learning rate: how far weights go towards, or beyond, the groups' mean."""
+    outer_momentum: float = 0.9
+    """Outer momentum, Nesterov's; 0 turns it off."""
+    codec: str = "fixed-4"
+    """Codec of how a group's weights changed, and of the sums: the same names as `pipeline.sync_codec`, which
+    is that of exact steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotsSection:
     """`[snapshots]`: where the layers of snapshots are kept."""
 
@@ -421,6 +441,7 @@ class RunConfig:
     storage: StorageSection = field(default_factory=StorageSection)
     lora: LoraSection = field(default_factory=LoraSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
+    sync: SyncSection = field(default_factory=SyncSection)
     snapshots: SnapshotsSection = field(default_factory=SnapshotsSection)
     audit: AuditSection = field(default_factory=AuditSection)
     coordinator: CoordinatorSection = field(default_factory=CoordinatorSection)
@@ -436,6 +457,14 @@ class RunConfig:
     def microbatches(self) -> int:
         """Microbatches in a step."""
         return self.training.global_batch // self.training.microbatch
+
+    def is_round(self, step: int) -> bool:
+        """Whether each gradient group takes local steps in a step."""
+        return self.sync.every > 1 and step >= self.sync.warmup
+
+    def parts_of(self, step: int) -> int:
+        """Parts that a row computes a gradient group of this step in: one a local step."""
+        return self.sync.every if self.is_round(step) else 1
 
     @property
     def sums_tied_gradients(self) -> bool:

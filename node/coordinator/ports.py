@@ -23,7 +23,7 @@ from node.coordinator.control_service import ControlService
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import JoinPort
 from node.coordinator.look_service import Looks
-from node.run_file.validate import parse_listen
+from node.run_file.addresses import parse_listen
 from wire.admission import Limits
 from wire.channels import NOT_YET, make_server, make_threaded_server
 from wire.descriptors import raise_limit

@@ -25,7 +25,7 @@ from node.dashboard.feed import Feed
 from node.dashboard.operator import KEY_FILE, ChangeGuard, Controls, Operator, OperatorKey
 from node.dashboard.server import Page, page_front, serve_page
 from node.display.status import COORDINATOR_GONE, coordinator_is_gone
-from node.run_file.validate import parse_listen
+from node.run_file.addresses import parse_listen
 from node.telemetry import events
 from node.telemetry.history import HistoryTail
 from wire import event_loop

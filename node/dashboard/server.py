@@ -24,7 +24,7 @@ from aiohttp import web
 from node.dashboard.connections import REQUEST_SECONDS, Connections
 from node.dashboard.feed import Feed, make_patch
 from node.dashboard.operator import ChangeGuard, ChangeRequest, Operator, connection_denied, is_loopback
-from node.run_file.validate import why_not_bound
+from node.run_file.addresses import why_not_bound
 from node.telemetry.metrics import CONTENT_TYPE
 from wire.admission import Limits
 from wire.descriptors import raise_limit

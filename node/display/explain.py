@@ -1,7 +1,7 @@
 """Print what a run file comes to, as text for a terminal or as JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -118,13 +118,27 @@ def _head_lines(head: HeadPlace) -> list[str]:
 
 def _group_lines(explanation: Explanation) -> list[str]:
     """Gradient groups, and what rows send each other."""
-    pipeline = explanation.config.pipeline
+    config, pipeline = explanation.config, explanation.config.pipeline
     line = (
         f"groups   {pipeline.groups}, of {explanation.microbatches // pipeline.groups} microbatches each, "
         f"summed in {pipeline.sync_codec}; up to {pipeline.most_rows} rows of nodes share a step"
     )
-    sent = [f"{bytes_text(size)} in {rows} rows" for rows, size in explanation.sync_bytes.items()]
-    return [line, *([f"         a node sends other rows at most {', '.join(sent)} a step"] if sent else [])]
+    lines = [line, *_sent_lines(explanation.sync_bytes, "a step")]
+    if config.sync.every > 1:
+        part = explanation.microbatches // pipeline.groups // config.sync.every
+        lines.append(
+            f"rounds   from step {config.sync.warmup + 1} on a step is a round: each group takes "
+            f"{config.sync.every} local steps of {part} microbatches, and how they changed its weights is "
+            f"averaged in {config.sync.codec}"
+        )
+        lines += _sent_lines(explanation.round_bytes, "a round")
+    return lines
+
+
+def _sent_lines(sent: Mapping[int, int], when: str) -> list[str]:
+    """`sent`: bytes by number of rows."""
+    words = ", ".join(f"{bytes_text(size)} in {rows} rows" for rows, size in sent.items())
+    return [f"         a node sends other rows at most {words} {when}"] if words else []
 
 
 def _text_lines(config: RunConfig, plan: TextPlan) -> list[str]:

@@ -116,25 +116,27 @@ def unit_parameters(model: ModelSection, unit: str) -> int:
     return sum(spec.elements for spec in parameter_specs(model, unit))
 
 
-def state_bytes(specs: Iterable[ParameterSpec], moments: str) -> int:
+def state_bytes(specs: Iterable[ParameterSpec], moments: str, *, outer: bool = False) -> int:
     """Bytes of a unit's weights and optimizer state as they travel, without the file's header.
 
     Args:
         specs: the parameters that are trained.
         moments: as `training.moments`. Those of matrices in `fp8` are a code an element, and a float32 scale
             and a power a block; all else travels in float32, whatever `training.weights` is.
+        outer: with the outer optimizer's momentum.
     """
     total = 8  # the step
     for spec in specs:
         packed = moments == "fp8" and len(spec.shape) >= 2
         moment = spec.elements + 5 * blocks(spec.elements) if packed else 4 * spec.elements
-        total += 4 * spec.elements + 2 * moment
+        total += (4 + 4 * outer) * spec.elements + 2 * moment
     return total
 
 
 def most_state_bytes(specs: Iterable[ParameterSpec]) -> int:
-    """The most that a unit's snapshot file may have: weights and two moments in float32, and its header."""
-    return 3 * 4 * sum(spec.elements for spec in specs) + 1024 * 1024
+    """The most that a unit's snapshot file may have: weights, two moments and the outer optimizer's momentum
+    in float32, and its header."""
+    return 4 * 4 * sum(spec.elements for spec in specs) + 1024 * 1024
 
 
 def unit_cost(model: ModelSection, unit: str) -> float:

@@ -22,8 +22,10 @@ from node.parallel.ranks import Command, Op, Ranks, number, value
 from node.pipeline.gradient_groups import group_of
 from node.pipeline.memory_plan import Room
 from node.stage.stage_model import StageModel
+from node.training.local_steps import LocalSteps
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import deserialize_unit, serialize_unit
+from wire.errors import RunError
 
 _EMBEDDED, _LABELLED, _EVALUATED = 1, 2, 4
 """Flags of a forward: its input is token ids; its output is a loss; no backward follows."""
@@ -202,6 +204,11 @@ class Leader:
     def optimizer(self) -> StageOptimizer:
         """This rank's."""
         return self._model.local.optimizer
+
+    @property
+    def local(self) -> LocalSteps:
+        """Raises RunError: rounds are of one device."""
+        raise RunError("local steps ([sync] every) need a node of one device: join with --gpus 1")
 
     def build(self, stage: int, stages: int, storage: int | None = None) -> None:
         self._ranks.lead(Op.BUILD, stage, stages, _AS_THE_RUN_FILE_SAYS if storage is None else storage)

@@ -8,6 +8,9 @@ how many rows of nodes share the groups.
 Matrices are coded in pieces of their own; the vectors of a layer unit are few and go together in float32.
 Every piece has a number in the whole model. Among R rows each piece has an owner: the others send it the
 largest whole subtrees that they hold, and get the code of the whole sum back.
+
+In a round (`[sync] every`) the same is done with how each group's local steps changed the weights, packed
+with `sync.codec`, and with means of the rows and columns of AdamW's second moment, in float32.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,6 +33,9 @@ PIECES = 4096
 LEAST_PIECE, MOST_PIECE = 2**14, 2**21
 """Elements of a piece: enough for a header to cost little, few enough for memory. Powers of two, so that
 pieces are whole blocks and tiles of any codec."""
+SQUARE, SQUARE_ROWS, SQUARE_COLUMNS = "square", "square_rows", "square_columns"
+"""Begin the names of what rounds average of the second moments: of a vector all, of a matrix the means of its
+rows and those of its columns."""
 
 
 class GroupTree:
@@ -97,6 +103,13 @@ def group_of(config: RunConfig, microbatch: int) -> int:
     return microbatch * config.pipeline.groups // config.microbatches
 
 
+def parts_of_group(config: RunConfig, group: int, parts: int) -> list[range]:
+    """A group's microbatches, cut into equal parts."""
+    whole = microbatches_of(config, [group])
+    length = len(whole) // parts
+    return [whole[first : first + length] for first in range(0, len(whole), length)]
+
+
 def microbatches_of(config: RunConfig, groups: Sequence[int]) -> range:
     """The microbatches of a contiguous run of groups."""
     length = config.microbatches // config.pipeline.groups
@@ -116,6 +129,7 @@ class Piece:
     parts: tuple[tuple[str, int, int], ...]
     """(parameter, first element, end) of each part, in order: of one matrix, or all of each vector."""
     is_vectors: bool
+    codec: str
 
     @property
     def elements(self) -> int:
@@ -123,16 +137,17 @@ class Piece:
 
 
 @lru_cache(maxsize=8)
-def model_pieces(config: RunConfig) -> Mapping[str, tuple[Piece, ...]]:
-    """The pieces of every layer unit, by unit in model order. A function of the model alone."""
+def model_pieces(config: RunConfig, *, of_round: bool = False) -> Mapping[str, tuple[Piece, ...]]:
+    """The pieces of every layer unit, by unit in model order: of an exact step, or of a round."""
+    matrices = config.sync.codec if of_round else config.pipeline.sync_codec
     units = {name: trained_specs(config.model, config.lora, name) for name in unit_names(config.model)}
     largest = _piece_elements(sum(spec.elements for specs in units.values() for spec in specs))
     found: dict[str, tuple[Piece, ...]] = {}
     number = 0
     for unit, specs in units.items():
         pieces = [
-            Piece(number + index, unit, parts, is_vectors)
-            for index, (parts, is_vectors) in enumerate(_parts(specs, largest))
+            Piece(number + index, unit, parts, is_vectors, FP32.name if is_vectors else matrices)
+            for index, (parts, is_vectors) in enumerate(_parts(specs, largest, of_round=of_round))
         ]
         found[unit] = tuple(pieces)
         number += len(pieces)
@@ -147,12 +162,18 @@ def _piece_elements(total: int) -> int:
 
 
 def _parts(
-    specs: Iterable[ParameterSpec], largest: int
+    specs: Iterable[ParameterSpec], largest: int, *, of_round: bool
 ) -> list[tuple[tuple[tuple[str, int, int], ...], bool]]:
     vectors: list[tuple[str, int, int]] = []
     found: list[tuple[tuple[tuple[str, int, int], ...], bool]] = []
     for spec in specs:
-        if len(spec.shape) < 2:
+        is_vector = len(spec.shape) < 2
+        if of_round:
+            rows = 0 if is_vector else spec.shape[0]
+            squares = {SQUARE: spec.elements} if is_vector else {}
+            squares |= {SQUARE_ROWS: rows, SQUARE_COLUMNS: spec.elements // rows} if rows else {}
+            vectors += [(f"{kind}.{spec.name}", 0, count) for kind, count in squares.items()]
+        if is_vector:
             vectors.append((spec.name, 0, spec.elements))
             continue
         for first in range(0, spec.elements, largest):
@@ -160,14 +181,14 @@ def _parts(
     return [*found, (tuple(vectors), True)] if vectors else found
 
 
-def piece_format(config: RunConfig, piece: Piece, *, uncompressed: bool = False) -> Format:
+def piece_format(piece: Piece, *, uncompressed: bool = False) -> Format:
     """The codec of a piece, without torch."""
-    return FP32 if piece.is_vectors or uncompressed else codec_format(config.pipeline.sync_codec)
+    return FP32 if uncompressed else codec_format(piece.codec)
 
 
-def piece_bytes(config: RunConfig, piece: Piece, *, uncompressed: bool = False) -> int:
+def piece_bytes(piece: Piece, *, uncompressed: bool = False) -> int:
     """Bytes of a packed piece, header included."""
-    return piece_format(config, piece, uncompressed=uncompressed).packed_bytes((piece.elements,))
+    return piece_format(piece, uncompressed=uncompressed).packed_bytes((piece.elements,))
 
 
 # ---- rows
@@ -227,10 +248,11 @@ class RowShare:
         return self._rows_of.get(node)
 
 
-def sync_bytes(config: RunConfig, units: Iterable[str], share: RowShare) -> int:
-    """Bytes that the own row's node of a stage with these units sends to other rows in a step."""
-    pieces = model_pieces(config)
-    sizes = {piece.number: piece_bytes(config, piece) for unit in units for piece in pieces[unit]}
+def sync_bytes(config: RunConfig, units: Iterable[str], share: RowShare, *, of_round: bool = False) -> int:
+    """Bytes that the own row's node of a stage with these units sends to other rows in an exact step or a
+    round."""
+    pieces = model_pieces(config, of_round=of_round)
+    sizes = {piece.number: piece_bytes(piece) for unit in units for piece in pieces[unit]}
     if share.rows == 1:
         return 0
     owned = sum(sizes[number] for number, row in owners(sizes, share.rows).items() if row == share.replica)

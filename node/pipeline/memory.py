@@ -202,7 +202,7 @@ def _group_sums(config: RunConfig, units: Sequence[str], share: Share) -> int:
     if not share.on_cpu:
         return taken
     pieces = model_pieces(config)
-    packed = sum(piece_bytes(config, piece) for unit in units for piece in pieces[unit])
+    packed = sum(piece_bytes(piece) for unit in units for piece in pieces[unit])
     # Nodes of the tree without a sibling; other rows' shares of what this row sums up, and their sums.
     nodes = 1 + (groups - 1).bit_length()
     return taken + packed * (nodes + (2 if config.pipeline.most_rows > 1 else 0))

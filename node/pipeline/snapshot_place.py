@@ -28,7 +28,10 @@ def stage_state_bytes(config: RunConfig, stages: int) -> list[int]:
     """Bytes of weights and optimizer state of each stage, first stage first."""
     model, lora, moments = config.model, config.lora, config.training.moments
     return [
-        sum(state_bytes(trained_specs(model, lora, unit), moments) for unit in units)
+        sum(
+            state_bytes(trained_specs(model, lora, unit), moments, outer=config.sync.every > 1)
+            for unit in units
+        )
         for units in stage_units(config, stages)
     ]
 

@@ -233,7 +233,7 @@ def _reopen(
                 loss=one.loss, grad_norm=one.grad_norm, seconds=one.seconds, norms=norms.get(one.step, {})
             )
             for one in store.steps(newest - 1 - REMEMBERED)
-            if one.step < newest
+            if one.step < newest and config.is_round(one.step) == config.is_round(newest)
         ),
     )
     return _Run(

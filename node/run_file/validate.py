@@ -3,15 +3,11 @@
 `problems` lists every broken rule, a line each that says what to change; `validate` raises for them.
 """
 
-import errno
 import math
-import os
 from collections.abc import Iterator, Sequence
 
 from kernels.fp8.layout import MULTIPLE
 from node.config.schema import (
-    CoordinatorSection,
-    DashboardSection,
     DataSection,
     LoraSection,
     ModelSection,
@@ -27,6 +23,7 @@ from node.model.units import CHOICES, FAMILIES
 from node.pipeline.codec_plan import PLANNED, ladder
 from node.pipeline.placement import HEADS, head_first, unplaceable
 from node.pipeline.snapshot_place import KEEPS, is_url
+from node.run_file.addresses import coordinator_problems, dashboard_problems, positive
 from node.run_file.storage_rules import name_problem, storage_problems
 from node.telemetry.format import parse_duration
 from node.telemetry.trace_files import TracedSteps
@@ -35,7 +32,6 @@ from node.training.schedule import SCHEDULES
 from wire.codecs.formats import codec_format
 from wire.errors import CodecError, ConfigError
 from wire.frames import MAX_TENSOR_BYTES
-from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
 
 PRECISIONS = ("float32", "bfloat16")
 COMPUTES = ("precision", "fp8")
@@ -51,8 +47,6 @@ MAX_NAME = 64
 BYTE_VOCABULARY = 256
 MAX_MICROBATCHES = 16_384
 """In a step. Estimates list the actions of all stages several times: this many take a second."""
-MAX_CERTIFICATE_HOURS = 3650 * 24
-"""Ten years, the lifetime of the run's CA."""
 
 
 def validate(config: RunConfig, where: str) -> None:
@@ -82,45 +76,15 @@ def problems(config: RunConfig) -> list[str]:
         *_lora(config.lora, config),
         *_pipeline(config),
         *_groups(config),
+        *_local_steps(config),
         *_codecs(config.pipeline, config.data.shift),
         *_tensors(config),
         *_snapshots(config.snapshots, config.training),
         *_audit(config),
-        *_coordinator(config.coordinator),
-        *_dashboard(config.dashboard, config.coordinator),
+        *coordinator_problems(config.coordinator),
+        *dashboard_problems(config.dashboard, config.coordinator),
         *_telemetry(config.telemetry),
     ]
-
-
-def parse_listen(address: str) -> tuple[str, int]:
-    """Split `host:port` or `[v6]:port`. Raises ConfigError."""
-    shown = repr(address) if len(address) <= 80 else repr(address[:77] + "...")
-    host, colon, port = address.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not bare or (":" in host and bare == host) or any(char.isspace() for char in address):
-        raise ConfigError(f"{shown} is not host:port, for example 0.0.0.0:7700 or [::]:7700")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
-        raise ConfigError(f"{shown} has no port from 0 to 65535 after the colon")
-    if not can_be_looked_up(bare):
-        raise ConfigError(
-            f"{shown} names no host: between its dots must be 1 to 63 letters, digits and hyphens each"
-        )
-    return bare, int(port)
-
-
-def can_be_looked_up(host: str) -> bool:
-    """Whether `host` can be resolved at all; a look-up of other names raises UnicodeError or ValueError."""
-    try:
-        host.encode("idna")
-    except UnicodeError:
-        return False
-    return host.isprintable()
-
-
-def why_not_bound(error: OSError) -> str:
-    """The system's reason why an address cannot be bound, without asyncio's own words around it."""
-    # From Python 3.13 on asyncio skips addresses of other machines, and gives no number.
-    return os.strerror(error.errno or errno.EADDRNOTAVAIL)
 
 
 def _run(run: RunSection) -> Iterator[str]:
@@ -173,7 +137,7 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
     }
     wrong = list(_at_least(1, sizes))
     yield from wrong
-    yield from _positive({"model.norm_eps": model.norm_eps, "model.init_std": model.init_std})
+    yield from positive({"model.norm_eps": model.norm_eps, "model.init_std": model.init_std})
     if wrong:
         return
     if model.hidden % model.heads and not model.head_width:
@@ -184,7 +148,7 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
             "embedding turns pairs of channels"
         )
     if model.family == "llama":
-        yield from _positive({"model.rope_theta": model.rope_theta})
+        yield from positive({"model.rope_theta": model.rope_theta})
         if model.heads % model.kv_heads:
             yield f"model.heads ({model.heads}) must be a multiple of model.kv_heads ({model.kv_heads})"
         for key, allowed in CHOICES.items():
@@ -283,7 +247,7 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
             f"training.global_batch ({training.global_batch}) comes to more than {MAX_MICROBATCHES} "
             f"microbatches of training.microbatch ({training.microbatch}) a step: lower it, or raise that"
         )
-    yield from _positive({"training.lr": training.lr, "training.eps": training.eps})
+    yield from positive({"training.lr": training.lr, "training.eps": training.eps})
     if not 0 <= training.min_lr_ratio <= 1:
         yield f"training.min_lr_ratio must be from 0 to 1, got {training.min_lr_ratio}"
     yield from name_problem("training.schedule", training.schedule, SCHEDULES)
@@ -318,7 +282,7 @@ def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
         if lora.rank == 0 and lora != LoraSection():
             yield "lora.rank is 0, which trains the whole model: set it, for example to 16, or drop [lora]"
         return
-    yield from _positive({"lora.alpha": lora.alpha})
+    yield from positive({"lora.alpha": lora.alpha})
     if not 0 <= lora.dropout < 1:
         yield f"lora.dropout must be at least 0 and below 1, got {lora.dropout}"
     yield from name_problem("lora.base", lora.base, FORMS)
@@ -392,6 +356,38 @@ def _groups(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _local_steps(config: RunConfig) -> Iterator[str]:
+    sync, pipeline, training = config.sync, config.pipeline, config.training
+    wrong = list(_at_least(1, {"sync.every": sync.every}))
+    yield from wrong
+    yield from _at_least(0, {"sync.warmup": sync.warmup})
+    yield from positive({"sync.outer_lr": sync.outer_lr})
+    if not 0 <= sync.outer_momentum < 1:
+        yield f"sync.outer_momentum must be at least 0 and below 1, got {sync.outer_momentum}"
+    yield from _sync_codec("sync.codec", sync.codec)
+    if wrong or sync.every == 1 or min(pipeline.groups, training.microbatch) < 1:
+        return
+    if pipeline.groups == 1:
+        yield "sync.every above 1 is of gradient groups: set pipeline.groups to 2 or more"
+        return
+    own = training.global_batch // training.microbatch // pipeline.groups
+    if own % sync.every:
+        yield (
+            f"sync.every ({sync.every}) must divide the {own} microbatches of a gradient group "
+            "(training.global_batch / training.microbatch / pipeline.groups)"
+        )
+    for key in ("weights", "gradients", "moments"):
+        if getattr(training, key) != "float32":
+            yield f'sync.every above 1 needs training.{key} = "float32", got {getattr(training, key)!r}'
+    if config.audit.rate > 0.0:
+        yield "audit.rate compares exact steps alone: set it to 0, or sync.every to 1"
+    if config.sums_tied_gradients and pipeline.stages > 1 and pipeline.head != "first":
+        yield (
+            'sync.every above 1 needs a tied model\'s head on the first stage: set pipeline.head = "first", '
+            "or model.tied = false"
+        )
+
+
 def _head_first(config: RunConfig) -> bool:
     try:
         return head_first(config, config.pipeline.stages)
@@ -402,8 +398,8 @@ def _head_first(config: RunConfig) -> bool:
 def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
     if pipeline.plans_codecs:
         yield from _planned_codecs(pipeline)
-    for key in ("forward_codec", "backward_codec", "sync_codec"):
-        if getattr(pipeline, key) == PLANNED and key != "sync_codec":
+    for key in ("forward_codec", "backward_codec"):
+        if getattr(pipeline, key) == PLANNED:
             continue
         try:
             codec_format(getattr(pipeline, key))
@@ -419,17 +415,26 @@ def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
             f"pipeline.forward_codec: {pipeline.forward_codec} keeps a cache of every sample, which rows do "
             "not share: set pipeline.groups = 1"
         )
-    if pipeline.sync_codec.startswith(("aqsgd-", "dither-", "tah")):
-        yield (
-            f"pipeline.sync_codec: {pipeline.sync_codec} packs tensors between stages alone: "
-            "use fp32, bf16, fixed-4 to fixed-10 or trellis-4 to trellis-10"
-        )
+    yield from _sync_codec("pipeline.sync_codec", pipeline.sync_codec)
     if pipeline.remembers and shift:
         yield (
             f"pipeline.forward_codec: {pipeline.forward_codec} packs what changed since the same sample was "
             "last sent, so every pass must cut the text alike: set data.shift = false"
         )
-    yield from _positive({"pipeline.cache_gb": pipeline.cache_gb})
+    yield from positive({"pipeline.cache_gb": pipeline.cache_gb})
+
+
+def _sync_codec(key: str, name: str) -> Iterator[str]:
+    try:
+        codec_format(name)
+    except ConfigError as error:
+        yield f"{key}: {error}"
+        return
+    if name.startswith(("aqsgd-", "dither-", "tah")):
+        yield (
+            f"{key}: {name} packs tensors between stages alone: "
+            "use fp32, bf16, fixed-4 to fixed-10 or trellis-4 to trellis-10"
+        )
 
 
 def _planned_codecs(pipeline: PipelineSection) -> Iterator[str]:
@@ -461,55 +466,6 @@ def _tensors(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _coordinator(coordinator: CoordinatorSection) -> Iterator[str]:
-    for name, address in (
-        ("coordinator.listen", coordinator.listen),
-        *(("coordinator.advertise", address) for address in coordinator.advertise),
-    ):
-        try:
-            _, port = parse_listen(address)
-        except ConfigError as error:
-            yield f"{name}: {error}"
-            continue
-        if name == "coordinator.advertise" and port == 0:
-            yield f"{name}: {address!r} must carry the port that nodes dial, not 0"
-        if name == "coordinator.advertise" and len(address.encode()) > MAX_ADDRESS_BYTES:
-            yield (
-                f"{name}: {address[:37] + '...'!r} is longer than the {MAX_ADDRESS_BYTES} bytes that a join "
-                "token holds"
-            )
-        if name == "coordinator.listen" and port == 65535 and not coordinator.one_port:
-            yield f"{name}: {address!r} leaves no next port for certified nodes; use 65534 or lower"
-    whole = sum(1 + len(address.encode(errors="replace")) for address in coordinator.advertise)
-    if len(coordinator.advertise) > MAX_ADDRESSES or whole > MAX_ADDRESSES_BYTES:
-        yield (
-            f"coordinator.advertise has {len(coordinator.advertise)} addresses, {whole} bytes together, and "
-            f"a join token holds at most {MAX_ADDRESSES}, {MAX_ADDRESSES_BYTES} bytes together: name fewer"
-        )
-    yield from _positive(
-        {
-            f"coordinator.{key}": getattr(coordinator, key)
-            for key in (
-                "heartbeat_seconds",
-                "silent_seconds",
-                "regroup_seconds",
-                "outage_seconds",
-                "certificate_hours",
-            )
-        }
-    )
-    if coordinator.certificate_hours > MAX_CERTIFICATE_HOURS:
-        yield (
-            f"coordinator.certificate_hours must be at most {MAX_CERTIFICATE_HOURS} (ten years), got "
-            f"{coordinator.certificate_hours:g}"
-        )
-    if coordinator.silent_seconds <= coordinator.heartbeat_seconds:
-        yield (
-            f"coordinator.silent_seconds ({coordinator.silent_seconds}) must be above "
-            f"coordinator.heartbeat_seconds ({coordinator.heartbeat_seconds}), or live nodes count as dead"
-        )
-
-
 def _telemetry(telemetry: TelemetrySection) -> Iterator[str]:
     try:
         TracedSteps.parse(telemetry.trace)
@@ -520,38 +476,7 @@ def _telemetry(telemetry: TelemetrySection) -> Iterator[str]:
         yield from name_problem("telemetry.loggers", logger, LOGGERS)
 
 
-def _dashboard(dashboard: DashboardSection, coordinator: CoordinatorSection) -> Iterator[str]:
-    if not dashboard.listen:
-        if dashboard.tls:
-            yield "dashboard.tls is true, but dashboard.listen is empty: there is no page to serve"
-        return
-    try:
-        host, port = parse_listen(coordinator.listen)
-    except ConfigError:
-        return  # reported for coordinator.listen
-    if dashboard.listen == "auto":
-        if port == 65534 and not coordinator.one_port:
-            yield "dashboard.listen: there is no port two above coordinator.listen's; name one, or lower that"
-        return
-    try:
-        own = parse_listen(dashboard.listen)
-    except ConfigError as error:
-        yield f"dashboard.listen: {error}; `auto` chooses, and an empty string turns the page off"
-        return
-    if coordinator.one_port:
-        if port and own == (host, port):
-            yield f"dashboard.listen: port {own[1]} is the coordinator's; `auto` shares it"
-    elif port and own in ((host, port), (host, port + 1)):
-        yield f"dashboard.listen: port {own[1]} is one of the coordinator's two; choose another"
-
-
 def _at_least(least: int, values: dict[str, int]) -> Iterator[str]:
     for name, value in values.items():
         if value < least:
             yield f"{name} must be at least {least}, got {value}"
-
-
-def _positive(values: dict[str, float]) -> Iterator[str]:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            yield f"{name} must be a finite number above 0, got {value}"

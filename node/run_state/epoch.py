@@ -218,6 +218,7 @@ class Epoch:
     def begin(self) -> list[Action]:
         """Open the step. Call in `IDLE` only."""
         self.phase = Phase.STEPPING
+        self._history.begins(self.step)
         # All stages must run the step with the same windows, also one that receives it again.
         self._windows = self.planned_windows
         self._keeps_sums = self.keeps_sums

@@ -20,7 +20,7 @@ class EpochSeries:
         committed = past.committed
         self._neighbours = plan.neighbours
         self._auditor = auditor
-        self._history = VoteHistory(plan.unit_numbers, past.newest)
+        self._history = VoteHistory(plan.unit_numbers, past.newest, plan.rounds_from)
         self.current: Epoch | None = None
         self.ended: Epoch | None = None
         """The newest that is over."""

@@ -37,6 +37,8 @@ class RunPlan:
     min_stages: int
     """With fewer nodes than this the run pauses."""
     total_steps: int
+    rounds_from: int | None = None
+    """The first step that is a round of local steps; None if none is."""
     snapshot_every: int
     """Steps; 1 if snapshots are by time."""
     snapshot_seconds: float = 0.0
@@ -122,6 +124,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
         groups=pipeline.groups,
         most_rows=pipeline.most_rows,
         total_steps=config.run.steps,
+        rounds_from=config.sync.warmup if config.sync.every > 1 else None,
         snapshot_every=every if isinstance(every, int) else 1,
         snapshot_seconds=0.0 if isinstance(every, int) else parse_duration(every) or 0.0,
         valid_every=config.data.valid_every,
@@ -152,11 +155,14 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
 
 
 def step_plan(config: RunConfig) -> StepPlan:
-    """Gives the clip coefficient and learning rate of a step from its gradient norm."""
+    """Gives the clip coefficient and learning rate of a step from its gradient norm.
+
+    The local steps of a round clip their own gradients; how they changed the weights is not clipped.
+    """
     training = config.training
 
     def plan(step: int, grad_norm: float) -> tuple[float, float]:
-        clip = clip_coefficient(grad_norm, training.clip)
+        clip = 1.0 if config.is_round(step) else clip_coefficient(grad_norm, training.clip)
         return clip, learning_rate(step, training, config.run.steps)
 
     return plan

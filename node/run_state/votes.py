@@ -102,12 +102,18 @@ class PastStep:
 class VoteHistory:
     """What the newest steps' votes said, by layer unit."""
 
-    def __init__(self, units: UnitNumbers, past: Sequence[PastStep] = ()) -> None:
+    def __init__(
+        self, units: UnitNumbers, past: Sequence[PastStep] = (), rounds_from: int | None = None
+    ) -> None:
         """
         Args:
             past: the newest steps of an earlier coordinator, oldest first. Where the record does not have
                 the norms of units: none is larger than the whole model's.
+            rounds_from: the first step that is a round, if any is. Its norms are of how weights changed, not
+                of gradients. `past` has steps of the kind that comes next.
         """
+        self._rounds_from = rounds_from
+        self._in_rounds: bool | None = None
         self._units = units
         self._model: deque[float] = deque(maxlen=REMEMBERED)
         """Logarithms of the whole model's squared norms, of steps on record."""
@@ -123,6 +129,15 @@ class VoteHistory:
             if 0 < one.grad_norm < math.inf:
                 self._model.append(2 * math.log(one.grad_norm))
             self._remember(one.norms, one.loss)
+
+    def begins(self, step: int) -> None:
+        """The votes that come are of this step. Norms of the other kind of step say nothing of them."""
+        in_rounds = self._rounds_from is not None and step >= self._rounds_from
+        if self._in_rounds not in (None, in_rounds):
+            self._norms.clear()
+            self._model.clear()
+            self._confirmed.clear()
+        self._in_rounds = in_rounds
 
     def loss_stage(self, stages: int) -> int:
         """The stage that says losses: it has the head, which is the last layer unit."""

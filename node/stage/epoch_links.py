@@ -61,7 +61,8 @@ def outbox_bytes(config: RunConfig, stages: int) -> int:
 def sync_outbox_bytes(config: RunConfig, stages: int, stage: int) -> int:
     """The most bytes that a correct stage queues in the link to another row: two steps' pieces of gradients,
     uncompressed, in each node of the tree that a row may hold, and their sums."""
-    pieces = model_pieces(config)
+    # Those of a round are the same and a few vectors more.
+    pieces = model_pieces(config, of_round=config.sync.every > 1)
     step = sum(
         FP32.packed_bytes((piece.elements,))
         for unit in stage_units(config, stages)[stage]

@@ -14,10 +14,10 @@ from node.pipeline.gradient_groups import RowShare
 from node.pipeline.placement import chunks_of
 from node.pipeline.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
-from node.stage.executor import StepOutcome
 from node.stage.following import State, StateServices, load_state
 from node.stage.inbox import ElementsSent, Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.out_of_memory import ran_out
+from node.stage.step_order import StepOutcome
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock, TimeKind
 from wire.errors import (

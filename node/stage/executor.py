@@ -5,7 +5,6 @@ changes nothing durable; gradients accumulate beside the weights until `apply`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,10 +15,9 @@ from node import faults
 from node.config.schema import RunConfig
 from node.model.labels import BatchPart, label_weight
 from node.model.units import EMBED, HEAD, unit_names
-from node.pipeline.gradient_groups import RowShare, group_of, microbatches_of
-from node.pipeline.placement import hops, stage_orders
+from node.pipeline.gradient_groups import RowShare, group_of
 from node.pipeline.routing import StageLayout
-from node.pipeline.schedule import Action, Kind, Order, held_activations
+from node.pipeline.schedule import Action, Kind, Order
 from node.pipeline.turns import Turns
 from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
@@ -29,13 +27,12 @@ from node.stage.inbox import StepInterrupted
 from node.stage.stage_codecs import StageCodecs
 from node.stage.stage_model import StageCompute
 from node.stage.stage_storage import StageStorage
+from node.stage.step_order import StepOrder, StepOutcome
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
 from node.training.serialization import without_cache
 from wire.codecs.base import Codec
-from wire.errors import ProtocolViolationError
-from wire.messages import GroupDigests
 from wire.spec import Direction, TensorKey, TensorSpec
 
 UnitState = Mapping[str, Tensor]
@@ -51,19 +48,6 @@ class StageIO(PackedIO, SyncIO, Protocol):
     def check(self) -> None:
         """Raise if the step was interrupted."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutcome:
-    """The content of a vote: squared gradient norms by unit index, and the mean loss where the head is."""
-
-    norms: Mapping[int, float]
-    loss: float | None
-    """None with several gradient groups."""
-    group_losses: Mapping[int, float] = field(default_factory=dict)
-    """Then, on the last stage: each group's part of the mean loss."""
-    digests: Mapping[int, GroupDigests] = field(default_factory=dict)
-    """With audits: of each group that it computed."""
 
 
 class StageExecutor:
@@ -96,25 +80,22 @@ class StageExecutor:
         self.voted = False
         """Whether the gradients of step `state_step` are complete and wait for the commit."""
         self._share = RowShare(config, 0, (range(config.pipeline.groups),))
-        self._order: Order = ()
-        self._windows: tuple[int, ...] = ()
-        self._audited: tuple[int, ...] = ()
-        """Groups of another row that the step computes as well, only for their digests."""
+        self._order: StepOrder
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
         self._transfer = TensorTransfer(device_transfer(device), clock.beside)
         self._caches = BoundaryCaches(config, windows) if config.pipeline.remembers else None
         self._codecs = StageCodecs(config, self._caches)
         self.uncompressed = False
         """Whether every link carries fp32 instead of the run's codecs."""
-        self._plans: dict[bool, SyncPlan] = {}
-        """Of this placement, with the run's codecs and without."""
+        self._plans: dict[tuple[bool, bool], SyncPlan] = {}
+        """Of this placement: without the run's codecs or with them, of an exact step or of a round."""
         self._boundary = TensorSpec(
             torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden)
         )
         self._tied = TensorSpec(torch.float32, (config.model.vocab, config.model.hidden))
         self.model = model
         self.storage = StageStorage(config)
-        self._sync = GradientSync(config, device) if config.pipeline.groups > 1 else None
+        self._sync = GradientSync(device) if config.pipeline.groups > 1 else None
         self.keep_sums: KeepSums | None = None
         """Gets each step's summed gradients, packed, for nodes that follow the run."""
 
@@ -153,15 +134,13 @@ class StageExecutor:
         """
         config = self.config
         self._share = share or RowShare(config, 0, (range(config.pipeline.groups),))
-        # What is kept of the schedule belongs to the old row.
-        self._order = ()
         if (stage, stages) != (self.stage, self.stages):
             self._place = StageLayout(config, stage, stages)
             self.stage, self.stages = stage, stages
             self.model.drop()
             self.state_step = -1
             self.voted = False
-        self.use_windows(())
+        self._order = StepOrder(config, self._place, self._share)
         self._codecs.forget()
         self._plans.clear()
         return self.state_step
@@ -169,30 +148,17 @@ class StageExecutor:
     @property
     def widest_window(self) -> int:
         """Extra microbatches in flight on the link that has the most."""
-        return max(self._windows, default=self.config.pipeline.first_window)
+        windows = self._order.windows if self.stages else ()
+        return max(windows, default=self.config.pipeline.first_window)
+
+    @property
+    def microbatch_numbers(self) -> list[int]:
+        """As `StepOrder.numbers`."""
+        return self._order.numbers
 
     def use_windows(self, link_windows: tuple[int, ...], audited: tuple[int, ...] = ()) -> None:
-        """Use these extra microbatches in flight on each link from now on; empty uses the run file's.
-
-        Args:
-            audited: groups of another row to compute after the own ones, only for their digests.
-
-        Raises ProtocolViolationError for windows or groups that do not fit the placement.
-        """
-        most, links = self.config.microbatches, hops(self.config, self.stages)
-        if link_windows and (len(link_windows) != links or max(link_windows) > most):
-            raise ProtocolViolationError(
-                f"the coordinator plans windows {link_windows}; expected {links} of at most {most}"
-            )
-        others = set(range(self.config.pipeline.groups)).difference(self._share.groups)
-        if not others.issuperset(audited) or (audited and self.config.audit.rate == 0.0):
-            raise ProtocolViolationError(f"the coordinator asks for an audit of the groups {audited}")
-        if self._order and (link_windows, audited) == (self._windows, self._audited):
-            return
-        self._windows, self._audited = link_windows, audited
-        numbers = self.microbatch_numbers
-        order = stage_orders(self.config, self.stages, link_windows or None, len(numbers))[self.stage]
-        self._order = tuple(replace(action, microbatch=numbers[action.microbatch]) for action in order)
+        """As `StepOrder.use`."""
+        self._order.use(link_windows, audited)
 
     def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:
         """Use these codecs, one a boundary, until the next placement; empty uses the run file's.
@@ -245,7 +211,7 @@ class StageExecutor:
     def expected_bytes(self, key: TensorKey) -> int | None:
         """The exact packed size of a tensor that this stage may receive, or None if it may not."""
         if key.direction in (Direction.SYNC_SHARE, Direction.SYNC_SUM):
-            return None if self.source_row(key) is None else self._sync_plan.sizes[key.boundary]
+            return None if self.source_row(key) is None else self._sync_plan(key.step).sizes[key.boundary]
         if not self._place.receives(key):
             return None
         tied = key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM)
@@ -253,7 +219,7 @@ class StageExecutor:
 
     def source_row(self, key: TensorKey) -> int | None:
         """The row that may send this stage such a tensor of gradient groups; None if none may."""
-        return None if self._sync is None else self._sync_plan.source_row(key)
+        return None if self._sync is None else self._sync_plan(key.step).source_row(key)
 
     def run_step(
         self,
@@ -262,7 +228,7 @@ class StageExecutor:
         io: StageIO,
         samples: Mapping[BatchPart, np.ndarray],
     ) -> StepOutcome:
-        """Forward and backward of every microbatch, in the order that `Turns` gives.
+        """Forward and backward of every microbatch, in the order that `Turns` gives; in a round, local steps.
 
         `samples`: what the stage `needs`, [global batch, sequence] or of the groups alone that this row
         computes, in ascending order; labels of a run that masks some are all, for their weight.
@@ -278,38 +244,18 @@ class StageExecutor:
         losses: dict[int, list[Tensor]] = {}
         digests = StepDigests(self.config) if self.config.audit.rate > 0.0 and self._share.rows > 1 else None
         self._transfer.digests = digests
-        order = self._order
+        is_round = self.config.is_round(step)
         if self._sync is not None:
-            plan = self._sync_plan
-            self._sync.begin(
-                plan,
-                epoch,
-                step,
-                io,
-                uncompressed=self.uncompressed,
-                keep=self.keep_sums,
-                digests=digests,
-            )
-        needed = [self._needed(epoch, step, action) for action in order]
-        # With several chunks, tensors do not arrive in the order in which they are needed.
-        turns = Turns(order, swap=not self._place.interleaved)
+            plan = self._sync_plan(step)
+            self._sync.begin(plan, epoch, step, io, keep=self.keep_sums, digests=digests)
         try:
-            while turns.left:
-                io.check()
-                upcoming = [tensor for place in turns.upcoming(1 + LOOK_AHEAD) if (tensor := needed[place])]
-                self._transfer.look_ahead(upcoming, self._codec, io)
-                action = order[self._begin_turn(turns, order, needed, io)]
-                phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
-                faults.reach(phase, stage=self.stage, step=step)
-                if action.kind is Kind.FORWARD:
-                    result = self._forward(epoch, step, action, io, given)
-                    if self._place.global_chunk(action) == self._place.last_chunk:
-                        losses.setdefault(group_of(self.config, action.microbatch), []).append(result)
-                else:
-                    self._backward(epoch, step, action, io)
-                    self._end_group(step, action)
+            if is_round:
+                self._run_round(epoch, step, io, given, losses)
+            else:
+                self._run_order(self._order.whole(), epoch, step, io, given, losses)
             self._finish_gradients(step)
-            self._exchange_tied(epoch, step, io)
+            if not is_round:
+                self._exchange_tied(epoch, step, io)
             self.clock.switch(TimeKind.ENCODE)
             self._transfer.drain()
         except StepInterrupted:
@@ -327,6 +273,8 @@ class StageExecutor:
             self._transfer.digests = None
             if self._sync is not None:
                 self._sync.settle()
+            if is_round:
+                self.model.local.end()
         self.clock.switch(TimeKind.OPTIMIZER)
         sums = {group: float(torch.stack(shares).double().sum()) for group, shares in losses.items()}
         norms = self._norms()
@@ -335,7 +283,7 @@ class StageExecutor:
             norms=norms,
             loss=sums.get(0) if self._sync is None else None,
             group_losses={group: loss for group, loss in sums.items() if self._counts(group)},
-            digests={} if digests is None else digests.of(sums, self._audited),
+            digests={} if digests is None else digests.of(sums, self._order.audited),
         )
 
     def validate(
@@ -356,9 +304,8 @@ class StageExecutor:
             part: dict(enumerate(self._microbatches(part, batch), first)) for part, batch in samples.items()
         }
         losses: list[Tensor] = []
-        order = self._held_out_order(first, microbatches)
         try:
-            for action in order:
+            for action in self._order.held_out(first, microbatches):
                 io.check()
                 faults.reach(faults.Phase.VALIDATION, stage=self.stage, step=step)
                 self.model.begin_step()  # keeps nothing for a backward
@@ -380,10 +327,13 @@ class StageExecutor:
         return float(torch.stack(losses).double().sum()) * self.config.microbatches / microbatches
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
-        """Commit: clip, step the optimizer, drop the gradients."""
+        """Commit: clip, step the optimizer, drop the gradients. A round steps the outer optimizer."""
         self.clock.switch(TimeKind.OPTIMIZER)
         self.voted = False
-        self.model.apply(lr, clip_coefficient)
+        if self.config.is_round(self.state_step):
+            self.model.local.apply()
+        else:
+            self.model.apply(lr, clip_coefficient)
         if self._caches is not None:
             self._caches.commit()
         self.state_step += 1
@@ -392,7 +342,7 @@ class StageExecutor:
 
     def sum_bytes(self, unit: str) -> int:
         """Bytes of a unit's packed sum, as `keep_sums` gets it."""
-        return self._sync_plan.unit_bytes(unit)
+        return self._sync_plan(self.state_step).unit_bytes(unit)
 
     def put_sums(self, sums: Mapping[str, bytes]) -> Mapping[int, float]:
         """Take the gradients of step `state_step` from what another node's `keep_sums` got, in place of
@@ -403,9 +353,10 @@ class StageExecutor:
         assert self._sync is not None, "only a run with gradient groups packs their sums"
         self.voted = False
         self.model.begin_step()
-        for unit, gradients in self._sync.read(self._sync_plan, sums):
-            self.model.put_gradients(unit, gradients)
-        if self.config.sums_tied_gradients and self._place.is_first and self._place.has_loss:
+        is_round = self.config.is_round(self.state_step)
+        for unit, gradients in self._sync.read(self._sync_plan(self.state_step), sums):
+            self._put(unit, gradients, is_round=is_round)
+        if self._ties_alone and not is_round:
             self._sum_own_tie()
         self.voted = True
         return self._norms()
@@ -421,20 +372,62 @@ class StageExecutor:
         model.put_tied_gradient(EMBED, total)
         model.put_tied_gradient(HEAD, total)
 
-    def _held_out_order(self, first: int, microbatches: int) -> list[Action]:
-        """This stage's forwards of held-out microbatches, numbered from `first`."""
-        chunks, ahead = range(self._place.chunks), held_activations(self._order)
+    def _run_order(
+        self,
+        order: Order,
+        epoch: int,
+        step: int,
+        io: StageIO,
+        samples: Mapping[BatchPart, Mapping[int, Tensor]],
+        losses: dict[int, list[Tensor]],
+    ) -> None:
+        """Run these actions; `losses` gets the shares of the loss, by group."""
+        needed = [self._needed(epoch, step, action) for action in order]
+        # With several chunks, tensors do not arrive in the order in which they are needed.
+        turns = Turns(order, swap=not self._place.interleaved)
+        while turns.left:
+            io.check()
+            upcoming = [tensor for place in turns.upcoming(1 + LOOK_AHEAD) if (tensor := needed[place])]
+            self._transfer.look_ahead(upcoming, self._codec, io)
+            action = order[self._begin_turn(turns, order, needed, io)]
+            phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
+            faults.reach(phase, stage=self.stage, step=step)
+            if action.kind is Kind.FORWARD:
+                result = self._forward(epoch, step, action, io, samples)
+                if self._place.global_chunk(action) == self._place.last_chunk:
+                    losses.setdefault(group_of(self.config, action.microbatch), []).append(result)
+            else:
+                self._backward(epoch, step, action, io)
+                if not self.config.is_round(step):
+                    self._end_group(step, action)
 
-        def place(action: Action) -> tuple[int, ...]:
-            number = action.microbatch - first
-            if self._place.interleaved:
-                # As many microbatches at a time as there are stages, so that a ring keeps all of them busy.
-                return number // self.stages, action.chunk, number
-            # A head on the first stage follows as far behind as in training.
-            return (number + ahead * action.chunk,)
-
-        numbers = range(first, first + microbatches)
-        return sorted((Action(Kind.FORWARD, c, m) for c in chunks for m in numbers), key=place)
+    def _run_round(
+        self,
+        epoch: int,
+        step: int,
+        io: StageIO,
+        samples: Mapping[BatchPart, Mapping[int, Tensor]],
+        losses: dict[int, list[Tensor]],
+    ) -> None:
+        """The row's groups, one after another, each from the weights that the round began with."""
+        assert self._sync is not None, "a run with local steps has several groups"
+        local = self.model.local
+        for group in self._share.groups:
+            local.begin_group()
+            for number, order in enumerate(self._order.parts(group, self.config.sync.every)):
+                self._run_order(order, epoch, step, io, samples, losses)
+                if self._ties_alone:
+                    self._sum_own_tie()
+                if number == 0 and group == self._share.groups[0]:
+                    faults.spoil(
+                        faults.Phase.BACKWARD, self.model.any_gradient(), stage=self.stage, step=step
+                    )
+                self.clock.switch(TimeKind.OPTIMIZER)
+                local.step(step)
+                faults.reach(faults.Phase.LOCAL_STEP, stage=self.stage, step=step)
+            self.clock.switch(TimeKind.ENCODE)
+            self._sync.group_done(group, local.changes())
+        local.end()
 
     def _forward(
         self,
@@ -478,15 +471,13 @@ class StageExecutor:
         else:
             self._computed()
 
-    @property
-    def _sync_plan(self) -> SyncPlan:
-        if self.uncompressed not in self._plans:
+    def _sync_plan(self, step: int) -> SyncPlan:
+        key = self.uncompressed, self.config.is_round(step)
+        if key not in self._plans:
             # Backward completes the last layers' gradients first.
             units = tuple(reversed(self.units))
-            self._plans[self.uncompressed] = SyncPlan(
-                self.config, units, self._share, uncompressed=self.uncompressed
-            )
-        return self._plans[self.uncompressed]
+            self._plans[key] = SyncPlan(self.config, units, self._share, uncompressed=key[0], of_round=key[1])
+        return self._plans[key]
 
     def _end_group(self, step: int, action: Action) -> None:
         """After a backward: if it is the chunk's last of a gradient group, pack its gradients."""
@@ -510,7 +501,19 @@ class StageExecutor:
         for index, (unit, gradients) in enumerate(self._sync.finish()):
             if index == 0:
                 faults.reach(faults.Phase.SYNC, stage=self.stage, step=step)
-            self.model.put_gradients(unit, gradients)
+            self._put(unit, gradients, is_round=self.config.is_round(step))
+
+    def _put(self, unit: str, sums: dict[str, Tensor], *, is_round: bool) -> None:
+        """Take what was summed over all groups."""
+        if is_round:
+            self.model.local.put(unit, sums)
+        else:
+            self.model.put_gradients(unit, sums)
+
+    @property
+    def _ties_alone(self) -> bool:
+        """Whether this stage has both copies of a tied weight that is trained."""
+        return self.config.sums_tied_gradients and self._place.is_first and self._place.has_loss
 
     def _exchange_tied(self, epoch: int, step: int, io: StageIO) -> None:
         """Set both copies of a tied weight to the sum of both gradients, added in a fixed order."""
@@ -570,15 +573,9 @@ class StageExecutor:
     def _codec(self, key: TensorKey) -> Codec:
         return self._codecs.of(key, uncompressed=self.uncompressed)
 
-    @property
-    def microbatch_numbers(self) -> list[int]:
-        """The microbatches that a step computes, in their order: the row's, then the audited ones."""
-        audited = [number for group in self._audited for number in microbatches_of(self.config, [group])]
-        return [*self._share.microbatches, *audited]
-
     def _counts(self, group: int) -> bool:
         """Whether the row's vote has this group's loss."""
-        return self._sync is not None and group not in self._audited
+        return self._sync is not None and group not in self._order.audited
 
     def _of_row(self, part: BatchPart, batch: np.ndarray) -> dict[int, Tensor]:
         """By number, from all microbatches of the step or from those alone that the row computes."""

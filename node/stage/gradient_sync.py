@@ -67,15 +67,26 @@ class SyncPlan:
     """What a stage sends and receives between rows in a step."""
 
     def __init__(
-        self, config: RunConfig, units: Sequence[str], share: RowShare, *, uncompressed: bool
+        self,
+        config: RunConfig,
+        units: Sequence[str],
+        share: RowShare,
+        *,
+        uncompressed: bool,
+        of_round: bool = False,
     ) -> None:
-        """`units`: of the stage, in the order in which backward completes them."""
-        pieces = model_pieces(config)
+        """
+        Args:
+            units: of the stage, in the order in which backward completes them.
+            of_round: the pieces are those of a round.
+        """
+        pieces = model_pieces(config, of_round=of_round)
+        self.uncompressed = uncompressed
         self.share = share
         self.units = tuple(units)
         self.pieces = {unit: pieces[unit] for unit in units}
         self.sizes = {
-            piece.number: piece_bytes(config, piece, uncompressed=uncompressed)
+            piece.number: piece_bytes(piece, uncompressed=uncompressed)
             for unit in units
             for piece in pieces[unit]
         }
@@ -104,8 +115,7 @@ class SyncPlan:
 class GradientSync:
     """The sync thread of one stage. Call all methods on the compute thread."""
 
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
-        self._config = config
+    def __init__(self, device: torch.device) -> None:
         self._packing, self._joining = _packing(device), _packing(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._jobs: list[Future[None]] = []
@@ -127,7 +137,6 @@ class GradientSync:
         step: int,
         io: SyncIO,
         *,
-        uncompressed: bool,
         keep: KeepSums | None = None,
         digests: StepDigests | None = None,
     ) -> None:
@@ -137,8 +146,8 @@ class GradientSync:
         """
         self._plan, self._io, self._keep, self._digests = plan, io, keep, digests
         self._place = epoch, step
-        self._sums = PieceSums(self._config, self._packing, uncompressed=uncompressed)
-        self._joined = PieceSums(self._config, self._joining, uncompressed=uncompressed)
+        self._sums = PieceSums(self._packing, uncompressed=plan.uncompressed)
+        self._joined = PieceSums(self._joining, uncompressed=plan.uncompressed)
         self._folds = {
             piece.number: self._sums.fold(piece) for unit in plan.units for piece in plan.pieces[unit]
         }
@@ -181,7 +190,7 @@ class GradientSync:
     def read(self, plan: SyncPlan, sums: Mapping[str, bytes]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """What `finish` gave on the node that kept these packed sums, by unit. Raises PackedMismatchError or
         NonFiniteError for bytes that no node keeps."""
-        joining = PieceSums(self._config, self._joining)
+        joining = PieceSums(self._joining)
         for unit in plan.units:
             pieces = plan.pieces[unit]
             if len(sums[unit]) != plan.unit_bytes(unit):

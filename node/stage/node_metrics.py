@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from node.run_file.validate import parse_listen, why_not_bound
+from node.run_file.addresses import parse_listen, why_not_bound
 from node.telemetry.costs import Ledger, Place
 from node.telemetry.metrics import CONTENT_TYPE, NODE_METRICS, Families
 from wire.errors import UserError

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from node.config.schema import RunConfig
-from node.run_file.validate import parse_listen
+from node.run_file.addresses import parse_listen
 from node.telemetry.format import bytes_text, count_text, duration_text
 from wire.identity.names import join_address, split_address
 

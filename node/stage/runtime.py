@@ -309,6 +309,11 @@ class NodeRuntime:
         config = from_json(welcome.config_json)
         if line := cannot_compute(config.training, self._settings.devices.first):
             raise RunError(line)
+        if config.sync.every > 1 and self._settings.hardware.devices > 1:
+            raise RunError(
+                "this run takes local steps ([sync] every), which need one device a node: join each with a "
+                "node of its own, by `thinwire join --gpus 1`"
+            )
         check_store(config.snapshots.keep, self._settings.store)
         traced = TracedSteps.parse(config.telemetry.trace)
         self._meter.trace(traced)

@@ -30,6 +30,7 @@ from node.stage.captured_passes import CapturedPasses, CudaRecorder
 from node.stage.memory_control import MemoryControl, Taken
 from node.stage.out_of_memory import ran_out
 from node.stage.passes import AutogradPasses, ChunkCall, Passes
+from node.training.local_steps import LocalSteps
 from node.training.optimizer import StageOptimizer
 from node.training.unit_state import FROZEN_PREFIX
 
@@ -41,6 +42,9 @@ class StageCompute(Protocol):
 
     @property
     def optimizer(self) -> StageOptimizer: ...
+
+    @property
+    def local(self) -> LocalSteps: ...
 
     def build(self, stage: int, stages: int, storage: int | None = None) -> None: ...
 
@@ -159,6 +163,7 @@ class StageModel:
         self._room = room or Room()
         self._chunks: list[Chunk] = []
         self._optimizer: StageOptimizer | None = None
+        self._local: LocalSteps | None = None
         self._passes: list[Passes] = []
         self._host = host
         self._offload: Offload | None = None
@@ -212,6 +217,7 @@ class StageModel:
             gradients_in_place=captured,
             host=self._host if plan.moments_moved else None,
         )
+        self._local = LocalSteps(config, self._optimizer)
         self._captured = captured
         self._passes = self._make_passes()
 
@@ -297,7 +303,7 @@ class StageModel:
         self._control = None
         self._passes = []
         self._chunks = []
-        self._optimizer = None
+        self._optimizer = self._local = None
         if self._offload is not None:
             self._offload.begin_step()
         self._offload = None
@@ -427,6 +433,12 @@ class StageModel:
     def optimizer(self) -> StageOptimizer:
         assert self._optimizer is not None, "build() comes before everything else"
         return self._optimizer
+
+    @property
+    def local(self) -> LocalSteps:
+        """Rounds of the whole stage."""
+        assert self._local is not None, "build() comes before everything else"
+        return self._local
 
     def _tied_weight(self, unit: str) -> nn.Parameter:
         parameter = next(chunk for chunk in self._chunks if unit in chunk.units).tied_parameter(unit)

@@ -4,7 +4,7 @@
 on the CPU, so its value is what the code says, wherever it was made.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -15,7 +15,6 @@ from kernels.fp8.layout import BLOCK
 from kernels.fp8.reference import Fp8Gradient, unpack_gradient
 from node.config.schema import RunConfig
 from node.pipeline.gradient_groups import ROOT, Fold, GroupTree, Piece, model_pieces, piece_format
-from node.training.optimizer import StageOptimizer
 from wire.codecs.base import Codec
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError
@@ -53,9 +52,8 @@ class CodecPacking:
 class PieceSums:
     """Packs, adds and unpacks pieces of a run's gradients."""
 
-    def __init__(self, config: RunConfig, packing: Packing, *, uncompressed: bool = False) -> None:
-        """`uncompressed`: in fp32, whatever `pipeline.sync_codec` is."""
-        self._config = config
+    def __init__(self, packing: Packing, *, uncompressed: bool = False) -> None:
+        """`uncompressed`: in fp32, whatever the pieces' codecs are."""
         self._packing = packing
         self._uncompressed = uncompressed
 
@@ -97,7 +95,7 @@ class PieceSums:
             raise NonFiniteError(f"the gradient of {name} of {piece.unit} ({error})") from error
 
     def _codec(self, piece: Piece) -> Codec:
-        return codec(piece_format(self._config, piece, uncompressed=self._uncompressed).name)
+        return codec(piece_format(piece, uncompressed=self._uncompressed).name)
 
     @staticmethod
     def _spec(piece: Piece) -> TensorSpec:
@@ -116,24 +114,24 @@ def _part(gradient: Gradient, first: int, end: int) -> Tensor:
 class GroupSums:
     """Sums the gradient groups of a whole model in one process, as a run's stages do."""
 
-    def __init__(self, config: RunConfig, optimizer: StageOptimizer, device: torch.device) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, config: RunConfig, units: Sequence[str], device: torch.device, *, of_round: bool
+    ) -> None:
+        """`of_round`: what is summed is how local steps changed the weights, not gradients."""
+        pieces = model_pieces(config, of_round=of_round)
         self._tree = GroupTree(config.pipeline.groups)
-        self._sums = PieceSums(config, CodecPacking(device))
-        self._pieces = [piece for unit in optimizer.units for piece in model_pieces(config)[unit]]
-        self._folds = {piece.number: self._sums.fold(piece) for piece in self._pieces}
+        self._sums = PieceSums(CodecPacking(device))
+        self._pieces = {unit: pieces[unit] for unit in units}
+        self._folds = {piece.number: self._sums.fold(piece) for unit in units for piece in self._pieces[unit]}
 
-    def group_done(self, group: int) -> None:
-        """The optimizer holds this group's gradient: take it."""
-        for unit in self._optimizer.units:
-            gradients = self._optimizer.take_gradients(unit)
-            for piece in self._pieces:
-                if piece.unit == unit:
-                    self._folds[piece.number].put(self._tree.leaf(group), self._sums.leaf(piece, gradients))
+    def group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
+        """Take a group's, by layer unit and parameter."""
+        for unit, pieces in self._pieces.items():
+            for piece in pieces:
+                self._folds[piece.number].put(self._tree.leaf(group), self._sums.leaf(piece, gradients[unit]))
 
-    def finish(self) -> None:
-        """All groups are done: the optimizer gets their sum."""
-        for unit in self._optimizer.units:
-            pieces = [piece for piece in self._pieces if piece.unit == unit]
+    def finish(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """All groups are done: layer units and their sum over groups, flat by parameter."""
+        for unit, pieces in self._pieces.items():
             roots = [self._folds[piece.number].nodes.pop(ROOT) for piece in pieces]
-            self._optimizer.put_gradients(unit, self._sums.join(pieces, roots))
+            yield unit, self._sums.join(pieces, roots)

@@ -5,7 +5,8 @@ split. Moments are float32, or e4m3 for matrices (`[training] moments`, design s
 `node.training.gradients` keeps gradients. Snapshots hold weights as float32, which holds bfloat16 exactly.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch._dynamo  # AdamW's constructor imports it, which takes over a second: do it before the run waits
@@ -28,7 +29,8 @@ from node.model.tensor_rank import TensorRank
 from node.model.units import HEAD, tied_parameter
 from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients, norms
 from node.training.host_moments import HostMoments, Piece
-from wire.errors import RunError
+from node.training.schedule import clip_coefficient
+from wire.errors import NonFiniteError, RunError
 
 PARAMETER = "parameter"
 """Prefix of weights in a unit's state; the moments' prefixes are AdamW's own names for them."""
@@ -36,6 +38,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALE, _POWER = "_scale", "_power"
 """Added to a moment's prefix: what its e4m3 codes stand for."""
 STEP = "step"
+OUTER = "outer"
+"""Prefix of the outer optimizer's momentum in a unit's state, from the end of a run's first round on."""
 
 
 class StageOptimizer:
@@ -119,6 +123,8 @@ class StageOptimizer:
         # Two, because matrices whose gradients are in e4m3 step one at a time.
         self._matrices = _adamw(unpacked, self._training, self._training.weight_decay)
         self._moments = {**self._matrices.state, **self._vectors.state}
+        self.outer: dict[nn.Parameter, Tensor] = {}
+        """The momentum of all parameters, float32 on the CPU; empty before a run's first round has ended."""
 
     @torch.no_grad()
     def move_moments(self, host: HostMemory | None) -> None:
@@ -152,6 +158,11 @@ class StageOptimizer:
     @property
     def units(self) -> tuple[str, ...]:
         return tuple(self._units)
+
+    @property
+    def named(self) -> Mapping[str, Mapping[str, nn.Parameter]]:
+        """Parameters by layer unit and name."""
+        return self._units
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -230,12 +241,16 @@ class StageOptimizer:
     def parameter_squared_norms(self) -> list[float]:
         """Squared gradient norm of each counted parameter, or of this rank's shard of it, in model order."""
         counted = [parameter for parameters in self._counted.values() for parameter in parameters]
-        made = [norms(self.gradients.stored(parameter)) for parameter in counted]
+        return [_sum_of_squares(pieces) for pieces in self._norms_of(counted)]
+
+    def _norms_of(self, parameters: Sequence[nn.Parameter]) -> list[list[float]]:
+        """Norms of the pieces of each parameter's gradient, as `norms` gives them."""
+        made = [norms(self.gradients.stored(parameter)) for parameter in parameters]
         if not made:
             return []
         # One wait for the device, for all of them.
         found = iter(torch.stack([norm for pieces in made for norm in pieces]).tolist())
-        return [_sum_of_squares(next(found) for _ in pieces) for pieces in made]
+        return [[next(found) for _ in pieces] for pieces in made]
 
     def sum_squared_norms(self, ranks: Sequence[Sequence[float]]) -> dict[str, float]:
         """Units' squared norms from `parameter_squared_norms` of all tensor-parallel ranks, in their order.
@@ -267,23 +282,80 @@ class StageOptimizer:
             for name, parameter in self._units[unit].items():
                 self.gradients.put(parameter, values[name].view(parameter.shape))
 
-    @torch.no_grad()
     def apply(self, lr: float, clip_coefficient: float) -> None:
         """Scale gradients by the global clip coefficient, take one AdamW step, drop the gradients."""
+        self._adamw(lr, lambda _: clip_coefficient)
+
+    def local_step(self, lr: float, taken: int, scale: float) -> None:
+        """Take one AdamW step of a round, whose first moments began at 0; drop the gradients.
+
+        No stage waits for others: each parameter's gradient is clipped by its own norm.
+
+        Args:
+            taken: local steps since the round began.
+            scale: of gradients.
+
+        Raises:
+            NonFiniteError: a gradient is not finite. Nothing has changed.
+        """
+        coefficients: dict[nn.Parameter, float] = {}
+        places = [(unit, name, one) for unit, named in self._units.items() for name, one in named.items()]
+        found = self._norms_of([parameter for *_, parameter in places])
+        for (unit, name, parameter), pieces_of in zip(places, found, strict=True):
+            norm = scale * math.sqrt(_sum_of_squares(pieces_of))
+            if not math.isfinite(norm):
+                raise NonFiniteError(f"the gradient of {name} of {unit} in local step {taken + 1}")
+            coefficients[parameter] = scale * clip_coefficient(norm, self._training.clip)
+        # The second moment goes on from earlier steps; the first one's mean is of the round's steps alone.
+        beta1 = self._training.beta1
+        ramp = (1 - beta1**self._next_step) / (1 - beta1 ** (taken + 1))
+        self._adamw(lr, coefficients.__getitem__, ramp)
+
+    @property
+    def steps_taken(self) -> dict[str, int]:
+        """AdamW's count of steps, by unit. Rounds set it back."""
+        return dict(self._steps)
+
+    @steps_taken.setter
+    def steps_taken(self, steps: Mapping[str, int]) -> None:
+        self._steps.update(steps)
+        for unit, parameters in self._units.items():
+            for parameter in parameters.values():
+                if parameter in self._moments:
+                    self._moments[parameter][STEP].fill_(self._steps[unit])
+
+    def moments_of(self, parameter: nn.Parameter) -> list[Tensor]:
+        """Copies of both moments on the CPU, float32 of the parameter's shape; never of those in e4m3."""
+        if self._on_host is not None and parameter in self._on_host:
+            return self._on_host.whole(parameter)
+        return [_copy(self._moments[parameter][moment]) for moment in _MOMENTS]
+
+    @torch.no_grad()
+    def put_moments(self, parameter: nn.Parameter, mean: Tensor, square: Tensor) -> None:
+        """Replace what `moments_of` gives by copies of these."""
+        if self._on_host is not None and parameter in self._on_host:
+            self._on_host.load(parameter, [mean, square])
+            return
+        for moment, value in zip(_MOMENTS, (mean, square), strict=True):
+            self._moments[parameter][moment].copy_(value)
+
+    @torch.no_grad()
+    def _adamw(self, lr: float, scale_of: Callable[[nn.Parameter], float], ramp: float = 1.0) -> None:
+        """One step with gradients times `scale_of` their parameter, `ramp` times as far but for the decay."""
         for unit, parameters in self._units.items():
             self._steps[unit] += 1
             for name, parameter in parameters.items():
                 if parameter in self._packed:
                     moments = self._packed[parameter]
-                    step = self._adamw_step(unit, name, parameter, lr, clip_coefficient)
+                    step = self._adamw_step(unit, name, parameter, lr, scale_of(parameter), ramp)
                     adamw_step(parameter, self.gradients.stored(parameter), *moments, step)
         if self._on_host is not None:
-            self._apply_streamed(self._on_host, lr, clip_coefficient)
-        for adamw in (self._matrices, self._vectors):
+            self._apply_streamed(self._on_host, lr, scale_of, ramp)
+        for adamw, decay in ((self._matrices, self._training.weight_decay), (self._vectors, 0.0)):
             (group,) = adamw.param_groups
-            group["lr"] = lr
+            group["lr"], group["weight_decay"] = lr * ramp, decay / ramp
             for parameter in group["params"]:
-                gradient = self.gradients.get(parameter).mul_(clip_coefficient)
+                gradient = self.gradients.get(parameter).mul_(scale_of(parameter))
                 if parameter.grad is None:
                     # It was unpacked for this step alone. AdamW passes over those that have none yet.
                     parameter.grad = gradient
@@ -299,6 +371,7 @@ class StageOptimizer:
         Keys: "parameter.NAME" (float32) and "step" (int64 scalar); for moments in float32 "exp_avg.NAME" and
         "exp_avg_sq.NAME", for those in e4m3 the codes under these names (uint8 [elements]) and
         "exp_avg_scale.NAME" (float32 [blocks]), "exp_avg_power.NAME" (uint8 [blocks]), likewise of the other.
+        After a round "outer.NAME" (float32) too.
         """
         state: dict[str, Tensor] = {STEP: torch.tensor(self._steps[unit], dtype=torch.int64)}
         for name, parameter in self._units[unit].items():
@@ -309,6 +382,8 @@ class StageOptimizer:
             else:
                 found = {key: _copy(part) for key, part in parts.items()}
             state |= {key: part.float() if _SCALE in key else part for key, part in found.items()}
+            if parameter in self.outer:
+                state[f"{OUTER}.{name}"] = _copy(self.outer[parameter])
         return state
 
     @torch.no_grad()
@@ -318,10 +393,14 @@ class StageOptimizer:
         Raises:
             RunError: a tensor is missing, unknown, or of another shape or dtype.
         """
-        _check_state(unit, self._expected_state(unit), tensors)
+        after_round = any(key.startswith(f"{OUTER}.") for key in tensors)
+        _check_state(unit, self._expected_state(unit, after_round=after_round), tensors)
         self._steps[unit] = int(tensors[STEP].item())
         for name, parameter in self._units[unit].items():
             parameter.copy_(tensors[f"{PARAMETER}.{name}"])
+            self.outer.pop(parameter, None)
+            if after_round:
+                self.outer[parameter] = _copy(tensors[f"{OUTER}.{name}"])
             parts = self._state_parts(parameter, name)
             if self._on_host is not None and parameter in self._on_host:
                 self._on_host.load(parameter, [tensors[key] for key in parts])
@@ -349,10 +428,12 @@ class StageOptimizer:
             parts[f"{moment}{_POWER}.{name}"] = packed.powers
         return parts
 
-    def _expected_state(self, unit: str) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    def _expected_state(self, unit: str, *, after_round: bool) -> dict[str, tuple[torch.dtype, torch.Size]]:
         expected: dict[str, tuple[torch.dtype, torch.Size]] = {STEP: (torch.int64, torch.Size(()))}
         for name, parameter in self._units[unit].items():
             expected[f"{PARAMETER}.{name}"] = torch.float32, parameter.shape
+            if after_round:
+                expected[f"{OUTER}.{name}"] = torch.float32, parameter.shape
             count = torch.Size((blocks(parameter.numel()),))
             for moment in _MOMENTS:
                 if self._training.moments == "fp8" and parameter.ndim >= 2:
@@ -363,12 +444,15 @@ class StageOptimizer:
                     expected[f"{moment}.{name}"] = torch.float32, parameter.shape
         return expected
 
-    def _apply_streamed(self, moments: HostMoments, lr: float, clip_coefficient: float) -> None:
+    def _apply_streamed(
+        self, moments: HostMoments, lr: float, scale_of: Callable[[nn.Parameter], float], ramp: float
+    ) -> None:
         """The same step, of matrices whose moments come from host memory."""
         places = {one: (unit, name) for unit, named in self._units.items() for name, one in named.items()}
         for piece in moments.stream():
             unit, name = places[piece.parameter]
-            step = self._adamw_step(unit, name, piece.parameter, lr, clip_coefficient, piece.first)
+            scale = scale_of(piece.parameter)
+            step = self._adamw_step(unit, name, piece.parameter, lr, scale, ramp, piece.first)
             weight = piece.parameter.view(-1)[piece.first : piece.first + piece.count]
             gradient = self.gradients.part(piece.parameter, piece.first, piece.count)
             if self._training.moments == "fp8":
@@ -383,6 +467,7 @@ class StageOptimizer:
         parameter: nn.Parameter,
         lr: float,
         clip_coefficient: float,
+        ramp: float,
         first: int = 0,
     ) -> AdamWStep:
         training, step = self._training, self._steps[unit]
@@ -391,11 +476,11 @@ class StageOptimizer:
         # So must the replicas of a whole parameter, but each shard of one draws for itself.
         of_shard = f" of rank {self._rank.index}" if parameter in self._sharded else ""
         return AdamWStep(
-            lr=lr,
+            lr=lr * ramp,
             beta1=training.beta1,
             beta2=training.beta2,
             eps=training.eps,
-            weight_decay=training.weight_decay,
+            weight_decay=training.weight_decay / ramp,
             step=step,
             clip_coefficient=clip_coefficient,
             salt=salt(self._seed, step=step, layer=place[0], purpose=f"rounding {place[1]}{of_shard}"),

@@ -17,10 +17,11 @@ from node.config.schema import RunConfig
 from node.model.chunk import build_chunk, compute_precision, weight_dtype
 from node.model.labels import label_weight
 from node.model.units import EMBED, HEAD, unit_names
-from node.pipeline.gradient_groups import group_of
+from node.pipeline.gradient_groups import parts_of_group
 from node.pipeline.memory import stage_storages
 from node.training.gradients import gradient_of
-from node.training.group_sums import GroupSums
+from node.training.group_sums import Gradient, GroupSums
+from node.training.local_steps import LocalSteps
 from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
 from node.training.samples import Samples
@@ -83,6 +84,7 @@ class ReferenceTrainer:
         ]
         self.chunks[-1].masks_labels = config.data.masks_labels
         self.optimizer = StageOptimizer(self.chunks, config.training, config.run.seed)
+        self._local = LocalSteps(config, self.optimizer)
         self.step = 0
 
     def train(self, steps: int) -> list[Step]:
@@ -94,41 +96,62 @@ class ReferenceTrainer:
         loss = self.accumulate()
         grad_norm = global_norm(self.optimizer.squared_norms().values())
         lr = learning_rate(self.step, self.config.training, self.config.run.steps)
-        self.optimizer.apply(lr, clip_coefficient(grad_norm, self.config.training.clip))
+        if self.config.is_round(self.step):
+            self._local.apply()
+        else:
+            self.optimizer.apply(lr, clip_coefficient(grad_norm, self.config.training.clip))
         self.step += 1
         return Step(loss=loss, grad_norm=grad_norm, lr=lr)
 
     def accumulate(self) -> float:
-        """Leave the next step's gradients beside the weights; returns its mean loss."""
-        count, groups = self.config.microbatches, self.config.pipeline.groups
-        shares: list[list[Tensor]] = [[] for _ in range(groups)]
-        sums = GroupSums(self.config, self.optimizer, self.device) if groups > 1 else None
+        """Leave the next step's gradients, or the groups' mean change in a round, beside the weights; returns
+        its mean loss."""
+        config, count = self.config, self.config.pipeline.groups
+        is_round, parts = config.is_round(self.step), config.parts_of(self.step)
+        shares: list[list[Tensor]] = [[] for _ in range(count)]
+        sums = GroupSums(config, self.optimizer.units, self.device, of_round=is_round) if count > 1 else None
         self.optimizer.zero_grad()
         labels = self.corpus.labels(self.step)
         weight = label_weight(labels)
-        starts = self.corpus.documents(self.step)
-        batches = zip(
-            np.split(self.corpus.batch(self.step)[:, :-1], count),
-            np.split(labels, count),
-            np.split(starts, count),
-            strict=True,
+        batches = list(
+            zip(
+                np.split(self.corpus.batch(self.step)[:, :-1], config.microbatches),
+                np.split(labels, config.microbatches),
+                np.split(self.corpus.documents(self.step), config.microbatches),
+                strict=True,
+            )
         )
-        for index, (inputs, wanted, documents) in enumerate(batches):
-            loss, crossings = self._forward(inputs, wanted, documents, index)
-            # Each microbatch has equally many positions, so the step's mean is the mean of means.
-            share = (loss * weight if self.config.data.masks_labels else loss) / count
-            self._backward(share, crossings, index)
-            group = group_of(self.config, index)
-            shares[group].append(share.detach())
-            if sums is not None and index + 1 == count * (group + 1) // groups:
-                sums.group_done(group)
-        if sums is not None:
-            sums.finish()
-        self._tie()
+        for group in range(count):
+            if is_round:
+                self._local.begin_group()
+            for part in parts_of_group(config, group, parts):
+                for index in part:
+                    loss, crossings = self._forward(*batches[index], index)
+                    # Each microbatch has equally many positions, so the step's mean is the mean of means.
+                    share = (loss * weight if config.data.masks_labels else loss) / config.microbatches
+                    self._backward(share, crossings, index)
+                    shares[group].append(share.detach())
+                if is_round:
+                    self._tie()
+                    self._local.step(self.step)
+            if sums is not None:
+                sums.group_done(group, self._local.changes() if is_round else self._take_gradients())
+        if is_round:
+            self._local.end()
+        for unit, values in sums.finish() if sums is not None else ():
+            if is_round:
+                self._local.put(unit, values)
+            else:
+                self.optimizer.put_gradients(unit, values)
+        if not is_round:
+            self._tie()
         total = 0.0
         for of_group in shares:
             total += float(torch.stack(of_group).double().sum())
         return total
+
+    def _take_gradients(self) -> dict[str, dict[str, Gradient]]:
+        return {unit: self.optimizer.take_gradients(unit) for unit in self.optimizer.units}
 
     @torch.no_grad()
     def start_from(self, weights: Mapping[str, Mapping[str, np.ndarray]]) -> None:

@@ -20,6 +20,8 @@ PARAMETER_PREFIX = "parameter."
 """Begins the names of weights in a unit's state; everything else is the optimizer's."""
 FROZEN_PREFIX = "frozen."
 """Begins the names of a checkpoint's weights that a stage with adapters is given beside its state."""
+OUTER_PREFIX = "outer."
+"""Begins the names of the outer optimizer's momentum, in the state after a round."""
 CACHE_PREFIX = "activation_cache."
 """Begins the names of a sample cache's tensors in a unit's state."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -87,6 +89,10 @@ def check_state(config: RunConfig, windows: int, unit: str, tensors: Mapping[str
     if config.pipeline.remembers and not _CACHE.isdisjoint(tensors):
         # All or none: only the unit before a boundary carries its sample cache.
         expected |= _cache_layout(config, tensors)
+    if any(name.startswith(OUTER_PREFIX) for name in tensors):
+        # All or none: states from before the first round have none.
+        specs = trained_specs(config.model, config.lora, unit)
+        expected |= {f"{OUTER_PREFIX}{spec.name}": ("float32", spec.shape) for spec in specs}
     for name in sorted(expected.keys() ^ tensors.keys()):
         raise RunError(f"{name[:80]} is {'missing' if name in expected else 'unknown'}")
     for name, (dtype, shape) in expected.items():

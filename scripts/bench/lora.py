@@ -147,7 +147,7 @@ def measure(config: RunConfig, steps: int) -> dict[str, float]:
     model.begin_step()
     model.forward(0, 0, hidden.clone())
     model.backward(0, 0, upstream.clone())
-    sums, pieces = PieceSums(config, CodecPacking(device)), model_pieces(config)
+    sums, pieces = PieceSums(CodecPacking(device)), model_pieces(config)
     gradients = model.take_gradients(units)
     sent = sum(sums.leaf(piece, gradients[unit]).nbytes for unit in units for piece in pieces[unit])
     kept = sum(tensor.nbytes for unit in units for tensor in model.unit_state(unit).values())

@@ -26,8 +26,8 @@ from node.dashboard.feed import Feed, apply_patch
 from node.dashboard.operator import KEY_FILE, ChangeGuard, Operator, OperatorKey
 from node.dashboard.pages import listen_address, live_page, page_url, shares_port
 from node.dashboard.server import POLICY, Page, serve_page
+from node.run_file.addresses import parse_listen
 from node.run_file.loader import to_json
-from node.run_file.validate import parse_listen
 from node.telemetry import events
 from tests.support import run_events
 from wire.errors import UserError

@@ -264,7 +264,7 @@ async def test_two_rows_sync_over_links_and_one_goes_on_alone_with_the_same_bits
                 for direction, size in stats.direction_bytes_sent.items()
             }
             units = node.executor.units
-            coded = sum(piece_bytes(CONFIG, piece) for unit in units for piece in model_pieces(CONFIG)[unit])
+            coded = sum(piece_bytes(piece) for unit in units for piece in model_pieces(CONFIG)[unit])
             assert sent.keys() <= {*Direction} and sent[Direction.SYNC_SHARE] > 0 < sent[Direction.SYNC_SUM]
             assert sent[Direction.SYNC_SHARE] + sent[Direction.SYNC_SUM] <= 1.01 * coded
 

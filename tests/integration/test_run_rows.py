@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from node.config.schema import SyncSection
 from node.faults import Fault, Kind, Phase
 from node.telemetry.events import Event, NodeJoined, Notice, PlacementMade, SnapshotStored, StepDone
 from tests.support.fault_prefork import Prefork
@@ -153,3 +154,63 @@ def test_a_newcomer_that_dies_as_it_follows_costs_the_run_nothing(prefork: Prefo
             assert run.tend(until=until_joined(1)) is None
         run.assert_ends_undisturbed()
         assert grids(run) == [ALONE]
+
+
+ROUNDS = replace(
+    CONFIG,
+    run=replace(CONFIG.run, steps=6, snapshot_every=3),
+    training=replace(CONFIG.training, global_batch=16, microbatch=2),
+    sync=SyncSection(every=2, warmup=2, codec="fixed-4"),
+)
+
+
+@pytest.mark.parametrize(
+    "phase", [Phase.FORWARD, Phase.LOCAL_STEP, Phase.SYNC, Phase.VOTING, Phase.COMMIT_APPLY, Phase.APPLY]
+)
+def test_a_row_that_loses_a_node_in_a_round_changes_no_bit(
+    phase: Phase, prefork: Prefork, tmp_path: Path
+) -> None:
+    """The other row goes on from where the round began, and takes the local steps of all groups."""
+    kill = Fault(kind=Kind.KILL, phase=phase, stage=1, step=3)
+    with FaultRun(tmp_path, ROUNDS, [HOLD, kill], launch=prefork.popen) as run:
+        with held(run, HOLD):
+            run.start()
+            run.add_nodes(4)
+            assert run.tend(until=until_joined(4)) is None
+        run.assert_ends_undisturbed()
+        first = grids(run).index(BOTH)
+        before, after = run.all(PlacementMade)[first : first + 2]
+        assert after.groups == ALONE
+        assert after.resume_step in (3, 4), "no step is lost"
+        assert set(after.nodes) < set(before.nodes)
+
+
+def test_a_run_whose_nodes_all_die_in_a_round_goes_on_from_a_snapshot_with_the_outer_momentum(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    kills = [Fault(kind=Kind.KILL, phase=Phase.LOCAL_STEP, stage=stage, step=4) for stage in (0, 1)]
+    with FaultRun(tmp_path, ROUNDS, kills, launch=prefork.popen) as run:
+        run.start()
+        run.add_nodes(2)
+        run.assert_ends_undisturbed()
+        assert [stored.step for stored in run.all(SnapshotStored)] == [3, 6]
+
+
+def test_a_row_enters_while_rounds_go_on(prefork: Prefork, tmp_path: Path) -> None:
+    """It follows them by the summed changes."""
+    config = replace(ROUNDS, run=replace(ROUNDS.run, steps=24, snapshot_every=24))
+    early, later = replace(HOLD, step=3), replace(HOLD, step=10)
+    with FaultRun(tmp_path, config, [early, later], launch=prefork.popen) as run:
+        with held(run, later):
+            with held(run, early):
+                run.start()
+                run.add_nodes(2)
+                assert run.tend(until=a_step_is_done) is None
+                run.add_spare()
+                run.add_spare()
+                assert run.tend(until=until_joined(2)) is None
+            assert run.tend(until=the_state_is_here) is None
+        run.assert_ends_undisturbed()
+        assert [len(rows) for rows in grids(run)] == [1, 2]
+        resumed = run.all(PlacementMade)[-1].resume_step
+        assert resumed is not None and resumed > 4

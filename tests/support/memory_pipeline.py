@@ -19,9 +19,10 @@ from node.model.labels import from_bytes, to_bytes
 from node.model.units import unit_names
 from node.pipeline.gradient_groups import RowShare
 from node.pipeline.routing import BETWEEN_ROWS, source_stage, target_stage
-from node.stage.executor import StageExecutor, StepOutcome, UnitState
+from node.stage.executor import StageExecutor, UnitState
 from node.stage.inbox import Inbox, StepInterrupted
 from node.stage.stage_model import StageModel
+from node.stage.step_order import StepOutcome
 from node.telemetry.clock import StageClock
 from node.training.data import Corpus
 from node.training.manifest import unit_weights_sha256, weights_sha256

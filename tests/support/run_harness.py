@@ -133,6 +133,7 @@ def undisturbed(config: RunConfig) -> Expected:
     training = RunConfig(
         run=replace(RunSection(), seed=config.run.seed, steps=config.run.steps),
         model=config.model,
+        sync=config.sync,
         training=config.training,
         storage=config.storage,
         pipeline=replace(PipelineSection(), groups=pipeline.groups, sync_codec=pipeline.sync_codec),

@@ -10,7 +10,14 @@ import torch
 
 from node.analysis.explain import DeviceNeed, Explanation, StageNeed, TextPlan, explain, framed_bytes
 from node.cli.main import main
-from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
+from node.config.schema import (
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    StorageSection,
+    SyncSection,
+    TrainingSection,
+)
 from node.display.explain import (
     RATES_MBIT,
     explanation_json,
@@ -303,3 +310,19 @@ def test_bytes_between_rows_are_shown() -> None:
     assert sent[3] / sent[2] == pytest.approx(4 / 3, rel=0.05)
     assert sent[4] / sent[2] == pytest.approx(3 / 2, rel=0.05)
     assert explain(replace(config, pipeline=replace(config.pipeline, replicas=1))).sync_bytes == {}
+
+
+def test_bytes_of_rounds_are_shown_beside_those_of_exact_steps() -> None:
+    config = replace(
+        SMALL,
+        training=replace(SMALL.training, global_batch=32),
+        pipeline=replace(SMALL.pipeline, groups=2, sync_codec="fixed-8"),
+        sync=SyncSection(every=4, warmup=50),
+    )
+    explained = explain(config)
+    exact, of_round = explained.sync_bytes[2], explained.round_bytes[2]
+    assert 0.4 < of_round / exact < 0.8, "four bits an element, and vectors"
+    text = explanation_text(explained)
+    part = config.microbatches // 8
+    assert f"from step 51 on a step is a round: each group takes 4 local steps of {part} microbatches" in text
+    assert "rounds" not in explanation_text(explain(SMALL))

@@ -191,7 +191,7 @@ def test_owners_have_equal_shares(sizes: list[int], rows: int) -> None:
 )
 def test_a_node_sends_little_more_than_reduce_scatter_and_all_gather(rows: list[list[int]]) -> None:
     units = unit_names(CONFIG.model)
-    coded = sum(piece_bytes(CONFIG, piece) for unit in units for piece in model_pieces(CONFIG)[unit])
+    coded = sum(piece_bytes(piece) for unit in units for piece in model_pieces(CONFIG)[unit])
 
     for row in range(len(rows)):
         share = RowShare(CONFIG, row, rows)

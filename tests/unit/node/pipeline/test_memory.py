@@ -436,7 +436,7 @@ def test_groups_of_gradients_are_counted() -> None:
     stages = one.pipeline.stages
     for stage, units in enumerate(stage_units(one, stages)):
         elements = sum(unit_parameters(one.model, unit) for unit in units)
-        packed = sum(piece_bytes(grouped, piece) for unit in units for piece in model_pieces(grouped)[unit])
+        packed = sum(piece_bytes(piece) for unit in units for piece in model_pieces(grouped)[unit])
 
         def more(config: RunConfig, devices: Devices | None = None, stage: int = stage) -> int:
             plain, other = (stage_memory(each, stages, devices)[stage].state for each in (one, config))

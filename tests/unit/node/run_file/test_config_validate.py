@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from node.config.schema import RunConfig
+from node.run_file.addresses import parse_listen
 from node.run_file.loader import default_config
-from node.run_file.validate import parse_listen, problems, validate
+from node.run_file.validate import problems, validate
 from wire.errors import ConfigError
 from wire.identity.token import JoinToken
 
@@ -68,6 +69,26 @@ def test_the_most_that_is_allowed() -> None:
             {"audit.rate": 0.1, "pipeline.groups": 2, "training.deterministic": False},
             "audit.rate compares bits, which training.deterministic = false gives up",
         ),
+        ({"sync.every": 0}, "sync.every must be at least 1"),
+        ({"sync.every": 2}, "sync.every above 1 is of gradient groups: set pipeline.groups to 2 or more"),
+        (
+            {"sync.every": 3, "pipeline.groups": 2},
+            "sync.every (3) must divide the 4 microbatches of a gradient group",
+        ),
+        (
+            {"sync.every": 2, "pipeline.groups": 2, "training.moments": "fp8"},
+            "sync.every above 1 needs training.moments = \"float32\", got 'fp8'",
+        ),
+        (
+            {"sync.every": 2, "pipeline.groups": 2, "audit.rate": 0.1},
+            "audit.rate compares exact steps alone: set it to 0, or sync.every to 1",
+        ),
+        (
+            {"sync.every": 2, "pipeline.groups": 2, "model.tied": True},
+            "sync.every above 1 needs a tied model's head on the first stage: set pipeline.head",
+        ),
+        ({"sync.codec": "dither-4"}, "sync.codec: dither-4 packs tensors between stages alone"),
+        ({"sync.outer_momentum": 1.0}, "sync.outer_momentum must be at least 0 and below 1"),
         ({"audit.rate": 1.5, "pipeline.groups": 2}, "audit.rate (1.5) is a share of steps"),
         (
             {"pipeline.groups": 2, "pipeline.forward_codec": "aqsgd-4", "data.shift": False},

@@ -296,3 +296,20 @@ def test_norms_of_units_on_record_say_more_after_a_restart_than_those_of_the_who
         history = VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})], [one] * LEAST)
         found.append(history.implausible(jump))
     assert found == [None, (0, "the gradient of layer unit 0 at stage 0")]
+
+
+def test_norms_of_gradients_say_nothing_of_how_a_round_changes_weights() -> None:
+    history = VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})], rounds_from=LEAST)
+
+    def plausible(step: int, norm: float) -> bool:
+        history.begins(step)
+        norms = [{0: norm}, {1: norm}]
+        votes = [Vote(epoch=1, step=step, norms=one, loss=None) for one in norms]
+        found = history.implausible(votes) is None
+        if found:
+            history.committed(step, norms[0] | norms[1], 2.0, confirmed=False)
+        return found
+
+    assert all(plausible(step, 1e-3) for step in range(LEAST))
+    assert all(plausible(step, 1e3) for step in range(LEAST, 2 * LEAST))
+    assert not plausible(2 * LEAST, 1e9), "among rounds it is still found"

@@ -14,9 +14,10 @@ from node.pipeline.gradient_groups import RowShare
 from node.pipeline.routing import Peer
 from node.stage.coordinator_client import Batches
 from node.stage.epoch_task import EpochTask, LinkEvents, State
-from node.stage.executor import StageExecutor, StepOutcome
+from node.stage.executor import StageExecutor
 from node.stage.inbox import ElementsSent, Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.progress import Progress
+from node.stage.step_order import StepOutcome
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
 from wire.errors import (

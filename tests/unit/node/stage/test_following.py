@@ -18,10 +18,11 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
-from node.stage.executor import StageExecutor, StepOutcome
+from node.stage.executor import StageExecutor
 from node.stage.following import TRIES, Follower
 from node.stage.progress import Progress
 from node.stage.stage_model import StageModel
+from node.stage.step_order import StepOutcome
 from node.stage.sums_kept import SumsKept
 from node.telemetry.clock import StageClock
 from node.training.schedule import clip_coefficient, global_norm, learning_rate

@@ -124,7 +124,7 @@ def test_a_node_sends_little_more_than_a_reduce_scatter_and_an_all_gather(rows: 
         stages.train(1)
         for place, io in enumerate(stages.ios):
             units = stages.executors[place].units
-            coded = sum(piece_bytes(config, piece) for unit in units for piece in model_pieces(config)[unit])
+            coded = sum(piece_bytes(piece) for unit in units for piece in model_pieces(config)[unit])
             sent = sum(size for key, size in io.sent if key.direction >= Direction.SYNC_SHARE)
             assert sent == sync_bytes(config, units, RowShare(config, place // 2, ROWS[rows]))
             assert 0 < sent <= 1.01 * 2 * (rows - 1) / rows * coded

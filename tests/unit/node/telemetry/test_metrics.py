@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.accounting import Accounting
 from node.coordinator.metrics import COUNTED, STATES, RunMetrics
-from node.run_file.validate import why_not_bound
+from node.run_file.addresses import why_not_bound
 from node.run_state.actions import AbortKind
 from node.stage.node_metrics import NodeMetrics, serve_metrics
 from node.telemetry import events

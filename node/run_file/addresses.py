@@ -1,0 +1,127 @@
+"""Addresses in run files and options: how they are written, and the rules between those of one run."""
+
+import errno
+import math
+import os
+from collections.abc import Iterator
+
+from node.config.schema import CoordinatorSection, DashboardSection
+from wire.errors import ConfigError
+from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
+
+MAX_CERTIFICATE_HOURS = 3650 * 24
+"""Ten years, the lifetime of the run's CA."""
+
+
+def parse_listen(address: str) -> tuple[str, int]:
+    """Split `host:port` or `[v6]:port`. Raises ConfigError."""
+    shown = repr(address) if len(address) <= 80 else repr(address[:77] + "...")
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or (":" in host and bare == host) or any(char.isspace() for char in address):
+        raise ConfigError(f"{shown} is not host:port, for example 0.0.0.0:7700 or [::]:7700")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
+        raise ConfigError(f"{shown} has no port from 0 to 65535 after the colon")
+    if not can_be_looked_up(bare):
+        raise ConfigError(
+            f"{shown} names no host: between its dots must be 1 to 63 letters, digits and hyphens each"
+        )
+    return bare, int(port)
+
+
+def can_be_looked_up(host: str) -> bool:
+    """Whether `host` can be resolved at all; a look-up of other names raises UnicodeError or ValueError."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return host.isprintable()
+
+
+def why_not_bound(error: OSError) -> str:
+    """The system's reason why an address cannot be bound, without asyncio's own words around it."""
+    # From Python 3.13 on asyncio skips addresses of other machines, and gives no number.
+    return os.strerror(error.errno or errno.EADDRNOTAVAIL)
+
+
+def coordinator_problems(coordinator: CoordinatorSection) -> Iterator[str]:
+    """What is wrong with its addresses and times."""
+    for name, address in (
+        ("coordinator.listen", coordinator.listen),
+        *(("coordinator.advertise", address) for address in coordinator.advertise),
+    ):
+        try:
+            _, port = parse_listen(address)
+        except ConfigError as error:
+            yield f"{name}: {error}"
+            continue
+        if name == "coordinator.advertise" and port == 0:
+            yield f"{name}: {address!r} must carry the port that nodes dial, not 0"
+        if name == "coordinator.advertise" and len(address.encode()) > MAX_ADDRESS_BYTES:
+            yield (
+                f"{name}: {address[:37] + '...'!r} is longer than the {MAX_ADDRESS_BYTES} bytes that a join "
+                "token holds"
+            )
+        if name == "coordinator.listen" and port == 65535 and not coordinator.one_port:
+            yield f"{name}: {address!r} leaves no next port for certified nodes; use 65534 or lower"
+    whole = sum(1 + len(address.encode(errors="replace")) for address in coordinator.advertise)
+    if len(coordinator.advertise) > MAX_ADDRESSES or whole > MAX_ADDRESSES_BYTES:
+        yield (
+            f"coordinator.advertise has {len(coordinator.advertise)} addresses, {whole} bytes together, and "
+            f"a join token holds at most {MAX_ADDRESSES}, {MAX_ADDRESSES_BYTES} bytes together: name fewer"
+        )
+    yield from positive(
+        {
+            f"coordinator.{key}": getattr(coordinator, key)
+            for key in (
+                "heartbeat_seconds",
+                "silent_seconds",
+                "regroup_seconds",
+                "outage_seconds",
+                "certificate_hours",
+            )
+        }
+    )
+    if coordinator.certificate_hours > MAX_CERTIFICATE_HOURS:
+        yield (
+            f"coordinator.certificate_hours must be at most {MAX_CERTIFICATE_HOURS} (ten years), got "
+            f"{coordinator.certificate_hours:g}"
+        )
+    if coordinator.silent_seconds <= coordinator.heartbeat_seconds:
+        yield (
+            f"coordinator.silent_seconds ({coordinator.silent_seconds}) must be above "
+            f"coordinator.heartbeat_seconds ({coordinator.heartbeat_seconds}), or live nodes count as dead"
+        )
+
+
+def dashboard_problems(dashboard: DashboardSection, coordinator: CoordinatorSection) -> Iterator[str]:
+    """What is wrong with its address."""
+    if not dashboard.listen:
+        if dashboard.tls:
+            yield "dashboard.tls is true, but dashboard.listen is empty: there is no page to serve"
+        return
+    try:
+        host, port = parse_listen(coordinator.listen)
+    except ConfigError:
+        return  # reported for coordinator.listen
+    if dashboard.listen == "auto":
+        if port == 65534 and not coordinator.one_port:
+            yield "dashboard.listen: there is no port two above coordinator.listen's; name one, or lower that"
+        return
+    try:
+        own = parse_listen(dashboard.listen)
+    except ConfigError as error:
+        yield f"dashboard.listen: {error}; `auto` chooses, and an empty string turns the page off"
+        return
+    if coordinator.one_port:
+        if port and own == (host, port):
+            yield f"dashboard.listen: port {own[1]} is the coordinator's; `auto` shares it"
+    elif port and own in ((host, port), (host, port + 1)):
+        yield f"dashboard.listen: port {own[1]} is one of the coordinator's two; choose another"
+
+
+def positive(values: dict[str, float]) -> Iterator[str]:
+    """A problem for each value, by name, that is not finite and above 0."""
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            yield f"{name} must be a finite number above 0, got {value}"

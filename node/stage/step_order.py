@@ -1,0 +1,107 @@
+"""What a stage of one row runs in a step, first to last, and what it says of it. Pure, without torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from node.config.schema import RunConfig
+from node.pipeline.gradient_groups import RowShare, microbatches_of, parts_of_group
+from node.pipeline.placement import hops, stage_orders
+from node.pipeline.routing import StageLayout
+from node.pipeline.schedule import Action, Kind, Order, held_activations
+from wire.errors import ProtocolViolationError
+from wire.messages import GroupDigests
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """The content of a vote: squared gradient norms by unit index, and the mean loss where the head is."""
+
+    norms: Mapping[int, float]
+    loss: float | None
+    """None with several gradient groups."""
+    group_losses: Mapping[int, float] = field(default_factory=dict)
+    """Then, on the last stage: each group's part of the mean loss."""
+    digests: Mapping[int, GroupDigests] = field(default_factory=dict)
+    """With audits: of each group that it computed."""
+
+
+class StepOrder:
+    """Of one placement."""
+
+    def __init__(self, config: RunConfig, layout: StageLayout, share: RowShare) -> None:
+        self._config = config
+        self._layout = layout
+        self._share = share
+        self.windows: tuple[int, ...] = ()
+        """Extra microbatches in flight on each link; empty: the run file's."""
+        self.audited: tuple[int, ...] = ()
+        """Groups of another row that the step computes as well, only for their digests."""
+        self._orders: dict[int, Order] = {}
+        """By number of microbatches, which count from 0."""
+        self._found: dict[tuple[int, ...], Order] = {}
+        """By microbatches."""
+
+    def use(self, link_windows: tuple[int, ...], audited: tuple[int, ...] = ()) -> None:
+        """Use these extra microbatches in flight on each link from now on; empty uses the run file's.
+
+        Args:
+            audited: groups of another row to compute after the own ones, only for their digests.
+
+        Raises ProtocolViolationError for windows or groups that do not fit the placement.
+        """
+        config = self._config
+        most, links = config.microbatches, hops(config, self._layout.stages)
+        if link_windows and (len(link_windows) != links or max(link_windows) > most):
+            raise ProtocolViolationError(
+                f"the coordinator plans windows {link_windows}; expected {links} of at most {most}"
+            )
+        others = set(range(config.pipeline.groups)).difference(self._share.groups)
+        if not others.issuperset(audited) or (audited and config.audit.rate == 0.0):
+            raise ProtocolViolationError(f"the coordinator asks for an audit of the groups {audited}")
+        if (link_windows, audited) == (self.windows, self.audited):
+            return
+        self._orders.clear()
+        self._found.clear()
+        self.windows, self.audited = link_windows, audited
+
+    @property
+    def numbers(self) -> list[int]:
+        """The microbatches that a step computes, in their order: the row's, then the audited ones."""
+        audited = [number for group in self.audited for number in microbatches_of(self._config, [group])]
+        return [*self._share.microbatches, *audited]
+
+    def whole(self) -> Order:
+        """All of an exact step."""
+        return self._of(self.numbers)
+
+    def parts(self, group: int, count: int) -> list[Order]:
+        """A group of a round, an order for each of its `count` local steps."""
+        return [self._of(part) for part in parts_of_group(self._config, group, count)]
+
+    def held_out(self, first: int, microbatches: int) -> list[Action]:
+        """This stage's forwards of held-out microbatches, numbered from `first`."""
+        layout = self._layout
+        chunks, ahead = range(layout.chunks), held_activations(self.whole())
+
+        def place(action: Action) -> tuple[int, ...]:
+            number = action.microbatch - first
+            if layout.interleaved:
+                # As many microbatches at a time as there are stages, so that a ring keeps all of them busy.
+                return number // layout.stages, action.chunk, number
+            # A head on the first stage follows as far behind as in training.
+            return (number + ahead * action.chunk,)
+
+        numbers = range(first, first + microbatches)
+        return sorted((Action(Kind.FORWARD, c, m) for c in chunks for m in numbers), key=place)
+
+    def _of(self, microbatches: Sequence[int]) -> Order:
+        numbers, layout = tuple(microbatches), self._layout
+        if (found := self._found.get(numbers)) is not None:
+            return found
+        count = len(numbers)
+        if count not in self._orders:
+            orders = stage_orders(self._config, layout.stages, self.windows or None, count)
+            self._orders[count] = orders[layout.stage]
+        renumbered = [replace(one, microbatch=numbers[one.microbatch]) for one in self._orders[count]]
+        found = self._found[numbers] = tuple(renumbered)
+        return found

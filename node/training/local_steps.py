@@ -1,0 +1,146 @@
+"""Rounds: local steps of each gradient group, and the outer optimizer over their mean (`[sync] every`).
+
+In a round each group starts from the same weights, takes `every` AdamW steps on parts of its samples, and
+says how its weights changed. The outer optimizer treats the mean change over groups as a gradient: SGD with
+Nesterov momentum, as in DiLoCo (arXiv 2311.08105, algorithm 1).
+
+Groups share all of their state, so any row may compute any group. AdamW's first moment begins each round at
+0. Its second moment begins at the mean over groups of the last round's, of which a matrix keeps the means of
+its rows and columns: the rest is their product, as in Adafactor (arXiv 1804.04235, section 3). So a round
+sends little beside the change itself.
+
+Weights do not move before the commit: what a round begins with is kept, and put back when it ends, however
+it ends.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from node.config.schema import RunConfig
+from node.pipeline.gradient_groups import SQUARE, SQUARE_COLUMNS, SQUARE_ROWS
+from node.training.optimizer import StageOptimizer
+from node.training.schedule import learning_rate
+
+
+class LocalSteps:
+    """Of the layer units that one process holds, on one device."""
+
+    def __init__(self, config: RunConfig, optimizer: StageOptimizer) -> None:
+        self._sync = config.sync
+        self._groups = config.pipeline.groups
+        self._config = config
+        self._optimizer = optimizer
+        self._kept: dict[nn.Parameter, tuple[Tensor, Tensor, Tensor]] = {}
+        """Weights and both moments as the round found them, on the CPU."""
+        self._steps: dict[str, int] = {}
+        self._taken = 0
+        self._squares: dict[nn.Parameter, Tensor] = {}
+        """The mean second moments of the round that waits for its commit, on the CPU."""
+
+    def begin_group(self) -> None:
+        """The next local steps are another group's, from where the round began."""
+        optimizer = self._optimizer
+        if self._kept:
+            self._restore()
+        else:
+            self._steps = optimizer.steps_taken
+            for parameter in optimizer.parameters:
+                weight = parameter.detach().to("cpu", copy=True)
+                mean, square = optimizer.moments_of(parameter)
+                self._kept[parameter] = weight, mean, square
+        for parameter, (_, mean, square) in self._kept.items():
+            optimizer.put_moments(parameter, torch.zeros_like(mean), square)
+        self._taken = 0
+
+    def step(self, step: int) -> None:
+        """A part's gradients are complete: take its AdamW step, in the run's step `step`.
+
+        Raises NonFiniteError, which names the layer unit.
+        """
+        config = self._config
+        lr = learning_rate(step, config.training, config.run.steps)
+        # Gradients are of the mean over all samples of the round.
+        self._optimizer.local_step(lr, self._taken, float(self._groups * self._sync.every))
+        self._taken += 1
+
+    def changes(self) -> dict[str, dict[str, Tensor]]:
+        """The group is done: its part of the means over groups, by layer unit, float32 on the device.
+
+        Under the parameter's name what was taken off its weights; under those of `model_pieces` the means of
+        its second moment.
+        """
+        with torch.no_grad():
+            return {
+                unit: {
+                    name: part.div_(self._groups)
+                    for parameter_name, parameter in named.items()
+                    for name, part in self._change(parameter_name, parameter).items()
+                }
+                for unit, named in self._optimizer.named.items()
+            }
+
+    def end(self) -> None:
+        """Put back what the round began with. All of it is as it was, also after a failure in between."""
+        if self._kept:
+            self._restore()
+            self._kept.clear()
+
+    @torch.no_grad()
+    def put(self, unit: str, values: dict[str, Tensor]) -> None:
+        """The means over all groups, flat by name: the change becomes the gradient, until the commit."""
+        named = self._optimizer.named[unit]
+        self._optimizer.put_gradients(unit, values)
+        for name, parameter in named.items():
+            self._squares[parameter] = _square(name, parameter, values).cpu()
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Commit: one step of the outer optimizer; drop the gradients."""
+        optimizer, lr, momentum = self._optimizer, self._sync.outer_lr, self._sync.outer_momentum
+        for parameter in optimizer.parameters:
+            change = optimizer.gradients.get(parameter)
+            held = optimizer.outer.get(parameter)
+            velocity = change.clone() if held is None else change + momentum * held.to(change.device)
+            optimizer.outer[parameter] = velocity.cpu()
+            parameter.add_(change.add(velocity, alpha=momentum), alpha=-lr)
+            square = self._squares.pop(parameter)
+            optimizer.put_moments(parameter, torch.zeros_like(square), square)
+        optimizer.steps_taken = {
+            unit: steps + self._sync.every for unit, steps in optimizer.steps_taken.items()
+        }
+        optimizer.weights_changed()
+        optimizer.zero_grad()
+
+    def _change(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+        weight, _, _ = self._kept[parameter]
+        change = weight.to(parameter.device) - parameter.detach()
+        # A copy: the next group begins before this one's change is packed.
+        square = self._optimizer.moments_of(parameter)[1].to(parameter.device)
+        if square.ndim < 2:
+            return {name: change, f"{SQUARE}.{name}": square}
+        rows = square.flatten(1)
+        return {
+            name: change,
+            f"{SQUARE_ROWS}.{name}": rows.mean(1),
+            f"{SQUARE_COLUMNS}.{name}": rows.mean(0),
+        }
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        optimizer = self._optimizer
+        for parameter, (weight, mean, square) in self._kept.items():
+            parameter.copy_(weight)
+            optimizer.put_moments(parameter, mean, square)
+        optimizer.steps_taken = self._steps
+        optimizer.weights_changed()
+        optimizer.zero_grad()
+
+
+def _square(name: str, parameter: nn.Parameter, values: dict[str, Tensor]) -> Tensor:
+    """The second moment that a round's means stand for, in the parameter's shape."""
+    if parameter.ndim < 2:
+        return values[f"{SQUARE}.{name}"].view(parameter.shape)
+    rows, columns = values[f"{SQUARE_ROWS}.{name}"], values[f"{SQUARE_COLUMNS}.{name}"]
+    mean = rows.mean()
+    shares = torch.where(mean > 0, rows / mean, torch.zeros_like(rows))
+    return torch.outer(shares, columns).view(parameter.shape)
