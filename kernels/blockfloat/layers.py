@@ -57,15 +57,20 @@ def norm_backward(
     return of_input.add_(residual).to(residual.dtype), of_weight, empty if of_bias is None else of_bias
 
 
-def ffn_store(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) * up, or gelu(gate) without `up`; and the inputs stored (the second empty without `up`)."""
+def ffn_store(
+    gate: Tensor, up: Tensor | None, bits: int, gelu: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(gate) * up, with `gelu` gelu(gate) * up, or gelu(gate) without `up`; and the inputs
+    stored (the second empty without `up`)."""
     packed = blockfloat.pack(gate, bits)
     if up is None:
         return layers.gelu(gate), packed, packed.new_empty(0)
-    return layers.swiglu(gate, up), packed, blockfloat.pack(up, bits)
+    return layers.gated(gate, up, gelu), packed, blockfloat.pack(up, bits)
 
 
-def ffn_backward(grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int) -> Tensor:
+def ffn_backward(
+    grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int, gelu: bool = False
+) -> Tensor:
     """Gradients of the stored inputs, in grad's dtype: [..., 2 F], the gate's and then up's; [..., F] without
     `packed_up`.
 
@@ -77,6 +82,6 @@ def ffn_backward(grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bi
         grad.copy_(layers.gelu(gate))
         return of_gate
     up = blockfloat.unpack(packed_up, grad.shape, bits, grad.dtype)
-    made = torch.cat(layers.swiglu_gradient(grad, gate, up), dim=-1)
-    grad.copy_(layers.swiglu(gate, up))
+    made = torch.cat(layers.gated_gradient(grad, gate, up, gelu), dim=-1)
+    grad.copy_(layers.gated(gate, up, gelu))
     return made

@@ -83,23 +83,27 @@ def norm_backward(
 
 
 @torch.library.custom_op("thinwire::ffn_store", mutates_args=())
-def ffn_store(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def ffn_store(
+    gate: Tensor, up: Tensor | None, bits: int, gelu: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.blockfloat.layers.ffn_store`."""
     if dispatch.has_kernels(gate.device.type):
         from kernels.blockfloat.triton import ffn as triton_store_ffn
 
-        return triton_store_ffn.ffn_store(gate, up, bits)
-    return blockfloat_layers.ffn_store(gate, up, bits)
+        return triton_store_ffn.ffn_store(gate, up, bits, gelu)
+    return blockfloat_layers.ffn_store(gate, up, bits, gelu)
 
 
 @torch.library.custom_op("thinwire::ffn_backward", mutates_args=("grad",))
-def ffn_backward(grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int) -> Tensor:
+def ffn_backward(
+    grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int, gelu: bool = False
+) -> Tensor:
     """`kernels.blockfloat.layers.ffn_backward`: `grad` becomes the inner activations."""
     if dispatch.has_kernels(grad.device.type):
         from kernels.blockfloat.triton import ffn as triton_store_ffn
 
-        return triton_store_ffn.ffn_backward(grad, packed_gate, packed_up, bits)
-    return blockfloat_layers.ffn_backward(grad, packed_gate, packed_up, bits)
+        return triton_store_ffn.ffn_backward(grad, packed_gate, packed_up, bits, gelu)
+    return blockfloat_layers.ffn_backward(grad, packed_gate, packed_up, bits, gelu)
 
 
 def _packed(like: Tensor, shape: Sequence[int], bits: int) -> Tensor:
@@ -148,12 +152,12 @@ def _(
 
 
 @ffn_store.register_fake
-def _(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(gate: Tensor, up: Tensor | None, bits: int, gelu: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     packed = _packed(gate, gate.shape, bits)
     return gate.new_empty(gate.shape), packed, packed.new_empty(0) if up is None else torch.empty_like(packed)
 
 
 @ffn_backward.register_fake
-def _(grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int) -> Tensor:
+def _(grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int, gelu: bool = False) -> Tensor:
     width = grad.shape[-1]
     return grad.new_empty(*grad.shape[:-1], width if packed_up is None else 2 * width)

@@ -18,7 +18,8 @@ DROP_BITS = 24
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm without a bias, LayerNorm with one, over the last dimension, in x's dtype."""
     if bias is None:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        # Of numbers in half precision in float32, as weights are.
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
@@ -56,6 +57,28 @@ def swiglu_gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     of_up = wide * g * share
     of_gate = wide * u * (share * (1 + g * (1 - share)))
     return of_gate.to(grad.dtype), of_up.to(grad.dtype)
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up."""
+    return gelu(gate) * up
+
+
+def geglu_gradient(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `geglu` with respect to gate and up, in grad's dtype."""
+    wide, g = grad.float(), gate.float()
+    of_gate: Tensor = torch.ops.aten.gelu_backward(wide * up.float(), g, approximate="tanh")
+    return of_gate.to(grad.dtype), (wide * gelu(g)).to(grad.dtype)
+
+
+def gated(gate: Tensor, up: Tensor, by_gelu: bool) -> Tensor:
+    """`geglu`, or else `swiglu`."""
+    return geglu(gate, up) if by_gelu else swiglu(gate, up)
+
+
+def gated_gradient(grad: Tensor, gate: Tensor, up: Tensor, by_gelu: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of `gated`."""
+    return geglu_gradient(grad, gate, up) if by_gelu else swiglu_gradient(grad, gate, up)
 
 
 def gelu(x: Tensor) -> Tensor:

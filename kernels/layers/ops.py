@@ -53,16 +53,18 @@ def norm_backward(
     return made.add_(residual).to(residual.dtype), of_weight, wide_bias
 
 
-def activation(gate: Tensor, up: Tensor | None) -> Tensor:
-    """silu(gate) * up, or gelu(gate) without `up`."""
+def activation(gate: Tensor, up: Tensor | None, gelu: bool = False) -> Tensor:
+    """silu(gate) * up, with `gelu` gelu(gate) * up, or gelu(gate) without `up`."""
     if dispatch.has_kernels(gate.device.type):
         from kernels.blockfloat.triton import ffn
 
-        return ffn.activation(gate, up)
-    return reference.gelu(gate) if up is None else reference.swiglu(gate, up)
+        return ffn.activation(gate, up, gelu)
+    return reference.gelu(gate) if up is None else reference.gated(gate, up, gelu)
 
 
-def activation_backward(grad: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+def activation_backward(
+    grad: Tensor, gate: Tensor, up: Tensor | None, gelu: bool = False
+) -> tuple[Tensor, list[Tensor]]:
     """The activation again, and the gradients of its inputs, on a GPU columns of one tensor.
 
     May overwrite `grad`, which is contiguous.
@@ -70,11 +72,11 @@ def activation_backward(grad: Tensor, gate: Tensor, up: Tensor | None) -> tuple[
     if dispatch.has_kernels(grad.device.type):
         from kernels.blockfloat.triton import ffn
 
-        made = ffn.ffn_backward(grad, gate, up, 0)
+        made = ffn.ffn_backward(grad, gate, up, 0, gelu)
         return grad, [made] if up is None else list(made.chunk(2, dim=-1))
     if up is None:
         return reference.gelu(gate), [reference.gelu_gradient(grad, gate)]
-    return reference.swiglu(gate, up), list(reference.swiglu_gradient(grad, gate, up))
+    return reference.gated(gate, up, gelu), list(reference.gated_gradient(grad, gate, up, gelu))
 
 
 def coded_activation(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Coded, list[Tensor]]:

@@ -111,7 +111,8 @@ class ModelSection:
 
     @property
     def is_plain(self) -> bool:
-        """Whether blocks support `[storage]`: SwiGLU or GPT-2's, no norms on queries, keys or outputs."""
+        """Whether blocks have SwiGLU or are GPT-2's, without norms of queries, keys or outputs: those that a
+        GPU runs fused with nothing packed, and whose products may be in FP8."""
         own = self.norm_offset or self.activation != "silu" or self.query_scale > 0
         return self.qk_norm == "none" and self.norm_place == "input" and not own
 

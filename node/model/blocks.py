@@ -36,6 +36,7 @@ from node.model.stored_layers import (
     HeadLayout,
     Heads,
     Norm,
+    Norms,
     attention_half,
     ffn_half,
 )
@@ -52,8 +53,11 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x_bsc: Tensor) -> Tensor:
-        weight = 1.0 + self.weight if self.offset else self.weight
-        return F.rms_norm(x_bsc, self.weight.shape, weight, self.eps)
+        return reference.norm(x_bsc, self.scale(), None, self.eps)
+
+    def scale(self) -> Tensor:
+        """What it multiplies by."""
+        return 1.0 + self.weight if self.offset else self.weight
 
 
 def norm(model: ModelSection) -> nn.Module:
@@ -156,6 +160,9 @@ class Block(nn.Module, ABC):
         self.window = window
         self.norm_place = model.norm_place
         self.is_plain = model.is_plain
+        self.norm_eps = model.norm_eps
+        self.has_gelu = model.activation == "gelu"
+        """Of two inputs of the feed-forward, GELU gates in place of SiLU."""
         self.fixed_order = True
         """Sum attention's gradients in a fixed order."""
         self._ways: Sequence[Way] = (AS_IT_IS,) * 4
@@ -202,13 +209,27 @@ class Block(nn.Module, ABC):
     def attention_inputs(self) -> tuple[nn.Linear, ...]:
         """The projections into attention."""
 
-    @abstractmethod
+    def head_norms(self) -> tuple[Tensor, ...]:
+        """What normalised queries and keys are multiplied by; empty without such norms."""
+        return ()
+
     def split(self, projected: Sequence[Tensor]) -> Heads:
         """Heads from the outputs of `attention_inputs`."""
+        return self.split_by(projected, self.head_norms())
 
     @abstractmethod
-    def join(self, heads: Heads) -> tuple[Tensor, ...]:
-        """Gradients of the outputs of `attention_inputs`, from those of the heads."""
+    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor]) -> Heads:
+        """`split` with these values of `head_norms`."""
+
+    @abstractmethod
+    def join(
+        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Gradients of the outputs of `attention_inputs` and of `head_norms`, from those of the heads.
+
+        Args:
+            projected: the outputs; counts with norms alone.
+        """
 
     @abstractmethod
     def ffn_inputs(self) -> tuple[nn.Linear, ...]:
@@ -225,7 +246,7 @@ class Block(nn.Module, ABC):
     def forward(self, x_bsc: Tensor, documents: Documents | None = None) -> Tensor:
         """`documents`: attention does not cross them."""
         reach = Reach(window=self.window, documents=documents)
-        packs = self.is_plain and (not self.storage.is_off or self._is_fused(x_bsc))
+        packs = not self.storage.is_off or (self.is_plain and self._is_fused(x_bsc))
         if not self.is_coded and not (packs and torch.is_grad_enabled()):
             return self._plain(x_bsc, reach)
         ways = self._ways
@@ -233,24 +254,37 @@ class Block(nn.Module, ABC):
             x_bsc,
             AttentionParts(
                 storage=self.storage,
-                layout=HeadLayout(split=self.split, join=self.join),
+                layout=HeadLayout(split=self.split_by, join=self.join),
                 rank=self.rank,
                 inputs=ways[0],
                 output=ways[1],
                 reach=reach,
                 fixed_order=self.fixed_order,
             ),
-            Norm.of(self.attention_norm),
+            Norms(
+                first=None if self.norm_place == "output" else Norm.of(self.attention_norm),
+                last=self._last_norm(self.attention_norm, "attention_output_norm"),
+                heads=self.head_norms(),
+            ),
             self.attention_inputs(),
             self.attention_output,
         )
         return ffn_half(
             x_bsc,
-            FfnParts(storage=self.storage, rank=self.rank, inputs=ways[2], down=ways[3]),
-            Norm.of(self.ffn_norm),
+            FfnParts(storage=self.storage, rank=self.rank, gelu=self.has_gelu, inputs=ways[2], down=ways[3]),
+            Norms(
+                first=None if self.norm_place == "output" else Norm.of(self.ffn_norm),
+                last=self._last_norm(self.ffn_norm, "ffn_output_norm"),
+            ),
             self.ffn_inputs(),
             self.down,
         )
+
+    def _last_norm(self, only: nn.Module, name: str) -> Norm | None:
+        """Of what a half adds: its only norm, or with norms at both ends the one with this name."""
+        if self.norm_place == "input":
+            return None
+        return Norm.of(only if self.norm_place == "output" else getattr(self, name))
 
     def _is_fused(self, x_bsc: Tensor) -> bool:
         """Whether the fused halves run although nothing is packed: on GPUs in half precision."""
@@ -325,7 +359,6 @@ class LlamaBlock(Block):
                 RMSNorm(width, model.norm_eps, offset=model.norm_offset) for width in widths
             )
         self.query_factor = sqrt(model.width / model.query_scale) if model.query_scale else 1.0
-        self.has_gelu = model.activation == "gelu"
         self.attention_output = nn.Linear(q_width, model.hidden, bias=False)
         if model.norm_place == "both":
             self.attention_output_norm, self.ffn_output_norm = norm(model), norm(model)
@@ -337,34 +370,51 @@ class LlamaBlock(Block):
     def attention_inputs(self) -> tuple[nn.Linear, ...]:
         return self.query, self.key, self.value
 
-    def split(self, projected: Sequence[Tensor]) -> Heads:
-        if self.query_norm is not None and self.key_norm is not None and not self.norms_heads:
-            query, key, value = projected
-            projected = self.query_norm(query), self.key_norm(key), value
+    def head_norms(self) -> tuple[Tensor, ...]:
+        return tuple(one.scale() for one in (self.query_norm, self.key_norm) if one is not None)
+
+    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor]) -> Heads:
+        heads = [self._to_be_normed(part) for part in projected]
+        heads[: len(norms)] = [
+            reference.norm(part, scale, None, self.norm_eps)
+            for part, scale in zip(heads, norms, strict=False)
+        ]
         query_bhsd, key_bksd, value_bksd = (
-            torch.unflatten(part, -1, (-1, self.width)).transpose(1, 2) for part in projected
+            torch.unflatten(part.flatten(2), -1, (-1, self.width)).transpose(1, 2) for part in heads
         )
-        if self.query_norm is not None and self.key_norm is not None and self.norms_heads:
-            query_bhsd, key_bksd = self.query_norm(query_bhsd), self.key_norm(key_bksd)
         if self.query_factor != 1.0:
             query_bhsd = query_bhsd * self.query_factor
         if self.rotary is None:
             return query_bhsd, key_bksd, value_bksd
         return self.rotary(query_bhsd), self.rotary(key_bksd), value_bksd
 
-    def join(self, heads: Heads) -> tuple[Tensor, ...]:
+    def _to_be_normed(self, projected_bsn: Tensor) -> Tensor:
+        """What norms of queries and keys are taken over last: whole, or head by head [B, S, H, D]."""
+        return torch.unflatten(projected_bsn, -1, (-1, self.width)) if self.norms_heads else projected_bsn
+
+    def join(
+        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         query_bhsd, key_bksd, value_bksd = heads
         if self.rotary is not None:
             query_bhsd, key_bksd = self.rotary.back(query_bhsd), self.rotary.back(key_bksd)
-        return tuple(part.transpose(1, 2).flatten(2) for part in (query_bhsd, key_bksd, value_bksd))
+        if self.query_factor != 1.0:
+            query_bhsd = query_bhsd * self.query_factor
+        grads = [part.transpose(1, 2).flatten(2) for part in (query_bhsd, key_bksd, value_bksd)]
+        of_norms = []
+        for number, scale in enumerate(norms):
+            grad, x = self._to_be_normed(grads[number]), self._to_be_normed(projected[number])
+            of_x, of_scale, _ = reference.norm_gradient(grad, x, scale, None, self.norm_eps)
+            grads[number] = of_x.to(grad.dtype).flatten(2)
+            of_norms.append(of_scale.to(scale.dtype))
+        return tuple(grads), tuple(of_norms)
 
     def ffn_inputs(self) -> tuple[nn.Linear, ...]:
         return self.gate, self.up
 
     def activation(self, *wide_bsf: Tensor) -> Tensor:
         gate_bsf, up_bsf = wide_bsf
-        gate_bsf = F.gelu(gate_bsf, approximate="tanh") if self.has_gelu else F.silu(gate_bsf)
-        return gate_bsf * up_bsf
+        return reference.gated(gate_bsf, up_bsf, self.has_gelu)
 
 
 class Gpt2Block(Block):
@@ -383,14 +433,16 @@ class Gpt2Block(Block):
     def attention_inputs(self) -> tuple[nn.Linear, ...]:
         return (self.qkv_projection,)
 
-    def split(self, projected: Sequence[Tensor]) -> Heads:
+    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor]) -> Heads:
         (joined,) = projected
         heads_bsnhd = torch.unflatten(joined, -1, (3, -1, self.width))
         query_bhsd, key_bhsd, value_bhsd = heads_bsnhd.permute(2, 0, 3, 1, 4).unbind(0)
         return query_bhsd, key_bhsd, value_bhsd
 
-    def join(self, heads: Heads) -> tuple[Tensor, ...]:
-        return (torch.stack([part.transpose(1, 2) for part in heads], dim=2).flatten(2),)
+    def join(
+        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return (torch.stack([part.transpose(1, 2) for part in heads], dim=2).flatten(2),), ()
 
     def ffn_inputs(self) -> tuple[nn.Linear, ...]:
         return (self.up,)

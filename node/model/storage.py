@@ -138,9 +138,13 @@ def stored_bytes(
 
     # Two inputs of SwiGLU, one of GELU. The residual stream, and so the norms' input, is always float32.
     inner = (model.ffn, model.ffn) if model.family == "llama" else (model.ffn,)
+    # Of each half; one with a norm at its end keeps what that normalises too, as computed in float32 at most.
+    inputs = (model.hidden,) * (2 if model.norm_place == "input" else 4)
+    # What Gemma's norms multiply by is made for each microbatch.
+    vectors = 4 * (len(inputs) * model.hidden + 2 * model.width) if model.norm_offset else 0
     sums = 0 if storage.attention_output == RECOMPUTE else 4 * samples * model.heads * model.sequence
     return StoredBytes(
-        norm_input=kept(storage.norm_input, model.hidden, model.hidden, computed=4),
+        norm_input=kept(storage.norm_input, *inputs, computed=4) + vectors,
         # Packed where they are made, bfloat16 too: in whole blocks.
         ffn_input=kept(storage.ffn_input, *inner, packs=True),
         attention=kept(storage.attention, model.q_width, keys, keys),

@@ -39,6 +39,8 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [B, H, S, D], keys and values [B, K, S, D]."""
 Layer = nn.Linear | FrozenLinear
 Multiplied = Projections | AdaptedProjections
+_NORMS = 5
+"""How many tensors `Norms.tensors` gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,13 @@ class Norm:
     def of(cls, module: nn.Module) -> "Norm":
         weight, bias, eps = module.weight, getattr(module, "bias", None), module.eps
         assert isinstance(weight, Tensor) and isinstance(eps, float)
-        return cls(weight=weight, bias=bias, eps=eps)
+        # Of Gemma's norms the gradient of the sum is that of the weight.
+        scale = 1.0 + weight if getattr(module, "offset", False) else weight
+        return cls(weight=scale, bias=bias, eps=eps)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.weight, self.bias
 
     def store(self, x: Tensor, form: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The norm of x, and x kept in `form`."""
@@ -87,7 +95,7 @@ class Norm:
 
     def backward(
         self, grad: Tensor, kept: Tensor, form: str, residual: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The gradient of x, with that of the residual stream; those of weight and bias."""
         if form == AS_COMPUTED:
             of_x, of_weight, of_bias = layers.norm_backward(
@@ -104,12 +112,86 @@ class Norm:
         )
 
 
+class NoNorm:
+    """The begin of a half whose norm is at its end: x itself is projected, and kept as a norm's input is."""
+
+    tensors = None, None
+
+    def into(
+        self, projections: Multiplied, x: Tensor, form: str, dtype: torch.dtype, rank: TensorRank
+    ) -> tuple[list[Tensor], Tensor]:
+        kept = x if form == AS_COMPUTED else cast(Tensor, ops.store(x, PACKED[form]))
+        return projections(rank.gather(x.to(dtype))), kept
+
+    def again(self, kept: Tensor, form: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if form == AS_COMPUTED:
+            return kept.to(dtype)
+        return cast(Tensor, ops.restore(kept, list(shape), PACKED[form], dtype))
+
+    def backward(
+        self, grad: Tensor, kept: Tensor, form: str, residual: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return layers.residual(residual, grad), None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norms:
+    """Those of a half."""
+
+    first: Norm | None
+    """Of the residual stream; None projects it as it is."""
+    last: Norm | None = None
+    """Of what is added to the residual stream."""
+    heads: tuple[Tensor, ...] = ()
+    """Weights of the norms of queries and keys."""
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """Five: weight and bias of the first, weight of the last, weights of queries' and keys'."""
+        first = self.first or NoNorm()
+        last = None if self.last is None else self.last.weight
+        return [*first.tensors, last, *(self.heads or (None, None))]
+
+    @property
+    def eps(self) -> float:
+        """All have the same."""
+        return next(one.eps for one in (self.first, self.last) if one is not None)
+
+    @classmethod
+    def again(cls, tensors: Sequence[Tensor | None], eps: float) -> "Norms":
+        """From what `tensors` gave."""
+        weight, bias, last, *heads = tensors
+        return cls(
+            first=None if weight is None else Norm(weight=weight, bias=bias, eps=eps),
+            last=None if last is None else Norm(weight=last, bias=None, eps=eps),
+            heads=tuple(head for head in heads if head is not None),
+        )
+
+    def add(self, x: Tensor, made: Tensor, form: str) -> tuple[Tensor, Tensor]:
+        """x + made, by the last norm if there is one; and what that keeps, empty if there is none."""
+        if self.last is None:
+            return layers.residual(x, made), made.new_empty(0)
+        normed, kept = self.last.store(made, form, made.dtype)
+        return layers.residual(x, normed), kept
+
+    def of_added(self, grad: Tensor, kept: Tensor, form: str) -> tuple[Tensor, Tensor | None]:
+        """The gradients of what `add` added, and of the last norm's weight."""
+        if self.last is None:
+            return grad, None
+        of_made, of_weight, _ = self.last.backward(grad, kept, form, torch.zeros_like(grad))
+        return of_made, of_weight
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """Maps projected tensors to heads, and gradients of heads back."""
+    """Maps projected tensors to heads, and gradients of heads back.
 
-    split: Callable[[Sequence[Tensor]], Heads]
-    join: Callable[[Heads], tuple[Tensor, ...]]
+    The weights of queries' and keys' norms are arguments: where there are some, what is projected is kept in
+    place of the heads, as their gradients need it, and `join` gives the weights' gradients too.
+    """
+
+    split: Callable[[Sequence[Tensor], Sequence[Tensor]], Heads]
+    join: Callable[[Heads, Sequence[Tensor], Sequence[Tensor]], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,26 +215,29 @@ class FfnParts:
 
     storage: Storage
     rank: TensorRank
+    gelu: bool = False
+    """Two inputs are gated by GELU in place of SiLU."""
     inputs: Way = AS_IT_IS
     """How the projections into the feed-forward compute, and the one out of it."""
     down: Way = AS_IT_IS
 
 
 def attention_half(
-    x_bsc: Tensor, parts: AttentionParts, norm: Norm, projections: Sequence[Layer], output: Layer
+    x_bsc: Tensor, parts: AttentionParts, norms: Norms, projections: Sequence[Layer], output: Layer
 ) -> Tensor:
-    """x + output(attention(heads(projections(norm(x)))))."""
+    """x + output(attention(heads(projections(norm(x))))), with a norm before, after or both."""
     layers = (output, *projections)
-    tensors = [norm.weight, norm.bias, *_trained(layers)]
-    args = x_bsc, parts, norm.eps, layers, _drawn(layers), *tensors
+    tensors = [*norms.tensors, *_trained(layers)]
+    args = x_bsc, parts, norms.eps, layers, _drawn(layers), *tensors
     return cast(Tensor, _AttentionHalf.apply(*args))  # type: ignore[no-untyped-call]
 
 
-def ffn_half(x_bsc: Tensor, parts: FfnParts, norm: Norm, inputs: Sequence[Layer], down: Layer) -> Tensor:
-    """x + down(silu(gate(norm(x))) * up(norm(x))) for two inputs, x + down(gelu(up(norm(x)))) for one."""
+def ffn_half(x_bsc: Tensor, parts: FfnParts, norms: Norms, inputs: Sequence[Layer], down: Layer) -> Tensor:
+    """x + down(silu(gate(norm(x))) * up(norm(x))) for two inputs, x + down(gelu(up(norm(x)))) for one; with
+    `parts.gelu` GELU for two. A norm is before, after or both."""
     layers = (down, *inputs)
-    tensors = [norm.weight, norm.bias, *_trained(layers)]
-    args = x_bsc, parts, norm.eps, layers, _drawn(layers), *tensors
+    tensors = [*norms.tensors, *_trained(layers)]
+    args = x_bsc, parts, norms.eps, layers, _drawn(layers), *tensors
     return cast(Tensor, _FfnHalf.apply(*args))  # type: ignore[no-untyped-call]
 
 
@@ -226,30 +311,31 @@ class _AttentionHalf(torch.autograd.Function):
     ) -> Tensor:
         dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
-            norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
-            output, projections = _projections(projecting, tensors[2:], drawn, parts.output, parts.inputs)
+            norms = Norms.again(tensors[:_NORMS], eps)
+            norm = norms.first or NoNorm()
+            weights, ways = tensors[_NORMS:], (parts.output, parts.inputs)
+            output, projections = _projections(projecting, weights, drawn, *ways)
             projected, kept_x = norm.into(projections, x, storage.norm_input, dtype, parts.rank)
-            heads = parts.layout.split(projected)
-            del projected
+            heads = parts.layout.split(projected, norms.heads)
             head_shapes = [part.shape for part in heads]
-            kept_heads = [
-                _keep(part if storage.attention == AS_COMPUTED else _flat(part), storage.attention)
-                for part in heads
-            ]
+            kept_heads = _keep_heads(projected if norms.heads else heads, storage.attention)
+            del projected
             if RECOMPUTE not in (storage.attention, storage.attention_output):
-                heads = _all_heads(kept_heads, head_shapes, storage.attention, dtype)
+                heads, _ = _kept_heads(kept_heads, head_shapes, parts, norms, dtype)
             attended, sums = attention(*heads, parts.reach)
             flat = _flat(attended)
-            result = layers.residual(x, output.row_parallel(flat, parts.rank))
+            made = output.row_parallel(flat, parts.rank)
+            result, kept_made = norms.add(x, made, storage.norm_input)
+            del made
             kept_output = _keep(flat, storage.attention_output)
         if storage.attention_output == RECOMPUTE:
             sums = sums.new_empty(0)
         ctx.parts, ctx.eps, ctx.dtype, ctx.shape = parts, eps, dtype, x.shape
         ctx.head_shapes, ctx.flat_shape, ctx.projecting = head_shapes, flat.shape, projecting
-        mark("norm_input", [kept_x])
+        mark("norm_input", [kept_x, kept_made])
         mark("attention", kept_heads)
         mark("attention_output", [kept_output, sums])
-        ctx.save_for_backward(*tensors, drawn, kept_x, *kept_heads, kept_output, sums)
+        ctx.save_for_backward(*tensors, drawn, kept_x, kept_made, *kept_heads, kept_output, sums)
         return result
 
     @staticmethod
@@ -257,35 +343,41 @@ class _AttentionHalf(torch.autograd.Function):
         (grad,) = grads
         parts: AttentionParts = ctx.parts
         dtype, storage = ctx.dtype, parts.storage
-        *tensors, drawn, kept_x, query, key, value, kept_output, sums = ctx.saved_tensors
-        norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
-        output, projections = _projections(ctx.projecting, tensors[2:], drawn, parts.output, parts.inputs)
+        *tensors, drawn, kept_x, kept_made, query, key, value, kept_output, sums = ctx.saved_tensors
+        norms = Norms.again(tensors[:_NORMS], ctx.eps)
+        norm = norms.first or NoNorm()
+        weights, ways = tensors[_NORMS:], (parts.output, parts.inputs)
+        output, projections = _projections(ctx.projecting, weights, drawn, *ways)
         normed: Tensor | None = None
-        heads: Heads
+        projected: Sequence[Tensor]
         if storage.attention == RECOMPUTE:
             normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, ctx.shape, dtype))
-            heads = parts.layout.split(projections(normed))
+            projected = projections(normed)
+            heads = parts.layout.split(projected, norms.heads)
+            if not norms.heads:
+                projected = ()
         else:
-            heads = _all_heads((query, key, value), ctx.head_shapes, storage.attention, dtype)
+            heads, projected = _kept_heads((query, key, value), ctx.head_shapes, parts, norms, dtype)
         if storage.attention_output == RECOMPUTE:
             attended, sums = attention(*heads, parts.reach)
             flat = _flat(attended)
         else:
             flat = _kept(kept_output, storage.attention_output, ctx.flat_shape, dtype)
             attended = torch.unflatten(flat, 2, (ctx.head_shapes[0][1], -1)).transpose(1, 2)
-        own, codes = _halved(grad, dtype, output, parts.rank)
+        of_made, of_last = norms.of_added(grad, kept_made, storage.norm_input)
+        own, codes = _halved(of_made, dtype, output, parts.rank)
         down = parts.rank.gather(own)
         of_output = output.gradients([down], flat, own)
         of_attended = torch.unflatten(
             output.backward([down], codes), 2, (ctx.head_shapes[0][1], -1)
         ).transpose(1, 2)
-        del own, down, flat
+        del own, down, flat, of_made
         of_heads = attention_backward(
             of_attended, *heads, attended, sums, parts.reach, fixed_order=parts.fixed_order
         )
         del of_attended, heads, attended
-        of_projected = parts.layout.join(of_heads)
-        del of_heads
+        of_projected, of_norms = parts.layout.join(of_heads, projected, norms.heads)
+        del of_heads, projected
         if normed is None and projections.needs_input:
             normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, ctx.shape, dtype))
         of_normed = projections.backward(of_projected)
@@ -293,7 +385,8 @@ class _AttentionHalf(torch.autograd.Function):
         del of_projected, normed
         of_normed = parts.rank.reduce_scatter(of_normed).to(dtype)
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
-        return of_x, None, None, None, None, of_weight, of_bias, *of_output, *of_weights
+        of_vectors = of_weight, of_bias, of_last, *(of_norms or (None, None))
+        return of_x, None, None, None, None, *of_vectors, *of_output, *of_weights
 
 
 class _FfnHalf(torch.autograd.Function):
@@ -309,8 +402,9 @@ class _FfnHalf(torch.autograd.Function):
     ) -> Tensor:
         dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
-            norm = Norm(weight=cast(Tensor, tensors[0]), bias=tensors[1], eps=eps)
-            down, inputs = _projections(projecting, tensors[2:], drawn, parts.down, parts.inputs)
+            norms = Norms.again(tensors[:_NORMS], eps)
+            norm = norms.first or NoNorm()
+            down, inputs = _projections(projecting, tensors[_NORMS:], drawn, parts.down, parts.inputs)
             wide, kept_x = norm.into(inputs, x, storage.norm_input, dtype, parts.rank)
             gate, up = wide[0], wide[1] if len(wide) > 1 else None
             bits = PACKED.get(storage.ffn_input, 0)
@@ -318,16 +412,21 @@ class _FfnHalf(torch.autograd.Function):
                 codes, kept = layers.coded_activation(gate, up, bits)
                 (made,) = down.of_codes(codes, x.shape[:-1], dtype)
             else:
-                inner, *kept = ops.ffn_store(gate, up, bits) if bits else [layers.activation(gate, up)]
+                inner, *kept = (
+                    ops.ffn_store(gate, up, bits, parts.gelu)
+                    if bits
+                    else [layers.activation(gate, up, parts.gelu)]
+                )
                 made = down.row_parallel(inner, parts.rank)
                 del inner
             kept = wide if storage.ffn_input == AS_COMPUTED else kept
             del wide, gate, up
-            result = layers.residual(x, made)
+            result, kept_made = norms.add(x, made, storage.norm_input)
+            del made
         ctx.parts, ctx.eps, ctx.dtype, ctx.projecting = parts, eps, dtype, projecting
-        mark("norm_input", [kept_x])
+        mark("norm_input", [kept_x, kept_made])
         mark("ffn_input", kept[: len(inputs)])
-        ctx.save_for_backward(*tensors, drawn, kept_x, *kept[: len(inputs)])
+        ctx.save_for_backward(*tensors, drawn, kept_x, kept_made, *kept[: len(inputs)])
         return result
 
     @staticmethod
@@ -335,15 +434,18 @@ class _FfnHalf(torch.autograd.Function):
         (grad,) = grads
         parts: FfnParts = ctx.parts
         storage = parts.storage
-        count = 2 + 2 * len(ctx.projecting)
+        count = _NORMS + 2 * len(ctx.projecting)
         saved = ctx.saved_tensors  # read once: a block that runs again hands them out once
-        tensors, (drawn, kept_x, *kept) = saved[:count], saved[count:]
-        norm = Norm(weight=tensors[0], bias=tensors[1], eps=ctx.eps)
-        down, inputs = _projections(ctx.projecting, tensors[2:], drawn, parts.down, parts.inputs)
+        tensors, (drawn, kept_x, kept_made, *kept) = saved[:count], saved[count:]
+        norms = Norms.again(tensors[:_NORMS], ctx.eps)
+        norm = norms.first or NoNorm()
+        down, inputs = _projections(ctx.projecting, tensors[_NORMS:], drawn, parts.down, parts.inputs)
         normed: Tensor | None = None
         if inputs.needs_input or storage.ffn_input == RECOMPUTE:
             normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype))
-        own, codes = _halved(grad, ctx.dtype, down, parts.rank)
+        of_made, of_last = norms.of_added(grad, kept_made, storage.norm_input)
+        own, codes = _halved(of_made, ctx.dtype, down, parts.rank)
+        del of_made
         narrow = parts.rank.gather(own)
         inner = down.backward([narrow], codes)
         bits = PACKED.get(storage.ffn_input, 0)
@@ -354,9 +456,9 @@ class _FfnHalf(torch.autograd.Function):
         if inputs.way.coded is not None:
             inner, of_wide, codes = layers.coded_activation_backward(inner, gate, up, bits)
         elif bits:
-            of_wide = list(ops.ffn_backward(inner, gate, up, bits).chunk(len(inputs), dim=-1))
+            of_wide = list(ops.ffn_backward(inner, gate, up, bits, parts.gelu).chunk(len(inputs), dim=-1))
         else:
-            inner, of_wide = layers.activation_backward(inner, gate, up)
+            inner, of_wide = layers.activation_backward(inner, gate, up, parts.gelu)
         del wide, gate, up
         of_down = down.gradients([narrow], inner, own)
         del inner, own, narrow
@@ -366,7 +468,8 @@ class _FfnHalf(torch.autograd.Function):
         del of_wide, normed
         of_normed = parts.rank.reduce_scatter(of_normed).to(ctx.dtype)
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
-        return of_x, None, None, None, None, of_weight, of_bias, *of_down, *of_inputs
+        of_vectors = of_weight, of_bias, of_last, None, None
+        return of_x, None, None, None, None, *of_vectors, *of_down, *of_inputs
 
 
 def _halved(
@@ -379,9 +482,29 @@ def _halved(
     return code_halved_rows(grad)
 
 
-def _all_heads(kept: Sequence[Tensor], shapes: Sequence[torch.Size], form: str, dtype: torch.dtype) -> Heads:
-    query, key, value = (_heads(part, shape, form, dtype) for part, shape in zip(kept, shapes, strict=True))
-    return query, key, value
+def _keep_heads(made: Sequence[Tensor], form: str) -> list[Tensor]:
+    """Heads [B, H, S, D], or what is projected [B, S, H D], in `form`."""
+    if form == AS_COMPUTED:
+        return list(made)
+    return [_keep(_flat(part) if part.dim() == 4 else part, form) for part in made]
+
+
+def _kept_heads(
+    kept: Sequence[Tensor],
+    shapes: Sequence[torch.Size],
+    parts: AttentionParts,
+    norms: Norms,
+    dtype: torch.dtype,
+) -> tuple[Heads, Sequence[Tensor]]:
+    """Heads of these shapes from what `_keep_heads` kept, and what is projected if that was kept."""
+    form = parts.storage.attention
+    if not norms.heads:
+        each = zip(kept, shapes, strict=True)
+        query, key, value = (_heads(part, shape, form, dtype) for part, shape in each)
+        return (query, key, value), ()
+    flat = [(batch, length, heads * width) for batch, heads, length, width in shapes]
+    projected = [_kept(part, form, shape, dtype) for part, shape in zip(kept, flat, strict=True)]
+    return parts.layout.split(projected, norms.heads), projected
 
 
 def _heads(kept: Tensor, shape: torch.Size, form: str, dtype: torch.dtype) -> Tensor:

@@ -199,7 +199,7 @@ def remedies(
     wide = {"norm_input:4", "ffn_input:4", "attention:8", "attention_output:8"} - set(config.storage.allow)
     base = configured(config.storage)
     wide = {one for one in wide if getattr(base, one.split(":")[0]) in (AS_COMPUTED, "bf16", "8", "6", "5")}
-    if config.model.is_plain and wide and not config.storage.bits_by_stage:
+    if wide and not config.storage.bits_by_stage:
         section = replace(config.storage, allow=(*config.storage.allow, *sorted(wide)))
         if (least := need(replace(config, storage=section), stages)) <= memory_bytes:
             listed = ", ".join(f'"{one}"' for one in section.allow)

@@ -16,18 +16,7 @@ def name_problem(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
 
 def storage_problems(config: RunConfig) -> Iterator[str]:
     """Every broken rule, one line each."""
-    yield from _stored_blocks(config)
     yield from _storage(config.storage, config.pipeline)
-
-
-def _stored_blocks(config: RunConfig) -> Iterator[str]:
-    storage = config.storage
-    stores = storage.preset in PRESETS and not configured(storage).is_off
-    if not config.model.is_plain and (stores or storage.allow):
-        yield (
-            "storage.preset must be off and storage.allow empty for a model with norms of queries and keys "
-            "or of outputs, or with Gemma's (model.qk_norm, norm_place, norm_offset, activation, query_scale)"
-        )
 
 
 def _storage(storage: StorageSection, pipeline: PipelineSection) -> Iterator[str]:

@@ -190,6 +190,9 @@ class CapturedPasses:
         slot = self._in_flight.pop(microbatch, None)
         if slot is None:
             self._ran = True
+            if self._slots or self._refused:
+                # Graphs keep leaves on their capture stream; autograd waits for it and would warn, once.
+                torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             return self._by_autograd.backward(microbatch, gradient)
         if slot.gradient is not None and gradient is not None:
             slot.gradient.copy_(gradient)
@@ -220,8 +223,6 @@ class CapturedPasses:
             log.warning("only %s passes are captured: %s", len(self._slots), reason)
             for leaf in self._leaves.values():
                 leaf.grad = None
-            # Existing graphs keep leaves on their capture stream; autograd waits for it and warns.
-            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             return None
         self._slots.append(slot)
         return slot

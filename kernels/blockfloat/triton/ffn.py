@@ -35,15 +35,21 @@ def _gelu_tanh(v):
 
 
 @triton.jit
-def result_of(g, u, GATED: tl.constexpr):
-    """silu(g) * u, or gelu(g) if not GATED."""
-    return g * _sigmoid(g) * u if GATED else 0.5 * g * (1.0 + _gelu_tanh(g))
+def result_of(g, u, GATED: tl.constexpr, GELU: tl.constexpr = False):
+    """silu(g) * u, gelu(g) * u if GELU, or gelu(g) if not GATED."""
+    if GATED and not GELU:
+        result = g * _sigmoid(g) * u
+    elif GATED:
+        result = 0.5 * g * (1.0 + _gelu_tanh(g)) * u
+    else:
+        result = 0.5 * g * (1.0 + _gelu_tanh(g))
+    return result
 
 
 @triton.jit
-def gradients(g, u, upstream, GATED: tl.constexpr):
+def gradients(g, u, upstream, GATED: tl.constexpr, GELU: tl.constexpr = False):
     """The gradients of g and u (not of u if not GATED), and the result again."""
-    if GATED:
+    if GATED and not GELU:
         share = _sigmoid(g)
         silu = g * share
         of_g, of_u = upstream * (u * (share * (1.0 + g * (1.0 - share)))), upstream * silu
@@ -51,8 +57,12 @@ def gradients(g, u, upstream, GATED: tl.constexpr):
     else:
         tanh = _gelu_tanh(g)
         slope = 0.5 * (1.0 + tanh) + 0.5 * g * (1.0 - tanh * tanh) * _ROOT * (1.0 + 3.0 * _CUBE * g * g)
-        of_g, of_u = upstream * slope, upstream
         result = 0.5 * g * (1.0 + tanh)
+        if GATED:
+            of_g, of_u = upstream * u * slope, upstream * result
+            result = result * u
+        else:
+            of_g, of_u = upstream * slope, upstream
     return of_g, of_u, result
 
 
@@ -70,9 +80,11 @@ def _forward(
     BITS: tl.constexpr,
     LIMIT: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     T: tl.constexpr,
 ):
-    """inner = silu(gate) * up, or gelu(gate) if not GATED; the inputs stored (BITS of 0: not)."""
+    """inner = silu(gate) * up, gelu(gate) * up if GELU, or gelu(gate) if not GATED; the inputs stored (BITS
+    of 0: not)."""
     block = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     inside = block < n
     row, column = block_columns(block, per_row)
@@ -86,7 +98,7 @@ def _forward(
         u = load_wide(up + source, real)
         if BITS > 0:
             store_blocks(packed_up, n, block, inside, u, BITS, LIMIT)
-        result = result_of(g, u, True)
+        result = result_of(g, u, True, GELU)
     else:
         result = result_of(g, g, False)
     store_rounded(inner + (row * width)[:, None] + columns, result, real)
@@ -107,6 +119,7 @@ def _backward(
     out_stride,
     BITS: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     T: tl.constexpr,
 ):
     """Gradients of the stored inputs, and inner computed again; `inner` may be `grad`.
@@ -133,7 +146,7 @@ def _backward(
             if BITS > 0
             else load_wide(packed_up + source, real)
         )
-        of_g, of_u, result = gradients(g, u, upstream, True)
+        of_g, of_u, result = gradients(g, u, upstream, True, GELU)
         store_rounded(of_up + target, of_u, real)
     else:
         of_g, _, result = gradients(g, g, upstream, False)
@@ -141,22 +154,22 @@ def _backward(
     store_rounded(inner + where, result, real)
 
 
-def activation(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """silu(gate) * up, or gelu(gate) without `up`; nothing is stored."""
+def activation(gate: torch.Tensor, up: torch.Tensor | None, gelu: bool = False) -> torch.Tensor:
+    """silu(gate) * up, with `gelu` gelu(gate) * up, or gelu(gate) without `up`; nothing is stored."""
     inner = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     none = inner.new_empty(0, dtype=torch.uint8)
-    _run_forward(gate, up, inner, none, none, 0)
+    _run_forward(gate, up, inner, none, none, 0, gelu)
     return inner
 
 
 def ffn_store(
-    gate: torch.Tensor, up: torch.Tensor | None, bits: int
+    gate: torch.Tensor, up: torch.Tensor | None, bits: int, gelu: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `kernels.blockfloat.layers.ffn_store`."""
     inner = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     packed_gate = empty_packed(gate.shape, bits, gate.device)
     packed_up = packed_gate.new_empty(0) if up is None else empty_packed(gate.shape, bits, gate.device)
-    _run_forward(gate, up, inner, packed_gate, packed_up, bits)
+    _run_forward(gate, up, inner, packed_gate, packed_up, bits, gelu)
     return inner, packed_gate, packed_up
 
 
@@ -167,6 +180,7 @@ def _run_forward(
     packed_gate: torch.Tensor,
     packed_up: torch.Tensor,
     bits: int,
+    gelu: bool,
 ) -> None:
     first = row_view(gate)
     second = first if up is None else row_view(up)
@@ -187,6 +201,7 @@ def _run_forward(
             BITS=bits,
             LIMIT=limit(bits) if bits else 1,
             GATED=up is not None,
+            GELU=gelu,
             T=BLOCKS,
             num_warps=WARPS,
             enable_fp_fusion=False,
@@ -194,7 +209,11 @@ def _run_forward(
 
 
 def ffn_backward(
-    grad: torch.Tensor, packed_gate: torch.Tensor, packed_up: torch.Tensor | None, bits: int
+    grad: torch.Tensor,
+    packed_gate: torch.Tensor,
+    packed_up: torch.Tensor | None,
+    bits: int,
+    gelu: bool = False,
 ) -> torch.Tensor:
     """As `kernels.blockfloat.layers.ffn_backward`: `grad`, contiguous, becomes the inner activations.
 
@@ -225,6 +244,7 @@ def ffn_backward(
             made.shape[-1],
             BITS=bits,
             GATED=gated,
+            GELU=gelu,
             T=BLOCKS,
             num_warps=WARPS,
             enable_fp_fusion=False,

@@ -81,17 +81,21 @@ def test_norms_that_store_nothing(width: int, biased: bool) -> None:
 
 
 @inside
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gate_of", ["", "silu", "gelu"])
 @pytest.mark.parametrize("width", [1, 130])
-def test_activations_that_store_nothing(width: int, gated: bool) -> None:
+def test_activations_that_store_nothing(width: int, gate_of: str) -> None:
     from kernels.blockfloat.triton import ffn
 
     gate, up, grad = (drawn(3, 7, width, seed=seed) for seed in range(3))
-    inner = reference.swiglu(gate, up) if gated else reference.gelu(gate)
-    wanted = reference.swiglu_gradient(grad, gate, up) if gated else (reference.gelu_gradient(grad, gate),)
-    assert near(ffn.activation(gate, up if gated else None), inner)
+    gelu = gate_of == "gelu"
+    wanted: tuple[Tensor, ...]
+    if gate_of:
+        inner, wanted = reference.gated(gate, up, gelu), reference.gated_gradient(grad, gate, up, gelu)
+    else:
+        inner, wanted = reference.gelu(gate), (reference.gelu_gradient(grad, gate),)
+    assert near(ffn.activation(gate, up if gate_of else None, gelu), inner)
     again = grad.clone()
-    found = ffn.ffn_backward(again, gate, up if gated else None, 0)
+    found = ffn.ffn_backward(again, gate, up if gate_of else None, 0, gelu)
     assert near(again, inner)
     assert near(found, torch.cat(wanted, dim=-1))
 

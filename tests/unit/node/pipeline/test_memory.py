@@ -89,6 +89,23 @@ def test_one_device_takes_what_is_estimated(form: str, family: str, stage: int) 
     assert LEAST <= estimated(config, stage, Devices()) / found <= MOST
 
 
+@pytest.mark.parametrize("form", ["agoq", "compact, fp8", "agoq, fp8, bf16"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"qk_norm": "head", "head_width": 48},
+        {"qk_norm": "full", "norm_place": "output"},
+        {"qk_norm": "head", "norm_place": "both", "norm_offset": True, "activation": "gelu"},
+    ],
+    ids=["qwen3", "olmo2", "gemma3"],
+)
+def test_blocks_with_more_norms_take_what_is_estimated(form: str, more: dict[str, Any]) -> None:
+    config = run(form)
+    config = replace(config, model=replace(config.model, **more))
+    found = measured(config, StageModel(config, CPU), 0, held=2)
+    assert LEAST <= estimated(config, 0, Devices()) / found <= MOST
+
+
 @pytest.mark.parametrize("form", ["plain", "autocast", "agoq"])
 def test_a_chunked_head_uses_the_estimated_memory(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(run(form), model=ModelSection(**{**SIZES, "vocab": 16384}))

@@ -101,10 +101,6 @@ def test_the_most_that_is_allowed() -> None:
         ({"model.family": "lama"}, "model.family 'lama' is unknown; did you mean 'llama'?"),
         ({"model.family": "x"}, "known: llama, gpt2"),
         ({"model.qk_norm": "heads"}, "model.qk_norm 'heads' is unknown; did you mean 'head'?"),
-        (
-            {"model.norm_place": "output", "storage.preset": "agoq"},
-            "storage.allow empty for a model with norms",
-        ),
         ({"model.window": 8, "model.family": "gpt2"}, "model.window is for model.family llama"),
         ({"model.activation": "relu"}, "model.activation 'relu' is unknown"),
         ({"training.export_every": -1}, "training.export_every must be at least 0"),

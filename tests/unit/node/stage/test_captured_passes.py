@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.reach import Documents
 from kernels.fp8.reference import Fp8Gradient
 from node.config.schema import ModelSection
 from node.model import storage
@@ -240,3 +241,34 @@ def test_passes_that_cannot_be_captured_run_through_autograd(
     (record,) = caplog.records
     assert record.getMessage().endswith("operation not permitted when stream is capturing")
     assert captured.recorder.recorded == fail_at
+
+
+def test_a_microbatch_of_more_documents_than_graphs_have_runs_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch would warn that graphs keep the parameters on a stream of their own, which the product knows."""
+    told: list[bool] = []
+    monkeypatch.setattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", told.append)
+    first = torch.zeros(SHAPE, dtype=torch.bool)
+    few, many = (Documents.of(starts, CPU) for starts in (first, torch.ones_like(first)))
+    assert not many.like(few)
+    made: list[list[Tensor]] = []
+    for captured in (False, True):
+        half = Half("autocast", "llama", last=True, captured=captured)
+        generator = torch.Generator().manual_seed(1)
+        found: list[Tensor] = []
+        for step in range(3):
+            half.begin()
+            for microbatch, documents in enumerate((few, many if step == 2 else few)):
+                tokens = torch.randint(0, 256, SHAPE, generator=generator)
+                hidden = torch.randn(*SHAPE, 64, generator=generator)
+                found.append(half.passes.forward(microbatch, hidden, tokens, documents))
+                gradient = half.passes.backward(microbatch, None)
+                assert gradient is not None
+                found.append(gradient)
+                assert told == ([False] if captured and step == 2 and microbatch else [])
+            half.optimizer.squared_norms()
+            half.optimizer.apply(1e-2, 0.5)
+        made.append([*found, *(parameter.detach().clone() for parameter in half.optimizer.parameters)])
+    assert half.recorder.recorded == 2
+    assert_same(made[1], made[0])

@@ -37,7 +37,7 @@ MODELS = {
     "qwen3": replace(LLAMA, qk_norm="head"),
 }
 STORAGES = {"off": Storage(), "again": Storage(again=True), "agoq": PRESETS["agoq"]}
-CASES = [(name, way) for name, model in MODELS.items() for way in STORAGES if model.is_plain or way != "agoq"]
+CASES = [(name, way) for name, model in MODELS.items() for way in STORAGES]
 CUTS = (0, 7, 8, 30, 48)
 
 
