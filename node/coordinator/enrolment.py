@@ -86,7 +86,10 @@ class EnrolmentHandler:
         now = self._clock()
         key_hash = public_key_hash(key)
         member = Member(node_id_of(key_hash), key_hash, request.hardware, joined=now)
-        line = self._useless(request.hardware)
+        # Only for who holds a token: to say what would let it host a stage takes a while. One that comes back
+        # with a used token hears it once it says hello.
+        invited = not self.would_refuse(request.token_id, request.secret)
+        line = self._useless(request.hardware) if invited else None
         useless = None if line is None else Refusal(RefusalCode.BAD_REQUEST, line)
         decision = self._store.admit_token(request.token_id, request.secret, member, useless)
         if decision.refusal is not None:

@@ -23,14 +23,18 @@ log = logging.getLogger(__name__)
 GROWS = "expandable_segments"
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch's own, the newer one first."""
+_earlier: dict[int, int] = {}
+"""By GPU, the most bytes in tensors before the newest `begin_peak`."""
 
 
 def grow_segments(device: torch.device) -> None:
-    """Let the segments of this process grow, unless its owner has said in the environment whether they do.
+    """Let the segments of this process grow, unless its owner sets the allocator in the environment: a call
+    puts its own settings in place of those, and not all go together (max_split_size_mb with growing segments
+    reserves ever more, pytorch issue 123548).
 
     Call it before the first tensor on the device: what was reserved before stays as it is.
     """
-    if device.type != "cuda" or any(GROWS in os.environ.get(name, "") for name in VARIABLES):
+    if device.type != "cuda" or any(os.environ.get(name) for name in VARIABLES):
         return
     core: Any = torch._C
     try:
@@ -74,12 +78,18 @@ def held(device: torch.device) -> Held:
 def begin_peak(device: torch.device) -> None:
     """Count the most that is held from now on, if the device is a GPU."""
     if device.type == "cuda":
+        _earlier[device.index or 0] = largest_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def most_allocated(device: torch.device) -> int:
     """The most bytes in tensors since `begin_peak`; 0 on a CPU, which does not count them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def largest_allocated(device: torch.device) -> int:
+    """The most bytes in tensors of a GPU since this process began, whatever `begin_peak` counts."""
+    return max(_earlier.get(device.index or 0, 0), torch.cuda.max_memory_allocated(device))
 
 
 def largest_free(segments: Iterable[Mapping[str, Any]], index: int) -> int:

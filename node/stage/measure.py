@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from node.pipeline.routing import Peer
+from node.stage.allocator import largest_allocated
 from node.telemetry.clock import ClockSync, SpanRing, StageClock, Times, difference
 from node.telemetry.trace_files import TracedSteps
 from wire.link_state import LinkStats
@@ -110,7 +111,7 @@ class NodeMeter:
             # The system counts the two separately.
             peak_memory_bytes=max(resident, peak_resident_bytes()),
             gpu_memory_bytes=torch.cuda.memory_allocated(self._device) if on_gpu else 0,
-            gpu_peak_memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else 0,
+            gpu_peak_memory_bytes=largest_allocated(self._device) if on_gpu else 0,
             clock_skew_seconds=skew,
             clock_error_seconds=self.sync.error,
             relayed_bytes=self.relay.totals.bytes if self.relay is not None else 0,

@@ -2,8 +2,9 @@
 
 A plan rests on an estimate of memory and on times measured before the run. Between two steps the most that
 tensors took and the time of a microbatch are compared with it: what is off by over 5 % goes into another
-plan. Steps are looked at after 1, 2, 4, ... others, and from 1 again after a change (the exponential back-off
-of Adacc's policy evolution, papers/adacc.txt). A device that runs short all the same gets a plan for a tenth
+plan. The first step with a plan compiles and does not count. The second is looked at, then the one 2 later, 4
+later and so on, and after a change from the second one again (the exponential back-off of Adacc's policy
+evolution, papers/adacc.txt). A device that runs short all the same gets a plan for a tenth
 less memory, until none takes less. No plan changes a bit.
 """
 
@@ -20,6 +21,8 @@ GAIN = 0.01
 """Another plan that fits has to save this share of a microbatch's time."""
 LESS = 0.1
 """Of the stage's memory that was not enough."""
+FIRST_LOOK = 2
+"""Steps with a plan until the first look."""
 MOST_STEPS = 1024
 """Between two looks."""
 
@@ -45,8 +48,10 @@ class MemoryControl:
         """To plan for: what the node offers, less what the estimate is too low by."""
         self._most: int | None = None
         """After the device ran short, no more than this."""
-        self._wait = self._left = 1
-        """Steps between two looks, and until the next."""
+        self._wait = 1
+        """Steps between two looks,"""
+        self._left = FIRST_LOOK
+        """and until the next."""
         self.plan = room.plan(config, stages, stage)
 
     def step_done(self, taken: Taken) -> MemoryPlan | None:
@@ -57,8 +62,10 @@ class MemoryControl:
         if self._left > 0:
             return None
         found = self._solved_again(taken)
-        self._wait = 1 if found is not None else min(MOST_STEPS, 2 * self._wait)
-        self._left = self._wait
+        if found is not None:
+            self._wait, self._left = 1, FIRST_LOOK
+        else:
+            self._wait = self._left = min(MOST_STEPS, 2 * self._wait)
         return found
 
     def ran_short(self) -> MemoryPlan | None:
@@ -68,7 +75,7 @@ class MemoryControl:
         plan = self._planned(self._most)
         if plan.memory.total >= total:
             return None
-        self.plan, self._wait, self._left = plan, 1, 1
+        self.plan, self._wait, self._left = plan, 1, FIRST_LOOK
         return plan
 
     def _solved_again(self, taken: Taken) -> MemoryPlan | None:

@@ -325,18 +325,25 @@ def test_the_handler_refuses_what_a_correct_node_never_sends(tmp_path: Path) -> 
 
 
 def test_an_unfit_node_with_a_good_token_gets_the_reason(tmp_path: Path) -> None:
-    """Its token stays unused, and the reply reveals nothing about the model to strangers."""
+    """Its token stays unused, and the reply reveals nothing about the model to strangers, for whom nothing is
+    estimated."""
+    judged: list[Hardware] = []
+
+    def useless(hardware: Hardware) -> str:
+        judged.append(hardware)
+        return "needs 9 GB"
+
     authority = CertificateAuthority.create("run-a", time.time())
     csr = make_csr(key_to_pem(ec.generate_private_key(ec.SECP256R1())))
     with Store.create(tmp_path, run_id="run-a", config_json="{}", pin=authority.pin, now=0.0) as store:
         store.set_addresses(["127.0.0.1:7700"])
         record, token = store.create_token(time.time(), DAY, 1)
-        handler = EnrolmentHandler(store, authority, DAY, time.time, lambda hardware: "needs 9 GB")
+        handler = EnrolmentHandler(store, authority, DAY, time.time, useless)
         request = JoinRequest(VERSION, PROTOCOL, "run-a", record.token_id, token.secret, csr, HARDWARE)
         assert handler.join(request) == Refusal(RefusalCode.BAD_REQUEST, "needs 9 GB")
         stranger = handler.join(replace(request, secret=bytes(16)))
         assert isinstance(stranger, Refusal) and stranger.code is RefusalCode.TOKEN_UNKNOWN
-        assert "9 GB" not in stranger.message
+        assert "9 GB" not in stranger.message and judged == [HARDWARE]
         assert [token.uses for token in store.list_tokens()] == [0]
         assert store.members() == []
 

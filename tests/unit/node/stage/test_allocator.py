@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-from node.stage.allocator import Held, grow_segments, held, largest_free
+from node.stage import allocator
+from node.stage.allocator import (
+    Held,
+    begin_peak,
+    grow_segments,
+    held,
+    largest_allocated,
+    largest_free,
+    most_allocated,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -28,14 +37,14 @@ def test_segments_of_a_gpu_grow(settings: list[str]) -> None:
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("value", ["expandable_segments:False", "max_split_size_mb:512"])
 def test_what_the_owner_sets_in_the_environment_stays(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch, variable: str
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
-    monkeypatch.setenv(variable, "expandable_segments:False")
+    monkeypatch.setenv(variable, value)
     grow_segments(GPU)
     assert settings == []
-    # Other settings of the allocator say nothing about segments.
-    monkeypatch.setenv(variable, "max_split_size_mb:512")
+    monkeypatch.setenv(variable, "")
     grow_segments(GPU)
     assert settings == ["expandable_segments:True"]
 
@@ -85,3 +94,15 @@ def test_the_largest_free_piece_is_the_largest_block_that_no_tensor_and_no_event
         allocated=1000, reserved=2000, largest_free=70, most_allocated=3000, most_reserved=6000
     )
     assert str(found) == "1 kB in tensors, largest free piece 70 B"
+
+
+def test_the_largest_of_the_process_outlasts_peaks_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = [0]
+    monkeypatch.setattr(allocator, "_earlier", {})
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 0))
+    for most, largest in ((500, 500), (300, 500), (700, 700), (100, 700)):
+        begin_peak(GPU)
+        peak[0] = most
+        assert (most_allocated(GPU), largest_allocated(GPU)) == (most, largest)
+    assert most_allocated(CPU) == 0
