@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -85,7 +85,7 @@ class FakeStore:
         self._check("placement")
         self.placements.append((epoch, list(nodes)))
 
-    def record_step(self, step: StepRecord) -> StepOutcome:
+    def record_step(self, step: StepRecord, norms: Mapping[int, float] | None = None) -> StepOutcome:
         self._check("step")
         self.steps.append(step)
         return StepOutcome.NEW
