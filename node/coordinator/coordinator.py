@@ -330,7 +330,7 @@ class Coordinator:
             case RecordRestored():
                 rates = {session.node_id: session.hello.download_rate for session in self._sessions}
                 self._reporter.restored(action, rates)
-                await self._planners.restored(action.step)
+                await self._planners.next_is(action.step)
             case RecordCodecs() | RecordStorages():
                 await self._record(record_plan, self._store, action)
                 self._reporter.planned(action)
@@ -340,6 +340,7 @@ class Coordinator:
                 await self._record_held_out(action)
             case StepDone():
                 costs = self._reporter.finish_step()
+                await self._planners.next_is(action.step + 1)
                 if costs is not None:
                     self._use_costs(action.epoch, costs)
             case Announce():

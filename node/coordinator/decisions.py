@@ -87,14 +87,16 @@ def record_places(store: Store, plan: PlacePlan) -> None:
         db.execute(f"INSERT OR REPLACE INTO place_plans VALUES (({newest}), ?)", (plan.to_json(),))
 
 
-def recorded_places(store: Store) -> tuple[int, PlacePlan] | None:
-    """The newest plan, and the epoch that it ends. Raises UserError for a damaged record."""
+def recorded_places(store: Store) -> tuple[int, PlacePlan, int] | None:
+    """The newest plan behind the epoch that it ends, and how many there are. Raises UserError for a damaged
+    record."""
     with store.reading() as db:
         if not has_table(db, "place_plans"):
             return None
         row = db.execute("SELECT epoch, plan FROM place_plans ORDER BY epoch DESC LIMIT 1").fetchone()
+        count = db.execute("SELECT count(*) FROM place_plans").fetchone()[0]
     try:
-        return None if row is None else (row[0], PlacePlan.from_json(row[1]))
+        return None if row is None else (row[0], PlacePlan.from_json(row[1]), count)
     except ConfigError as error:
         raise UserError(f"{store.path}: {error}: put back a copy of it") from None
 

@@ -6,6 +6,7 @@ On the event loop; a plan is made on a thread.
 import asyncio
 import copy
 import functools
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,11 @@ from wire.telemetry import LinkReport
 LOOK_SECONDS = 0.5
 PLAN_SECONDS = 5.0
 """Between two plans."""
+MOST_WAIT = 1000
+"""Steps of a placement before it may change: `LEAST_STEPS`, twice as many after each move, at most this many.
+So noise cannot move a run to and fro."""
+BUSY = 0.5
+"""A link's measured rate counts where it carried tensors for this share of a step."""
 REST = 20
 """As long as a plan took, so many times."""
 
@@ -81,6 +87,10 @@ class PlacePlanner:
         self.speeds = Speeds(past.shown)
         self._splits = past.splits
         self._hosts = past.hosts
+        self._moves = past.moves
+        self._wait = min(LEAST_STEPS << min(past.moves, 10), MOST_WAIT)
+        self._count = 0
+        """Steps of the epoch that runs."""
         self._first_new = max(past.splits.newest, past.committed.step + 1 if past.committed else 0)
         """The first step whose split is not on record: earlier ones run again with theirs."""
         self._newest: tuple[Epoch, int, list[float]] | None = None
@@ -106,11 +116,18 @@ class PlacePlanner:
         if costs.aborted or self._stages != epoch.stages:
             return
         before = self._newest
-        steps = before[2] if before is not None and before[0].number == epoch.number else []
+        same = before is not None and before[0].number == epoch.number
+        steps = before[2] if before is not None and same else []
+        self._count = self._count + 1 if same else 1
         self._newest = epoch, costs.step + 1, [*steps[1 - LEAST_STEPS :], costs.seconds]
         length = self._config.microbatches // self._config.pipeline.groups
         heads = [0.0] * (epoch.stages - 1) + [self._head_blocks]
         blocks = [count + head for count, head in zip(self._split, heads, strict=True)]
+        busies = {
+            (link.source_replica, link.source, link.target): link.busy_seconds
+            for link in costs.links
+            if link.source_replica == link.target_replica
+        }
         for replica, groups in enumerate(epoch.groups):
             count = length * len(groups)
             report = functools.partial(self._report_of, replica)
@@ -119,9 +136,10 @@ class PlacePlanner:
                 return
             row = epoch.row(replica)
             for stage, link in enumerate(measures.links):
-                # A link that was never full says nothing of what it carries.
                 for source, target, rate in ((stage, stage + 1, link.up), (stage + 1, stage, link.down)):
-                    if rate < float("inf"):
+                    # Few small tensors do not show what a line carries; a probe did.
+                    busy = busies.get((replica, source, target), 0.0)
+                    if rate < math.inf and busy >= BUSY * costs.seconds:
                         line = Line(rate=rate, round_trip=2 * link.latency)
                         self.speeds.line(row[source], row[target], line)
             if len(steps) + 1 >= LEAST_STEPS // 2:  # the first ones compile
@@ -185,9 +203,9 @@ class PlacePlanner:
         epoch, step, steps = self._newest
         if step < self._first_new:
             return None
-        is_early = len(steps) < LEAST_STEPS
         # The first placement may change at once, once all lines are known: little was done in it.
-        if is_early and not (self._desk.complete and step <= LEAST_STEPS):
+        is_first = self._moves == 0 and step <= LEAST_STEPS and self._desk.complete
+        if self._count < self._wait and not is_first:
             return None
         speeds, now = copy.deepcopy(self.speeds), self._grid()
         offers = [

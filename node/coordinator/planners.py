@@ -295,8 +295,8 @@ class Planners:
         if self._places is not None:
             self._places.heard(node_id, message)
 
-    async def restored(self, step: int) -> None:
-        """The nodes of an epoch hold the state of `step`."""
+    async def next_is(self, step: int) -> None:
+        """All stages hold the state of `step`, so that step runs next."""
         if self._places is not None:
             await self._places.next_is(step)
 

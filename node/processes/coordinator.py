@@ -108,6 +108,7 @@ def run_coordinator(
             authority = CertificateAuthority.load(run_dir / "authority")
             with _nodes_wait(config, authority):
                 run = _reopen(config, run_dir, authority, _load_corpus(config, tell), tell, new_text)
+            config = _with_split(config, run.past)
         else:
             corpus = _load_corpus(config, tell)
             # After all checks: a failed start leaves no run behind.
@@ -135,6 +136,7 @@ def run_coordinator(
             with _nodes_wait(config, run.authority):
                 corpus = _load_corpus(config, tell)
                 run = _reopen(recorded, run_dir, run.authority, corpus, tell, new_text=False)
+            config = _with_split(config, run.past)
 
 
 def _load_corpus(config: RunConfig, tell: Tell) -> TrainingData:
@@ -201,8 +203,7 @@ def _reopen(
             telemetry=config.telemetry,
         )
     splits = _splits(store, from_json(recorded), config, newest)
-    if (split := splits.at(newest)) is not None:
-        config = replace(config, pipeline=replace(config.pipeline, split=split))
+    config = _with_split(config, Past(newest_snapshot=newest, splits=splits))
     if (config_json := to_json(config)) != recorded:
         store.set_config(config_json)
         _write_run_file(directory, config)
@@ -225,6 +226,7 @@ def _reopen(
         codecs=recorded_codecs(store),
         splits=splits,
         shown=planned[1].shown if planned is not None else {},
+        moves=planned[2] if planned is not None else 0,
         storages=recorded_storages(store),
         validated=frozenset(record.step for record in held_out),
         best=min((record.uncompressed for record in held_out), default=math.inf),
@@ -260,6 +262,12 @@ def _splits(store: Store, before: RunConfig, config: RunConfig, step: int) -> Sp
     if found != history:
         record_splits(store, found)
     return found
+
+
+def _with_split(config: RunConfig, past: Past) -> RunConfig:
+    """`config` with the split that the next step has by what is on record."""
+    split = past.splits.at(past.newest_snapshot)
+    return config if split is None else replace(config, pipeline=replace(config.pipeline, split=split))
 
 
 def _check_text(

@@ -103,6 +103,8 @@ class Past:
     """The splits on record."""
     shown: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a block on nodes that earlier steps have shown."""
+    moves: int = 0
+    """Plans of places on record."""
     newest: tuple[PastStep, ...] = ()
     """The newest committed steps, oldest first."""
 

@@ -59,3 +59,33 @@ def test_nodes_that_wait_for_others_measure_themselves_and_the_line_between_them
         assert coordinator.wait_exit() == 0
         assert node.wait_exit() == 0
         assert run.losses == undisturbed(config).losses
+
+
+def test_steps_that_run_again_have_the_split_that_they_had(prefork: Prefork, tmp_path: Path) -> None:
+    """Links lose bits, so where boundaries are decides the losses. The snapshot of the change is damaged."""
+    lossy = replace(CONFIG.pipeline, forward_codec="tah", backward_codec="fixed-8")
+    config = replace(
+        CONFIG, pipeline=lossy, run=replace(CONFIG.run, steps=9, snapshot_every=4, keep_snapshots=9)
+    )
+    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:
+        first = run.start()
+        nodes = run.add_nodes(2)
+        still = run.wait_still()
+        assert run.command("set", str(run.run_dir), "pipeline.split=4,1").wait_exit() == 0
+        first.wait_event(Notice)
+        still.go_on()
+        assert first.wait_exit() == 0
+        assert [node.wait_exit() for node in nodes] == [0, 0]
+        losses = run.losses
+        assert len(losses) == 9
+        assert run.snapshots == [4, 6, 8, 9]
+        for step in (6, 8, 9):
+            for layer in (run.run_dir / "snapshots" / f"step-{step:08}").glob("*.safetensors"):
+                layer.write_bytes(b"damaged")
+        again = run.resume()
+        run.add_nodes(2)
+        assert again.wait_exit() == 0
+        assert [started.first_step for started in again.all(RunStarted)] == [4, 6]
+        assert [placed.blocks for placed in again.all(PlacementMade)] == [(3, 2), (4, 1)]
+        assert not any("another loss" in notice.text for notice in again.all(Notice))
+        assert run.losses == losses

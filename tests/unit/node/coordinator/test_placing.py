@@ -174,3 +174,14 @@ async def test_a_plan_that_does_not_fit_in_memory_is_none() -> None:
         assert here.planner._fits((3, 3), 0, tight[0])
         assert not here.planner._fits((5, 1), 0, tight[0])
         assert here.planner._most_blocks(tight[0]) <= 3
+
+
+async def test_after_each_move_the_next_one_waits_twice_as_long() -> None:
+    past = Past(hosts=tuple(SPEED), moves=2)
+    async with scene(past) as here:
+        await here.measure()
+        here.steps(first=12, count=4 * LEAST_STEPS - 1)
+        assert here.planner._plan() is None
+        here.steps(first=11 + 4 * LEAST_STEPS, count=1)
+        plan, _ = await here.moves.get()
+        assert max(plan.grid.split) == 5
