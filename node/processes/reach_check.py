@@ -155,10 +155,10 @@ def nat_words(found: Findings) -> str:
 
 
 def _direct(found: Findings) -> Check:
-    if found.reached:
-        how = "others can dial this machine"
-    elif found.mapped_reached:
+    if found.mapped_reached:
         how = f"others can dial this machine at port {found.mapped_port} of its router ({found.mapped_by})"
+    elif found.reached:
+        how = "others can dial this machine"
     else:
         if found.mapped_port:
             promise = f"the router promised its port {found.mapped_port} ({found.mapped_by})"

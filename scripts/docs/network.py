@@ -1,6 +1,7 @@
 """Tables of links: laboratory, efficiency of a step, all-reduce, and cost of tracing."""
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -438,10 +439,16 @@ def reach() -> str:
     meanings = "; ".join(f"{kind}: {words}" for kind, words in report["kinds"].items())
     good = sum(pair["same_weights"] for pair in report["pairs"])
     machine = report["machine"]
+    # Pairs of an earlier record name its commit.
+    counted = Counter(pair.get("commit", machine["commit"])[:12] for pair in report["pairs"])
+    commits = ", ".join(
+        f"commit {name}" + (f" ({count} pairs)" if len(counted) > 1 else "")
+        for name, count in counted.items()
+    )
     caption = (
         f"{meanings}. The last path of a run of {report['steps']} steps; of {len(report['pairs'])} pairs "
         f"{good} trained the weights of two open machines. {spaced(machine['processor'])}, "
-        f"{machine['cores']} cores, kernel {machine['kernel']}, commit {machine['commit'][:12]}."
+        f"{machine['cores']} cores, kernel {machine['kernel']}, {commits}."
     )
     table = f"{markdown([(words, 'left') for words in head], rows)}\n\n{caption}"
     head, *rows = doctor_table(report)
