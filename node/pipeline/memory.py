@@ -242,11 +242,12 @@ def most_held(
         room = MEMORY_SHARE * memory
         # Except with CUDA graphs, the optimizer may reuse the memory of activations.
         after = least.applying if least.captured else 0
-        spare = room - (least.fixed + least.state + least.snapshot + least.working + least.kept + after)
+        passes = least.working + least.kept + least.pages
+        spare = room - (least.fixed + least.state + least.snapshot + passes + after)
         if least.total > room:
             spare = 0
         if config.pipeline.window_gb > 0:
             spare = min(spare, config.pipeline.window_gb * 1e9)
-        one = (large.kept - least.kept) / max(1, wide - narrow)
+        one = (large.kept + large.pages - least.kept - least.pages) / max(1, wide - narrow)
         most.append(wide if one == 0 else narrow + max(0, int(spare // one)))
     return tuple(most)

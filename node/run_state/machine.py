@@ -367,7 +367,7 @@ class RunMachine:
                 grid, why = self._newcomers.enter(), "nodes that followed the run enter"
                 return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
             epoch.keeps_sums = self._newcomers.follow
-            return epoch.begin() if not self._shares_anew(epoch) else self._place_anew(now)
+            return epoch.begin() if not self._moves_groups(epoch) else self._new_placement(now)
         if self._snapshots.newest < epoch.step and not self._leaves_to_others(epoch):
             return self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=True)
         if epoch.step >= self.plan.total_steps:
@@ -377,9 +377,9 @@ class RunMachine:
         if self._newcomers.awaited:
             self._wrong.make_room(epoch, self._roster.candidates(), now)
             self._assigner.regroup(now)
-        return self._place_anew(now)
+        return self._new_placement(now)
 
-    def _place_anew(self, now: float) -> list[Action]:
+    def _new_placement(self, now: float) -> list[Action]:
         return self._end_epoch(AbortKind.PLACEMENT, "the placement changes") + self._try_place(now)
 
     def _leaves_to_others(self, epoch: Epoch) -> bool:
@@ -387,7 +387,7 @@ class RunMachine:
         stays = self._ending.due or self._newcomers.awaited or epoch.step >= self.plan.total_steps
         return not stays and self._roster.dispensable(epoch)
 
-    def _shares_anew(self, epoch: Epoch) -> bool:
+    def _moves_groups(self, epoch: Epoch) -> bool:
         """Whether it pays to give rows other groups or links other codecs; or a replay has other codecs."""
         left = self.plan.total_steps - epoch.step
         gains = self._sharing.may_gain(epoch.hosts, epoch.groups, steps=epoch.steps_done, left=left)
@@ -400,7 +400,7 @@ class RunMachine:
         if epoch is None or over or not self._newcomers.enter_at_once(epoch, self._candidates()):
             return []
         self._assigner.regroup(now)
-        return self._place_anew(now)
+        return self._new_placement(now)
 
     def _may_go_on(self, epoch: Epoch) -> bool:
         return not (self._newcomers.awaited or self._is_to_end(epoch)) and epoch.step < self.plan.total_steps

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -19,6 +19,7 @@ from aiohttp import web
 from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator.changes import Changes
+from node.coordinator.look_service import Looks
 from node.coordinator.ports import Ports
 from node.coordinator.store import Store
 from node.dashboard import connections, server
@@ -424,7 +425,7 @@ async def test_the_page_is_served_over_tls_with_the_runs_ca(tmp_path: Path, stor
         authority=authority,
         metrics=None,
         emit=told.append,
-        ports=Ports(port=0, door=None),
+        ports=Ports(port=0, door=None, relay=None, looks=cast(Looks, None)),
     ):
         (served,) = told
         assert isinstance(served, events.PageServed) and served.url.startswith("https://")
