@@ -119,6 +119,9 @@ class Node:
     def uploading(self, step: int) -> bool:
         return False
 
+    def waited_for_votes(self, seconds: float) -> None:
+        pass
+
     def count_time(self) -> None:
         pass
 
