@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -232,6 +233,8 @@ async def test_a_gpu_without_products_in_fp8_refuses_a_run_that_has_them(
         hardware=replace(runtime._settings.hardware, device="NVIDIA A100"),
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    named = SimpleNamespace(name="NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: named)
     async with asyncio.TaskGroup() as group:
         with pytest.raises(RunError, match=r"multiplies in FP8 .* this node's NVIDIA A100 cannot: join with"):
             await runtime._join(group, welcome)
