@@ -51,7 +51,7 @@ def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(prefork: Prefork, 
         CONFIG,
         model=TINY,
         pipeline=replace(CONFIG.pipeline, stages=2),
-        run=replace(CONFIG.run, steps=250),
+        run=replace(CONFIG.run, steps=500),
     )
     with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=1, steps=4)) as run:
         coordinator = run.start()
