@@ -305,7 +305,7 @@ class RunView:
     replayed: int
     """Committed steps that ran again after a rollback."""
     replays_to: int = 0
-    """Steps up to this one run again; 0 when the run is past what it had done."""
+    """The run repeats the steps up to this one; 0 when it has repeated them."""
     token_uses: int | None = None
     """Nodes that the run's join tokens still admit; None if unknown."""
     bottleneck: tuple[str, ...] = ()

@@ -69,7 +69,7 @@ class Looks:
         except DecodeError:
             first = None
         if first is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "what came is no request")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this message is no request")
         source, token = self._source(context.peer()), first.token_id
         request = JoinRequest(
             version=first.version,

@@ -1,4 +1,4 @@
-"""Gathers what is known of nodes and lines, has lines measured, and plans who hosts which stage.
+"""Collects measurements of nodes and links, asks for missing ones, and plans which node hosts which stage.
 
 On the event loop; a plan is made on a thread.
 """

@@ -2,8 +2,8 @@
 
 Only pairs that a placement could join are measured: all of a few nodes, of many each node with `NEAR` others.
 A few pairs at a time, each node in one at most, each pair once while both stay. A node that does not answer
-holds up nobody: its turn ends, and after `MOST_FAILURES` turns its pairs count as unknown. What it says of a
-pair that it was not asked about is dropped.
+delays no other pair: its turn ends, and after `MOST_FAILURES` turns its pairs count as unknown. Answers about
+pairs that it was not asked to measure are dropped.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ class ProbeDesk:
         return len(self._done)
 
     def due(self, now: float) -> list[tuple[str, ProbePeer]]:
-        """Who is to measure now, and what it is told. `now`: seconds on any monotonic clock."""
+        """The nodes that should measure now, each with its message. `now`: seconds on any monotonic clock."""
         for node, turn in list(self._turns.items()):
             if now >= turn.ends:
                 self._failed(node)
@@ -113,7 +113,7 @@ class ProbeDesk:
 
 
 def pairs_to_measure(addresses: Mapping[str, str]) -> list[Pair]:
-    """Pairs that a placement could join and of which one can dial the other, in the order of their turns."""
+    """Pairs that may become neighbours and where one can dial the other, in the order to probe them."""
     nodes = sorted(addresses, key=_mark)
     if len(nodes) <= ALL_PAIRS:
         pairs: Sequence[Pair] = list(combinations(nodes, 2))

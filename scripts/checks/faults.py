@@ -341,7 +341,7 @@ coordinator (`tests/support/liar.py`). *Longest wait*: without a new step, from 
 
 The last three compute wrong values, as a broken card does, and run in two rows of two stages with `audit.rate
 = 1`. With rate *p* and *R* rows of like nodes a member that is always wrong is found after *R* / (2 *p*)
-steps on average, and within 3 *R* / (2 *p*) in 95 of 100 cases. What it spoiled until then stays in the
+steps on average, and within 3 *R* / (2 *p*) in 95 of 100 cases. Wrong steps before that stay in the
 weights, so go back to a snapshot from before. The cost is one gradient group more for a row in a share *p*
 of the steps: with as many groups as rows, at most *p* of the run's time. In the other steps nodes only hash
 what they send.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from node.config.schema import SyncSection
+from node.config.schema import RunConfig, SyncSection
 from node.faults import Fault, Kind, Phase
 from node.telemetry.events import Event, NodeJoined, Notice, PlacementMade, SnapshotStored, StepDone
 from tests.support.fault_prefork import Prefork
@@ -60,13 +60,12 @@ def grids(run: FaultRun) -> list[tuple[tuple[int, ...], ...]]:
     return [placed.groups for placed in run.all(PlacementMade)]
 
 
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.SYNC, Phase.VOTING, Phase.COMMIT_APPLY])
-def test_a_row_that_loses_a_node_costs_its_groups_work(
-    phase: Phase, prefork: Prefork, tmp_path: Path
+def assert_one_row_goes_on(
+    prefork: Prefork, tmp_path: Path, config: RunConfig, phase: Phase, *, step: int
 ) -> None:
-    """The other row takes its groups at once, and from where it is."""
-    kill = Fault(kind=Kind.KILL, phase=phase, stage=1, step=2)
-    with FaultRun(tmp_path, CONFIG, [HOLD, kill], launch=prefork.popen) as run:
+    """Of two rows one loses a node in `step`; the other takes all groups and loses no step."""
+    kill = Fault(kind=Kind.KILL, phase=phase, stage=1, step=step)
+    with FaultRun(tmp_path, config, [HOLD, kill], launch=prefork.popen) as run:
         with held(run, HOLD):
             run.start()
             run.add_nodes(4)
@@ -75,8 +74,16 @@ def test_a_row_that_loses_a_node_costs_its_groups_work(
         first = grids(run).index(BOTH)
         before, after = run.all(PlacementMade)[first : first + 2]
         assert after.groups == ALONE, "the row that is left goes on"
-        assert after.resume_step in (2, 3), "no step is lost"
+        assert after.resume_step in (step, step + 1), "no step is lost"
         assert set(after.nodes) < set(before.nodes), "nobody who would have to fetch the state"
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.SYNC, Phase.VOTING, Phase.COMMIT_APPLY])
+def test_a_row_that_loses_a_node_costs_its_groups_work(
+    phase: Phase, prefork: Prefork, tmp_path: Path
+) -> None:
+    """The other row takes its groups at once, and from where it is."""
+    assert_one_row_goes_on(prefork, tmp_path, CONFIG, phase, step=2)
 
 
 LONG = replace(CONFIG, run=replace(CONFIG.run, steps=30, snapshot_every=30))
@@ -171,18 +178,7 @@ def test_a_row_that_loses_a_node_in_a_round_changes_no_bit(
     phase: Phase, prefork: Prefork, tmp_path: Path
 ) -> None:
     """The other row goes on from where the round began, and takes the local steps of all groups."""
-    kill = Fault(kind=Kind.KILL, phase=phase, stage=1, step=3)
-    with FaultRun(tmp_path, ROUNDS, [HOLD, kill], launch=prefork.popen) as run:
-        with held(run, HOLD):
-            run.start()
-            run.add_nodes(4)
-            assert run.tend(until=until_joined(4)) is None
-        run.assert_ends_undisturbed()
-        first = grids(run).index(BOTH)
-        before, after = run.all(PlacementMade)[first : first + 2]
-        assert after.groups == ALONE
-        assert after.resume_step in (3, 4), "no step is lost"
-        assert set(after.nodes) < set(before.nodes)
+    assert_one_row_goes_on(prefork, tmp_path, ROUNDS, phase, step=3)
 
 
 def test_a_run_whose_nodes_all_die_in_a_round_goes_on_from_a_snapshot_with_the_outer_momentum(
