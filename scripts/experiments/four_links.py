@@ -10,14 +10,11 @@ replace or join those of the file, if it is of the same commit and machine.
 import argparse
 import asyncio
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +30,10 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.lab.results import commit, hardware
-from node.run_file.loader import to_toml
 from node.telemetry import events
-from scripts.experiments.paced_pipeline import NODE, SCRIPT, TIMES, free_port
+from scripts.experiments.paced_pipeline import PacedRun, paced_run
 from scripts.experiments.shaped_relay import ShapedRelay
-from scripts.report import RESULTS, ROOT, write
+from scripts.report import RESULTS, write
 
 OUT = RESULTS / "four_links.json"
 RATES = (1000, 300, 100, 30)
@@ -65,74 +61,30 @@ def config(name: str, codec: str) -> RunConfig:
 
 async def measure(codec: str, steps: int, most_seconds: float, directory: Path) -> dict[str, Any]:
     """One codec's steps."""
-    run_file = directory / "run.toml"
-    run_file.write_text(to_toml(config("four-links", codec)), encoding="utf-8")
-    environment = {
-        **os.environ,
-        "XDG_STATE_HOME": str(directory / "state"),
-        "OMP_NUM_THREADS": "1",
-        TIMES: f"{FORWARD_SECONDS} {BACKWARD_SECONDS}",
-    }
-    children: list[asyncio.subprocess.Process] = []
-    with ExitStack() as stack:
-        try:
-            coordinator = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "node.cli.main", "coordinator", str(run_file), "--json"),
-                *("--run-dir", str(directory / "run")),
-                env=environment,
-                stdout=subprocess.PIPE,
-                limit=1 << 20,
-                cwd=ROOT,
-            )
-            children.append(coordinator)
-            relays: dict[str, ShapedRelay] = {}
-
-            async def join(token: str) -> None:
-                for number in range(STAGES):
-                    port = free_port()
-                    relay = stack.enter_context(ShapedRelay(port, rate=1.25e8))
-                    relays[f"127.0.0.1:{relay.port}"] = relay
-                    children.append(
-                        await asyncio.create_subprocess_exec(
-                            *(sys.executable, "-m", SCRIPT, NODE, token, f"127.0.0.1:{port}"),
-                            *(f"127.0.0.1:{relay.port}", str(directory / f"node-{number}")),
-                            env=environment,
-                            stdout=subprocess.DEVNULL,
-                            cwd=ROOT,
-                        )
-                    )
-
-            return await _watch(coordinator, join, relays, codec, steps, most_seconds)
-        finally:
-            for child in children:
-                if child.returncode is None:
-                    child.kill()
-            for child in children:
-                await child.wait()
+    async with paced_run(
+        config("four-links", codec), directory, forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS
+    ) as run:
+        return await _watch(run, codec, steps, most_seconds)
 
 
-async def _watch(
-    coordinator: asyncio.subprocess.Process,
-    join: Any,
-    relays: dict[str, ShapedRelay],
-    codec: str,
-    steps: int,
-    most_seconds: float,
-) -> dict[str, Any]:
+async def _watch(run: PacedRun, codec: str, steps: int, most_seconds: float) -> dict[str, Any]:
     """Follow the run's events: shape links as stages are given out, and count steps."""
-    assert coordinator.stdout is not None
+    assert run.coordinator.stdout is not None
+    relays: dict[str, ShapedRelay] = {}
     where: dict[str, str] = {}
     plan: list[list[str]] = []
     counted: list[float] = []
     calm, changes, began = 0, 0, time.monotonic()
     while len(counted) < steps:
         async with asyncio.timeout(START_SECONDS if calm == 0 else STEP_SECONDS):
-            line = await coordinator.stdout.readline()
+            line = await run.coordinator.stdout.readline()
         if not line:
             raise RuntimeError("the coordinator ended")
         match events.from_json(line.decode()):
             case events.JoinLine() as told:
-                await join(told.line.split()[-1])
+                for _ in range(STAGES):
+                    await run.add_node(told.line.split()[-1])
+                relays = {f"127.0.0.1:{relay.port}": relay for relay in run.relays}
             case events.NodeJoined() as joined:
                 where[joined.node_id] = joined.address
             case events.PlacementMade() as placed:

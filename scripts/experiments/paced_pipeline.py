@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,78 @@ def run_config(window: str, arguments: Namespace, shapes: int) -> RunConfig:
     )
 
 
+class PacedRun:
+    """A coordinator of a checkout's program, and its nodes, whose blocks wait for a set time."""
+
+    def __init__(
+        self,
+        coordinator: asyncio.subprocess.Process,
+        environment: dict[str, str],
+        directory: Path,
+        checkout: Path,
+        stack: ExitStack,
+    ) -> None:
+        self.coordinator = coordinator
+        self.relays: list[ShapedRelay] = []
+        self._environment, self._directory, self._checkout = environment, directory, checkout
+        self._stack = stack
+        self._children = [coordinator]
+
+    async def add_node(self, token: str) -> None:
+        """One that others reach through a relay of its own, of 1 Gbit/s until it is shaped."""
+        port = free_port()
+        relay = self._stack.enter_context(ShapedRelay(port, rate=1.25e8))
+        number = len(self.relays)
+        self.relays.append(relay)
+        self._children.append(
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", SCRIPT, NODE, token, f"127.0.0.1:{port}"),
+                *(f"127.0.0.1:{relay.port}", str(self._directory / f"node-{number}")),
+                env=self._environment,
+                stdout=subprocess.DEVNULL,
+                cwd=self._checkout,
+            )
+        )
+
+    async def kill(self) -> None:
+        """End all processes."""
+        for child in self._children:
+            if child.returncode is None:
+                child.kill()
+        for child in self._children:
+            await child.wait()
+
+
+@asynccontextmanager
+async def paced_run(
+    config: RunConfig, directory: Path, *, forward: float, backward: float, checkout: Path = ROOT
+) -> AsyncIterator[PacedRun]:
+    """A coordinator for a run of this config whose blocks take so many seconds; nodes are yet to be added."""
+    run_file = directory / "run.toml"
+    run_file.write_text(to_toml(config), encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH")))),
+        "XDG_STATE_HOME": str(directory / "state"),
+        "OMP_NUM_THREADS": "1",
+        TIMES: f"{forward} {backward}",
+    }
+    with ExitStack() as stack:
+        coordinator = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "node.cli.main", "coordinator", str(run_file), "--json"),
+            *("--run-dir", str(directory / "run")),
+            env=environment,
+            stdout=subprocess.PIPE,
+            limit=1 << 20,
+            cwd=checkout,
+        )
+        run = PacedRun(coordinator, environment, directory, checkout, stack)
+        try:
+            yield run
+        finally:
+            await run.kill()
+
+
 async def measure(
     config: RunConfig,
     directory: Path,
@@ -105,72 +177,35 @@ async def measure(
     checkout: Path,
 ) -> list[Measured]:
     """The counted steps of a checkout's program under each (round trip, rate)."""
-    run_file = directory / "run.toml"
-    run_file.write_text(to_toml(config), encoding="utf-8")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH")))),
-        "XDG_STATE_HOME": str(directory / "state"),
-        "OMP_NUM_THREADS": "1",
-        TIMES: f"{FORWARD_SECONDS} {BACKWARD_SECONDS}",
-    }
-    children: list[asyncio.subprocess.Process] = []
-    with ExitStack() as stack:
-        try:
-            coordinator = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "node.cli.main", "coordinator", str(run_file), "--json"),
-                *("--run-dir", str(directory / "run")),
-                env=environment,
-                stdout=subprocess.PIPE,
-                limit=1 << 20,
-                cwd=checkout,
+    async with paced_run(
+        config, directory, forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS, checkout=checkout
+    ) as run:
+        async with asyncio.timeout(START_SECONDS):
+            line = await until(run.coordinator, events.JoinLine)
+        for _ in range(STAGES):
+            await run.add_node(line.line.split()[-1])
+        results: list[Measured] = []
+        for round_trip, rate in shapes:
+            for relay in run.relays:
+                relay.shape(rate=rate * 1e6 / 8, delay=round_trip / 2e3)
+            steps: list[float] = []
+            floors: list[float] = []
+            for _ in range(arguments.settle + arguments.steps):
+                async with asyncio.timeout(STEP_SECONDS):
+                    costs = await until(run.coordinator, events.StepCosts)
+                    done = await until(run.coordinator, events.StepDone)
+                steps.append(done.seconds)
+                floors.append(floor(arguments, round_trip, rate, costs))
+            results.append(Measured(steps[arguments.settle :], floors[arguments.settle :]))
+            print(
+                str(config.pipeline.window) + (", before" if checkout != ROOT else ""),
+                f"{rate:g} Mbit/s, {round_trip:g} ms:",
+                " ".join(f"{seconds:.3f}" for seconds in steps),
+                f"floor {floor(arguments, round_trip, rate):.3f}, as measured",
+                " ".join(f"{seconds:.3f}" for seconds in floors),
+                flush=True,
             )
-            children.append(coordinator)
-            async with asyncio.timeout(START_SECONDS):
-                line = await until(coordinator, events.JoinLine)
-            relays = []
-            for stage in range(STAGES):
-                port = free_port()
-                relay = stack.enter_context(ShapedRelay(port, rate=1.25e8))
-                relays.append(relay)
-                children.append(
-                    await asyncio.create_subprocess_exec(
-                        *(sys.executable, "-m", SCRIPT, NODE),
-                        *(line.line.split()[-1], f"127.0.0.1:{port}"),
-                        *(f"127.0.0.1:{relay.port}", str(directory / f"node-{stage}")),
-                        env=environment,
-                        stdout=subprocess.DEVNULL,
-                        cwd=checkout,
-                    )
-                )
-            results: list[Measured] = []
-            for round_trip, rate in shapes:
-                for relay in relays:
-                    relay.shape(rate=rate * 1e6 / 8, delay=round_trip / 2e3)
-                steps: list[float] = []
-                floors: list[float] = []
-                for _ in range(arguments.settle + arguments.steps):
-                    async with asyncio.timeout(STEP_SECONDS):
-                        costs = await until(coordinator, events.StepCosts)
-                        done = await until(coordinator, events.StepDone)
-                    steps.append(done.seconds)
-                    floors.append(floor(arguments, round_trip, rate, costs))
-                results.append(Measured(steps[arguments.settle :], floors[arguments.settle :]))
-                print(
-                    str(config.pipeline.window) + (", before" if checkout != ROOT else ""),
-                    f"{rate:g} Mbit/s, {round_trip:g} ms:",
-                    " ".join(f"{seconds:.3f}" for seconds in steps),
-                    f"floor {floor(arguments, round_trip, rate):.3f}, as measured",
-                    " ".join(f"{seconds:.3f}" for seconds in floors),
-                    flush=True,
-                )
-            return results
-        finally:
-            for child in children:
-                if child.returncode is None:
-                    child.kill()
-            for child in children:
-                await child.wait()
+        return results
 
 
 async def until(coordinator: asyncio.subprocess.Process, kind: type[Any]) -> Any:

@@ -14,14 +14,12 @@ import asyncio
 import itertools
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,11 +40,9 @@ from node.lab.results import commit, hardware
 from node.pipeline.gradient_groups import RowShare, sync_bytes
 from node.pipeline.placement import stage_units
 from node.pipeline.snapshot_place import snapshot_bytes
-from node.run_file.loader import to_toml
 from node.telemetry import events
-from scripts.experiments.paced_pipeline import NODE, SCRIPT, TIMES
-from scripts.experiments.shaped_relay import ShapedRelay
-from scripts.report import RESULTS, ROOT, write
+from scripts.experiments.paced_pipeline import PacedRun, paced_run
+from scripts.report import RESULTS, write
 
 OUT = RESULTS / "rows.json"
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
@@ -71,40 +67,24 @@ def run_config(stages: int, rows: int, microbatches: int, steps: int) -> RunConf
 class Running:
     """A coordinator and its nodes. `told` is every event, with the time of its reading."""
 
-    directory: Path
-    coordinator: asyncio.subprocess.Process
-    environment: dict[str, str]
-    line: str = ""
-    children: list[asyncio.subprocess.Process] = field(default_factory=list)
-    relays: list[ShapedRelay] = field(default_factory=list)
+    run: PacedRun
+    token: str = ""
     told: list[tuple[float, Any]] = field(default_factory=list)
 
     async def until(self, kind: type[Any], seconds: float) -> Any:
         """The next event of this kind."""
-        assert self.coordinator.stdout is not None
+        assert self.run.coordinator.stdout is not None
         async with asyncio.timeout(seconds):
-            while line := await self.coordinator.stdout.readline():
+            while line := await self.run.coordinator.stdout.readline():
                 event = events.from_json(line.decode())
                 self.told.append((time.monotonic(), event))
                 if isinstance(event, kind):
                     return event
         raise RuntimeError("the coordinator ended")
 
-    async def add_node(self, stack: AsyncExitStack) -> None:
+    async def add_node(self) -> None:
         """One that others reach through a relay of its own."""
-        port = _free_port()
-        relay = stack.enter_context(ShapedRelay(port, rate=1.25e8))
-        self.relays.append(relay)
-        self.children.append(
-            await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", SCRIPT, NODE),
-                *(self.line, f"127.0.0.1:{port}", f"127.0.0.1:{relay.port}"),
-                str(self.directory / f"node-{len(self.children)}"),
-                env=self.environment,
-                stdout=subprocess.DEVNULL,
-                cwd=ROOT,
-            )
-        )
+        await self.run.add_node(self.token)
 
     async def steps(self, count: int) -> list[float]:
         """Seconds between the ends of so many steps."""
@@ -116,40 +96,18 @@ class Running:
 
 
 @asynccontextmanager
-async def running(config: RunConfig, nodes: int) -> AsyncIterator[tuple[Running, AsyncExitStack]]:
+async def running(config: RunConfig, nodes: int) -> AsyncIterator[Running]:
     """A run of this config with so many nodes."""
-    async with AsyncExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        run_file = directory / "run.toml"
-        run_file.write_text(to_toml(config), encoding="utf-8")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-            "XDG_STATE_HOME": str(directory / "state"),
-            "OMP_NUM_THREADS": "1",
-            TIMES: f"{FORWARD_SECONDS} {BACKWARD_SECONDS}",
-        }
-        coordinator = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "node.cli.main", "coordinator", str(run_file), "--json"),
-            *("--run-dir", str(directory / "run")),
-            env=environment,
-            stdout=subprocess.PIPE,
-            limit=1 << 20,
-            cwd=ROOT,
-        )
-        run = Running(directory, coordinator, environment)
-        try:
+    with tempfile.TemporaryDirectory() as folder:
+        async with paced_run(
+            config, Path(folder), forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS
+        ) as paced:
+            run = Running(paced)
             line = await run.until(events.JoinLine, START_SECONDS)
-            run.line = line.line.split()[-1]
+            run.token = line.line.split()[-1]
             for _ in range(nodes):
-                await run.add_node(stack)
-            yield run, stack
-        finally:
-            for child in (coordinator, *run.children):
-                if child.returncode is None:
-                    child.kill()
-            for child in (coordinator, *run.children):
-                await child.wait()
+                await run.add_node()
+            yield run
 
 
 async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -159,13 +117,13 @@ async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> l
     share = RowShare(config, 0, ((0,), (1,)) if rows == 2 else ((0, 1),))
     sent = max(sync_bytes(config, units, share) for units in stage_units(config, stages))
     found = []
-    async with running(config, rows * stages) as (run, _):
+    async with running(config, rows * stages) as run:
         while True:
             placed = await run.until(events.PlacementMade, START_SECONDS)
             if len(placed.nodes) == rows * stages:
                 break
         for rate, delay in shapes:
-            for relay in run.relays:
+            for relay in run.run.relays:
                 relay.shape(rate=rate * 1e6 / 8, delay=delay / 2e3)
             await run.steps(arguments.settle)
             times = await run.steps(arguments.steps)
@@ -196,7 +154,7 @@ async def waits(arguments: argparse.Namespace) -> dict[str, Any]:
         run=RunSection(name="waits", steps=10**5, snapshot_every=arguments.every),
         snapshots=SnapshotsSection(keep=arguments.keep),
     )
-    async with running(config, 2) as (run, stack):
+    async with running(config, 2) as run:
         await run.until(events.StepDone, START_SECONDS)
         await run.steps(arguments.settle)
         gaps: list[float] = []
@@ -211,7 +169,7 @@ async def waits(arguments: argparse.Namespace) -> dict[str, Any]:
         saving = [gap for gap, step in zip(gaps, numbers, strict=True) if (step - 1) % arguments.every == 0]
         others = [gap for gap, step in zip(gaps, numbers, strict=True) if (step - 1) % arguments.every]
         for _ in range(2):
-            await run.add_node(stack)
+            await run.add_node()
         entered = None
         while entered is None:
             await run.until(events.StepDone, STEP_SECONDS)
@@ -240,12 +198,6 @@ async def waits(arguments: argparse.Namespace) -> dict[str, Any]:
             "wait_seconds": first - last - statistics.median(after),
         },
     }
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
