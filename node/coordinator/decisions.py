@@ -18,29 +18,14 @@ from wire.errors import ConfigError, UserError
 _CODECS = """CREATE TABLE IF NOT EXISTS codec_plans (
     step INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, plan TEXT NOT NULL)"""
 _STORAGES = _CODECS.replace("codec_plans", "storage_plans")
+_PLANS = {RecordCodecs: (_CODECS, "codec_plans"), RecordStorages: (_STORAGES, "storage_plans")}
 _PLACES = "CREATE TABLE IF NOT EXISTS place_plans (epoch INTEGER PRIMARY KEY, plan TEXT NOT NULL)"
 _SPLITS = "CREATE TABLE IF NOT EXISTS splits (step INTEGER PRIMARY KEY, split TEXT NOT NULL)"
 
 
-def record_codecs(store: Store, record: RecordCodecs) -> None:
-    """From its step on the run has this plan, in place of what was on record for later steps."""
-    _record(store, _CODECS, "codec_plans", record)
-
-
-def record_storages(store: Store, record: RecordStorages) -> None:
-    """As `record_codecs`, of what stages store their activations in."""
-    _record(store, _STORAGES, "storage_plans", record)
-
-
 def record_plan(store: Store, record: RecordCodecs | RecordStorages) -> None:
-    """Either of these."""
-    if isinstance(record, RecordCodecs):
-        record_codecs(store, record)
-    else:
-        record_storages(store, record)
-
-
-def _record(store: Store, created: str, table: str, record: RecordCodecs | RecordStorages) -> None:
+    """From its step on the run has this plan, in place of what was on record for later steps."""
+    created, table = _PLANS[type(record)]
     with store.writing() as db:
         db.execute(created)
         db.execute(f"DELETE FROM {table} WHERE step >= ?", (record.step,))
@@ -95,10 +80,8 @@ def recorded_places(store: Store) -> tuple[int, PlacePlan, int] | None:
             return None
         row = db.execute("SELECT epoch, plan FROM place_plans ORDER BY epoch DESC LIMIT 1").fetchone()
         count = db.execute("SELECT count(*) FROM place_plans").fetchone()[0]
-    try:
+    with _damage_named(store):
         return None if row is None else (row[0], PlacePlan.from_json(row[1]), count)
-    except ConfigError as error:
-        raise UserError(f"{store.path}: {error}: put back a copy of it") from None
 
 
 def record_splits(store: Store, history: SplitHistory) -> None:

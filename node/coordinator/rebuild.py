@@ -26,7 +26,7 @@ from pathlib import Path
 from node.analysis.checkpoint import read_view
 from node.config.schema import RunConfig
 from node.coordinator.database import connect
-from node.coordinator.decisions import record_codecs, record_storages
+from node.coordinator.decisions import record_plan
 from node.coordinator.kept_snapshots import RECORD_FORMAT, write_kept_manifest
 from node.coordinator.store import (
     DATABASE_FILE,
@@ -209,9 +209,9 @@ def _record(store: Store, directory: Path, manifests: list[Manifest], now: float
     for one in planned:
         # One that was made after a rollback takes the place of those of later steps, as it did then.
         plan = CodecPlan(activations=one.activations, gradients=one.gradients)
-        record_codecs(store, RecordCodecs(epoch=view.epoch, step=one.step, plan=plan))
+        record_plan(store, RecordCodecs(epoch=view.epoch, step=one.step, plan=plan))
     for other in stored:
-        record_storages(
+        record_plan(
             store, RecordStorages(epoch=view.epoch, step=other.step, plan=StoragePlan(other.storages))
         )
     if done is not None:

@@ -13,12 +13,12 @@ steps as `RateControl` watches. `RateHistory` is the record that a replay follow
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from node.config.schema import PipelineSection
 from node.pipeline.floor import Network
+from node.pipeline.step_history import StepHistory
 from node.pipeline.window_plan import StepMeasures, Windows
 from wire.codecs.formats import DitherFormat, TrellisFormat, codec_format
 from wire.errors import ConfigError
@@ -292,39 +292,14 @@ class RateControl:
         return sum(codec_format(plan.name(way)).packed_bytes(lines.shape) for way in lines.ways())
 
 
-@dataclass(frozen=True)
-class RateHistory:
-    """Which plan each step has, for replays: a step always has the codecs that it first ran with."""
-
-    changes: tuple[tuple[int, CodecPlan], ...] = field(default=())
-    """The first step with each plan, in ascending order."""
-
-    def __post_init__(self) -> None:
-        if any(step >= later for (step, _), (later, _) in pairwise(self.changes)):
-            raise ConfigError("the plans on record must begin at ascending steps")
-
-    def at(self, step: int) -> CodecPlan | None:
-        """The plan of a step; None before the first."""
-        plans = [plan for first, plan in self.changes if first <= step]
-        return plans[-1] if plans else None
-
-    @property
-    def newest(self) -> int:
-        """The first step with the newest plan; 0 without one."""
-        return self.changes[-1][0] if self.changes else 0
-
-    def instead(self, step: int, plan: CodecPlan) -> "RateHistory":
-        """With another plan from `step` on, in place of all that followed: with other stages there is no
-        step to repeat bit for bit."""
-        return RateHistory((*(change for change in self.changes if change[0] < step), (step, plan)))
+class RateHistory(StepHistory[CodecPlan]):
+    """Which plan each step has. With other stages there is no step to repeat bit for bit: then `instead`."""
 
     def changed(self, step: int, plan: CodecPlan) -> "RateHistory":
         """With another plan from `step` on, the first that no node has begun.
 
         Raises ConfigError for a step that has a later plan: a replay must not rewrite what has run.
         """
-        if self.changes and step < self.changes[-1][0]:
-            raise ConfigError(
-                f"step {step} is before the newest plan on record, of step {self.changes[-1][0]}"
-            )
+        if step < self.newest:
+            raise ConfigError(f"step {step} is before the newest plan on record, of step {self.newest}")
         return self.instead(step, plan)

@@ -21,6 +21,7 @@ from node.pipeline.stage_order import (
     split_by_speed,
     step_seconds,
 )
+from node.pipeline.step_history import StepHistory
 from wire.errors import ConfigError
 
 MOST_GROWTH = 2
@@ -98,25 +99,12 @@ class PlacePlan:
         )
 
 
-@dataclass(frozen=True)
-class SplitHistory:
-    """From which step on a run has had which split, as is on record: (step, split), in order of steps."""
-
-    changes: tuple[tuple[int, tuple[int, ...]], ...] = ()
-
-    @property
-    def newest(self) -> int:
-        """The step of the newest change; 0 without one."""
-        return self.changes[-1][0] if self.changes else 0
-
-    def at(self, step: int) -> tuple[int, ...] | None:
-        """What step `step` has, counted from 0; None if nothing is on record for it."""
-        return next((split for since, split in reversed(self.changes) if since <= step), None)
+class SplitHistory(StepHistory[tuple[int, ...]]):
+    """Which split each step has: the blocks of each stage."""
 
     def changed(self, step: int, split: tuple[int, ...]) -> "SplitHistory":
         """From `step` on it is this one, in place of what was on record for later steps."""
-        kept = tuple(one for one in self.changes if one[0] < step)
-        return self if self.at(step) == split else SplitHistory((*kept, (step, split)))
+        return self if self.at(step) == split else self.instead(step, split)
 
 
 @dataclass(frozen=True, kw_only=True)

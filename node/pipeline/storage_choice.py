@@ -8,9 +8,9 @@ on record before a node learns of it, and stays for as long as the run has as ma
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import product
 from math import ceil
 
 from node.config.schema import RunConfig, StorageSection
@@ -18,6 +18,7 @@ from node.model.storage import AS_COMPUTED, KINDS, PACKED, Storage, configured
 from node.pipeline.device_memory import Devices, Share
 from node.pipeline.memory import MEMORY_SHARE, block_bytes, stage_memory
 from node.pipeline.memory_plan import least_stage_bytes
+from node.pipeline.step_history import StepHistory
 from wire.errors import ConfigError, RunError
 
 MOST_STORAGES = 128
@@ -240,25 +241,8 @@ class StoragePlan:
         return json.dumps(self.names)
 
 
-@dataclass(frozen=True)
-class StorageHistory:
-    """Which plan each step has, for replays."""
-
-    changes: tuple[tuple[int, StoragePlan], ...] = field(default=())
-    """The first step with each plan, in ascending order."""
-
-    def __post_init__(self) -> None:
-        if any(step >= later for (step, _), (later, _) in pairwise(self.changes)):
-            raise ConfigError("the storage plans on record must begin at ascending steps")
-
-    def at(self, step: int) -> StoragePlan | None:
-        """The plan of a step; None before the first."""
-        plans = [plan for first, plan in self.changes if first <= step]
-        return plans[-1] if plans else None
-
-    def instead(self, step: int, plan: StoragePlan) -> "StorageHistory":
-        """With this plan from `step` on, in place of all that followed: other stages, other bits."""
-        return StorageHistory((*(change for change in self.changes if change[0] < step), (step, plan)))
+class StorageHistory(StepHistory[StoragePlan]):
+    """Which plan each step has."""
 
 
 def plan_storages(

@@ -24,9 +24,8 @@ from node.stage.device_transfer import device_transfer
 from node.stage.digests import StepDigests
 from node.stage.gradient_sync import GradientSync, KeepSums, SyncIO, SyncPlan
 from node.stage.inbox import StepInterrupted
-from node.stage.stage_codecs import StageCodecs
 from node.stage.stage_model import StageCompute
-from node.stage.stage_storage import StageStorage
+from node.stage.stage_plans import StageCodecs, StageStorage
 from node.stage.step_order import StepOrder, StepOutcome
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
 from node.telemetry.clock import StageClock, TimeKind

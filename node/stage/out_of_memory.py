@@ -1,7 +1,8 @@
 """Running out of memory: recognize it, explain it in one line, and offer less memory the next time.
 
 The memory estimate refuses stages that cannot fit before anything is allocated. But other programs use a
-device too, and estimates err. A node that runs out of memory ends, because every later step would fail too.
+device too, and estimates err. A node that runs short goes on with a plan for less memory
+(`node.stage.memory_control`). If no plan takes less it ends, because every later step would fail too.
 When a service manager starts it again, it offers less than that stage needs for a day, so that the
 coordinator does not assign the same stage again.
 """

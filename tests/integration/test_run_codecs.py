@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.coordinator.decisions import record_codecs, recorded_codecs
+from node.coordinator.decisions import record_plan, recorded_codecs
 from node.coordinator.store import Store
 from node.pipeline.codec_plan import CodecPlan
 from node.run_state.actions import RecordCodecs
@@ -43,7 +43,7 @@ def test_steps_that_run_again_have_the_codecs_on_record(prefork: Prefork, tmp_pa
         assert change < still.steps
         with Store.open(run.run_dir) as store:
             assert recorded_codecs(store).changes == ((0, FIRST),)
-            record_codecs(store, RecordCodecs(epoch=store.last_epoch(), step=change, plan=LATER))
+            record_plan(store, RecordCodecs(epoch=store.last_epoch(), step=change, plan=LATER))
 
         second = run.resume("coordinator.regroup_seconds=0.5")
         run.add_nodes(2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.coordinator.decisions import record_codecs, recorded_codecs
+from node.coordinator.decisions import record_plan, recorded_codecs
 from node.coordinator.store import Store
 from node.pipeline.codec_plan import WATCHED, CodecPlan, Lines, RateHistory, ladder, of_gradients
 from node.pipeline.floor import LinkRate
@@ -163,10 +163,10 @@ def test_plans_are_in_the_database_and_a_new_one_replaces_later_ones(tmp_path: P
         assert recorded_codecs(store) == RateHistory()
         one, two, three = (same(codec, 2) for codec in ("trellis-3", "trellis-4", "trellis-5"))
         for step, plan in ((0, one), (10, two), (20, three)):
-            record_codecs(store, RecordCodecs(epoch=step + 1, step=step, plan=plan))
+            record_plan(store, RecordCodecs(epoch=step + 1, step=step, plan=plan))
     with Store.open(tmp_path / "run") as store:
         assert recorded_codecs(store) == RateHistory(((0, one), (10, two), (20, three)))
-        record_codecs(store, RecordCodecs(epoch=40, step=10, plan=three))
+        record_plan(store, RecordCodecs(epoch=40, step=10, plan=three))
         assert recorded_codecs(store) == RateHistory(((0, one), (10, three)))
         with store.writing() as db:
             db.execute('UPDATE codec_plans SET plan = \'{"activations": ["nothing"]}\' WHERE step = 10')

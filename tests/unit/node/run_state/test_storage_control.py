@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.config.schema import StorageSection
-from node.coordinator.decisions import record_storages, recorded_storages
+from node.coordinator.decisions import record_plan, recorded_storages
 from node.coordinator.store import Store
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory_plan import least_stage_bytes
@@ -116,7 +116,7 @@ def test_the_record_is_in_the_runs_database_and_damage_is_named(tmp_path: Path) 
     with Store.create(tmp_path / "run", run_id="r", config_json="{}", pin=b"", now=0.0) as store:
         assert recorded_storages(store) == StorageHistory()
         for step, names in ((0, (WIDE,)), (8, (NARROW,)), (5, (NARROW, WIDE))):
-            record_storages(store, RecordStorages(epoch=1, step=step, plan=StoragePlan(names)))
+            record_plan(store, RecordStorages(epoch=1, step=step, plan=StoragePlan(names)))
         assert recorded_storages(store) == StorageHistory(
             ((0, StoragePlan((WIDE,))), (5, StoragePlan((NARROW, WIDE))))
         )

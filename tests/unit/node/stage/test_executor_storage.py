@@ -16,7 +16,7 @@ from node.pipeline.memory import stage_storages
 from node.pipeline.placement import chunk_units
 from node.pipeline.storage_choice import chosen_config, storage_named
 from node.run_file.validate import problems
-from node.stage.stage_storage import StageStorage
+from node.stage.stage_plans import StageStorage
 from tests.support.memory_pipeline import MemoryPipeline, reference_run
 from wire.errors import ProtocolViolationError
 

@@ -1,4 +1,4 @@
-"""Which codec a tensor of a stage has: the run's, one that the coordinator planned for an epoch, or fp32."""
+"""What a stage has of the run file or the coordinator's plans: codecs of tensors, storage of activations."""
 
 from collections.abc import Iterable
 
@@ -7,6 +7,7 @@ from node.config.schema import RunConfig
 from node.pipeline.codec_plan import PLANNED, Way, first_codecs, ladder, of_gradients
 from node.pipeline.placement import boundaries
 from node.pipeline.routing import source_stage
+from node.pipeline.storage_choice import allowed_storages, chosen_config, name_of
 from node.stage.boundary_caches import BoundaryCaches
 from wire.codecs.base import Codec
 from wire.codecs.registry import codec
@@ -15,7 +16,8 @@ from wire.spec import Direction, TensorKey
 
 
 class StageCodecs:
-    """Of one node, for whatever stage it has."""
+    """Which codec a tensor has: the run's, one that was planned for an epoch, or fp32. Of one node, for
+    whatever stage it has."""
 
     def __init__(self, config: RunConfig, caches: BoundaryCaches | None) -> None:
         """`caches`: those of activations, for a codec with a sample cache."""
@@ -104,6 +106,43 @@ class StageCodecs:
         """The run's codec of a tensor, whatever an epoch or a pass has in its place."""
         found = self._planned.get((key.boundary, key.direction), self._codecs[key.direction])
         return found.salted(_salt(self._config.run.seed, key))
+
+
+class StageStorage:
+    """What a stage stores its activations in: as the run file says, or what was chosen of `storage.allow`. Of
+    one stage at a time."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._whole = config
+        self.number: int | None = None
+        """Of `allowed_storages`; None as the run file says."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The run file as the stage has it."""
+        if self.number is None:
+            return self._whole
+        return chosen_config(self._whole, allowed_storages(self._whole)[self.number])
+
+    def choose(self, names: tuple[str, ...], stage: int, stages: int) -> bool:
+        """Take what the coordinator chose, one a stage, and say whether it is another than before.
+
+        Raises ProtocolViolationError for what the run file does not allow.
+        """
+        if len(names) != (stages if self._whole.storage.allow else 0):
+            raise ProtocolViolationError(
+                f"the coordinator chooses {len(names)} storages for {stages} stages, where this run's file "
+                f"has storage.allow = {list(self._whole.storage.allow)}"
+            )
+        before, self.number = self.number, None
+        if names:
+            allowed = [name_of(storage) for storage in allowed_storages(self._whole)]
+            if names[stage] not in allowed:
+                raise ProtocolViolationError(
+                    f"the coordinator chooses storage {names[stage]!r}, which this run's file does not allow"
+                )
+            self.number = allowed.index(names[stage])
+        return self.number != before
 
 
 def _salt(seed: int, key: TensorKey) -> int:
