@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.attention.ops import attention
 from node.config.schema import RunConfig
-from node.model.chunk import build_chunk, compute_precision, weight_dtype
+from node.model.chunk import Chunk, build_chunk, compute_precision, weight_dtype
 from node.model.host_memory import host_memory
 from node.model.storage import configured, kv_width
 from node.model.units import block_name
@@ -40,15 +40,7 @@ def block_seconds(config: RunConfig, device: torch.device) -> float:
         return times.forward + times.backward
     model, training = config.model, config.training
     try:
-        chunk = build_chunk(
-            model,
-            (block_name(0),),
-            config.run.seed,
-            device,
-            weight_dtype(training.weights),
-            configured(config.storage),
-            lora=config.lora,
-        )
+        chunk = _one_block(config, device)
         shape = (training.microbatch, model.sequence, model.hidden)
         fed, above = torch.zeros(shape, device=device).requires_grad_(), torch.ones(shape, device=device)
         taken: list[float] = []
@@ -86,18 +78,21 @@ def measured_times(config: RunConfig, device: torch.device) -> BlockTimes | None
         torch.cuda.empty_cache()
 
 
-def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
-    model, training = config.model, config.training
-    units = (block_name(0),)
-    chunk = build_chunk(
-        model,
-        units,
+def _one_block(config: RunConfig, device: torch.device) -> Chunk:
+    return build_chunk(
+        config.model,
+        (block_name(0),),
         config.run.seed,
         device,
-        weight_dtype(training.weights),
+        weight_dtype(config.training.weights),
         configured(config.storage),
         lora=config.lora,
     )
+
+
+def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
+    model, training = config.model, config.training
+    chunk = _one_block(config, device)
     samples = float(training.microbatch)
     shape = (1, model.sequence, model.hidden)
     fed = torch.randn(shape, device=device).requires_grad_()
