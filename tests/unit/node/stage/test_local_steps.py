@@ -179,8 +179,9 @@ def test_a_round_that_fails_leaves_no_trace(step: int, phase: Phase, monkeypatch
                 stages.outcomes()
         after = stages.state()
         assert all(same(dict(before[unit]), dict(after[unit])) for unit in before)
-        for executor in stages.executors:
-            assert not executor.voted
+        # In sync the others may have finished and voted before the fault.
+        voted = [executor.voted for executor in stages.executors]
+        assert not (all(voted) if phase is Phase.SYNC else any(voted))
         stages.forget()
         stages.train(TRAINED - step)
         assert stages.weights_sha256() == unsplit(CONFIG)[1]
