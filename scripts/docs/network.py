@@ -295,7 +295,7 @@ def stage_order() -> str:
         for one in report["against_every_order"]
     ]
     columns = [("nodes", "right"), ("orders", "right"), ("draws", "right"), ("planned step, mean", "right")]
-    columns += [("worst", "right"), ("any order, mean", "right"), ("s to plan", "right")]
+    columns += [("worst", "right"), ("any order, mean", "right"), ("processor s to plan", "right")]
     return f"{markdown(columns, rows)}\n\nSteps over the shortest of all. Simulated, commit {commit(report)}."
 
 
@@ -314,7 +314,7 @@ def stage_settings() -> str:
         for one in report["settings"]
     ]
     columns = [("setting", "left"), ("s a step as nodes come", "right"), ("planned", "right")]
-    columns += [("compute alone", "right"), ("gain", "right"), ("s to plan", "right")]
+    columns += [("compute alone", "right"), ("gain", "right"), ("processor s to plan", "right")]
     return f"{markdown(columns, rows)}\n\nThe slowest of eight rows. Simulated, commit {commit(report)}."
 
 
