@@ -137,8 +137,8 @@ def _rows(
         sentences.insert(
             0,
             f"all rows sum their gradients {_percent(sync[slowest])} of the time after their last "
-            f"microbatch{why}; fewer bits in `pipeline.sync_codec` or a larger `training.global_batch` "
-            "would help",
+            f"microbatch{why}; fewer bits in `pipeline.sync_codec` (in rounds `sync.codec`) or a larger "
+            "`training.global_batch` would help",
         )
     elif sentences:
         sentences[0] = f"row {slowest}: {sentences[0]}"

@@ -467,6 +467,18 @@ class RunConfig:
         """Parts that a row computes a gradient group of this step in: one a local step."""
         return self.sync.every if self.is_round(step) else 1
 
+    def sync_codec_of(self, step: int) -> str:
+        """Codec of what gradient groups send of a step, and of the sums."""
+        return self.sync.codec if self.is_round(step) else self.pipeline.sync_codec
+
+    @property
+    def sync_codecs(self) -> tuple[str, ...]:
+        """Those of all steps; empty without gradient groups."""
+        if self.pipeline.groups == 1:
+            return ()
+        codecs = (self.pipeline.sync_codec, *((self.sync.codec,) if self.sync.every > 1 else ()))
+        return tuple(dict.fromkeys(codecs))
+
     @property
     def sums_tied_gradients(self) -> bool:
         """Whether both copies of a tied weight are trained, so that their gradients are added up."""

@@ -79,7 +79,7 @@ class Reporter:
         if pipeline.plans_codecs:
             rungs = ladder(pipeline.min_bits)
             codecs.update(rungs, map(of_gradients, rungs))
-        self.accounting = Accounting(codecs | ({pipeline.sync_codec} if pipeline.groups > 1 else set()))
+        self.accounting = Accounting(codecs.union(config.sync_codecs))
         self.snapshot_path = ""
         self.weights_sha256 = ""
         self._config = config

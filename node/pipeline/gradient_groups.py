@@ -16,6 +16,7 @@ with `sync.codec`, and with means of the rows and columns of AdamW's second mome
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import nlargest
 from typing import Generic, TypeVar
 
 from node.config.schema import RunConfig
@@ -194,17 +195,26 @@ def piece_bytes(piece: Piece, *, uncompressed: bool = False) -> int:
 # ---- rows
 
 
-def owners(sizes: Mapping[int, int], rows: int) -> dict[int, int]:
-    """The row that sums up each piece: shares of bytes as equal as they come, the same for whoever asks.
+def owners(sizes: Mapping[int, int], subtrees: Sequence[int]) -> dict[int, int]:
+    """The row that sums up each piece, the same for whoever asks: so that the row that sends most sends
+    little, then with shares of bytes as equal as they come.
 
     Args:
         sizes: bytes by the piece's number.
+        subtrees: how many nodes of the tree each row has of its own. It sends so many of each piece that
+            another row owns, and the sum of each of its own pieces to every other row.
     """
-    shares = [0] * rows
+    rows, whole = range(len(subtrees)), sum(sizes.values())
+    sent, owned = [count * whole for count in subtrees], [0] * len(subtrees)
     found: dict[int, int] = {}
     for number in sorted(sizes, key=lambda one: (-sizes[one], one)):
-        row = min(range(rows), key=lambda one: (shares[one], one))
-        shares[row] += sizes[number]
+        size = sizes[number]
+        after = [sent[row] + (len(subtrees) - 1 - subtrees[row]) * size for row in rows]
+        first, second = nlargest(2, [*sent, 0])
+        most = [max(after[row], second if sent[row] == first else first) for row in rows]
+        row = min(rows, key=lambda one: (most[one], owned[one], one))
+        sent[row] = after[row]
+        owned[row] += size
         found[number] = row
     return found
 
@@ -235,6 +245,7 @@ class RowShare:
         self.tree = GroupTree(groups)
         self.subtrees = tuple(self.tree.subtrees(run) for run in runs)
         """The nodes that each row has of its own."""
+        self.subtree_counts = tuple(map(len, self.subtrees))
         self._rows_of = {node: row for row, nodes in enumerate(self.subtrees) for node in nodes}
 
     @classmethod
@@ -255,6 +266,6 @@ def sync_bytes(config: RunConfig, units: Iterable[str], share: RowShare, *, of_r
     sizes = {piece.number: piece_bytes(piece) for unit in units for piece in pieces[unit]}
     if share.rows == 1:
         return 0
-    owned = sum(sizes[number] for number, row in owners(sizes, share.rows).items() if row == share.replica)
-    nodes = len(share.subtrees[share.replica])
-    return (sum(sizes.values()) - owned) * nodes + owned * (share.rows - 1)
+    rows = owners(sizes, share.subtree_counts)
+    owned = sum(sizes[number] for number, row in rows.items() if row == share.replica)
+    return (sum(sizes.values()) - owned) * share.subtree_counts[share.replica] + owned * (share.rows - 1)

@@ -84,6 +84,8 @@ class StageExecutor:
         self._transfer = TensorTransfer(device_transfer(device), clock.beside)
         self._caches = BoundaryCaches(config, windows) if config.pipeline.remembers else None
         self._codecs = StageCodecs(config, self._caches)
+        self._newest_step = 0
+        """The step that was begun last."""
         self.uncompressed = False
         """Whether every link carries fp32 instead of the run's codecs."""
         self._plans: dict[tuple[bool, bool], SyncPlan] = {}
@@ -235,6 +237,7 @@ class StageExecutor:
         Raises NonFiniteError, which names the stage and the tensor, or StepInterrupted.
         """
         self.voted = False
+        self._newest_step = step
         labels = samples.get(BatchPart.LABELS)
         self.model.begin_step(1.0 if labels is None else label_weight(labels))
         if self._caches is not None:
@@ -567,7 +570,9 @@ class StageExecutor:
 
     def codec_name(self, direction: Direction) -> str:
         """The codec in use for this kind of tensor."""
-        return self._codecs.name(direction, self.stage, self.stages, uncompressed=self.uncompressed)
+        return self._codecs.name(
+            direction, self.stage, self.stages, step=self._newest_step, uncompressed=self.uncompressed
+        )
 
     def _codec(self, key: TensorKey) -> Codec:
         return self._codecs.of(key, uncompressed=self.uncompressed)

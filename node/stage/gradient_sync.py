@@ -90,7 +90,7 @@ class SyncPlan:
             for unit in units
             for piece in pieces[unit]
         }
-        self.owners = owners(self.sizes, share.rows)
+        self.owners = owners(self.sizes, share.subtree_counts)
 
     def unit_bytes(self, unit: str) -> int:
         """Bytes of a unit's packed sum."""

@@ -40,9 +40,7 @@ class StageCodecs:
         # A codec with a sample cache packs for a placement only.
         directions = (Direction.ACTIVATION, Direction.GRADIENT)[self._caches is not None :]
         found = dict.fromkeys(self._codecs[direction] for direction in directions)
-        if self._config.pipeline.groups > 1:
-            found[codec(self._config.pipeline.sync_codec)] = None
-        return found
+        return found | dict.fromkeys(map(codec, self._config.sync_codecs))
 
     def forget(self) -> None:
         """The placement that codecs were planned for is over."""
@@ -74,12 +72,12 @@ class StageCodecs:
                 planned[boundary, direction] = codec(name)
         self._planned = planned
 
-    def name(self, direction: Direction, stage: int, stages: int, *, uncompressed: bool) -> str:
-        """The codec in use for what a stage sends of this kind."""
+    def name(self, direction: Direction, stage: int, stages: int, *, step: int, uncompressed: bool) -> str:
+        """The codec in use for what a stage sends of this kind in a step."""
         if uncompressed:
             return self._raw.name
         if direction in (Direction.SYNC_SHARE, Direction.SYNC_SUM):
-            return self._config.pipeline.sync_codec
+            return self._config.sync_codec_of(step)
         sent = {
             one.name
             for (boundary, kind), one in self._planned.items()

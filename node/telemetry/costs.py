@@ -238,10 +238,11 @@ class Ledger:
         sums.retransmits += retransmits
         # The receiver counts damaged frames.
         self.link(peer, place).rejects += rejects
-        earlier = {(flow.direction, flow.codec): flow for flow in before.flows}
+        # Bytes are counted by direction; the first round of an epoch gives its sums another codec's name.
+        earlier = {flow.direction: flow for flow in before.flows}
         in_flows = 0
         for flow in now.flows:
-            old = earlier.get((flow.direction, flow.codec))
+            old = earlier.get(flow.direction)
             kind = flow.direction, self._known(flow.codec)
             left = most - in_flows
             of_flow = _grown(old.bytes_sent if old else 0, flow.bytes_sent, left)

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.config.schema import (
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    SyncSection,
+    TrainingSection,
+)
 from node.coordinator.reporter import Reporter
 from node.coordinator.store import StepRecord
 from node.model.units import parameter_specs, state_bytes
@@ -71,6 +78,25 @@ def test_a_step_is_reported_with_its_cost() -> None:
     assert isinstance(placement, events.PlacementMade) and sum(placement.blocks) == 5
     assert isinstance(costs, events.StepCosts) and [link.bytes for link in costs.links] == [1000, 1000]
     assert isinstance(step, events.StepDone) and step.idle == (0.25, 0.25) and step.bits_forward == 4.5
+
+
+def test_sums_of_a_round_are_counted_under_their_own_codec_and_once() -> None:
+    """Though exact steps came before it in the epoch, whose bytes are in the same totals."""
+    config = replace(
+        CONFIG,
+        pipeline=replace(CONFIG.pipeline, groups=2, sync_codec="fixed-8"),
+        sync=SyncSection(every=2, warmup=1, codec="fixed-4"),
+    )
+    told = Told(config=config)
+    told.restored(0)
+    for step, codec in enumerate(("fixed-8", "fixed-4")):
+        told.committed(step)
+        for stage, node in enumerate(NODES):
+            told.reporter.accounting.report(node, totals(step + 1, stage=stage, codec=codec))
+        told.reporter.finish_step()
+    costs = [event for event in told.events if isinstance(event, events.StepCosts)]
+    flows = [[(flow.codec, flow.bytes) for link in cost.links for flow in link.flows] for cost in costs]
+    assert flows == [[("fixed-8", 900)] * 2, [("fixed-4", 900)] * 2]
 
 
 def test_no_node_spent_more_time_than_passed_here() -> None:

@@ -170,7 +170,7 @@ def test_pieces_cover_every_parameter_once(lora: LoraSection) -> None:
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8))
 def test_owners_have_equal_shares(sizes: list[int], rows: int) -> None:
-    found = owners(dict(enumerate(sizes)), rows)
+    found = owners(dict(enumerate(sizes)), [1] * rows)
 
     shares = [sum(size for number, size in enumerate(sizes) if found[number] == row) for row in range(rows)]
     assert found.keys() == set(range(len(sizes)))
@@ -182,6 +182,8 @@ def test_owners_have_equal_shares(sizes: list[int], rows: int) -> None:
     [
         [[0, 1, 2, 3]],
         [[0, 1], [2, 3]],
+        [[0, 1, 2], [3]],
+        [[0], [1, 2, 3]],
         [[0, 1], [2], [3]],
         [[0], [2, 3], [1]],
         [[2], [0, 1], [3]],
@@ -195,6 +197,5 @@ def test_a_node_sends_little_more_than_reduce_scatter_and_all_gather(rows: list[
 
     for row in range(len(rows)):
         share = RowShare(CONFIG, row, rows)
-        assert len(share.subtrees[row]) == 1
         sent = sync_bytes(CONFIG, units, share)
         assert sent <= 1.01 * 2 * (len(rows) - 1) / len(rows) * coded

@@ -28,8 +28,10 @@ from node.training.serialization import deserialize_unit, serialize_unit
 from node.training.unit_state import check_state
 from tests.support.memory_pipeline import CPU, MemoryPipeline, corpus, reference_run
 from wire.errors import NonFiniteError, RunError
+from wire.spec import Direction
 
 TRAINED, WARMUP = 3, 1
+SYNC = (Direction.SYNC_SHARE, Direction.SYNC_SUM)
 CONFIG = RunConfig(
     run=RunSection(steps=8, seed=7),
     model=ModelSection(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=16),
@@ -66,6 +68,14 @@ def test_rounds_in_any_number_of_rows_have_the_bits_of_the_unsplit_model(rows: i
     with MemoryPipeline(config, rows=ROWS[rows]) as stages:
         assert stages.train(TRAINED) == unsplit(config)[0]
         assert stages.weights_sha256() == unsplit(config)[1]
+
+
+def test_reports_name_the_codec_of_the_step() -> None:
+    with MemoryPipeline(CONFIG, rows=ROWS[2]) as stages:
+        for codec in (CONFIG.pipeline.sync_codec, CONFIG.sync.codec):
+            stages.train(1)
+            named = {one.codec_name(way) for one in stages.executors for way in SYNC}
+            assert named == {codec}
 
 
 VARIANTS = {

@@ -1,0 +1,260 @@
+"""What the sum over gradient groups costs in loss: by sync codec, and by the length of rounds.
+
+    python -m scripts.experiments.sync_loss --data TEXT
+
+The unsplit trainer, whose bits are those of rows of nodes, with nothing lost between stages:
+
+- `exact`: a sum at every optimizer step, packed with each sync codec, from initial weights on.
+- `local`: rounds of H local steps, packed with `--local-codec`, from the weights and moments of the exact
+  fp32 run after `--warm` steps. Every run has the same samples in the same order, so a round has those of H
+  exact steps, each group a share of each.
+
+A run of local steps begins without outer momentum, as a run with `sync.warmup` does. The held-out loss is of
+the final weights. Each run is written to `--out` when it ends; those there with the same settings are kept.
+The defaults take minutes on a CPU. 124 million parameters, 59 million tokens, on a GPU:
+
+    python -m scripts.experiments.sync_loss --data books-train.txt.xz --tokenizer gpt2-bpe --device cuda \\
+        --layers 12 --hidden 768 --heads 12 --kv-heads 12 --ffn 2048 --vocab 50304 --sequence 1024 \\
+        --batch 64 --microbatch 16 --steps 912 --warm 304 --lr-warmup 32 --lr 6e-4 --precision bfloat16 \\
+        --tied --out scripts/results/sync_loss_124m.json
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from node.config.schema import (
+    DataSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    SyncSection,
+    TrainingSection,
+)
+from node.lab.results import commit, hardware
+from node.model.units import parameter_specs, unit_names
+from node.run_file.validate import validate
+from node.training.data import Corpus
+from node.training.reference import ReferenceTrainer
+from scripts.report import RESULTS, write
+from wire.version import VERSION
+
+OUT = RESULTS / "sync_loss.json"
+CODECS = ("fp32", "bf16", "fixed-8", "trellis-4.41")
+EVERY = (2, 4, 8, 16)
+HELD_OUT_WINDOWS = 256
+LAST_STEPS = 16
+"""Exact steps whose mean loss is reported; as many as the longest round has."""
+
+States = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the groups of a run are summed."""
+
+    every: int
+    """Local steps in a round; 1 is exact."""
+    codec: str
+    seed: int
+
+
+class Experiment:
+    """One model and one text, trained in several ways."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self.config = self._config(Way(every=1, codec="fp32", seed=0))
+
+    def _config(self, way: Way) -> RunConfig:
+        """The run of a way. SystemExit if steps are no multiples of a round; ConfigError for what `validate`
+        refuses."""
+        asked, every = self._arguments, way.every
+        for name in ("steps", "warm", "lr_warmup"):
+            if getattr(asked, name) % every:
+                raise SystemExit(f"--{name.replace('_', '-')} must be a multiple of {every}, a round's steps")
+        sync_codec = way.codec if every == 1 else "fp32"
+        config = RunConfig(
+            run=RunSection(seed=way.seed, steps=asked.steps // every),
+            model=ModelSection(
+                layers=asked.layers,
+                hidden=asked.hidden,
+                heads=asked.heads,
+                kv_heads=asked.kv_heads,
+                ffn=asked.ffn,
+                vocab=asked.vocab,
+                sequence=asked.sequence,
+                tied=asked.tied,
+            ),
+            data=DataSection(path=str(asked.data), tokenizer=asked.tokenizer),
+            training=TrainingSection(
+                global_batch=asked.batch * every,
+                microbatch=asked.microbatch,
+                lr=asked.lr,
+                warmup_steps=asked.lr_warmup // every,
+                precision=asked.precision,
+            ),
+            pipeline=PipelineSection(stages=1, window=0, groups=asked.groups, sync_codec=sync_codec),
+        )
+        if every > 1:
+            sync = SyncSection(every=every, warmup=asked.warm // every, codec=way.codec)
+            config = replace(config, sync=sync)
+        validate(config, "this experiment")
+        return config
+
+    def ways(self) -> Iterator[Way]:
+        asked = self._arguments
+        for seed in asked.seeds:
+            for codec in asked.codecs:
+                yield Way(every=1, codec=codec, seed=seed)
+            for every in asked.every:
+                yield Way(every=every, codec=asked.local_codec, seed=seed)
+
+    def run(self, way: Way) -> dict[str, Any]:
+        """Train, and measure the loss."""
+        asked, began = self._arguments, time.monotonic()
+        from_warm = way.every > 1 or way.codec == "fp32"
+        trainer, losses = self._trainer(way), []
+        if from_warm:
+            states, losses = self._warm(way.seed)
+            losses = list(losses)
+            for unit, state in states.items():
+                trainer.optimizer.load_unit_state(unit, state)
+            trainer.step = asked.warm // way.every
+        while trainer.step < trainer.config.run.steps:
+            losses.append(trainer.train_step().loss)
+            if not np.isfinite(losses[-1]):
+                raise SystemExit(f"{way}: the loss of step {trainer.step} is not finite")
+        held_out = trainer.validation_loss(_held_out(trainer.corpus))
+        found = {
+            **asdict(way),
+            "loss_last": float(np.mean(losses[-(LAST_STEPS // way.every) or -1 :])),
+            "loss_held_out": held_out,
+            "weights_sha256": trainer.weights_sha256(),
+            "seconds": time.monotonic() - began,
+            "losses": [round(loss, 5) for loss in losses],
+        }
+        print(f"{way}: held out {held_out:.4f}, {found['seconds']:.0f} s", flush=True)
+        return found
+
+    @cache  # noqa: B019  # lives as long as the experiment
+    def _warm(self, seed: int) -> tuple[States, list[float]]:
+        """The state of every unit after the exact steps that come first, and the losses of these."""
+        trainer = self._trainer(Way(every=1, codec="fp32", seed=seed))
+        losses = [step.loss for step in trainer.train(self._arguments.warm)]
+        return {unit: trainer.optimizer.unit_state(unit) for unit in trainer.optimizer.units}, losses
+
+    def _trainer(self, way: Way) -> ReferenceTrainer:
+        config = self._config(way)
+        corpus = _corpus(config.data, config.model.sequence, config.training.global_batch, way.seed)
+        return ReferenceTrainer(config, corpus, device=torch.device(self._arguments.device))
+
+
+@cache
+def _corpus(data: DataSection, sequence: int, global_batch: int, seed: int) -> Corpus:
+    return Corpus.load(data, sequence=sequence, global_batch=global_batch, seed=seed)
+
+
+def _held_out(corpus: Any) -> np.ndarray:
+    """Evenly spaced windows of the text's end, which no step sees."""
+    windows: np.ndarray = corpus.validation_windows()
+    return windows[np.linspace(0, len(windows) - 1, min(HELD_OUT_WINDOWS, len(windows))).astype(int)]
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    torch.set_num_threads(arguments.threads)
+    experiment = Experiment(arguments)
+    report = _open_report(arguments, experiment.config)
+    made = {(run["every"], run["codec"], run["seed"]) for run in report["runs"]}
+    for way in experiment.ways():
+        if (way.every, way.codec, way.seed) not in made:
+            report["runs"].append(experiment.run(way))
+            write(arguments.out, report)
+    print("scripts/docs/tables.py puts these into the documents")
+    return 0
+
+
+def _open_report(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    """The report in `--out` if it is of the same program and settings, to add runs to; else a new one."""
+    cuda = arguments.device != "cpu"
+    text: Path = arguments.data
+    sync, units = SyncSection(), unit_names(config.model)
+    report: dict[str, Any] = {
+        "experiment": "sync_loss",
+        "commit": commit(),
+        "hardware": torch.cuda.get_device_name() if cuda else hardware(),
+        "versions": {
+            "thinwire": VERSION,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "data": {"name": text.name, "sha256": sha256(text.read_bytes()).hexdigest()},
+        "model": asdict(config.model),
+        "parameters": sum(one.elements for unit in units for one in parameter_specs(config.model, unit)),
+        "training": asdict(config.training),
+        "tokenizer": Path(arguments.tokenizer).name,
+        "groups": arguments.groups,
+        "steps": arguments.steps,
+        "warm": arguments.warm,
+        "outer_lr": sync.outer_lr,
+        "outer_momentum": sync.outer_momentum,
+        "last_steps": LAST_STEPS,
+        "held_out_windows": HELD_OUT_WINDOWS,
+        "runs": [],
+    }
+    if arguments.out.exists():
+        before: dict[str, Any] = json.loads(arguments.out.read_text(encoding="utf-8"))
+        if {**before, "runs": []} == json.loads(json.dumps(report)):
+            return before
+    return report
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Measure what packed sums and local steps cost in loss.")
+    parser.add_argument("--data", type=Path, required=True, help="text to train on")
+    parser.add_argument("--tokenizer", default="bytes", help="as `data.tokenizer` of a run file")
+    for name, number in (
+        ("layers", 4),
+        ("hidden", 64),
+        ("heads", 4),
+        ("kv-heads", 2),
+        ("ffn", 176),
+        ("vocab", 256),
+        ("sequence", 128),
+        ("groups", 4),
+        ("batch", 16),
+        ("microbatch", 4),
+        ("steps", 256),
+        ("warm", 96),
+        ("lr-warmup", 32),
+        ("threads", 1),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=number, help=f"default {number}")
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--codecs", nargs="*", default=CODECS)
+    parser.add_argument("--every", type=int, nargs="*", default=EVERY)
+    parser.add_argument("--local-codec", default=SyncSection().codec)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=OUT)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
