@@ -51,6 +51,15 @@ def code_rows(x: Tensor, into: Coded) -> None:
     into.scales.copy_(torch.where(finite, scale, torch.nan))
 
 
+def code_columns(x: Tensor, into: Coded) -> None:
+    """Write the columns of x [T, columns] over `into` [columns, T or more], each with a scale; codes beyond
+    T are 0. So gradients and inputs are operands of a weight's gradient, a sum over tokens."""
+    tokens = len(x)
+    into.codes[:, tokens:] = 0
+    made = Coded(into.codes[:, :tokens], into.scales)
+    code_rows(x.t().contiguous(), made)
+
+
 def decoded(x: Coded) -> Tensor:
     """float32 [rows, columns]."""
     return x.codes.float() * x.scales

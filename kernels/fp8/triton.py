@@ -1,8 +1,9 @@
-"""`kernels.fp8.reference` and `kernels.fp8.rows` on GPUs: one pass over memory for each function.
+"""`kernels.fp8.reference` and `kernels.fp8.rows` on GPUs: one pass over memory for each function, and two for
+the columns of a matrix.
 
-A program handles rows of 128 elements, one block of e4m3 numbers each, or a whole row of a matrix. Conversion
-to and from e4m3 uses integers, so the interpreter gives the same bits; matrices' rows are coded by GPUs that
-convert themselves.
+A program handles rows of 128 elements, one block of e4m3 numbers each, a whole row of a matrix, or a tile.
+Conversion to and from e4m3 uses integers, so the interpreter gives the same bits; matrices are coded by GPUs
+that convert themselves.
 """
 
 import torch
@@ -29,6 +30,9 @@ ROWS = 4
 WARPS = 2
 CHUNK = 4096
 """Columns that a program reads at a time. Longer rows are read twice, the second time from the cache."""
+
+TILE = 64
+"""Rows and columns of a tile of a matrix whose columns are coded."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 # Triton compiles again for sizes that are 1 or multiples of 16. Only for the number of elements does that
@@ -148,6 +152,32 @@ def code_rows(x: Tensor, into: Coded, *, half: Tensor | None = None, chunk: int 
             num_warps=min(max(chunk // 512, 1), 8),
             enable_fp_fusion=False,
         )
+
+
+def code_columns(x: Tensor, into: Coded, tile: int = TILE) -> None:
+    """As `kernels.fp8.rows.code_columns`; rows of x may lie apart."""
+    rows, width = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    length = into.codes.shape[1]
+    peaks = torch.zeros(width, dtype=torch.int32, device=x.device)
+    columns = triton.cdiv(width, tile)
+    _column_peaks[(triton.cdiv(rows, tile), columns)](
+        x, peaks, rows, width, x.stride(0), TILE=tile, num_warps=4
+    )
+    _code_columns[(triton.cdiv(length, tile), columns)](
+        x,
+        peaks,
+        into.codes.view(torch.uint8),
+        into.scales,
+        rows,
+        width,
+        x.stride(0),
+        length,
+        TILE=tile,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
 
 
 @triton.jit(do_not_specialize=("parameter", "count"))
@@ -377,3 +407,27 @@ def _code_rows(x, half, codes, scales, width, stride, HALF: tl.constexpr, CHUNK:
                 value = (_half_bits(value) << 16).to(tl.float32, bitcast=True)
             store_codes(codes + row * width + start + column, value, peak, real)
     tl.store(scales + row, scale_of(peak))
+
+
+@triton.jit
+def _column_peaks(x, peaks, rows, width, stride, TILE: tl.constexpr):
+    """The bits of each column's largest magnitude. The order of integers' maxima changes nothing."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    value = widened(tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0))
+    tl.atomic_max(peaks + column, tl.max(magnitude_bits(value), 0), mask=column < width)
+
+
+@triton.jit
+def _code_columns(x, peaks, codes, scales, rows, width, stride, length, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    value = widened(tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0))
+    peak = tl.load(peaks + column, mask=column < width, other=0)
+    # Rows beyond the matrix are 0 and have the code 0.
+    place = codes + column[:, None] * length + row[None, :]
+    written = (column < width)[:, None] & (row < length)[None, :]
+    store_codes(place, tl.trans(value), peak[:, None], written)
+    tl.store(scales + column, scale_of(peak), mask=(column < width) & (tl.program_id(0) == 0))

@@ -200,8 +200,11 @@ class TrainingSection:
     """Compute in `float32`, or in `bfloat16` (autocast)."""
     compute: str = "precision"
     """Multiply blocks' matrices in `precision`, or in `fp8`: forward and for inputs' gradients in e4m3, with
-    a scale a row; weights' gradients, attention, embedding and head stay in bfloat16. Needs `precision`
-    bfloat16, and GPUs of compute capability 8.9 or later; CPUs emulate it, slowly."""
+    a scale a row; attention, embedding and head stay in bfloat16. Needs `precision` bfloat16, and GPUs of
+    compute capability 8.9 or later; CPUs emulate it, slowly."""
+    weight_gradients: str = "precision"
+    """Multiply for the gradients of blocks' matrices in `precision`, or in `fp8` (needs `compute` fp8): a
+    third of all products, faster, but their errors add up in the weights."""
     deterministic: bool = True
     """Sum in a fixed order, so that a step has the same bits however often it runs. `false` lets attention's
     backward on GPUs add in any order, which is faster; a run that loses a node still goes on, but not with

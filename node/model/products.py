@@ -20,13 +20,13 @@ from torch import Tensor
 
 from kernels.common import dispatch
 from kernels.common.matrices import side_by_side, stacked
-from kernels.fp8.products import CodedWeight, code_rows, product
+from kernels.fp8.products import CodedWeight, code_columns, code_rows, product, weight_gradient
 from kernels.fp8.rows import Coded
 from node.model.tensor_rank import TensorRank
 
-AddProduct = Callable[[Sequence[int], Tensor, Tensor], None]
-"""Adds `grads.t() @ rows`, of grads [T, N] and rows [T, K], to the main gradients of the weights with these
-numbers, under one another."""
+AddProduct = Callable[[Sequence[int], Tensor | Coded, Tensor | Coded], None]
+"""Adds `grads.t() @ rows`, of grads [T, N] and rows [T, K] or their columns' codes, to the main gradients of
+the weights with these numbers, under one another."""
 FILLED = 1 << 25
 """Results of a product from which on joining it with others gains nothing. Measured on an H200
 (scripts/results/compute_parts.json): joined, queries, keys and values take 0.88 to 0.97 of the time of three
@@ -48,8 +48,9 @@ class Way:
     add: AddProduct | None = None
     """Where the weights' gradients go; None returns them."""
     coded: CodedWeight | None = None
-    """Their weights under one another in e4m3: they are multiplied so forward and for the input's gradient.
-    Weights' gradients are not: their errors would add up in the weights."""
+    """Their weights under one another in e4m3, for products forward and for the input's gradient."""
+    codes_gradients: bool = False
+    """Multiply in e4m3 for weights' gradients too, whose errors add up in the weights."""
 
 
 AS_IT_IS = Way()
@@ -132,17 +133,19 @@ class Projections:
             own: the rank's own positions of `grads`, for the bias of a row-parallel projection.
         """
         assert x is not None, "every weight is trained"
-        rows = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(-1, x.shape[-1])
+        rows = code_columns(flat) if self.way.codes_gradients else flat
         numbers = range(len(grads))
         of_weights: list[Tensor | None] = []
         for together in [numbers] if self._are_one(x) else [[number] for number in numbers]:
-            joined = side_by_side([grads[number] for number in together])
+            side = side_by_side([grads[number] for number in together])
+            joined = code_columns(side) if self.way.codes_gradients else side
             if self.way.add is not None:
                 self.way.add(together, joined, rows)
                 of_weights += [None] * len(together)
             else:
                 widths = [len(self.linears[number].weight) for number in together]
-                of_weights += torch.split(joined.t() @ rows, widths)
+                of_weights += torch.split(weight_gradient(joined, rows, x.dtype), widths)
         found: list[Tensor | None] = []
         for one, grad, of_weight in zip(self.linears, grads, of_weights, strict=True):
             found.append(None if of_weight is None else of_weight.to(one.weight.dtype))

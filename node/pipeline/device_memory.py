@@ -362,6 +362,9 @@ class Share:
             wide, narrow, element = (9 if model.family == "llama" else 6), 2, 4
         # Codes of the gradients of the widest product's outputs.
         codes = (2 * model.ffn // ranks + model.hidden) if self._coded else 0
+        if self._training.weight_gradients == "fp8":
+            # Beside them, of both operands of the last projection's weight gradient.
+            codes += model.ffn // ranks + model.hidden
         return self._row_tokens * (element * (wide * model.ffn // ranks + narrow * model.hidden) + codes)
 
     @property

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from kernels.common.matrices import following
 from kernels.fp8.layout import BLOCK, blocks
 from kernels.fp8.ops import accumulate_gradient
+from kernels.fp8.products import weight_gradient
 from kernels.fp8.reference import Draw, Fp8Gradient, pack_gradient, unpack_gradient
+from kernels.fp8.rows import Coded
 from node.pipeline.device_memory import GRADIENT_PIECE
 from wire.errors import RunError
 
@@ -66,14 +68,17 @@ class Gradients(Protocol):
         """
         ...
 
-    def add_product(self, parameters: Sequence[nn.Parameter], grads: Tensor, rows: Tensor) -> None:
+    def add_product(
+        self, parameters: Sequence[nn.Parameter], grads: Tensor | Coded, rows: Tensor | Coded
+    ) -> None:
         """Add a microbatch's `grads.t() @ rows`, the gradients of these matrices under one another.
 
         A CUDA graph may capture and replay this.
 
         Args:
             parameters: with the same number of columns.
-            grads: [T, rows of all parameters], rows: [T, columns]; both in half precision, on a GPU.
+            grads: [T, rows of all parameters], rows: [T, columns]; both in half precision, on a GPU, or the
+                codes of their columns.
         """
         ...
 
@@ -179,10 +184,16 @@ class PlainGradients:
     def add(self, parameter: nn.Parameter, value: Tensor) -> None:
         self.get(parameter).add_(value)
 
-    def add_product(self, parameters: Sequence[nn.Parameter], grads: Tensor, rows: Tensor) -> None:
+    def add_product(
+        self, parameters: Sequence[nn.Parameter], grads: Tensor | Coded, rows: Tensor | Coded
+    ) -> None:
         whole = self._together(parameters)
-        # The product adds: nothing is made, rounded and read again.
-        torch.addmm(whole, grads.t(), rows, out_dtype=torch.float32, out=whole)
+        if isinstance(grads, Tensor) and isinstance(rows, Tensor):
+            # The product adds: nothing is made, rounded and read again.
+            torch.addmm(whole, grads.t(), rows, out_dtype=torch.float32, out=whole)
+        else:
+            # Products in e4m3 with a scale a row return bf16 and do not add.
+            whole.add_(weight_gradient(grads, rows, torch.bfloat16))
 
     def _together(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """The matrix whose rows are these parameters' main gradients, which are moved into one if need be."""
@@ -318,8 +329,11 @@ class Fp8Gradients:
         else:
             self._vectors.add(parameter, value)
 
-    def add_product(self, parameters: Sequence[nn.Parameter], grads: Tensor, rows: Tensor) -> None:
-        made = torch.split(grads.t() @ rows, [len(parameter) for parameter in parameters])
+    def add_product(
+        self, parameters: Sequence[nn.Parameter], grads: Tensor | Coded, rows: Tensor | Coded
+    ) -> None:
+        whole = weight_gradient(grads, rows, torch.bfloat16)
+        made = torch.split(whole, [len(parameter) for parameter in parameters])
         for parameter, part in zip(parameters, made, strict=True):
             self.add(parameter, part)
             if self.when_added is not None:

@@ -17,6 +17,7 @@ from kernels.common import dispatch
 from kernels.fp8.layout import blocks
 from kernels.fp8.ops import adamw_step
 from kernels.fp8.reference import AdamWStep, Fp8Gradient, Moment, unpack_gradient
+from kernels.fp8.rows import Coded
 from node.config.schema import TrainingSection
 from node.model.blocks import Block
 from node.model.chunk import Chunk
@@ -103,6 +104,8 @@ class StageOptimizer:
                 block.add_weight_gradients(self._adding_to)
         for block in blocks_by_unit.values():
             block.fixed_order = training.deterministic
+            if training.weight_gradients == "fp8":
+                block.code_weight_gradients()
         self._coded = blocks_by_unit if training.compute == "fp8" else {}
         """Blocks whose products are in FP8."""
         self.weights_changed()
@@ -150,7 +153,7 @@ class StageOptimizer:
     def _adding_to(self, weights: Sequence[nn.Parameter]) -> AddProduct:
         gradients = self.gradients
 
-        def add(numbers: Sequence[int], grads: Tensor, rows: Tensor) -> None:
+        def add(numbers: Sequence[int], grads: Tensor | Coded, rows: Tensor | Coded) -> None:
             gradients.add_product([weights[number] for number in numbers], grads, rows)
 
         return add

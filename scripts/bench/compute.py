@@ -5,6 +5,7 @@ Times a middle stage's forward and backward of a microbatch in bf16. The methods
     plain, agoq            our stage, CUDA graphs, with nothing packed and with `storage.preset = "agoq"`
     plain, any order       attention's gradients in no fixed order (`training.deterministic = false`)
     fp8; fp8, agoq         the same with `training.compute = "fp8"`
+    fp8, all products      also with `training.weight_gradients = "fp8"`
     compiled, fastest      transformers' layers under torch.compile, with the attention torch prefers
     compiled, fixed order  the same with torch's deterministic algorithms, which a run that replays needs
     products               its matrix products and attention alone, as a CUDA graph, each tensor in place
@@ -76,7 +77,14 @@ SHAPES = (
 )
 
 
-def ours(shape: Shape, preset: str, compute: str = "precision", *, fixed_order: bool = True) -> Way:
+def ours(
+    shape: Shape,
+    preset: str,
+    compute: str = "precision",
+    weight_gradients: str = "precision",
+    *,
+    fixed_order: bool = True,
+) -> Way:
     small = {"gradients": "fp8", "moments": "fp8", "weights": "bfloat16"} if preset != "off" else {}
     config = RunConfig(
         model=shape.model,
@@ -85,6 +93,7 @@ def ours(shape: Shape, preset: str, compute: str = "precision", *, fixed_order: 
             microbatch=shape.microbatch,
             precision="bfloat16",
             compute=compute,
+            weight_gradients=weight_gradients,
             deterministic=fixed_order,
             **small,
         ),
@@ -214,6 +223,7 @@ WAYS: dict[str, Callable[[Shape], Way]] = {
     "agoq": lambda shape: ours(shape, "agoq"),
     "fp8": lambda shape: ours(shape, "off", "fp8"),
     "fp8, agoq": lambda shape: ours(shape, "agoq", "fp8"),
+    "fp8, all products": lambda shape: ours(shape, "off", "fp8", "fp8"),
     "compiled, fastest": lambda shape: compiled(shape, fixed_order=False),
     "compiled, fixed order": lambda shape: compiled(shape, fixed_order=True),
     "products": products,

@@ -77,6 +77,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gpt2", 1000, "off", "fp8", "precision"),
         ("llama", 0, "off", "float32", "fp8"),
         ("gpt2", 1000, "agoq", "fp8", "fp8"),
+        ("llama", 1000, "off", "float32", "fp8, weights too"),
+        ("gpt2", 0, "agoq", "fp8", "fp8, weights too"),
     ],
 )
 def test_a_block_adds_its_weight_gradients_to_main_gradients(
@@ -91,7 +93,13 @@ def test_a_block_adds_its_weight_gradients_to_main_gradients(
     product where their results are few."""
     monkeypatch.setattr(products, "FILLED", filled)
     model = ModelSection(family=family, layers=1, hidden=32, heads=4, kv_heads=2, ffn=48, sequence=9)
-    training = TrainingSection(precision="bfloat16", gradients=gradients, compute=compute)
+    compute, _, more = compute.partition(", ")
+    training = TrainingSection(
+        precision="bfloat16",
+        gradients=gradients,
+        compute=compute,
+        weight_gradients="fp8" if more else "precision",
+    )
     x, upstream = torch.randn(2, 2, 9, 32), torch.randn(2, 2, 9, 32)
 
     def run(fused: bool) -> list[Tensor]:
