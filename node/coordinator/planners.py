@@ -84,6 +84,9 @@ class WindowPlanner:
             if measures is None:
                 return None
             row = nodes[replica * stages : (replica + 1) * stages]
+            if config.is_round(costs.step - 1):
+                # A row's local steps follow one another: each fills and drains the pipeline.
+                microbatches = length // config.sync.every
             plans.append(
                 functools.partial(
                     self._plan_row,

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from node.config.schema import PipelineSection, RunConfig
+from node.config.schema import PipelineSection, RunConfig, SyncSection
 from node.coordinator import planners
 from node.coordinator.planners import WindowPlanner
 from node.pipeline.window_plan import StepMeasures, Windows
 from node.run_state.epoch import Epoch
+from node.run_state.grid import ONE_ROW, Groups
 from node.run_state.stage_assignment import Candidate
 from node.run_state.votes import VoteHistory
 from node.telemetry.events import StageCost, StepCosts
@@ -25,11 +26,12 @@ NODES = [Candidate(node_id=node, memory_bytes=2**40) for node in "ab"]
 Plan = tuple[int, Windows]
 
 
-def epoch(number: int) -> Epoch:
+def epoch(number: int, groups: Groups = ONE_ROW) -> Epoch:
     return Epoch(
         number=number,
         hosts=("a", "b"),
         addresses=("a:1", "b:1"),
+        groups=groups,
         newest_snapshot=0,
         newest_state=0,
         committed=None,
@@ -64,11 +66,11 @@ def far_apart(_source: int, _target: int) -> LinkReport:
 
 
 @contextlib.asynccontextmanager
-async def planning() -> AsyncIterator[tuple[WindowPlanner, "asyncio.Queue[Plan]"]]:
+async def planning(config: RunConfig = CONFIG) -> AsyncIterator[tuple[WindowPlanner, "asyncio.Queue[Plan]"]]:
     """A planner at work, and its plans."""
     plans: asyncio.Queue[Plan] = asyncio.Queue()
     planner = WindowPlanner(
-        CONFIG, samples=9, link_report=far_apart, use=lambda *plan: plans.put_nowait(plan), pause=0.0
+        config, samples=9, link_report=far_apart, use=lambda *plan: plans.put_nowait(plan), pause=0.0
     )
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
         running = group.create_task(planner.run())
@@ -82,6 +84,17 @@ async def test_a_plan_is_reported_with_its_epoch() -> None:
         number, windows = await plans.get()
     assert number == 7
     assert len(windows) == 1 and windows[0] >= 3
+
+
+async def test_a_round_has_the_windows_of_one_local_step() -> None:
+    """Two microbatches, which two stages have in flight without a window."""
+    config = replace(CONFIG, pipeline=replace(CONFIG.pipeline, groups=2), sync=SyncSection(every=2, warmup=1))
+    async with planning(config) as (planner, plans):
+        planner.step_done(epoch(7, ((0, 1),)), NODES, costs(1))
+        exact = await plans.get()
+        planner.step_done(epoch(7, ((0, 1),)), NODES, costs(2))
+        of_round = await plans.get()
+    assert exact[1][0] >= 3 and of_round == (7, (0,))
 
 
 async def test_memory_bounds_a_plan() -> None:
