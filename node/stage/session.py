@@ -212,16 +212,18 @@ class Session:
                     raise
                 if self._ending and self._outbox.empty():
                     return  # the farewell is sent
+                # Read once: a busy machine's delay between two lines is no outage.
+                now = time.monotonic()
                 if isinstance(error, NotYetError):
-                    last_contact = time.monotonic() + backoff.seconds  # it answers, so this is no outage
+                    last_contact = now + backoff.seconds  # it answers, so this is no outage
                     if not warned:
                         log.warning("%s", error)
                         warned = True
                 elif last_contact >= began:
-                    last_contact = time.monotonic()
+                    last_contact = now
                     log.warning("%s; connecting again", error)
                 limit = self._client.outage_seconds
-                if time.monotonic() + backoff.seconds - last_contact > limit:
+                if now + backoff.seconds - last_contact > limit:
                     raise LinkLostError(
                         f"the coordinator at {self._client.address} did not answer for {limit:g} s: {error}"
                     ) from None

@@ -1,10 +1,14 @@
 """A stage over several processes of a node, on CPUs by gloo, against the stage on one device."""
 
+import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -23,6 +27,7 @@ from node.parallel import processes
 from node.parallel.processes import DeviceGroup, devices
 from node.run_file.loader import to_json
 from node.stage.stage_model import StageCompute, StageModel
+from node.stage.watchdog import StuckError
 from tests.support.device_groups import CPU, closed_at_last, leading, tokens
 from tests.support.fault_prefork import Forked, Prefork
 from wire.errors import DeviceLostError, RunError, UserError
@@ -194,19 +199,73 @@ def test_ranks_sum_gradients_of_bfloat16_weights_in_float32(tensor_parallel: int
         assert gradients(leader) == pytest.approx(gradients(StageModel(config, CPU)), rel=5e-3)
 
 
+def broken_off(group: DeviceGroup, work: Callable[[], object]) -> None:
+    """Run `work`, during which a process of the group ends, as a node does: in a thread, while it watches.
+
+    A collective with the ended process fails in one line, or never returns: gloo forgets a message that it
+    sends after the process has ended and before it has seen that. `watch` ends the node then.
+    """
+    failed: Future[BaseException | None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # `failed` carries it to the test
+            failed.set_result(error)
+        else:
+            failed.set_result(None)
+
+    threading.Thread(target=run, name="compute", daemon=True).start()
+    with pytest.raises(StuckError, match=r"\(rank 1\) ended with exit code"):
+        asyncio.run(asyncio.wait_for(group.watch(), 120))
+    with contextlib.suppress(TimeoutError):
+        error = failed.result(2.0)
+        assert isinstance(error, DeviceLostError), error
+        assert "another of this node's devices is gone" in str(error)
+
+
+def open_sockets() -> int:
+    """How many sockets this process has."""
+    names = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            names.append(str(descriptor.readlink()))
+    return sum(name.startswith("socket:") for name in names)
+
+
 def test_a_dead_rank_is_reported() -> None:
     with closed_at_last(DeviceGroup((CPU, CPU), threads=1)) as group:
         leader = group.start(CONFIG)
         leader.build(1, 3)
         (worker,) = group._workers
+        before = open_sockets()
         worker.kill()
         worker.wait()
         assert group.lost()
+        # Once gloo has seen the end, a collective fails at once.
+        while open_sockets() >= before:
+            time.sleep(0.01)
         with pytest.raises(DeviceLostError, match="another of this node's devices is gone"):
-            for _ in range(100):
-                leader.begin_step()
+            leader.begin_step()
         group.close()
     # Nothing is left in this process that a next group would run into.
+    with leading(CONFIG, 2) as leader:
+        leader.build(1, 3)
+
+
+def test_a_rank_that_dies_during_commands_ends_the_node() -> None:
+    with closed_at_last(DeviceGroup((CPU, CPU), threads=1)) as group:
+        leader = group.start(CONFIG)
+        leader.build(1, 3)
+        (worker,) = group._workers
+
+        def step_for_ever() -> None:
+            worker.kill()
+            while True:
+                leader.begin_step()
+
+        broken_off(group, step_for_ever)
+        group.close(broken=True)
     with leading(CONFIG, 2) as leader:
         leader.build(1, 3)
 
@@ -271,11 +330,13 @@ def following(prefork: Prefork, folder: Path) -> Iterator[tuple[Forked, Forked]]
 
 def test_a_follower_is_silent_when_its_node_is_gone(prefork: Prefork, tmp_path: Path) -> None:
     with following(prefork, tmp_path) as (leader, follower):
-        # In this order the follower learns it from its collective first.
+        assert follower.stdin is not None
+        # Frozen meanwhile, it learns both at once, however busy this machine is.
+        follower.send_signal(signal.SIGSTOP)
         leader.kill()
         leader.wait()
-        assert follower.stdin is not None
         follower.stdin.close()
+        follower.send_signal(signal.SIGCONT)
         assert follower.wait(30) == 1
         assert (tmp_path / "said").read_text() == ""
 
@@ -316,6 +377,7 @@ import sys
 import torch
 from node.parallel import worker
 from node.stage.stage_model import StageCompute, StageModel
+from node.stage.watchdog import StuckError
 
 def {method}(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -327,24 +389,32 @@ sys.exit(worker.main())
 
 @pytest.mark.parametrize("method", ["build", "forward", "backward", "apply"])
 def test_a_rank_that_runs_out_of_memory_leaves_its_node_a_note(
-    method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    method: str,
+    prefork: Prefork,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """And says nothing itself: no traceback beside the node's one line."""
-    start = subprocess.Popen
+    script = tmp_path / "runs_out.py"
+    script.write_text(RUNS_OUT.format(method=method))
 
-    def runs_out(words: list[str], **settings: Any) -> subprocess.Popen[str]:
-        return start([sys.executable, "-c", RUNS_OUT.format(method=method), *words[3:]], **settings)
+    def runs_out(words: list[str], **settings: Any) -> Forked:
+        return prefork.popen([words[0], str(script), *words[3:]], **settings)
 
     with closed_at_last(DeviceGroup((CPU, CPU), threads=1)) as group:
         with monkeypatch.context() as patch:
             patch.setattr(processes.subprocess, "Popen", runs_out)
             leader = group.start(CONFIG)
         assert group.exhausted() is None
-        with pytest.raises(DeviceLostError, match="another of this node's devices is gone"):
+
+        def step() -> None:
             run_step(pipeline(CONFIG, leader), 0)
             # A command is sent before it is known that nobody hears it.
-            for _ in range(100):
+            while True:
                 leader.begin_step()
+
+        broken_off(group, step)
         # The note is there before the process is seen to be gone.
         found = group.exhausted()
         assert found is not None and found[0] == CPU and found[1].startswith("the machine has ")
