@@ -11,6 +11,7 @@ from node.coordinator.rebuild import newest_record
 from node.model.units import unit_names
 from node.stage.snapshot_cache import RECORD_FILE
 from node.telemetry.events import SnapshotStored
+from tests.support.fault_prefork import Prefork
 from tests.support.links import eventually
 from tests.support.run_harness import SMALL, TINY, Run, Still
 
@@ -35,9 +36,9 @@ def recorded(state_dir: Path) -> int:
     return newest_record([state_dir]).manifests[-1].step if is_there else 0
 
 
-def test_losing_a_machine_with_its_disk_keeps_the_weights(tmp_path: Path) -> None:
+def test_losing_a_machine_with_its_disk_keeps_the_weights(prefork: Prefork, tmp_path: Path) -> None:
     """It held the newest copy of its stage; a newcomer gets the other one from the node that has it."""
-    with Run(tmp_path, CONFIG, still=Still(stage=1, steps=8)) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=8)) as run:
         coordinator = run.start()
         run.add_nodes(3)
         frozen = run.wait_still()
@@ -52,8 +53,10 @@ def test_losing_a_machine_with_its_disk_keeps_the_weights(tmp_path: Path) -> Non
         assert run.snapshots[-1] == 10
 
 
-def test_a_run_resumes_from_what_its_nodes_hold_and_a_damaged_copy_is_fetched_again(tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG, still=Still(stage=1, steps=5)) as run:
+def test_a_run_resumes_from_what_its_nodes_hold_and_a_damaged_copy_is_fetched_again(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=5)) as run:
         run.start()
         run.add_nodes(3)
         frozen = run.wait_still()
@@ -74,8 +77,10 @@ def test_a_run_resumes_from_what_its_nodes_hold_and_a_damaged_copy_is_fetched_ag
         run.assert_undisturbed()
 
 
-def test_a_run_whose_coordinator_lost_its_disk_is_recovered_from_its_nodes(tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG, still=Still(stage=1, steps=8)) as run:
+def test_a_run_whose_coordinator_lost_its_disk_is_recovered_from_its_nodes(
+    prefork: Prefork, tmp_path: Path
+) -> None:
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=8)) as run:
         lost = run.start()
         run.add_nodes(3)
         number = 1 if run.wait_still() is run.nodes[0] else 0

@@ -10,12 +10,20 @@ import pytest
 from node.display.watch import HistoryWatch
 from node.telemetry.events import NodeJoined, PageServed, StepAborted, StepCosts
 from tests.support.fault_prefork import Prefork
+from tests.support.memory_pipeline import reference_run
 from tests.support.ports import listening
 from tests.support.run_harness import SMALL, TINY, Run, Still
 
 CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=3))
 
+INTERRUPTED = 130
+
 pytestmark = pytest.mark.timeout(240)
+
+
+def paths(costs: StepCosts) -> set[str]:
+    """The ways that a step's frames took."""
+    return {link.path for link in costs.links}
 
 
 def test_nodes_that_open_no_port_train_the_same_weights(prefork: Prefork, tmp_path: Path) -> None:
@@ -51,7 +59,7 @@ def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(prefork: Prefork, 
         CONFIG,
         model=TINY,
         pipeline=replace(CONFIG.pipeline, stages=2),
-        run=replace(CONFIG.run, steps=500),
+        run=replace(CONFIG.run, steps=100_000),
     )
     with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=1, steps=4)) as run:
         coordinator = run.start()
@@ -62,12 +70,20 @@ def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(prefork: Prefork, 
         coordinator.wait_event(NodeJoined, lambda event: event.listens)
         still.go_on()
         path = f"relay {run.node_id(2)}"
-        coordinator.wait_event(StepCosts, lambda costs: path in {link.path for link in costs.links})
+        by_relay = coordinator.wait_event(StepCosts, lambda costs: path in paths(costs))
         relay.kill()
-        assert coordinator.wait_exit() == 0
-        run.assert_undisturbed()
+        coordinator.wait_event(
+            StepCosts, lambda costs: costs.step > by_relay.step and paths(costs) == {"relay"}
+        )
+        # However long all that took, the operator ends the run.
+        coordinator.interrupt()
+        assert coordinator.wait_exit() == INTERRUPTED
+        run.assert_quiet()
         assert coordinator.all(StepAborted) == []
         assert {link.path for link in HistoryWatch(run.run_dir).view().links} == {"relay"}
+        taken, weights = reference_run(run.config, len(run.losses))
+        assert run.losses == {number: step.loss for number, step in enumerate(taken, start=1)}
+        assert run.weights_sha256 == weights
 
 
 def test_a_node_that_opens_no_port_dials_a_neighbour_that_does(prefork: Prefork, tmp_path: Path) -> None:

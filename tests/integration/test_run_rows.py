@@ -172,7 +172,7 @@ ROUNDS = replace(
 
 
 @pytest.mark.parametrize(
-    "phase", [Phase.FORWARD, Phase.LOCAL_STEP, Phase.SYNC, Phase.VOTING, Phase.COMMIT_APPLY, Phase.APPLY]
+    "phase", [Phase.LOCAL_STEP, Phase.SYNC, Phase.VOTING, Phase.COMMIT_APPLY, Phase.APPLY]
 )
 def test_a_row_that_loses_a_node_in_a_round_changes_no_bit(
     phase: Phase, prefork: Prefork, tmp_path: Path

@@ -15,6 +15,7 @@ from node.faults import Fault, Kind, Phase
 from node.telemetry.events import SnapshotStored
 from node.training.object_store import bring, stored_steps
 from node.training.snapshot import list_snapshots, read_manifest
+from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
 from tests.support.links import eventually
 from tests.support.run_harness import undisturbed
@@ -37,14 +38,14 @@ def recorded(url: str) -> int:
 
 @pytest.mark.parametrize("kind", ["s3", "file"])
 def test_a_run_that_lost_its_coordinator_and_its_nodes_goes_on_from_the_store(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("fsspec")
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(s3_server(monkeypatch)) if kind == "s3" else f"file://{tmp_path}/store"
         pipeline = replace(CONFIG.pipeline, stages=2)
         config = replace(CONFIG, pipeline=pipeline, snapshots=SnapshotsSection(keep=url))
-        run = stack.enter_context(FaultRun(tmp_path, config, [HOLD]))
+        run = stack.enter_context(FaultRun(tmp_path, config, [HOLD], launch=prefork.popen))
         gate = stack.enter_context(run.plan.gate(HOLD).open("a"))
         fcntl.flock(gate, fcntl.LOCK_EX)
         lost = run.start()

@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -37,6 +38,8 @@ PROGRAMS = (
     "tests.support.strangers",
 )
 """Modules that `-m` can start: their `main` reads `sys.argv` and returns an exit code."""
+DESCRIPTORS_VARIABLE = "THINWIRE_TEST_DESCRIPTORS"
+"""In a process's environment: the most descriptors that it may have."""
 _PR_SET_CHILD_SUBREAPER = 36
 _REQUEST_BYTES = 256 * 1024
 _IMPORT_SECONDS = 180.0
@@ -262,6 +265,8 @@ def _run(request: dict[str, object], descriptors: list[int]) -> int:
             os.dup2(source, target)
         for source in set(descriptors) - {0, 1, 2}:
             os.close(source)
+        if most := os.environ.pop(DESCRIPTORS_VARIABLE, ""):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(most), int(most)))
         faulthandler.enable()
         try:
             code = _execute(words)

@@ -34,7 +34,8 @@ from wire.codecs.registry import codec
 from wire.spec import Direction, TensorKey, TensorSpec
 
 CPU = torch.device("cpu")
-TAKE_SECONDS = 30.0
+TAKE_SECONDS = 120.0
+"""A neighbour may compile a codec first, on a busy machine."""
 
 Result = TypeVar("Result")
 

@@ -20,19 +20,21 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from node.telemetry.events import NodeJoined, RunFinished, StepDone, from_json
+from tests.support.fault_prefork import DESCRIPTORS_VARIABLE
 from tests.support.fault_run import small
 from tests.support.memory_pipeline import reference_run
 from tests.support.paths import python_path
-from tests.support.process import Coordinator, Launch, Process, StuckError
+from tests.support.process import Child, Coordinator, Launch, Process, StuckError
 from tests.support.run_harness import Expected, Run
 from wire.bootstrap import fetch_authority
 from wire.channels import open_channel
@@ -177,23 +179,34 @@ def _cpu_seconds(processes: Sequence[Process]) -> float:
 
 
 def _wrapper(core: int | None) -> tuple[str, ...]:
-    """Starts a command with few descriptors, on one core if that is given."""
-    pinned = () if core is None else ("taskset", "-c", str(core))
-    return ("sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh", *pinned)
+    """Starts a command with few descriptors, on one core; without a core `_few_descriptors` launches it."""
+    if core is None:
+        return ()
+    return ("sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh", "taskset", "-c", str(core))
+
+
+def _few_descriptors(launch: Launch) -> Launch:
+    """The same launch, of forked processes that have few descriptors."""
+
+    def limited(command: Sequence[str], *, env: Mapping[str, str], **settings: Any) -> Child:
+        return launch(command, env={**env, DESCRIPTORS_VARIABLE: str(DESCRIPTORS)}, **settings)
+
+    return limited
 
 
 def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
     """Run one siege, after which the operator ends the run.
 
     A spare connects again and again all the time, so that calm times have that cost, too. Another node joins
-    during the first round and leaves. `launch` starts nodes, and should do so quickly.
+    during the first round and leaves. `launch` is that of a `Prefork`.
     """
     config = small(steps=MOST_STEPS, snapshot_every=SNAPSHOT_EVERY)
     config = replace(config, pipeline=replace(config.pipeline, stages=2))
     apart = siege.own_core and (os.cpu_count() or 1) > 1
     core = 0 if apart else None
     watch = _Watch()
-    with Run(directory, config, launch=launch, listener=watch.note) as run:
+    members_launch = launch if apart else _few_descriptors(launch)
+    with Run(directory, config, launch=members_launch, listener=watch.note) as run:
         coordinator = run.start(wrapper=_wrapper(core))
         for _ in range(2):
             run.add_node(wrapper=_wrapper(core))
