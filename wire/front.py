@@ -26,6 +26,7 @@ from wire.admission import Admission, Limits
 from wire.descriptors import EXHAUSTED, Spare
 from wire.errors import UserError
 from wire.identity.names import split_address
+from wire.pacing import Pacer
 from wire.splice import CLOSE_SECONDS, Pipe
 
 log = logging.getLogger(__name__)
@@ -51,17 +52,24 @@ class Front:
     """One listening port. Call everything on the event loop."""
 
     def __init__(
-        self, limits: Limits, pass_on: PassOn | None = None, *, choose: Choose | None = None
+        self,
+        limits: Limits,
+        pass_on: PassOn | None = None,
+        *,
+        choose: Choose | None = None,
+        pacer: Callable[[], Pacer | None] = lambda: None,
     ) -> None:
         """
         Args:
             pass_on: takes over every connection at once. Without it, one that has spoken is spliced to
                 `backend`.
             choose: gives every connection that has spoken to another front (see `wire.door`).
+            pacer: limits what one spliced connection carries.
         """
         self._admission = Admission(limits)
         self._pass_on = pass_on
         self._choose = choose
+        self._pacer = pacer
         self._directory = "" if pass_on or choose else private_directory()
         self._peeked: dict[int, int] = {}
         """Bytes of connections that must say more before it is known whose they are."""
@@ -129,6 +137,11 @@ class Front:
     def prove(self, peer: str, owner: str) -> None:
         """A call of gRPC peer `peer` carried the certificate of node `owner`."""
         self._drop(self._admission.proved(_number(peer), owner, self._now()))
+
+    def unpace(self, peer: str) -> None:
+        """A call of gRPC peer `peer` carried a valid token: its connection has no limit of bytes any more."""
+        if (pipe := self._pipes.get(_number(peer))) is not None:
+            pipe.pacer = None
 
     def shed(self) -> None:
         """Descriptors have run out: drop the older half of the strangers."""
@@ -260,7 +273,7 @@ class Front:
             connection.close()
             self._forget(number)
             return
-        pipe = self._pipes[number] = Pipe(lambda: self._forget(number))
+        pipe = self._pipes[number] = Pipe(lambda: self._forget(number), self._pacer())
         pipe.join(connection, inner)
 
     def _connect_backend(self, number: int) -> socket.socket:

@@ -23,11 +23,16 @@ RECONNECT_SECONDS = 2.0
 
 
 class Pacer:
-    """A node's bandwidth limit: `rate` bytes a second on average. For one event loop only."""
+    """A bandwidth limit: `rate` bytes a second on average. For one event loop only."""
 
-    def __init__(self, rate: float) -> None:
-        """`rate` in bytes a second, above 0."""
+    def __init__(self, rate: float, ahead: float = BURST_SECONDS) -> None:
+        """
+        Args:
+            rate: bytes a second, above 0.
+            ahead: seconds of the rate that may pass at once after a pause.
+        """
         self._rate = rate
+        self._ahead = ahead
         self._free_at = 0.0
 
     @property
@@ -37,7 +42,7 @@ class Pacer:
 
     def reserve(self, size: int, now: float) -> float:
         """Book `size` bytes at `now` (seconds on any clock); returns the seconds to wait before sending."""
-        start = max(self._free_at, now - BURST_SECONDS)
+        start = max(self._free_at, now - self._ahead)
         self._free_at = start + size / self._rate
         return max(0.0, start - now)
 

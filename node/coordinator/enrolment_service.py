@@ -17,6 +17,7 @@ from wire.descriptors import raise_limit
 from wire.errors import RunError, UserError
 from wire.front import Front, listen_or_advise, start_behind
 from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
+from wire.pacing import Pacer
 from wire.v1 import enrolment_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,10 @@ MOST_COUNTED = 4096
 """Addresses and tokens whose requests are counted; of more, the one that asked longest ago starts afresh."""
 CONNECTION_SECONDS = 30.0
 """A connection to the join port ends after this long."""
+
+BYTES_A_SECOND, BYTES_AT_ONCE = 8 * 1024, 16 * 1024
+"""Of a connection that has shown no valid token, both ways together; a join takes 7,000. Who asks
+without end is not even read."""
 
 Request = TypeVar("Request", pb.JoinRequest, pb.LookRequest)
 
@@ -169,7 +174,7 @@ class EnrolmentService:
         )
         source = self._front.host(context.peer())
         try:
-            outcome = await self._answer(request, source)
+            outcome = await self._answer(request, context.peer())
         except RunError as error:
             logger.error("a join request from %s could not be served: %s", source, error)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot use its database")
@@ -188,10 +193,10 @@ class EnrolmentService:
         logger.info("refused a join request from %s: %s", source, outcome.code)
         return pb.JoinReply(refusal=pb.Refusal(code=outcome.code, message=outcome.message))
 
-    async def _answer(self, request: JoinRequest, source: str) -> Granted | Refusal | None:
+    async def _answer(self, request: JoinRequest, peer: str) -> Granted | Refusal | None:
         """None: this address, or the holders of this token, ask too often. Raises RunError."""
         try:
-            refusal = await self._refuse(request, source)
+            refusal = await self._refuse(request, peer)
         except TimeoutError:
             return None
         if refusal is not None:
@@ -199,15 +204,15 @@ class EnrolmentService:
         async with self._work:
             return await asyncio.to_thread(self._handler.join, request)
 
-    async def _refuse(self, request: JoinRequest, source: str) -> Refusal | None:
-        """Why whoever asks is no holder of a token. Raises TimeoutError if it must ask later, RunError.
+    async def _refuse(self, request: JoinRequest, peer: str) -> Refusal | None:
+        """Why the gRPC peer is no holder of a token. Raises TimeoutError if it must ask later, RunError.
 
         The holder of a valid token is counted by token, everybody else by address before any work is done: so
         strangers shut out no holder, not even from behind one address.
         """
         refusal = self._handler.refuse_cheaply(request)
         if refusal is not None or not self._tokens.holds(request.token_id, request.secret):
-            if not self._limits.take(f"address {address_group(source)}", time.monotonic()):
+            if not self._limits.take(f"address {address_group(self._front.host(peer))}", time.monotonic()):
                 raise TimeoutError
             if refusal is not None:
                 return refusal
@@ -215,6 +220,7 @@ class EnrolmentService:
                 return self._handler.unknown_token()
         if not self._limits.take(f"token {request.token_id}", time.monotonic()):
             raise TimeoutError
+        self._front.unpace(peer)
         return None
 
 
@@ -222,7 +228,10 @@ class JoinPort:
     """The server of joins, behind a front that listens itself or gets its connections from a `Door`."""
 
     def __init__(self, handler: EnrolmentHandler) -> None:
-        self.front = Front(Limits.of_strangers(raise_limit(), CONNECTION_SECONDS))
+        self.front = Front(
+            Limits.of_strangers(raise_limit(), CONNECTION_SECONDS),
+            pacer=lambda: Pacer(BYTES_A_SECOND, ahead=BYTES_AT_ONCE / BYTES_A_SECOND),
+        )
         self.service = EnrolmentService(handler, self.front)
         self._server = grpc.aio.server(options=_OPTIONS)
         self._server.add_generic_rpc_handlers([self.service.handler()])

@@ -43,7 +43,7 @@ class Looks:
         """
         Args:
             first: a call's first request; raises `TimeoutError` if it does not come in time.
-            refuse: whether the holder of a token may ask from an address; raises `TimeoutError` if too often.
+            refuse: why a gRPC peer is no holder of a token; raises `TimeoutError` if it asks too often.
             would_refuse: of a token's id and secret: why a join would be refused. It blocks.
             source: the IP address of gRPC's peer.
         """
@@ -81,7 +81,7 @@ class Looks:
             hardware=Hardware(device="", cores=0, memory_bytes=0),
         )
         try:
-            refusal = await self._refuse(request, source)
+            refusal = await self._refuse(request, context.peer())
         except TimeoutError:
             refusal = None
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests: ask again later")

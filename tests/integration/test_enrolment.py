@@ -401,6 +401,7 @@ async def test_strangers_with_made_up_tokens_shut_out_no_holder_behind_their_add
     monkeypatch.setattr(enrol_module, "_ROUNDS", (0.0,))
     monkeypatch.setattr(enrolment_service, "_JOINS_A_SECOND", 0.0)
     monkeypatch.setattr(enrolment_service, "_JOINS_AT_ONCE", 50.0)
+    monkeypatch.setattr(enrolment_service, "BYTES_A_SECOND", 1e6)
     admitted: list[JoinRequest] = []
     admit = EnrolmentHandler.join
 

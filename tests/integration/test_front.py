@@ -18,6 +18,7 @@ from wire.admission import Limits, Phase
 from wire.front import TLS_HANDSHAKE, Front
 from wire.link import DialledLink, dial_link
 from wire.link_server import LinkServer
+from wire.pacing import LEAST_PIECE, Pacer
 
 CROWD = 400
 """Fewer than the kernel's queue holds: it would drop others, which would then never be closed."""
@@ -151,6 +152,44 @@ async def test_a_port_survives_that_no_descriptor_is_left(monkeypatch: pytest.Mo
             await link.ready(SECONDS)
         await link.close()
         await running
+
+
+async def test_a_connection_that_says_too_much_waits_and_others_do_not() -> None:
+    heard: dict[str, int] = {}
+
+    class Backend(asyncio.Protocol):
+        peer = ""
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.peer = transport.get_extra_info("peername")
+
+        def data_received(self, data: bytes) -> None:
+            heard[self.peer] = heard.get(self.peer, 0) + len(data)
+
+    # Two reads of a piece pass at most; then nothing for hours.
+    free = 100
+    front = Front(Limits.of_strangers(FEW, 60.0), pacer=lambda: Pacer(1.0, ahead=free))
+    loop = asyncio.get_running_loop()
+    server = await loop.create_unix_server(Backend, front.backend.removeprefix("unix:"))
+    port = front.listen("127.0.0.1:0")
+    try:
+        async with asyncio.timeout(SECONDS):
+            with contextlib.ExitStack() as stack:
+                ours = [stack.enter_context(socket.socket()) for _ in range(2)]
+                for number, (one, size) in enumerate(zip(ours, (4 * LEAST_PIECE, free), strict=True)):
+                    one.connect(("127.0.0.1", port))
+                    one.setblocking(False)
+                    await loop.sock_sendall(one, TLS_HANDSHAKE * size)
+                    await eventually(lambda more=number: len(heard) > more)
+                first, second = heard
+                await eventually(lambda: heard[second] == free)
+                front.unpace(second)
+                await loop.sock_sendall(ours[1], bytes(4 * LEAST_PIECE))
+                await eventually(lambda: heard[second] == free + 4 * LEAST_PIECE)
+                assert heard[first] <= free + 2 * LEAST_PIECE
+    finally:
+        await front.close()
+        server.close()
 
 
 async def test_the_address_of_a_call_is_the_callers_and_its_directory_goes(

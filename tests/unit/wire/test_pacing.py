@@ -22,6 +22,11 @@ def test_an_idle_link_saves_up_one_burst_and_no_more() -> None:
     assert waits[at_once + 1] > 0.0
 
 
+def test_more_may_pass_at_once_where_that_is_allowed() -> None:
+    pacer = Pacer(rate=1000.0, ahead=4.0)
+    assert [pacer.reserve(1000, 10.0) for _ in range(6)] == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
 def test_one_message_larger_than_a_burst_passes_and_is_paid_for_afterwards() -> None:
     pacer = Pacer(rate=1000.0)
     assert pacer.reserve(5000, 10.0) == 0.0
