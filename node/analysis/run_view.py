@@ -302,6 +302,8 @@ class RunView:
     aborted: int
     """Steps aborted and run again; planned changes of placement are none."""
     recoveries: int
+    replaced: tuple[str, ...] = ()
+    """Who lost a stage or was shut out, and why, a line for each node; the newest last."""
     replayed: int
     """Committed steps that ran again after a rollback."""
     replays_to: int = 0

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 from node.analysis.bottleneck import Evidence, bottleneck
 from node.analysis.link_views import (
@@ -44,6 +45,8 @@ LEAST_ADVICE_STEPS = 10
 """Before them no advice is given."""
 MOST_EVENTS = 200
 """Newest events kept in the view."""
+MOST_REPLACED = 16
+"""Nodes kept that lost their stage or were shut out."""
 MOST_SNAPSHOTS = 1000
 """Newest snapshots remembered, pruned ones included."""
 
@@ -83,6 +86,7 @@ class BuilderState:
     paces: tuple[float, ...]
     links: tuple[LinkSums, ...]
     listed: tuple[EventView, ...]
+    replaced: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunViewBuilder:
@@ -117,6 +121,8 @@ class RunViewBuilder:
         self._paces: deque[float] = deque(maxlen=RECENT_STEPS)
         self._links: dict[LinkKey, LinkTotals] = {}
         self._events: deque[EventView] = deque(maxlen=MOST_EVENTS)
+        self._replaced: dict[str, str] = {}
+        """By node that lost its stage or was shut out: the newest line that says why."""
 
     def apply(self, event: events.Event, at: float) -> None:
         """Apply `event` of Unix time `at`; kinds that are not in a view are ignored."""
@@ -163,6 +169,21 @@ class RunViewBuilder:
             kind, level, text = listed
             line = without_addresses(printable(text))
             self._events.append(EventView(at=at, kind=kind, level=level, text=line))
+            if isinstance(event, events.NodeReplaced) or self._leaves_stage(event):
+                self._replaced.pop(event.node_id, None)
+                self._replaced[event.node_id] = line
+                if len(self._replaced) > MOST_REPLACED:
+                    del self._replaced[next(iter(self._replaced))]
+
+    def _leaves_stage(self, event: events.Event) -> TypeGuard[events.NodeLeft]:
+        """Whether a node has left its stage, not by its own wish, and no line said so before."""
+        if not isinstance(event, events.NodeLeft) or event.reason == events.LEFT or self._placement is None:
+            return False
+        known = self._replaced.get(event.node_id, "")
+        return (
+            event.node_id in self._placement.nodes
+            and event.reason.removeprefix(events.QUARANTINED) not in known
+        )
 
     def state(self) -> BuilderState:
         """What `restored` needs to go on from here."""
@@ -192,6 +213,7 @@ class RunViewBuilder:
             paces=tuple(self._paces),
             links=tuple(sums.state(ends) for ends, sums in self._links.items()),
             listed=tuple(self._events),
+            replaced=dict(self._replaced),
         )
 
     @classmethod
@@ -223,6 +245,7 @@ class RunViewBuilder:
         made._paces.extend(state.paces)
         made._links = {ends_of(sums): LinkTotals(sums) for sums in state.links}
         made._events.extend(state.listed)
+        made._replaced = dict(state.replaced)
         return made
 
     @property
@@ -295,6 +318,7 @@ class RunViewBuilder:
             snapshot=self._snapshots[-1] if self._snapshots else None,
             aborted=self._aborted,
             recoveries=self._recoveries,
+            replaced=tuple(self._replaced.values()),
             replayed=self._replayed,
             replays_to=self._highest_step if self._highest_step > done else 0,
             token_uses=self._token_uses,
@@ -487,6 +511,8 @@ def _listed(event: events.Event) -> tuple[str, str, str] | None:
             return "snapshot", "info", f"snapshot of step {event.step}: {bytes_text(event.bytes)}"
         case events.SnapshotSetAside():
             return "snapshot", "warning", event.text
+        case events.NodeReplaced():
+            return "replaced", "warning", event.text
         case events.Notice():
             return "notice", "info", event.text
         case events.RunFinished():

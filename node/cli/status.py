@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             "snapshot_age_seconds": age,
             "usable_tokens": usable,
             "bottleneck": bottleneck,
+            "replaced": view.replaced,
             "links": [{name: getattr(link, name) for name in _OF_A_LINK} for link in view.links],
             "status": json.loads(status.to_json()) if status else None,
         }
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if state in GOES_ON:
         lines += [f"slow      {sentence}" for sentence in bottleneck]
     lines += [f"path      {sentence}" for sentence in path_sentences(view)]
+    lines += [f"replaced  {line}" for line in view.replaced]
     lines.append(f"nodes     {len(members)} admitted since the run began")
     newest = f", the newest {duration_text(age)} old" if age is not None else ""
     lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}{newest}")

@@ -344,7 +344,7 @@ class Coordinator:
                 if costs is not None:
                     self._use_costs(action.epoch, costs)
             case Announce():
-                self._emit(events.Notice(text=action.text))
+                self._reporter.announced(action)
             case OpenSnapshot():
                 if (asking := self._machine.epoch) is not None:
                     await self._open_snapshot(action.step, asking)

@@ -25,6 +25,7 @@ from node.pipeline.storage_choice import words_of_name
 from node.run_state.actions import (
     Aborted,
     AbortKind,
+    Announce,
     RecordCodecs,
     RecordCommit,
     RecordHeldOut,
@@ -109,6 +110,11 @@ class Reporter:
     def report(self, node_id: str, telemetry: Telemetry) -> None:
         """A node's newest totals."""
         self.accounting.report(node_id, telemetry, time.monotonic() - self._epoch_began)
+
+    def announced(self, line: Announce) -> None:
+        """A line for the operator."""
+        replaced = events.NodeReplaced(text=line.text, node_id=line.about) if line.about else None
+        self._emit(replaced or events.Notice(text=line.text))
 
     def placed(self) -> None:
         """There are nodes for every stage again."""

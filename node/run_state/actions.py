@@ -9,6 +9,7 @@ from enum import StrEnum
 from node.pipeline.codec_plan import CodecPlan
 from node.pipeline.storage_choice import StoragePlan
 from node.run_state.grid import ONE_ROW, Groups
+from node.telemetry.events import LEFT
 from wire.messages import Abort, CoordinatorMessage, Finish
 
 
@@ -142,6 +143,8 @@ class Announce:
     """A line for the operator."""
 
     text: str
+    about: str = ""
+    """The node that has lost its stage, or is shut out, for what the line says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,5 +212,5 @@ def let_go(node_id: str) -> list[Action]:
     """The node asked to leave."""
     return [
         *run_over([node_id], "you have left the run", failed=False),
-        Released(node_id=node_id, reason="it left"),
+        Released(node_id=node_id, reason=LEFT),
     ]

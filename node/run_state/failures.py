@@ -43,6 +43,8 @@ class Verdict:
     reason: str
     note: str = ""
     """A line for the operator, if there is more to say."""
+    culprit: str = ""
+    """The node that gives up its stage for what the line says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,7 @@ class Failures:
             kind=verdict.kind,
             reason=verdict.reason,
             note=f"{why}: {taker} {epoch.place_of(culprit)} from node {culprit}",
+            culprit=culprit,
         )
 
     def not_finite(self, epoch: Epoch, what: str) -> RunAgain | GiveUp:

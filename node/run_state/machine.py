@@ -49,6 +49,7 @@ from node.run_state.votes import (
     RefusedVote,
 )
 from node.run_state.wrong_values import CallThird, Undecided, WrongValues
+from node.telemetry.events import QUARANTINED
 from wire.messages import Applied, FailureKind, NodeMessage, Placed, Ready, StepFailed, Validated, Vote
 
 
@@ -125,7 +126,7 @@ class RunMachine:
         if self.stopped:
             return finish_all([node_id], self.goodbye)
         if node_id in self.quarantined:
-            return sent_away(node_id, f"quarantined: {self.quarantined[node_id]}")
+            return sent_away(node_id, f"{QUARANTINED}{self.quarantined[node_id]}")
         actions: list[Action] = []
         member = self.members.get(node_id)
         if member is not None and member.process_nonce != process_nonce:
@@ -188,7 +189,9 @@ class RunMachine:
         """A message of this node was refused: no correct node sends it."""
         if self.stopped:
             return []
-        return self._strike(node_id, why, f"a message of node {node_id} was refused: {why}", now)
+        return self._strike(node_id, why, now) or [
+            Announce(text=f"a message of node {node_id} was refused: {why}")
+        ]
 
     def leave(self, node_id: str, now: float) -> list[Action]:
         """The node asks to go. It is released once the state it holds is on disk, or the epoch has failed."""
@@ -448,7 +451,7 @@ class RunMachine:
         if isinstance(verdict, GiveUp):
             self._ending.give_up(verdict)
         is_told = verdict.note and (isinstance(verdict, GiveUp) or not self._ending.due)
-        notes: list[Action] = [Announce(text=verdict.note)] if is_told else []
+        notes: list[Action] = [Announce(text=verdict.note, about=verdict.culprit)] if is_told else []
         # Links may be broken for good, but what stages hold can be handed in without them.
         stay = {offer.node_id for offer in self._roster.candidates()} >= set(epoch.hosts)
         unsaved = epoch.phase is Phase.APPLYING or self._snapshots.newest < epoch.step
@@ -482,15 +485,13 @@ class RunMachine:
         actions: list[Action] = []
         for one in self._wrong.refuted(epoch, self._roster.candidates(), now):
             line = f"node {one.node_id}: {one.why}; it gets a stage again only if no other node is left"
-            actions += (
-                self._strike(one.node_id, one.why, line, now) if one.at_fault else [Announce(text=line)]
-            )
+            is_out = self._strike(one.node_id, one.why, now) if one.at_fault else []
+            actions += is_out or [Announce(text=line, about=one.node_id)]
         return actions
 
-    def _strike(self, node_id: str, why: str, line: str, now: float) -> list[Action]:
-        """Hold something against a node. `line`: for the operator, while it is not shut out for it."""
-        is_out = self._quarantine.strike(node_id, why)
-        return self._shut_out(node_id, now) if is_out else [Announce(text=line)]
+    def _strike(self, node_id: str, why: str, now: float) -> list[Action]:
+        """Hold something against a node; gives what follows if it is shut out for it."""
+        return self._shut_out(node_id, now) if self._quarantine.strike(node_id, why) else []
 
     def _complaint(self, epoch: Epoch, node_id: str, message: StepFailed, now: float) -> list[Action]:
         """What a stage says against a neighbour."""
@@ -501,16 +502,16 @@ class RunMachine:
 
     def _shut_out(self, node_id: str, now: float) -> list[Action]:
         why = self.quarantined[node_id]
-        over = run_over([node_id], f"quarantined: {why}", failed=True)
+        over = run_over([node_id], f"{QUARANTINED}{why}", failed=True)
         line = f"node {node_id} is shut out: {why}"
-        return [Announce(text=line), *over, *self.lost(node_id, f"quarantined: {why}", now)]
+        return [Announce(text=line, about=node_id), *over, *self.lost(node_id, f"{QUARANTINED}{why}", now)]
 
     def _replace_straggler(self, node_id: str, line: str, now: float) -> list[Action]:
         """A node that others wait for ends; started again it may help, a few times."""
         if self._quarantine.strike(node_id, line):
             return self._shut_out(node_id, now)
         return [
-            Announce(text=f"node {node_id} is replaced: {line}"),
+            Announce(text=f"node {node_id} is replaced: {line}", about=node_id),
             *run_over([node_id], line, failed=True),
             *self._gone(node_id, line, now),
         ]

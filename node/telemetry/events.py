@@ -104,6 +104,12 @@ class NodeJoined(Event):
     """Whether it opens a port for neighbours."""
 
 
+LEFT = "it left"
+"""The reason of a node that asked to go."""
+QUARANTINED = "quarantined: "
+"""Begins the reason of a node that the run shut out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeLeft(Event):
     event: ClassVar[str] = "node-left"
@@ -304,6 +310,14 @@ class Notice(Event):
 
     event: ClassVar[str] = "notice"
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReplaced(Notice):
+    """A node has lost its stage, or is shut out, for what the line says."""
+
+    event: ClassVar[str] = "replaced"
+    node_id: str
 
 
 @dataclass(frozen=True, kw_only=True)

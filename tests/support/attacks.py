@@ -77,13 +77,15 @@ class Seen:
     """Why honest members left before the end, and how they ended if not well."""
     line: str
     """The line that the operator reads."""
+    status: tuple[str, ...]
+    """Lines of `thinwire status` about the attacker, after the run."""
 
     @property
     def good(self) -> bool:
         """The run ends as an undisturbed one, no honest member is harmed, the liar has lost its stage, and a
-        line names it."""
+        line names it, then and in the run's status."""
         unharmed = self.ended and self.bits_equal and not self.honest_harmed
-        return unharmed and self.replaced and bool(self.line)
+        return unharmed and self.replaced and bool(self.line) and bool(self.status)
 
 
 MEMBERS = tuple(
@@ -238,7 +240,16 @@ def _seen(run: LyingRun, chosen: Attack, code: int | None, *, stuck: bool) -> Se
         replaced=liar_id not in run.all(PlacementMade)[-1].nodes,
         honest_harmed=tuple(honest),
         line=_line(run, liar_id, stuck=stuck),
+        status=() if stuck else _status(run, liar_id),
     )
+
+
+def _status(run: LyingRun, liar_id: str) -> tuple[str, ...]:
+    """What `thinwire status` says of the liar."""
+    run.program = ("node.cli.main",)
+    status = run.command("status", str(run.run_dir), name="status")
+    assert status.wait_exit() == 0, status.report()
+    return tuple(line for line in status.lines if liar_id in line)
 
 
 def _as_undisturbed(run: FaultRun) -> bool:

@@ -37,7 +37,7 @@ function changed(view, names) {
   if (any("loss_curve")) lossChart.set(view.loss_curve);
   if (any("speed_curve")) speedChart.set(view.speed_curve);
   if (any("stages", "links", "state")) drawPipeline(view);
-  if (any("members", "spares")) drawNodes(view);
+  if (any("members", "spares", "replaced")) drawNodes(view);
   if (any("events")) drawEvents(view);
 }
 
@@ -160,6 +160,8 @@ function drawNodes(view) {
   byId("nodes").replaceChildren(
     ...members.map((member) => element("li", {}, element("span", { class: "mono" }, member.node_id), member.name ? element("span", { class: "owner" }, member.name) : null, element("span", { class: "muted device" }, member.device), element("span", { class: member.stage == null ? "stage-of spare" : "stage-of" }, member.stage == null ? (view.spares ? "spare" : "waits") : `stage ${view.groups.length > 1 ? `${member.replica}/` : ""}${member.stage}`))),
   );
+  byId("replaced").replaceChildren(...view.replaced.map((line) => element("li", { class: "trouble" }, line)));
+  byId("replaced").hidden = !view.replaced.length;
   operator.nodes(members);
 }
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.analysis.run_view import Series, SnapshotView
-from node.analysis.view_builder import RunViewBuilder, view
+from node.analysis.view_builder import MOST_EVENTS, MOST_REPLACED, RunViewBuilder, view
 from node.telemetry import events
 from node.telemetry.format import without_addresses
 from tests.support.run_events import (
@@ -170,6 +170,34 @@ def test_a_planned_change_of_placement_is_no_aborted_step() -> None:
     assert (seen.aborted, seen.state) == (0, "restoring")
     assert (seen.events[-1].kind, seen.events[-1].level) == ("planned", "info")
     assert seen.events[-1].text == "planned change of placement before step 2"
+
+
+def test_who_lost_a_stage_stays_on_view_with_the_reason() -> None:
+    """One line a node, also once it is back, after a resume, and when events have pushed the line out."""
+    silent, gone = "it has been silent for more than 9 s", "its connection closed"
+    shut_out = events.NodeReplaced(text=f"node {NODES[1]} is shut out: it lied", node_id=NODES[1])
+    builder = RunViewBuilder()
+    for event in (
+        *opening(),
+        events.NodeLeft(node_id=NODES[0], reason=events.LEFT),
+        events.NodeLeft(node_id="node-spare", reason=gone),
+    ):
+        builder.apply(event, 1.0)
+    assert builder.view().replaced == (), "who goes by its own wish, or has no stage"
+    for event in (
+        shut_out,
+        events.NodeLeft(node_id=NODES[1], reason=f"{events.QUARANTINED}it lied"),
+        events.NodeLeft(node_id=NODES[0], reason=gone),
+        events.NodeLeft(node_id=NODES[0], reason=silent),
+        *opening(),
+        *(events.Notice(text="something else") for _ in range(MOST_EVENTS)),
+    ):
+        builder.apply(event, 2.0)
+    expected = (shut_out.text, f"{NODES[0]} left: {silent}")
+    assert builder.view().replaced == RunViewBuilder.restored(builder.state()).view().replaced == expected
+    for number in range(MOST_REPLACED):
+        builder.apply(events.NodeReplaced(text=str(number), node_id=str(number)), 3.0)
+    assert builder.view().replaced == tuple(map(str, range(MOST_REPLACED)))
 
 
 def test_steps_that_run_again_replace_what_they_gave() -> None:

@@ -28,6 +28,7 @@ from node.telemetry.events import (
     LinkCost,
     NodeJoined,
     NodeLeft,
+    NodeReplaced,
     Notice,
     PageServed,
     PlacementMade,
@@ -110,6 +111,7 @@ EVENTS: tuple[Event, ...] = (
     SnapshotStored(step=10, bytes=1_500_000, path="runs/demo-1/snapshots/step-00000010"),
     HeldOutLoss(step=10, loss=2.5, uncompressed=2.25, samples=64, best=True, seconds=0.5),
     Notice(text="something"),
+    NodeReplaced(text="node node-a is shut out: it lied", node_id="node-a"),
     Recovered(text="back at step 6 in 4 s", step=6, seconds=4.0),
     StepCosts(
         step=7,

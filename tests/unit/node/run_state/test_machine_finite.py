@@ -126,7 +126,8 @@ def test_the_same_step_runs_again_on_a_spare_and_the_first_node_was_wrong(how: s
     assert of_kind(actions, Announce) == [
         Announce(
             text=f"node {culprit}: what it gave for stage {stage} in step 4 was wrong, as another node "
-            "found; it gets a stage again only if no other node is left"
+            "found; it gets a stage again only if no other node is left",
+            about=culprit,
         )
     ]
     assert run.machine.quarantined == {}, "what its neighbours sent may have been wrong"
@@ -147,7 +148,7 @@ def test_a_node_that_is_wrong_repeatedly_is_quarantined() -> None:
     run.restored(run.epoch.step)
     actions = run.all_vote()
     why = "what it gave for stage 0 in step 4 was wrong, as another node found, the last of 3 such faults"
-    assert of_kind(actions, Announce) == [Announce(text=f"node a is shut out: {why}")]
+    assert of_kind(actions, Announce) == [Announce(text=f"node a is shut out: {why}", about="a")]
     assert run.machine.quarantined == {"a": why}
 
 

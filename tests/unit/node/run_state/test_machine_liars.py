@@ -1,11 +1,15 @@
 """With two spares any one member may lie, from any step on: the run still ends with the right state."""
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.machine_nodes import SimEpoch, SimNode, chain
 from tests.support.machine_world import World
 from wire.messages import FailureKind, NodeMessage, StepFailed, Vote
@@ -58,19 +62,21 @@ LIES: dict[str, Lie] = {
 }
 
 
-def settled(lie: str, stage: int, first: int) -> tuple[World, SimNode]:
-    """A run with one liar, from its beginning to its end."""
+def settled(
+    lie: Lie, stage: int, first: int, *, keeps_layers: bool, rng: random.Random | None = None
+) -> tuple[World, SimNode]:
+    """A run with one liar, from its beginning to its end. `rng` draws the order of events."""
     world = World(stages=STAGES, min_stages=STAGES, total_steps=STEPS, snapshot_every=EVERY)
     for place in range(STAGES + 2):
         if place != stage:
             world.add_node()
             continue
-        world.nodes.append(Liar(world, LIES[lie], first, keeps_layers=lie == "layers"))
+        world.nodes.append(Liar(world, lie, first, keeps_layers=keeps_layers))
     for turn in range(20_000):
         if world.stopped is not None:
             return world, world.nodes[stage]
         if events := world.possible():
-            events[turn % len(events)]()
+            (events[turn % len(events)] if rng is None else rng.choice(events))()
         else:
             world.tick(1.0)
         world.check_nodes()
@@ -82,11 +88,8 @@ def settled(lie: str, stage: int, first: int) -> tuple[World, SimNode]:
     raise AssertionError("the run does not end")
 
 
-@pytest.mark.parametrize("first", [0, 1, 9, STEPS - 1])
-@pytest.mark.parametrize("stage", range(STAGES))
-@pytest.mark.parametrize("lie", LIES)
-def test_one_liar_ends_no_run_and_gets_no_honest_member_shut_out(lie: str, stage: int, first: int) -> None:
-    world, liar = settled(lie, stage, first)
+def check(world: World, liar: SimNode) -> None:
+    """The run has ended at its last step with the right state, and no honest member is shut out."""
     assert world.stopped is not None
     assert (world.stopped.reason, world.stopped.failed) == ("all steps are done", False)
     assert STEPS in world.disk.snapshots
@@ -95,3 +98,31 @@ def test_one_liar_ends_no_run_and_gets_no_honest_member_shut_out(lie: str, stage
     assert world.machine is not None
     assert world.machine.quarantined.keys() <= {liar.node_id}
     assert len(world.disk.hosts) == STAGES
+
+
+@pytest.mark.parametrize("first", [0, 1, 9, STEPS - 1])
+@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("lie", LIES)
+def test_one_liar_ends_no_run_and_gets_no_honest_member_shut_out(lie: str, stage: int, first: int) -> None:
+    check(*settled(LIES[lie], stage, first, keeps_layers=lie == "layers"))
+
+
+@given(
+    lies=st.lists(st.sampled_from(sorted(LIES.keys() - {"layers"})), min_size=1, max_size=3),
+    place=st.integers(0, STAGES + 1),
+    first=st.integers(0, STEPS - 1),
+    share=st.sampled_from([0.3, 0.7, 1.0]),
+    keeps_layers=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=examples(200), deadline=None)
+def test_any_lies_from_any_step_on_in_any_order(
+    lies: list[str], place: int, first: int, share: float, keeps_layers: bool, seed: int
+) -> None:
+    """Lies of several kinds, by turns and now and then, of a member that may begin as a spare."""
+    rng, draws = random.Random(seed), random.Random(seed)
+
+    def mixed(liar: Liar, vote: Vote) -> list[NodeMessage]:
+        return LIES[draws.choice(lies)](liar, vote) if draws.random() < share else [vote]
+
+    check(*settled(mixed, place, first, keeps_layers=keeps_layers, rng=rng))
