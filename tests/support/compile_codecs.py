@@ -1,0 +1,25 @@
+"""Compile the CPU loops of codecs into numba's cache: `python -m tests.support.compile_codecs CODEC...`.
+
+`scripts/test` does so first. On a fresh clone every process of the first runs would compile the same loops at
+the same time, and tests' limits of time would have to allow for it.
+"""
+
+import sys
+
+import torch
+
+from wire.codecs.registry import codec
+from wire.spec import TensorSpec
+
+SPEC = TensorSpec(torch.float32, (2, 32, 64))
+
+
+def main() -> int:
+    for name in sys.argv[1:]:
+        chosen = codec(name)
+        chosen.decode(chosen.encode(torch.linspace(-1, 1, SPEC.elements).view(SPEC.shape)), SPEC)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
