@@ -319,6 +319,7 @@ def _attacks() -> str:
             f"{row['cpu']:.2f}",
             _text(row["reconnect_seconds"]),
             _text(row["join_seconds"]),
+            _text(row.get("asked_seconds")),
             "equal" if row["bits_equal"] else "differ",
         ]
         for row in report["strangers"]
@@ -329,13 +330,15 @@ def _attacks() -> str:
     member_columns += [("losses and weights", "left")]
     stranger_columns = [("strangers", "left"), ("the run", "left"), ("speed", "right"), ("CPU", "right")]
     stranger_columns += [("a member connects in at most, s", "right")]
-    stranger_columns += [("an honest node joins in, s", "right"), ("losses and weights", "left")]
+    stranger_columns += [("an honest node joins in, s", "right"), ("of these asking, s", "right")]
+    stranger_columns += [("losses and weights", "left")]
     return f"""## Members that lie or are broken
 
 `make attack` runs each of these against a coordinator, three stages and two spares, as real processes. The
 liar has a real certificate and computes its part of every step, but alters the messages that it sends to the
 coordinator (`tests/support/liar.py`). *Longest wait*: without a new step, from the first lie to the end.
-*Losses and weights* are compared with an undisturbed run's, bit for bit.
+*Losses and weights* are compared with an undisturbed run's, bit for bit. After each run `thinwire status` names
+the liar, and why it lost its stage, too; so does the page, beside its nodes.
 
 {markdown(member_columns, members)}
 
@@ -374,7 +377,10 @@ the run. *Speed*: steps a second during the siege, over the mean of a calm time 
 median of the rounds, and in brackets the lowest and the highest. *CPU*: the run's own processor seconds for a
 step, likewise. All the time a member opens a new connection every 2 s, dialling as nodes do. Measured on
 {report["cores"]} cores that did other work too. Steps take tens of milliseconds, so that what a connection
-costs counts for more than in a real run. Requests to join are the dearest: the coordinator answers each.
+costs counts for more than in a real run. *An honest node joins in*: from the start of its process, which loads
+its libraries on the run's core, to its admission; *of these asking*: the longest of five admissions from the
+first word on. A connection that has shown no valid token carries 8 KiB a second, so most requests to join are
+never read.
 
 {markdown(stranger_columns, strangers)}
 """

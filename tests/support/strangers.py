@@ -29,6 +29,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from node.processes.enrol import enrol
 from node.telemetry.events import NodeJoined, RunFinished, StepDone, from_json
 from tests.support.fault_prefork import DESCRIPTORS_VARIABLE
 from tests.support.fault_run import small
@@ -41,6 +42,7 @@ from wire.channels import open_channel
 from wire.errors import ThinwireError
 from wire.identity.authority import certificate_to_pem
 from wire.identity.credentials import NodeIdentity, server_name_options
+from wire.identity.enrolment import Hardware
 from wire.identity.names import coordinator_server_name
 from wire.identity.token import JoinToken
 from wire.pacing import RECONNECT_SECONDS, Backoff
@@ -53,6 +55,7 @@ MOST_STEPS = 200_000
 SNAPSHOT_EVERY = 200
 TICK_SECONDS = 0.05
 JOIN_SECONDS = 60.0
+ASKS = 5
 RECONNECT_EVERY = 2.0
 """Seconds between two new connections of a member."""
 RECONNECT_LIMIT = 30.0
@@ -107,6 +110,8 @@ class Withstood:
     reconnects: int
     join_seconds: float | None
     """From the start of an honest node to its admission, during the siege; None: not within a minute."""
+    asked_seconds: float
+    """The longest of `ASKS` admissions from the request on, as a node asks once its process has started."""
     reached: int
     """Connections or requests of the strangers."""
     line: str
@@ -220,7 +225,7 @@ def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
         _join(run, _wrapper(core))
         spare = NodeIdentity.load(run.state_dir(2))
         assert spare is not None, "who has joined has an identity"
-        joined, reached = None, 0
+        joined, asked, reached = None, 0.0, 0
         at = besieged if siege.port == "link" else None
         took: list[float] = []
         for number in range(siege.rounds):
@@ -229,6 +234,7 @@ def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
             with _strangers(siege, port, token, core=1 if apart else None, launch=launch) as counted:
                 if number == 0:
                     joined = _join(run, _wrapper(core), leaves=True)
+                    asked = max(_ask(run, one) for one in range(ASKS))
                 with watch.measure(members), _reconnecting(spare, join_port, at, took):
                     _wait(siege.seconds, coordinator)
             reached += counted[0]
@@ -256,6 +262,7 @@ def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
             reconnect_seconds=round(max(took), 2) if took and max(took) < RECONNECT_LIMIT else None,
             reconnects=len(took),
             join_seconds=joined,
+            asked_seconds=round(asked, 2),
             reached=reached,
             line="" if ended else finished[-1].reason if finished else "nothing happened any more",
         )
@@ -274,6 +281,14 @@ def _join(run: Run, wrapper: Sequence[str], *, leaves: bool = False) -> float | 
         node.interrupt()
         node.wait_exit()
     return took
+
+
+def _ask(run: Run, number: int) -> float:
+    """Seconds from a new node's first word to its admission; the node does not come."""
+    token, directory = JoinToken.parse(run.new_token()), run.directory / f"asks-{number}"
+    began = time.monotonic()
+    asyncio.run(enrol(token, directory, Hardware(device="cpu", cores=1, memory_bytes=1 << 30)))
+    return time.monotonic() - began
 
 
 def _undisturbed(run: Run, steps: int) -> Expected:
