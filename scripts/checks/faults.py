@@ -337,8 +337,8 @@ def _attacks() -> str:
 `make attack` runs each of these against a coordinator, three stages and two spares, as real processes. The
 liar has a real certificate and computes its part of every step, but alters the messages that it sends to the
 coordinator (`tests/support/liar.py`). *Longest wait*: without a new step, from the first lie to the end.
-*Losses and weights* are compared with an undisturbed run's, bit for bit. After each run `thinwire status` names
-the liar, and why it lost its stage, too; so does the page, beside its nodes.
+*Losses and weights* are compared with an undisturbed run's, bit for bit. After each run `thinwire status`
+names the liar, and why it lost its stage, too; so does the page, beside its nodes.
 
 {markdown(member_columns, members)}
 
@@ -377,10 +377,10 @@ the run. *Speed*: steps a second during the siege, over the mean of a calm time 
 median of the rounds, and in brackets the lowest and the highest. *CPU*: the run's own processor seconds for a
 step, likewise. All the time a member opens a new connection every 2 s, dialling as nodes do. Measured on
 {report["cores"]} cores that did other work too. Steps take tens of milliseconds, so that what a connection
-costs counts for more than in a real run. *An honest node joins in*: from the start of its process, which loads
-its libraries on the run's core, to its admission; *of these asking*: the longest of five admissions from the
-first word on. A connection that has shown no valid token carries 8 KiB a second, so most requests to join are
-never read.
+costs counts for more than in a real run. *An honest node joins in*: from the start of its process, which
+loads its libraries on the run's core, to its admission; *of these asking*: the longest of five admissions
+from the first word on. A connection that has shown no valid token carries 8 KiB a second, so most requests to
+join are never read.
 
 {markdown(stranger_columns, strangers)}
 """
