@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from wire.identity.enrolment import Hardware, Refusal
-from wire.telemetry import StepSpans, Telemetry
+from wire.telemetry import CodecTimes, StepSpans, Telemetry
 
 LONGEST_REASON = 240
 """Characters of a node's reason to leave; longer text is cut."""
@@ -230,6 +230,7 @@ NodeMessage = (
     | RelayTimes
     | BlockTime
     | PeerRate
+    | CodecTimes
 )
 
 

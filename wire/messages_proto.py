@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
-from wire.identity.names import clean_name, is_node_id
+from wire.identity.names import clean_name
 from wire.messages import (
     DIGEST_BYTES,
     LONGEST_REASON,
@@ -53,12 +53,15 @@ from wire.messages import (
     Vote,
     Welcome,
 )
-from wire.telemetry import StepSpans
+from wire.telemetry import CodecTimes, StepSpans
 from wire.telemetry_proto import (
     amount,
+    codec_times_from_proto,
+    codec_times_to_proto,
     finite,
     line,
     member,
+    node_id,
     seconds,
     spans_from_proto,
     spans_to_proto,
@@ -222,6 +225,8 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
             return control_pb2.NodeMessage(relay_times=control_pb2.RelayTimes(times=times))
         case BlockTime():
             return control_pb2.NodeMessage(block_time=control_pb2.BlockTime(seconds=message.seconds))
+        case CodecTimes():
+            return control_pb2.NodeMessage(codec_times=codec_times_to_proto(message))
         case PeerRate():
             return control_pb2.NodeMessage(peer_rate=control_pb2.PeerRate(**vars(message)))
 
@@ -301,18 +306,16 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 snapshot=told.snapshot, step=told.step, failed=line(told.failed)[:LONGEST_REASON]
             )
         case "relay_times":
-            found = {one.node_id: seconds(one.seconds, "a round trip") for one in message.relay_times.times}
-            if not all(map(is_node_id, found)):
-                raise ProtocolViolationError("a round trip is to no node")
-            return RelayTimes(times=found)
+            times = message.relay_times.times
+            return RelayTimes(times={node_id(t.node_id): seconds(t.seconds, "a round trip") for t in times})
         case "block_time":
             return BlockTime(seconds=seconds(message.block_time.seconds, "a block's time"))
+        case "codec_times":
+            return codec_times_from_proto(message.codec_times)
         case "peer_rate":
             said = message.peer_rate
-            if not is_node_id(said.node_id):
-                raise ProtocolViolationError("a rate is to no node")
             return PeerRate(
-                node_id=said.node_id,
+                node_id=node_id(said.node_id),
                 round_trip=seconds(said.round_trip, "a round trip"),
                 up=amount(said.up, "a rate"),
                 down=amount(said.down, "a rate"),

@@ -136,5 +136,24 @@ class StepSpans:
     spans: tuple[Span, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class CodecTime:
+    """What one codec takes a node, in seconds an element."""
+
+    codec: str
+    pack: float
+    unpack: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecTimes:
+    """With codecs that are planned: what packing takes this node, as it tried and as its steps showed."""
+
+    times: tuple[CodecTime, ...]
+
+
+MOST_CODEC_TIMES = 32
+"""In one message."""
+
 MOST_SPANS = 2000
 """Spans in one message, which must fit a message of the control connection."""

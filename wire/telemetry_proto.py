@@ -4,9 +4,21 @@ import math
 from enum import IntEnum
 from typing import TypeVar
 
-from wire.errors import ProtocolViolationError
+from wire.codecs.formats import codec_format
+from wire.errors import ConfigError, ProtocolViolationError
+from wire.identity.names import is_node_id
 from wire.spec import Direction, TensorKey
-from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, Span, StepSpans, Telemetry
+from wire.telemetry import (
+    MOST_CODEC_TIMES,
+    MOST_SPANS,
+    CodecTime,
+    CodecTimes,
+    FlowReport,
+    LinkReport,
+    Span,
+    StepSpans,
+    Telemetry,
+)
 from wire.v1 import control_pb2
 
 LONGEST_SECONDS = 1e9
@@ -166,7 +178,38 @@ def spans_from_proto(message: control_pb2.StepSpans) -> StepSpans:
     )
 
 
+def codec_times_to_proto(message: CodecTimes) -> control_pb2.CodecTimes:
+    return control_pb2.CodecTimes(times=[control_pb2.CodecTime(**vars(one)) for one in message.times])
+
+
+def codec_times_from_proto(message: control_pb2.CodecTimes) -> CodecTimes:
+    if len(message.times) > MOST_CODEC_TIMES:
+        raise ProtocolViolationError(f"{len(message.times)} codecs were timed, {MOST_CODEC_TIMES} at most")
+    try:
+        for one in message.times:
+            codec_format(one.codec)
+    except ConfigError as error:
+        raise ProtocolViolationError(f"a time is of no codec: {line(str(error))}") from None
+    return CodecTimes(
+        times=tuple(
+            CodecTime(
+                codec=one.codec,
+                pack=seconds(one.pack, "a time of packing"),
+                unpack=seconds(one.unpack, "a time of unpacking"),
+            )
+            for one in message.times
+        )
+    )
+
+
 # ---- checks of single values
+
+
+def node_id(text: str) -> str:
+    """`text` if it is a node's id; otherwise raises `ProtocolViolationError`."""
+    if not is_node_id(text):
+        raise ProtocolViolationError("a measurement is of no node")
+    return text
 
 
 def member(kind: type[EnumT], value: int) -> EnumT:

@@ -12,7 +12,7 @@ from math import ceil, prod
 from node.config.schema import RunConfig
 from node.model.storage import Storage, stored_bytes
 from node.model.units import unit_parameters
-from node.pipeline.codec_plan import first_codecs
+from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.device_memory import Devices
 from node.pipeline.gradient_groups import RowShare, sync_bytes
 from node.pipeline.memory import stage_memory, stage_storages

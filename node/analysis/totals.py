@@ -9,7 +9,7 @@ from node.analysis.explain import Explanation, Flow, explain
 from node.analysis.machines import Machine
 from node.config.schema import RunConfig
 from node.model.units import EMBED, HEAD, block_name, is_block, unit_cost, unit_parameters
-from node.pipeline.codec_plan import first_codecs
+from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.floor import Floor, LinkRate, step_floor
 from node.pipeline.placement import head_first, stage_units
 from node.pipeline.snapshot_place import NODES, is_url, snapshot_bytes

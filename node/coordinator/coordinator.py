@@ -90,7 +90,7 @@ from wire.messages import (
     Vote,
     Welcome,
 )
-from wire.telemetry import StepSpans, Telemetry
+from wire.telemetry import CodecTimes, StepSpans, Telemetry
 
 TICK_SECONDS = 0.25
 STANDSTILL_SECONDS = 2.0
@@ -489,7 +489,7 @@ class Coordinator:
         match message:
             case StepSpans():
                 self._tracer.add(node_id, message)
-            case BlockTime() | PeerRate():
+            case BlockTime() | PeerRate() | CodecTimes():
                 self._planners.heard(node_id, message)
             case RelayTimes():
                 self.relays.plan.measured(node_id, message.times)

@@ -5,11 +5,13 @@ Only the newest step counts, and work of more than a moment has a thread.
 
 import asyncio
 import functools
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from node.config.schema import RunConfig
 from node.coordinator.placing import PlacePlanner
+from node.pipeline.codec_ladder import PackingTimes, slowest_packing
 from node.pipeline.codec_plan import Lines
 from node.pipeline.floor import LinkRate
 from node.pipeline.memory import most_held
@@ -25,8 +27,15 @@ from node.run_state.stage_assignment import Candidate
 from node.telemetry.costs import Place, row_costs
 from node.telemetry.events import StepCosts
 from wire.messages import BlockTime, CoordinatorMessage, PeerRate
-from wire.telemetry import LinkReport
+from wire.telemetry import CodecTimes, LinkReport
 
+BUSY = 0.5
+"""A link that tensors keep busy for this share of a step shows what it carries,"""
+TELLS_SECONDS = 0.02
+"""and so does one tensor that takes this long; of less, late acknowledgements are too large a part. A link
+that shows nothing binds nothing: its tensors may grow by `rate_control.RISE` a plan until it shows."""
+MOST_NODES = 4096
+"""Of which it is known what packing takes them: the newest ones."""
 PLAN_SECONDS = 1.0
 """Between two plans: a plan takes longer to make than a step of milliseconds."""
 
@@ -159,8 +168,16 @@ class CodecPlanner:
         self._use = use
         self._measured = asyncio.Event()
         self._work: tuple[int, Callable[[], tuple[Lines, float] | None]] = (0, lambda: None)
+        self._packing: dict[str, PackingTimes] = {}
         self._width: tuple[int, int] = (0, 0)
         """An epoch's number and the widest window that its stages have memory for."""
+
+    def heard(self, node_id: str, message: CodecTimes) -> None:
+        """What packing takes a node, as it says."""
+        self._packing.pop(node_id, None)
+        self._packing[node_id] = PackingTimes(message.times)
+        if len(self._packing) > MOST_NODES:
+            del self._packing[next(iter(self._packing))]
 
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
         """A step of `epoch`, which these nodes host, has cost this."""
@@ -169,16 +186,22 @@ class CodecPlanner:
         rows: list[StepMeasures] = []
         for replica, groups in enumerate(epoch.groups):
             report = functools.partial(self._report_of, replica)
-            one = measured(row_costs(costs, replica), report, chunks, length * len(groups), share)
+            of_row, count = row_costs(costs, replica), length * len(groups)
+            one = measured(of_row, report, chunks, count, share)
             if one is None:
                 return
-            rows.append(one)
+            rows.append(where_shown(one, of_row, count))
         most = length * max(map(len, epoch.groups))
         configs = stage_configs(self._config, epoch.storages)
         # Read now: the epoch goes on while the plan is made.
         number, held = (
             epoch.number,
             [nodes[row * epoch.stages :][: epoch.stages] for row in range(epoch.rows)],
+        )
+        nothing = PackingTimes()
+        packing = tuple(
+            slowest_packing([self._packing.get(row[stage].node_id, nothing) for row in held])
+            for stage in range(epoch.stages)
         )
 
         def work() -> tuple[Lines, float]:
@@ -187,7 +210,9 @@ class CodecPlanner:
             windows = (self._width[1],) * hops(self._config, len(held[0]))
             training, model = self._config.training, self._config.model
             shape = training.microbatch, model.sequence, model.hidden
-            lines = Lines(measures=slowest(rows), chunks=chunks, shape=shape, windows=windows)
+            lines = Lines(
+                measures=slowest(rows), chunks=chunks, shape=shape, windows=windows, packing=packing
+            )
             return lines, costs.seconds / most
 
         self._work = number, work
@@ -226,6 +251,29 @@ class CodecPlanner:
         return low
 
 
+def where_shown(measures: StepMeasures, costs: StepCosts, microbatches: int) -> StepMeasures:
+    """Of a row, with the rates of lines that its step shows; without a limit elsewhere."""
+    shown: dict[tuple[int, int], bool] = {}
+    for link in costs.links:
+        seconds = link.bytes / microbatches / link.capacity if link.capacity > 0 else 0.0
+        shown[link.source, link.target] = (
+            seconds >= TELLS_SECONDS or link.busy_seconds >= BUSY * costs.seconds
+        )
+
+    def rate(source: int, target: int, known: float) -> float:
+        return known if shown.get((source, target)) else math.inf
+
+    stages = len(measures.forward)
+    joints = [(at, (at + 1) % stages) for at in range(len(measures.links))]
+    return replace(
+        measures,
+        links=tuple(
+            replace(link, up=rate(low, high, link.up), down=rate(high, low, link.down))
+            for link, (low, high) in zip(measures.links, joints, strict=True)
+        ),
+    )
+
+
 def slowest(rows: Sequence[StepMeasures]) -> StepMeasures:
     """Each stage's time and each link's rate in the row where it is slowest: rows have the same codecs."""
     first = rows[0]
@@ -243,6 +291,7 @@ def slowest(rows: Sequence[StepMeasures]) -> StepMeasures:
         forward=tuple(map(max, zip(*(row.forward for row in rows), strict=True))),
         backward=tuple(map(max, zip(*(row.backward for row in rows), strict=True))),
         links=tuple(rate(links) for links in zip(*(row.links for row in rows), strict=True)),
+        packing=tuple(map(min, zip(*(row.packing for row in rows), strict=True))),
     )
 
 
@@ -267,6 +316,7 @@ class Planners:
         pipeline = config.pipeline
         self._planners: list[WindowPlanner | CodecPlanner | PlacePlanner] = []
         self._places: PlacePlanner | None = None
+        self._codecs: CodecPlanner | None = None
         if pipeline.measures_places:
             self._places = PlacePlanner(
                 config,
@@ -284,18 +334,20 @@ class Planners:
                 WindowPlanner(config, samples=samples, link_report=link_report, use=use_windows)
             )
         if pipeline.plans_codecs:
-            self._planners.append(
-                CodecPlanner(config, samples=samples, link_report=link_report, use=use_lines)
-            )
+            self._codecs = CodecPlanner(config, samples=samples, link_report=link_report, use=use_lines)
+            self._planners.append(self._codecs)
 
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
         """A step of `epoch`, which these nodes host, has cost this."""
         for planner in self._planners:
             planner.step_done(epoch, nodes, costs)
 
-    def heard(self, node_id: str, message: BlockTime | PeerRate) -> None:
+    def heard(self, node_id: str, message: BlockTime | PeerRate | CodecTimes) -> None:
         """A node has measured itself, or its line to another."""
-        if self._places is not None:
+        if isinstance(message, CodecTimes):
+            if self._codecs is not None:
+                self._codecs.heard(node_id, message)
+        elif self._places is not None:
             self._places.heard(node_id, message)
 
     async def next_is(self, step: int) -> None:

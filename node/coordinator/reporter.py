@@ -18,7 +18,7 @@ from node.config.schema import RunConfig, TelemetrySection
 from node.coordinator.accounting import Accounting
 from node.coordinator.store import StepRecord
 from node.model.units import is_block
-from node.pipeline.codec_plan import ladder, of_gradients
+from node.pipeline.codec_ladder import ladder, of_gradients
 from node.pipeline.placement import stage_units
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.pipeline.storage_choice import words_of_name

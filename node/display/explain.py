@@ -18,7 +18,7 @@ from node.analysis.totals import (
 from node.config.schema import RunConfig
 from node.model.storage import KINDS, configured, unit_bytes
 from node.model.units import is_block
-from node.pipeline.codec_plan import first_codecs, ladder
+from node.pipeline.codec_ladder import CHEAP, first_codecs, ladder
 from node.pipeline.device_memory import Devices
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.pipeline.storage_choice import choices_by_offer, kept_bytes, words_of
@@ -102,8 +102,9 @@ def _codec_lines(config: RunConfig) -> list[str]:
     pipeline = config.pipeline
     rungs = ladder(pipeline.min_bits)
     return [
-        f"codecs   planned for each link and direction, from {rungs[0]} to {rungs[-1]}; until links are "
-        f"measured, and in the figures below, {first_codecs(pipeline)[0]}"
+        f"codecs   planned for each link and direction, from {rungs[0]} to {rungs[-1]}, or "
+        f"{' or '.join(CHEAP)} where packing binds; until links are measured, and in the figures below, "
+        f"{first_codecs(pipeline)[0]}"
     ]
 
 

@@ -1,48 +1,31 @@
-"""Plan a codec for each link and direction: the most bits that hide behind compute. Pure.
+"""Plan a codec for each link and direction: the most precise that hides behind compute. Pure.
 
-Each boundary tensor serves its link's direction for a time that its codec sets. The *pace* is the time a
-microbatch that no plan can beat: the slowest stage's compute, or the slowest direction at the fewest bits
-that the run allows. Every other direction may take as long as the pace for free, so it gets the most bits
-that fit: then one slow line costs the others no precision.
+Each boundary tensor occupies its link's direction, and the processors that pack and unpack it, for times
+that its codec sets. The *pace* is the time a microbatch that no plan can beat: the slowest stage's compute
+or packing, or the slowest direction. Every other direction may take as long as the pace for free, so it gets
+the most precise codec that fits: then one slow line costs the others no precision, and no slow processor
+holds up the run to save bytes that its lines would have carried.
 
-A plan holds for an epoch. `RateControl` decides when another is worth one, from times that the coordinator
-itself measures: what a volunteer reports of its compute or its line can choose a worse plan only for as many
-steps as `RateControl` watches. `RateHistory` is the record that a replay follows, whatever is measured then.
+A plan holds for an epoch; `node.pipeline.rate_control` decides when another is worth one.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import median
 
 from node.config.schema import PipelineSection
+from node.pipeline.codec_ladder import PackingTimes, first_codecs, of_gradients
 from node.pipeline.floor import Network
-from node.pipeline.step_history import StepHistory
 from node.pipeline.window_plan import StepMeasures, Windows
-from wire.codecs.formats import DitherFormat, TrellisFormat, codec_format
+from wire.codecs.formats import codec_format
 from wire.errors import ConfigError
 from wire.spec import Direction
 
-PLANNED = "auto"
-"""The name of a codec that is planned."""
-LADDER = ("2", "2.5", "3", "3.5", "4", "4.41", "5", "6", "7", "8")
-"""Bits an element to choose from: `trellis-R` for activations, `dither-R` for their gradients."""
-FIRST = 4.41
-"""Until something is measured, a tensor gets this many bits an element, or the fewest that the run allows."""
 CAUTION = 1.1
 """Count on transfers this much longer than measured."""
-RISE = 2
-"""Rungs that a direction may rise from one plan to the next, so that a line that is said to be fast is
-measured before it carries much more."""
-GAIN = 0.1
-"""A plan is worth an epoch if a microbatch is expected to take this much less time,"""
-MORE_BITS = 0.15
-"""or if tensors have this much more bits on average at the same pace."""
-WATCHED = 8
-"""Steps by which a plan is judged."""
-WORSE = 0.05
-"""A plan that made steps this much longer is taken back."""
+HALVINGS = 30
+"""Of the interval in which the pace is looked for."""
 
 Way = tuple[int, Direction]
 """A boundary's number, and the kind of tensor."""
@@ -101,6 +84,8 @@ class Lines:
     """The widest that stages have memory for, as `node.pipeline.schedule.schedule` takes them."""
     microbatch_seconds: float = math.inf
     """Of the newest steps, by the coordinator's clock: no stage computes for longer."""
+    packing: tuple[PackingTimes, ...] = ()
+    """Of each stage; empty where packing is free."""
 
     @property
     def stages(self) -> int:
@@ -113,8 +98,11 @@ class Lines:
     @property
     def compute_seconds(self) -> float:
         """Of the slowest stage, a microbatch."""
-        stages = zip(self.measures.forward, self.measures.backward, strict=True)
-        return min(self.microbatch_seconds, max(forward + backward for forward, backward in stages))
+        measures = self.measures
+        # The thread that computes also waits for the one that packs: with another codec it may not.
+        waited = measures.packing or (0.0,) * self.stages
+        stages = zip(measures.forward, measures.backward, waited, strict=True)
+        return min(self.microbatch_seconds, max(there + back - packing for there, back, packing in stages))
 
     def ends(self, way: Way) -> tuple[int, int]:
         """The stage that sends, and the one that receives."""
@@ -141,6 +129,44 @@ class Lines:
             found[ends] = found.get(ends, 0.0) + self.transfer(way, codec)[0]
         return found
 
+    def packs(self, codecs: Mapping[Way, str]) -> tuple[float, ...]:
+        """Seconds a microbatch that each stage packs and unpacks, beside its compute."""
+        found = [0.0] * self.stages
+        if self.packing:
+            for way, codec in codecs.items():
+                source, target = self.ends(way)
+                found[source] += self.packing_of(way, codec, source)[0]
+                found[target] += self.packing_of(way, codec, target)[1]
+        return tuple(found)
+
+    def packing_of(self, way: Way, codec: str, stage: int) -> tuple[float, float]:
+        """Seconds that a stage packs one tensor, and unpacks it."""
+        if not self.packing:
+            return 0.0, 0.0
+        elements = math.prod(self.shape)
+        name = of_gradients(codec) if way[1] is Direction.GRADIENT else codec
+        pack, unpack = self.packing[stage].of(name)
+        return elements * pack, elements * unpack
+
+    def believed(self, plan: CodecPlan) -> "Lines":
+        """With times of packing that the steps with this plan allow: no stage packed for longer than they
+        took."""
+        spent = self.packs({way: plan.name(way) for way in self.ways()})
+        return replace(
+            self,
+            packing=tuple(
+                replace(one, factor=one.factor * self.microbatch_seconds / seconds)
+                if seconds > self.microbatch_seconds
+                else one
+                for one, seconds in zip(self.packing, spent if self.packing else (), strict=True)
+            ),
+        )
+
+    def seconds(self, codecs: Mapping[Way, str]) -> float:
+        """The least a microbatch takes with these codecs: of compute, of packing, or of the busiest
+        direction."""
+        return max((self.compute_seconds, *self.busy(codecs).values(), *self.packs(codecs)))
+
     def round_trip(self, boundary: int, codecs: Mapping[Way, str]) -> float:
         """Seconds from sending an activation until the gradient could be back, without compute."""
         there, back = (
@@ -156,66 +182,21 @@ class Lines:
         return self.windows[boundary] if boundary < len(self.windows) else 0
 
 
-def ladder(min_bits: float) -> tuple[str, ...]:
-    """The codecs of activations to choose from, fewest bits first; `of_gradients` gives those of gradients.
-    ConfigError if no rate is left."""
-    rungs = tuple(f"{TrellisFormat.PREFIX}{rate}" for rate in LADDER if float(rate) >= min_bits)
-    if not rungs:
-        raise ConfigError(f"pipeline.min_bits is {min_bits:g}; it must be at most {LADDER[-1]}")
-    return rungs
-
-
-def of_gradients(rung: str) -> str:
-    """The codec of gradients with as many bits as this one of activations: one whose error has no mean."""
-    return rung.replace(TrellisFormat.PREFIX, DitherFormat.PREFIX)
-
-
-def first_codecs(pipeline: PipelineSection) -> tuple[str, str]:
-    """The codecs of activations and gradients until others are planned; the run file's if none ever are."""
-    if not pipeline.plans_codecs:
-        return pipeline.forward_codec, pipeline.backward_codec
-    first = ladder(max(FIRST, pipeline.min_bits))[0]
-    return first, of_gradients(first)
-
-
 def pace(lines: Lines, plan: CodecPlan) -> float:
-    """The least seconds a microbatch with these codecs: of compute, or of the busiest direction."""
-    busy = lines.busy({way: plan.name(way) for way in lines.ways()})
-    return max((lines.compute_seconds, *busy.values()))
+    """The least seconds a microbatch with these codecs."""
+    return lines.seconds({way: plan.name(way) for way in lines.ways()})
 
 
-def plan_codecs(lines: Lines, rungs: Sequence[str], most: Mapping[Way, int] | None = None) -> CodecPlan:
-    """For each direction the highest rung that costs no time; the lowest where even that is too slow.
+def plan_codecs(
+    lines: Lines, rungs: Sequence[str], may: Callable[[Way, int], bool] = lambda way, rung: True
+) -> CodecPlan:
+    """For each direction the most precise codec that costs no time; where even the best one does, that.
 
     Args:
-        rungs: codecs to choose from, fewest bits first.
-        most: the highest rung that a tensor may get; any where it is not named.
+        rungs: codecs to choose from, the least precise first.
+        may: whether a tensor may have this rung; at least one for each.
     """
-    ways, limits = lines.ways(), most or {}
-    chosen = dict.fromkeys(ways, 0)
-
-    def codecs() -> dict[Way, str]:
-        return {way: rungs[rung] for way, rung in chosen.items()}
-
-    allowed = max((lines.compute_seconds, *lines.busy(codecs()).values()))
-    by_ends: dict[tuple[int, int], list[Way]] = {}
-    for way in ways:
-        by_ends.setdefault(lines.ends(way), []).append(way)
-    for sharing in by_ends.values():
-        # All tensors of a direction rise together, so that none of them pays for the others.
-        for rung in range(1, len(rungs)):
-            wanted = {way: rungs[min(rung, limits.get(way, rung))] for way in sharing}
-            if sum(lines.transfer(way, codec)[0] for way, codec in wanted.items()) > allowed:
-                break
-            chosen.update({way: min(rung, limits.get(way, rung)) for way in sharing})
-    for boundary in range(lines.boundaries if ways else 0):
-        # What the window must cover, the slower of both directions first.
-        pair = [(boundary, kind) for kind in (Direction.ACTIVATION, Direction.GRADIENT)]
-        covered = lines.window(boundary) * allowed
-        while lines.round_trip(boundary, codecs()) > max(covered, allowed) and any(chosen[w] for w in pair):
-            slower = max(pair, key=lambda way: (chosen[way] > 0, lines.transfer(way, rungs[chosen[way]])[0]))
-            chosen[slower] -= 1
-    found = codecs()
+    found = _Choice(lines, rungs, may).best() if lines.ways() else {}
     return CodecPlan(
         activations=tuple(codec for (_, kind), codec in found.items() if kind is Direction.ACTIVATION),
         gradients=tuple(
@@ -224,82 +205,121 @@ def plan_codecs(lines: Lines, rungs: Sequence[str], most: Mapping[Way, int] | No
     )
 
 
-class RateControl:
-    """When a run's epoch ends for other codecs. Of one number of stages: make another for others."""
+class _Choice:
+    """A search for one plan. All tensors of a direction rise together, so that none pays for the others."""
 
-    def __init__(self, rungs: Sequence[str], current: CodecPlan) -> None:
-        """
-        Args:
-            rungs: as for `plan_codecs`; `current` holds no others.
-            current: the plan in use.
-        """
-        self.current = current
-        self._rungs = tuple(rungs)
-        self._before: tuple[CodecPlan, float] | None = None
-        """The plan before, and its seconds a microbatch."""
-        self._caps: dict[Way, int] = {}
-        """Rungs that a rise beyond was taken back from."""
-        self._seconds: list[float] = []
+    def __init__(self, lines: Lines, rungs: Sequence[str], may: Callable[[Way, int], bool]) -> None:
+        self._lines = lines
+        self._rungs = rungs
+        self._allowed = {way: [r for r in range(len(rungs)) if may(way, r)] for way in lines.ways()}
+        self._directions: dict[tuple[int, int], list[Way]] = {}
+        for way in self._allowed:
+            self._directions.setdefault(lines.ends(way), []).append(way)
 
-    def step_done(self, lines: Lines, microbatch_seconds: float) -> CodecPlan | None:
-        """A step with the current plan took this long; the plan for a new epoch, where that is worth it.
+    def best(self) -> dict[Way, str]:
+        """The codec of each tensor."""
+        allowed, chosen = self._fastest()
+        chosen = self._covered(self._raised(chosen, allowed), allowed)
+        return {way: self._rungs[chosen[way]] for way in self._allowed}
 
-        Args:
-            microbatch_seconds: step time over microbatches, by the coordinator's clock.
-        """
-        self._seconds.append(microbatch_seconds)
-        if len(self._seconds) < WATCHED:
-            return None
-        # The first step of an epoch compiles, and finds its links' rates.
-        usual = median(self._seconds[1:])
-        self._seconds.clear()
-        if self._before is not None:
-            (plan, seconds), self._before = self._before, None
-            if usual > (1 + WORSE) * seconds and self._cap(lines, plan):
-                return self._change(plan, None)
-        lines = replace(lines, microbatch_seconds=min(usual, lines.microbatch_seconds))
-        most = {way: self._highest(way) for way in lines.ways()}
-        found = plan_codecs(lines, self._rungs, most)
-        now, then = pace(lines, self.current), pace(lines, found)
-        faster = then < (1 - GAIN) * now
-        finer = then <= now and self._bits(lines, found) >= (1 + MORE_BITS) * self._bits(lines, self.current)
-        return self._change(found, usual) if faster or finer else None
+    def _fastest(self) -> tuple[float, dict[Way, int]]:
+        """The pace, and a plan that has it."""
+        lines = self._lines
+        least = [min(self._wire(ways, rung) for rung in range(len(self._rungs))) for ways in self._ways()]
+        low = max((lines.compute_seconds, *least))
+        if (found := self._within(low)) is not None:
+            return low, found
+        # Packing binds: what packs fastest is a plan, and the pace lies between.
+        found = {way: rung for ways in self._ways() for way, rung in self._cheapest(ways, math.inf).items()}
+        high = lines.seconds(self._names(found))
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if (better := self._within(middle)) is None:
+                low = middle
+            else:
+                high, found = middle, better
+        return high, found
 
-    def _change(self, plan: CodecPlan, seconds: float | None) -> CodecPlan:
-        """Take another plan. `seconds`: a microbatch's with the present one, to compare with, if at all."""
-        self._before = None if seconds is None else (self.current, seconds)
-        self.current = plan
-        return plan
+    def _within(self, seconds: float) -> dict[Way, int] | None:
+        """A plan that takes no longer, by what packs fastest of what the lines carry; None without one."""
+        found: dict[Way, int] = {}
+        for ways in self._ways():
+            found.update(self._cheapest(ways, seconds))
+        return found if len(found) == len(self._allowed) and self._packs(found, seconds) else None
 
-    def _cap(self, lines: Lines, plan: CodecPlan) -> bool:
-        """Never again rise above `plan` where the current one does; whether there is such a place."""
-        risen = [way for way in lines.ways() if self._rung(self.current, way) > self._rung(plan, way)]
-        self._caps.update({way: self._rung(plan, way) for way in risen})
-        return bool(risen)
+    def _cheapest(self, ways: Sequence[Way], seconds: float) -> dict[Way, int]:
+        """Of one direction, the rungs that take least to pack within `seconds` on the line; the fewest bytes
+        among equals."""
+        fitting = [rung for rung in range(len(self._rungs)) if self._wire(ways, rung) <= seconds]
+        if not fitting:
+            return {}
+        rung = min(fitting, key=lambda rung: (self._packing(ways, rung), self._wire(ways, rung)))
+        return {way: self._of(way, rung) for way in ways}
 
-    def _highest(self, way: Way) -> int:
-        top = min(self._rung(self.current, way) + RISE, len(self._rungs) - 1)
-        return min(top, self._caps.get(way, top))
+    def _raised(self, chosen: dict[Way, int], allowed: float) -> dict[Way, int]:
+        """As precise as costs no time, the least precise direction first."""
+        open_ = list(self._ways())
+        while open_:
+            ways = min(open_, key=lambda ways: max(chosen[way] for way in ways))
+            for rung in range(1 + min(chosen[way] for way in ways), len(self._rungs)):
+                higher = chosen | {way: max(chosen[way], self._of(way, rung)) for way in ways}
+                if higher != chosen and self._fits(higher, ways, allowed):
+                    chosen = higher
+                    break
+            else:
+                open_.remove(ways)
+        return chosen
 
-    def _rung(self, plan: CodecPlan, way: Way) -> int:
-        boundary, direction = way
-        if direction is Direction.ACTIVATION:
-            return self._rungs.index(plan.activations[boundary])
-        return [of_gradients(rung) for rung in self._rungs].index(plan.gradients[boundary])
+    def _covered(self, chosen: dict[Way, int], allowed: float) -> dict[Way, int]:
+        """With fewer bytes where the window does not cover the round trip, the slower way first."""
+        lines = self._lines
+        for boundary in range(lines.boundaries):
+            pair = [(boundary, kind) for kind in (Direction.ACTIVATION, Direction.GRADIENT)]
+            most = max(lines.window(boundary) * allowed, allowed)
+            while lines.round_trip(boundary, self._names(chosen)) > most:
+                lower = {way: rung for way in pair if (rung := self._lower(way, chosen, allowed)) is not None}
+                if not lower:
+                    break
+                slower = max(lower, key=lambda way: lines.transfer(way, self._rungs[chosen[way]])[0])
+                chosen = chosen | {slower: lower[slower]}
+        return chosen
 
-    def _bits(self, lines: Lines, plan: CodecPlan) -> int:
-        """Packed bytes of one microbatch over all boundaries."""
-        return sum(codec_format(plan.name(way)).packed_bytes(lines.shape) for way in lines.ways())
+    def _lower(self, way: Way, chosen: Mapping[Way, int], allowed: float) -> int | None:
+        """The most precise rung of fewer bytes that packing has time for."""
+        now = self._bytes(chosen[way])
+        fewer = [rung for rung in self._allowed[way] if self._bytes(rung) < now]
+        return next((r for r in reversed(fewer) if self._packs({**chosen, way: r}, allowed)), None)
 
+    def _fits(self, chosen: Mapping[Way, int], ways: Sequence[Way], allowed: float) -> bool:
+        """Whether a plan within `allowed` still is, after a change of these tensors."""
+        wire = sum(self._lines.transfer(way, self._rungs[chosen[way]])[0] for way in ways)
+        return wire <= allowed and self._packs(chosen, allowed)
 
-class RateHistory(StepHistory[CodecPlan]):
-    """Which plan each step has. With other stages there is no step to repeat bit for bit: then `instead`."""
+    def _packs(self, chosen: Mapping[Way, int], allowed: float) -> bool:
+        return max(self._lines.packs(self._names(chosen))) <= allowed
 
-    def changed(self, step: int, plan: CodecPlan) -> "RateHistory":
-        """With another plan from `step` on, the first that no node has begun.
+    def _wire(self, ways: Sequence[Way], rung: int) -> float:
+        return sum(self._lines.transfer(way, self._rungs[self._of(way, rung)])[0] for way in ways)
 
-        Raises ConfigError for a step that has a later plan: a replay must not rewrite what has run.
-        """
-        if step < self.newest:
-            raise ConfigError(f"step {step} is before the newest plan on record, of step {self.newest}")
-        return self.instead(step, plan)
+    def _packing(self, ways: Sequence[Way], rung: int) -> float:
+        """Seconds a microbatch, of both ends."""
+        source, target = self._lines.ends(ways[0])
+        codecs = [(way, self._rungs[self._of(way, rung)]) for way in ways]
+        return sum(
+            self._lines.packing_of(way, codec, source)[0] + self._lines.packing_of(way, codec, target)[1]
+            for way, codec in codecs
+        )
+
+    def _of(self, way: Way, rung: int) -> int:
+        """The rung of a tensor where its direction has this one: the highest up to it that it may have."""
+        allowed = self._allowed[way]
+        return max((one for one in allowed if one <= rung), default=allowed[0])
+
+    def _bytes(self, rung: int) -> int:
+        return codec_format(self._rungs[rung]).packed_bytes(self._lines.shape)
+
+    def _names(self, chosen: Mapping[Way, int]) -> dict[Way, str]:
+        return {way: self._rungs[rung] for way, rung in chosen.items()}
+
+    def _ways(self) -> Iterator[list[Way]]:
+        return iter(self._directions.values())

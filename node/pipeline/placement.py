@@ -13,7 +13,7 @@ from dataclasses import replace
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.lora_shapes import trained_specs
 from node.model.units import EMBED, HEAD, block_name, check_model, is_block, most_state_bytes, unit_cost
-from node.pipeline.codec_plan import first_codecs
+from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.schedule import Kind, Order, Orders, Window, schedule
 from wire.codecs.formats import FP32, codec_format
 from wire.errors import ConfigError, nearest

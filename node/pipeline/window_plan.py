@@ -53,6 +53,8 @@ class StepMeasures:
     """As `node.pipeline.floor.step_floor` takes them."""
     head_share: float | None = None
     """As `node.pipeline.floor.step_floor` takes it."""
+    packing: tuple[float, ...] = ()
+    """Of `forward` and `backward` together, what each stage's compute waited for packing; empty: nothing."""
 
 
 def measured(
@@ -101,6 +103,7 @@ def measured(
         gradient_bytes=tensor_bytes("gradient"),
         links=tuple(link(low, high) for low, high in joints),
         head_share=head_share,
+        packing=tuple(one / microbatches for one in packing),
     )
 
 

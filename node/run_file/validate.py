@@ -20,7 +20,7 @@ from node.config.schema import (
 )
 from node.model.lora_shapes import FORMS, projections
 from node.model.units import CHOICES, FAMILIES
-from node.pipeline.codec_plan import PLANNED, ladder
+from node.pipeline.codec_ladder import PLANNED, ladder
 from node.pipeline.placement import HEADS, head_first, unplaceable
 from node.pipeline.snapshot_place import KEEPS, is_url
 from node.run_file.addresses import coordinator_problems, dashboard_problems, positive

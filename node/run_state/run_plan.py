@@ -9,9 +9,9 @@ from pathlib import Path
 
 from node.config.schema import RunConfig
 from node.model.units import unit_names
-from node.pipeline.codec_plan import RateHistory
 from node.pipeline.placement import boundaries, chunks_of, head_first, stage_units
 from node.pipeline.places import SplitHistory
+from node.pipeline.rate_control import RateHistory
 from node.pipeline.routing import neighbours
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.pipeline.storage_choice import StorageHistory, remedies

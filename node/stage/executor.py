@@ -24,6 +24,7 @@ from node.stage.device_transfer import device_transfer
 from node.stage.digests import StepDigests
 from node.stage.gradient_sync import GradientSync, KeepSums, SyncIO, SyncPlan
 from node.stage.inbox import StepInterrupted
+from node.stage.packing_meter import PackingMeter
 from node.stage.stage_model import StageCompute
 from node.stage.stage_plans import StageCodecs, StageStorage
 from node.stage.step_order import StepOrder, StepOutcome
@@ -81,7 +82,9 @@ class StageExecutor:
         self._share = RowShare(config, 0, (range(config.pipeline.groups),))
         self._order: StepOrder
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
-        self._transfer = TensorTransfer(device_transfer(device), clock.beside)
+        # On a GPU packing is taken to be free.
+        self.packing = PackingMeter() if config.pipeline.plans_codecs and device.type == "cpu" else None
+        self._transfer = TensorTransfer(device_transfer(device), clock.beside, self.packing)
         self._caches = BoundaryCaches(config, windows) if config.pipeline.remembers else None
         self._codecs = StageCodecs(config, self._caches)
         self._newest_step = 0
@@ -104,7 +107,7 @@ class StageExecutor:
         """Compile the codecs in the background so the first step doesn't wait."""
         elements = torch.arange(self._boundary.elements, device=self.device)
         example = elements.remainder_(251).sub_(125).float().view(self._boundary.shape)
-        self._transfer.compile_codecs(self._codecs.all, example)
+        self._transfer.compile_codecs(self._codecs.all, example, self._codecs.to_time)
 
     # ---- placement and state
 

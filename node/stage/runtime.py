@@ -28,6 +28,7 @@ from node.stage.machine_info import cannot_compute
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.out_of_memory import device_memory_text, exhausted, ran_out
+from node.stage.packing_meter import PackingMeter
 from node.stage.progress import LOOK_SECONDS, Progress, Reading, Shows, page_address
 from node.stage.run_member import RunMember
 from node.stage.session import IdentityHolder, Session, renew_certificates, short_reason
@@ -138,6 +139,7 @@ class NodeRuntime:
         """Whether a line to another node is being measured."""
         self._sums: SumsKept | None = None
         self._member: RunMember | None = None
+        self._packing: PackingMeter | None = None
         """Built on the coordinator's welcome."""
 
     async def run(self) -> Finish:
@@ -305,6 +307,8 @@ class NodeRuntime:
             if self._member.config_json != welcome.config_json:
                 raise RunError("the coordinator came back with another run file: join again")
             self._member.offer_layers()
+            if self._packing is not None:
+                self._packing.forget_told()
             return
         config = from_json(welcome.config_json)
         if line := cannot_compute(config.training, self._settings.devices.first):
@@ -341,6 +345,7 @@ class NodeRuntime:
         self.progress.joined(config.run.steps)
         self.progress.doing("compiling codecs")
         executor = await self._compute.run(lambda: self._make_executor(config, room))
+        self._packing = executor.packing
         self._client.outage_seconds = config.coordinator.outage_seconds
         cache = SnapshotCache(self._settings.cache_directory, self._settings.cache_bytes)
         # Not among the snapshots, where whatever is no step's directory is removed.
@@ -426,6 +431,8 @@ class NodeRuntime:
         while True:
             # The first one at once: its answer also gives the coordinator's clock.
             self._session.post(Heartbeat(telemetry=self._telemetry(), sent_at=time.monotonic()))
+            if self._packing is not None and (news := self._packing.news()) is not None:
+                self._session.post(news)
             await asyncio.sleep(seconds)
 
     async def _show_progress(self) -> None:

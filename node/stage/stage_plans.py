@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from kernels.common.random_bits import mixed
 from node.config.schema import RunConfig
-from node.pipeline.codec_plan import PLANNED, Way, first_codecs, ladder, of_gradients
+from node.pipeline.codec_ladder import PLANNED, first_codecs, ladder, of_gradients, to_time
+from node.pipeline.codec_plan import Way
 from node.pipeline.placement import boundaries
 from node.pipeline.routing import source_stage
 from node.pipeline.storage_choice import allowed_storages, chosen_config, name_of
@@ -41,6 +42,12 @@ class StageCodecs:
         directions = (Direction.ACTIVATION, Direction.GRADIENT)[self._caches is not None :]
         found = dict.fromkeys(self._codecs[direction] for direction in directions)
         return found | dict.fromkeys(map(codec, self._config.sync_codecs))
+
+    @property
+    def to_time(self) -> Iterable[Codec]:
+        """Those that tell what packing takes a node, where codecs are planned."""
+        pipeline = self._config.pipeline
+        return map(codec, to_time(pipeline.min_bits)) if pipeline.plans_codecs else ()
 
     def forget(self) -> None:
         """The placement that codecs were planned for is over."""

@@ -7,9 +7,10 @@ all jobs of a step.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from node.stage.device_transfer import DeviceTransfer
 from node.stage.digests import StepDigests
+from node.stage.packing_meter import PackingMeter
 from node.telemetry.clock import WorkKind
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
@@ -30,6 +32,9 @@ from wire.errors import (
 from wire.spec import TensorKey, TensorSpec
 
 log = logging.getLogger(__name__)
+
+TRIALS = 3
+"""Of a codec that is timed."""
 
 
 class PackedIO(Protocol):
@@ -83,17 +88,20 @@ Beside = Callable[[str, TensorKey], AbstractContextManager[None]]
 class TensorTransfer:
     """The transfer thread of one stage. Call all methods on the compute thread."""
 
-    def __init__(self, device: DeviceTransfer, beside: Beside) -> None:
+    def __init__(self, device: DeviceTransfer, beside: Beside, packing: PackingMeter | None = None) -> None:
+        """`packing` takes what packing takes, if anybody is to know."""
         self._device = device
         self._beside = beside
+        self._packing_meter = packing
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer")
         self._unpacking: dict[TensorKey, Future[tuple[Tensor, Mark | None]]] = {}
         self._packing: list[Future[None]] = []
         self.digests: StepDigests | None = None
         """Notes what the step that runs sends and receives."""
 
-    def compile_codecs(self, codecs: Iterable[Codec], example: Tensor) -> None:
-        """Pack and unpack `example` once with each codec, because the first use compiles.
+    def compile_codecs(self, codecs: Iterable[Codec], example: Tensor, to_time: Iterable[Codec] = ()) -> None:
+        """Pack and unpack `example` once with each codec, because the first use compiles; then time those of
+        `to_time` on a sample of it.
 
         An error is only logged: the first step raises it too.
         """
@@ -106,6 +114,9 @@ class TensorTransfer:
                     self._device.unpack(codec, self._device.pack(codec, example, mark), spec)
                 except Exception as error:  # the first real tensor raises it again, as an error of the step
                     log.warning("compiling codec %s failed: %s", codec.name, error)
+            if self._packing_meter is not None:
+                for codec in to_time:
+                    self._time(self._packing_meter, codec, example[:1].contiguous())
 
         self._thread.submit(job)
 
@@ -123,7 +134,7 @@ class TensorTransfer:
 
         def job() -> None:
             try:
-                with self._beside(WorkKind.PACK, key):
+                with self._working(WorkKind.PACK, key, codec, tensor.numel()):
                     packed = self._device.pack(codec, tensor, mark)
             except Exception as error:  # end the waits of both threads, then raise
                 is_named = isinstance(error, NonFiniteError)
@@ -190,7 +201,7 @@ class TensorTransfer:
             if digests is not None:
                 digests.note(key, packed, received=True)
             try:
-                with self._beside(WorkKind.UNPACK, key):
+                with self._working(WorkKind.UNPACK, key, codec, needed.spec.elements):
                     result = self._device.unpack(codec, packed, needed.spec)
             except CacheMismatchError:
                 raise
@@ -200,6 +211,26 @@ class TensorTransfer:
             return result
 
         self._unpacking[key] = self._thread.submit(job)
+
+    @contextmanager
+    def _working(self, kind: WorkKind, key: TensorKey, codec: Codec, elements: int) -> Iterator[None]:
+        meter = self._packing_meter
+        counted = nullcontext() if meter is None else meter.spent(kind, codec.name, elements)
+        with self._beside(kind, key), counted:
+            yield
+
+    def _time(self, meter: PackingMeter, codec: Codec, sample: Tensor) -> None:
+        """Without other work of this node beside it; the first of `TRIALS` compiles."""
+        spec = TensorSpec(sample.dtype, tuple(sample.shape))
+        took = []
+        for _ in range(TRIALS):
+            began = time.perf_counter()
+            packed = self._device.pack(codec, sample, None)
+            between = time.perf_counter()
+            self._device.unpack(codec, packed, spec)
+            took.append((between - began, time.perf_counter() - between))
+        pack, unpack = map(min, zip(*took[1:], strict=True))
+        meter.tried(codec.name, pack / sample.numel(), unpack / sample.numel())
 
     def _raise_failures(self) -> None:
         while self._packing and self._packing[0].done():

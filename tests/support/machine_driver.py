@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
-from node.pipeline.codec_plan import RateHistory
+from node.pipeline.rate_control import RateHistory
 from node.pipeline.routing import neighbours
 from node.pipeline.storage_choice import StorageHistory
 from node.run_state.actions import Action, OpenSnapshot, RecordPlacement, Send, Stop

@@ -59,7 +59,17 @@ from wire.messages_proto import (
     node_message_to_proto,
 )
 from wire.spec import Direction, TensorKey
-from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, Span, StepSpans, Telemetry
+from wire.telemetry import (
+    MOST_CODEC_TIMES,
+    MOST_SPANS,
+    CodecTime,
+    CodecTimes,
+    FlowReport,
+    LinkReport,
+    Span,
+    StepSpans,
+    Telemetry,
+)
 from wire.telemetry_proto import LONGEST_LINE, LONGEST_PATH, LONGEST_SECONDS, MOST
 from wire.v1 import control_pb2, enrolment_pb2
 
@@ -244,6 +254,13 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
     StepSpans: SPANS,
     RelayTimes: st.builds(RelayTimes, times=st.dictionaries(NODE_ID, AMOUNT)),
     BlockTime: st.builds(BlockTime, seconds=AMOUNT),
+    CodecTimes: st.builds(
+        CodecTimes,
+        times=st.lists(
+            st.builds(CodecTime, codec=st.sampled_from(("fixed-8", "tah")), pack=AMOUNT, unpack=AMOUNT),
+            max_size=MOST_CODEC_TIMES,
+        ).map(tuple),
+    ),
     PeerRate: st.builds(PeerRate, node_id=NODE_ID, round_trip=AMOUNT, up=AMOUNT, down=AMOUNT),
 }
 COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {

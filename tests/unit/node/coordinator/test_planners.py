@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -10,15 +11,17 @@ import pytest
 
 from node.config.schema import PipelineSection, RunConfig, SyncSection
 from node.coordinator import planners
-from node.coordinator.planners import WindowPlanner
+from node.coordinator.planners import TELLS_SECONDS, CodecPlanner, WindowPlanner, where_shown
+from node.pipeline.codec_plan import Lines
+from node.pipeline.floor import LinkRate
 from node.pipeline.window_plan import StepMeasures, Windows
 from node.run_state.epoch import Epoch
 from node.run_state.grid import ONE_ROW, Groups
 from node.run_state.stage_assignment import Candidate
 from node.run_state.votes import VoteHistory
-from node.telemetry.events import StageCost, StepCosts
+from node.telemetry.events import LinkCost, StageCost, StepCosts
 from tests.support.machine_driver import step_plan
-from wire.telemetry import LinkReport
+from wire.telemetry import CodecTime, CodecTimes, LinkReport
 
 SECONDS = 20.0
 CONFIG = RunConfig(pipeline=PipelineSection(stages=2))
@@ -131,3 +134,50 @@ async def test_a_step_that_nobody_measured_changes_nothing() -> None:
         planner.step_done(epoch(8), NODES, costs(2))
         assert (await plans.get())[0] == 8
     assert plans.empty()
+
+
+def test_a_rate_counts_only_where_tensors_show_it() -> None:
+    """A link that is busy for most of a step shows its rate, as does a tensor that takes long; else it counts
+    as fast."""
+    link = LinkRate(up=1e6, down=1e6, latency=0.01)
+    told = StepMeasures(
+        forward=(0.1,) * 3, backward=(0.1,) * 3, activation_bytes=0, gradient_bytes=0, links=(link, link)
+    )
+    microbatches = 10
+
+    def cost(source: int, target: int, size: int, busy: float) -> LinkCost:
+        return LinkCost(
+            source=source,
+            target=target,
+            bytes=size * microbatches,
+            flows=(),
+            busy_seconds=busy,
+            capacity=1e6,
+            round_trip_seconds=0.02,
+            retransmits=0,
+            rejects=0,
+            queued_bytes=0,
+        )
+
+    small, large = int(0.5e6 * TELLS_SECONDS), int(2e6 * TELLS_SECONDS)
+    links = (cost(0, 1, small, 0.2), cost(1, 0, small, 1.2), cost(1, 2, large, 0.2))
+    found = where_shown(told, replace(costs(1), seconds=2.0, links=links), microbatches).links
+    assert [one.up for one in found] == [math.inf, 1e6]
+    assert [one.down for one in found] == [1e6, math.inf], "nobody has reported the last one"
+    assert [one.latency for one in found] == [0.01, 0.01]
+
+
+async def test_codecs_are_planned_by_what_nodes_say_of_their_packing() -> None:
+    plans: asyncio.Queue[tuple[int, Lines, float]] = asyncio.Queue()
+    planner = CodecPlanner(CONFIG, samples=9, link_report=far_apart, use=lambda *plan: plans.put_nowait(plan))
+    slow = CodecTimes(times=(CodecTime(codec="fixed-8", pack=2e-9, unpack=1e-9),))
+    planner.heard("b", CodecTimes(times=()))
+    planner.heard("b", slow)
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+        running = group.create_task(planner.run())
+        planner.step_done(epoch(7), NODES, costs(1))
+        number, found, seconds = await plans.get()
+        running.cancel()
+    assert number == 7 and seconds == pytest.approx(costs(1).seconds / CONFIG.microbatches)
+    assert [one.of("fixed-6") for one in found.packing] == [(0.0, 0.0), (2e-9, 1e-9)]
+    assert [one.of("trellis-3") for one in found.packing] == [(0.0, 0.0)] * 2

@@ -6,19 +6,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from node.coordinator.decisions import record_plan, recorded_codecs
 from node.coordinator.store import Store
-from node.pipeline.codec_plan import WATCHED, CodecPlan, Lines, RateHistory, ladder, of_gradients
+from node.pipeline.codec_ladder import PackingTimes, ladder, of_gradients, precision
+from node.pipeline.codec_plan import CodecPlan, Lines
 from node.pipeline.floor import LinkRate
+from node.pipeline.rate_control import WATCHED, RateHistory
 from node.pipeline.window_plan import StepMeasures
-from node.run_state.actions import Action, RecordCodecs, RecordPlacement, Send
+from node.run_state.actions import Action, RecordCodecs, RecordPlacement, Released, Send
 from node.run_state.codec_control import CodecControl
 from node.run_state.epoch import Committed
 from node.run_state.run_plan import Past
+from tests.support.examples import examples
 from tests.support.machine_driver import Driver, of_kind, restore_of, sent
 from wire.errors import UserError
 from wire.messages import Begin, Restore
+from wire.telemetry import CodecTime
 
 RUNGS = ladder(2)
 SHAPE = (1, 1024, 768)
@@ -135,6 +141,43 @@ def test_a_replay_has_the_recorded_codecs_whatever_is_measured_then() -> None:
     # From the first step that is new, what is measured counts again.
     found = recorded(steps(again, 3 * WATCHED, lines(math.inf, math.inf), 0.001))
     assert found and found[0][0] >= 30 and found[0][1].activations[1] != second.activations[1]
+
+
+BIG = st.sampled_from((0.0, 1e-12, 1.0, 1e9))
+"""What a node may say of a time, in seconds."""
+
+
+@settings(max_examples=examples(12))
+@given(BIG, BIG, BIG, st.sampled_from((1e-6, 1.0, 100.0, math.inf)))
+def test_no_measurement_of_a_volunteer_takes_bits_of_other_links_or_a_place(
+    compute: float, trellis: float, fixed: float, mbit: float
+) -> None:
+    """Stage 1 of four says what it likes of its compute, packing and lines; steps take as long as ever."""
+    honest = lines(100, 100, 100)
+    times = (("trellis-4.41", trellis), ("dither-4.41", trellis), ("fixed-8", fixed))
+    said = PackingTimes(tuple(CodecTime(codec=codec, pack=took, unpack=took) for codec, took in times))
+    rate = LinkRate(up=mbit * 1e6 / 8, down=mbit * 1e6 / 8, latency=0.0)
+    forward = (honest.measures.forward[0], compute, *honest.measures.forward[2:])
+    found = replace(
+        honest,
+        measures=replace(honest.measures, forward=forward, links=(rate, rate, honest.measures.links[2])),
+        packing=(PackingTimes(), said, PackingTimes(), PackingTimes()),
+    )
+    plans = []
+    for told in (honest, found):
+        run = Driver(stages=4, steps=100, every=200, codecs=control)
+        run.join("abcd")
+        run.all_placed()
+        run.all_ready()
+        actions = steps(run, 3 * WATCHED, told, 0.2)
+        assert of_kind(actions, Released) == [] and run.epoch.hosts == tuple("abcd")
+        assert run.epoch.step == 3 * WATCHED, "every step was committed"
+        assert len(recorded(actions)) <= 3
+        assert run.epoch.codecs is not None
+        plans.append(run.epoch.codecs)
+    for names in zip(*((one.activations[2], one.gradients[2]) for one in plans), strict=True):
+        fair, there = (precision(name.replace("dither", "trellis")) for name in names)
+        assert there >= fair
 
 
 def test_with_other_stages_the_run_begins_with_other_codecs() -> None:

@@ -395,6 +395,23 @@ def test_groups_go_to_the_faster_row_once_it_is_known_to_be() -> None:
     assert groups_of(run.steps(1)) == ((0,), (1, 2, 3))
 
 
+@pytest.mark.parametrize("said", [0.0, 1e-9, 1e9])
+def test_whatever_a_node_says_of_its_speed_each_row_keeps_a_group(
+    said: float,
+) -> None:
+    run = grid(1, every=1000, total=1000)
+    actions: list[Action] = []
+    for _ in range(4 * SHARED_STEPS):
+        run.machine.row_speeds({"a": said, "b": 1.0, "c": 1.0, "d": 1.0}, 4.0, run.time)
+        done = run.steps(1)
+        actions += done
+        if of_kind(done, RecordPlacement):
+            run.restored(run.epoch.step)
+    assert of_kind(actions, Released) == [] and set(run.machine.members) == set("abcd")
+    assert run.epoch.hosts == tuple("abcd") and min(map(len, run.epoch.groups)) >= 1
+    assert len(of_kind(actions, RecordPlacement)) <= 3, "what changes nothing is not tried again and again"
+
+
 def test_windows_are_planned_for_each_row() -> None:
     run = grid(1)
     run.machine.plan_windows(run.epoch.number, (2, 5))

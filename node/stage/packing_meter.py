@@ -1,0 +1,82 @@
+"""What packing takes this node, codec by codec: as it tried before its first step, and as its steps show.
+
+Steps show what trying cannot: that compute, or other programs, use the same cores. What slows one codec slows
+all that pack in the same way, by about the same factor, which holds until steps use such a codec again: so a
+codec that proved slow does not seem fast once it is out of use.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+from node.pipeline.codec_ladder import family
+from node.telemetry.clock import WorkKind
+from wire.telemetry import CodecTime, CodecTimes
+
+TOLD_AGAIN = 0.2
+"""A change of this share of a time is news."""
+LEAST_TENSORS = 8
+"""Packed and unpacked with codecs of a family, before they say how fast it is."""
+
+
+class PackingMeter:
+    """One thread adds, any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._tried: dict[str, CodecTime] = {}
+        self._factors: dict[str, float] = {}
+        self._spent: dict[str, list[tuple[float, float]]] = {}
+        """By family, of tensors since the last news: seconds, and what they would be as tried."""
+        self._told: dict[str, CodecTime] = {}
+
+    def tried(self, codec: str, pack: float, unpack: float) -> None:
+        """Without a step beside it, packing took so many seconds an element."""
+        with self._lock:
+            self._tried[codec] = CodecTime(codec=codec, pack=pack, unpack=unpack)
+
+    @contextmanager
+    def spent(self, kind: WorkKind, codec: str, elements: int) -> Iterator[None]:
+        """Count the block: a tensor of a step."""
+        began = time.perf_counter()
+        yield
+        self.add(kind, codec, elements, time.perf_counter() - began)
+
+    def add(self, kind: WorkKind, codec: str, elements: int, seconds: float) -> None:
+        """As `spent`, of a tensor that took so long."""
+        alike = family(codec)
+        with self._lock:
+            tried = [one for one in self._tried.values() if family(one.codec) == alike]
+            if tried:
+                times = [one.pack if kind is WorkKind.PACK else one.unpack for one in tried]
+                expected = elements * sum(times) / len(times)
+                self._spent.setdefault(alike, []).append((seconds, expected))
+
+    def news(self) -> CodecTimes | None:
+        """What the coordinator should know; None if nothing has changed much."""
+        with self._lock:
+            for alike, tensors in self._spent.items():
+                expected = sum(each for _, each in tensors)
+                if len(tensors) >= LEAST_TENSORS and expected > 0:
+                    self._factors[alike] = sum(seconds for seconds, _ in tensors) / expected
+                    tensors.clear()
+            now = {name: self._slowed(one) for name, one in self._tried.items()}
+            if now.keys() == self._told.keys() and all(map(_alike, now.values(), self._told.values())):
+                return None
+            self._told = now
+            return CodecTimes(times=tuple(now.values()))
+
+    def forget_told(self) -> None:
+        """Another process may coordinate the run, so that all is news."""
+        with self._lock:
+            self._told = {}
+
+    def _slowed(self, one: CodecTime) -> CodecTime:
+        factor = self._factors.get(family(one.codec), 1.0)
+        return CodecTime(codec=one.codec, pack=factor * one.pack, unpack=factor * one.unpack)
+
+
+def _alike(one: CodecTime, other: CodecTime) -> bool:
+    pairs = (one.pack, other.pack), (one.unpack, other.unpack)
+    return all(abs(now - told) <= TOLD_AGAIN * told for now, told in pairs)
