@@ -24,6 +24,8 @@ from wire.spec import Direction
 
 CAUTION = 1.1
 """Count on transfers this much longer than measured."""
+PACKING_CAUTION = 1.5
+"""Count on packing this much longer than measured: it shares its node's cores with compute."""
 HALVINGS = 30
 """Of the interval in which the pace is looked for."""
 
@@ -140,10 +142,10 @@ class Lines:
         return tuple(found)
 
     def packing_of(self, way: Way, codec: str, stage: int) -> tuple[float, float]:
-        """Seconds that a stage packs one tensor, and unpacks it."""
+        """Seconds that a stage packs one tensor, and unpacks it, both with `PACKING_CAUTION`."""
         if not self.packing:
             return 0.0, 0.0
-        elements = math.prod(self.shape)
+        elements = PACKING_CAUTION * math.prod(self.shape)
         name = of_gradients(codec) if way[1] is Direction.GRADIENT else codec
         pack, unpack = self.packing[stage].of(name)
         return elements * pack, elements * unpack

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.pipeline.codec_ladder import CHEAP, PackingTimes, ladder, of_gradients, precision
-from node.pipeline.codec_plan import CodecPlan, Lines, Way, pace, plan_codecs
+from node.pipeline.codec_plan import PACKING_CAUTION, CodecPlan, Lines, Way, pace, plan_codecs
 from node.pipeline.floor import LinkRate
 from node.pipeline.rate_control import MORE_BITS, RISE, WATCHED, RateControl, RateHistory
 from node.pipeline.schedule import BoundaryTensor, Kind, schedule
@@ -213,10 +213,10 @@ def slow_packing(trellis: float, fixed: float = 0.001) -> PackingTimes:
 
 
 def test_a_slow_processor_packs_cheaply_where_the_lines_carry_it() -> None:
-    """A microbatch computes for 0.2 s; with `trellis` its tensors take the middle stage 0.24 s to pack."""
+    """A microbatch computes for 0.2 s; with `trellis` its tensors take the middle stage longer to pack."""
     given = lines(1000, 50)
     slow = replace(given, packing=(slow_packing(0.1),) * 3)
-    assert pace(slow, same(slow, "trellis-8")) == pytest.approx(2.4 * 0.1)
+    assert pace(slow, same(slow, "trellis-8")) == pytest.approx(2.4 * 0.1 * PACKING_CAUTION)
     plan = plan_codecs(slow, RUNGS)
     assert pace(slow, plan) == pytest.approx(0.2) == pytest.approx(pace(given, plan_codecs(given, RUNGS)))
     assert min(map(RUNGS.index, (name.replace("dither", "trellis") for name in plan.activations))) > 5
