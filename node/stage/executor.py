@@ -24,11 +24,11 @@ from node.stage.device_transfer import device_transfer
 from node.stage.digests import StepDigests
 from node.stage.gradient_sync import GradientSync, KeepSums, SyncIO, SyncPlan
 from node.stage.inbox import StepInterrupted
-from node.stage.packing_meter import PackingMeter
+from node.stage.packing_meter import packing_meter
 from node.stage.stage_model import StageCompute
 from node.stage.stage_plans import StageCodecs, StageStorage
 from node.stage.step_order import StepOrder, StepOutcome
-from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
+from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer, example_tensor
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
 from node.training.serialization import without_cache
@@ -82,8 +82,7 @@ class StageExecutor:
         self._share = RowShare(config, 0, (range(config.pipeline.groups),))
         self._order: StepOrder
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
-        # On a GPU packing is taken to be free.
-        self.packing = PackingMeter() if config.pipeline.plans_codecs and device.type == "cpu" else None
+        self.packing = packing_meter(config, device)
         self._transfer = TensorTransfer(device_transfer(device), clock.beside, self.packing)
         self._caches = BoundaryCaches(config, windows) if config.pipeline.remembers else None
         self._codecs = StageCodecs(config, self._caches)
@@ -105,8 +104,7 @@ class StageExecutor:
 
     def compile_codecs(self) -> None:
         """Compile the codecs in the background so the first step doesn't wait."""
-        elements = torch.arange(self._boundary.elements, device=self.device)
-        example = elements.remainder_(251).sub_(125).float().view(self._boundary.shape)
+        example = example_tensor(self._boundary, self.device)
         self._transfer.compile_codecs(self._codecs.all, example, self._codecs.to_time)
 
     # ---- placement and state

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
+import torch
+
+from node.config.schema import RunConfig
 from node.pipeline.codec_ladder import family
 from node.telemetry.clock import WorkKind
 from wire.telemetry import CodecTime, CodecTimes
@@ -75,6 +78,11 @@ class PackingMeter:
     def _slowed(self, one: CodecTime) -> CodecTime:
         factor = self._factors.get(family(one.codec), 1.0)
         return CodecTime(codec=one.codec, pack=factor * one.pack, unpack=factor * one.unpack)
+
+
+def packing_meter(config: RunConfig, device: torch.device) -> PackingMeter | None:
+    """Of a stage on this device; none where no codecs are planned, or on a GPU, where packing counts as free."""
+    return PackingMeter() if config.pipeline.plans_codecs and device.type == "cpu" else None
 
 
 def _alike(one: CodecTime, other: CodecTime) -> bool:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from node.stage.device_transfer import DeviceTransfer
@@ -235,6 +236,12 @@ class TensorTransfer:
     def _raise_failures(self) -> None:
         while self._packing and self._packing[0].done():
             self._packing.pop(0).result()
+
+
+def example_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
+    """Of small whole numbers, fp32, to compile codecs with."""
+    elements = torch.arange(spec.elements, device=device)
+    return elements.remainder_(251).sub_(125).float().view(spec.shape)
 
 
 def _named(key: TensorKey, way: str, error: Exception) -> str:
