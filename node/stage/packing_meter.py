@@ -81,7 +81,7 @@ class PackingMeter:
 
 
 def packing_meter(config: RunConfig, device: torch.device) -> PackingMeter | None:
-    """Of a stage on this device; none where no codecs are planned, or on a GPU, where packing counts as free."""
+    """Of a stage on this device; none without planned codecs, or on a GPU, where packing counts as free."""
     return PackingMeter() if config.pipeline.plans_codecs and device.type == "cpu" else None
 
 
