@@ -25,9 +25,9 @@ from node.checkpoints.adapters import (
     peft_name,
 )
 from node.checkpoints.families import FileTensor, tensors, write_config
+from node.checkpoints.hub import INDEX, SINGLE
 from node.checkpoints.hub import PREFIX as HUB
 from node.checkpoints.start import CONFIG, OTHER_FILES, TOKENIZER, original_file
-from node.checkpoints.weights import INDEX, SINGLE
 from node.config.schema import LoraSection, ModelSection, RunConfig, RunSection
 from node.model.lora_shapes import trained_specs
 from node.model.units import HEAD
@@ -35,14 +35,23 @@ from node.telemetry import events
 from node.telemetry.history import read_history
 from node.training.manifest import Manifest
 from node.training.object_store import bring, stored_steps
-from node.training.snapshot import held_by_nodes, list_snapshots, read_manifest, read_unit, snapshot_directory
+from node.training.snapshot import (
+    held_by_nodes,
+    is_complete,
+    list_snapshots,
+    read_manifest,
+    read_unit,
+    snapshot_directory,
+)
 from node.training.unit_state import parameters_of, read_tensors
-from wire.errors import UserError
+from wire.errors import RunError, UserError
 
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 SHARD_BYTES = 4 << 30
 """Longest safetensors file, unless one tensor is longer."""
 BYTES = "bytes"
+SNAPSHOT_TRIES = 5
+"""Snapshots that may be removed while they are read, one after the other."""
 
 Arrays = Callable[[str], Mapping[str, np.ndarray]]
 """A unit's weights by name, float32."""
@@ -62,7 +71,8 @@ def export(
 ) -> int:
     """Write a snapshot of a run as a Hugging Face folder; returns the snapshot's step.
 
-    A run with adapters gives a folder in PEFT's format (`node.checkpoints.adapters`).
+    A run with adapters gives a folder in PEFT's format (`node.checkpoints.adapters`). A run that is on
+    removes old snapshots: without a `step` the next newest is written then.
 
     Args:
         merge: of a run with adapters, write the whole model as this makes it (`node.checkpoints.merging`).
@@ -73,6 +83,23 @@ def export(
         UserError: no such snapshot, `out` is in use or cannot be written, or no family has this model.
         RunError: the snapshot is damaged, or was pruned meanwhile.
     """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is in use: name a new folder")
+    tries_left = SNAPSHOT_TRIES
+    while True:
+        found, directory = _snapshot(run_directory, step)
+        tries_left -= 1
+        try:
+            _export(run_directory, directory, out, dtype, merge)
+        except RunError:
+            if not tries_left or step is not None or is_complete(directory):
+                raise
+        else:
+            return found
+
+
+def _snapshot(run_directory: Path, step: int | None) -> tuple[int, Path]:
+    """The step and the folder of a complete snapshot."""
     snapshots = run_directory / "snapshots"
     here = list_snapshots(snapshots)
     complete = sorted({*here, *stored_steps(run_directory)})
@@ -85,9 +112,10 @@ def export(
             f"{run_directory} has no snapshot of step {step}; it has {', '.join(map(str, complete))}"
             f"{held_by_nodes(run_directory)}"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is in use: name a new folder")
-    directory = snapshot_directory(snapshots, step) if step in here else bring(run_directory, step)
+    return step, snapshot_directory(snapshots, step) if step in here else bring(run_directory, step)
+
+
+def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: Merge | None) -> None:
     manifest = read_manifest(directory)
     config = _config(manifest)
     model, adapters = config.model, config.lora.rank > 0
@@ -129,7 +157,6 @@ def export(
         raise UserError(f"{out} cannot be written: {error.strerror}; name another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return step
 
 
 # ---- weights

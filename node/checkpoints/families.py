@@ -393,6 +393,8 @@ def write_config(
             "n_head": model.heads,
             "n_inner": model.ffn,
             "n_positions": model.sequence,
+            # The same: llama.cpp's converter reads it, though transformers no longer writes it.
+            "n_ctx": model.sequence,
             "layer_norm_epsilon": model.norm_eps,
             "activation_function": "gelu_new",
         }

@@ -2,7 +2,7 @@
 
 `huggingface_hub` resolves revisions, finds tokens and cached files, and so honours HF_HOME, HF_ENDPOINT and
 HF_TOKEN. It has no call for a byte range of a file, so ranges are requested here. A revision is pinned to its
-commit, and a broken connection goes on where it was.
+commit, and a broken connection goes on where it was. Of a file in the cache nothing is requested.
 """
 
 import asyncio
@@ -19,12 +19,15 @@ from wire.errors import ConfigError, DataError
 from wire.pacing import Backoff
 
 PREFIX = "hf://"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 ATTEMPTS = 6
 """Attempts without progress before a request fails."""
 MOST_PAUSE_SECONDS = 60.0
 """The longest `Retry-After` that is obeyed."""
 _NAME = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _AGAIN = {408, 429, 500, 502, 503, 504}
 
@@ -56,6 +59,26 @@ class FileInfo:
     sha256: str
 
 
+class HubUnreachableError(DataError):
+    """The hub does not answer, or not as a hub does."""
+
+
+def resolve(repository: Repository) -> Repository:
+    """The repository at the commit that its revision names: the cache's if the hub cannot be reached.
+
+    Raises DataError.
+    """
+    if is_pinned(repository):
+        return repository
+    try:
+        return pin(repository)[0]
+    except HubUnreachableError:
+        known = cached_file(repository, "config.json")
+        if known is None or not _COMMIT.fullmatch(known.parent.name):
+            raise
+        return Repository(repository.name, known.parent.name)
+
+
 def pin(repository: Repository) -> tuple[Repository, dict[str, FileInfo]]:
     """The repository at the commit that its revision names, and its files. Raises DataError."""
     hub = _library()
@@ -73,8 +96,11 @@ def pin(repository: Repository) -> tuple[Repository, dict[str, FileInfo]]:
 def download(repository: Repository, name: str, *, required: bool = True) -> Path | None:
     """A small file in the hub's cache, downloaded if it is not there. Raises DataError."""
     hub = _library()
-    if (cached := cached_file(repository, name)) is not None:
-        return cached
+    cached = hub.try_to_load_from_cache(repository.name, name, revision=repository.revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    if cached is not None and not required:
+        return None  # the hub has said that there is none
     try:
         with _one_line(repository):
             return Path(hub.hf_hub_download(repository.name, name, revision=repository.revision))
@@ -96,26 +122,38 @@ def cached_file(repository: Repository, name: str) -> Path | None:
 class HubFiles:
     """`node.checkpoints.weights.Files` of a pinned repository: from the cache, else by range requests."""
 
-    def __init__(
-        self, repository: Repository, files: dict[str, FileInfo], session: aiohttp.ClientSession
-    ) -> None:
+    def __init__(self, repository: Repository, session: aiohttp.ClientSession) -> None:
         self.where = str(repository)
         self.fetched = 0
         """Bytes that came over the network."""
         self._repository = repository
-        self._files = files
         self._session = session
+        self._files: dict[str, FileInfo] | None = None
+        """What the hub lists; None until it is asked."""
 
     async def size(self, name: str) -> int | None:
+        if (cached := await self._cached(name)) is not None:
+            return cached.stat().st_size
+        if self._files is None:
+            if name == INDEX and await self._cached(SINGLE) is not None:
+                return None  # one file has all weights, and it is here
+            self._files = (await asyncio.to_thread(pin, self._repository))[1]
         info = self._files.get(name)
         return None if info is None else info.size
 
     def digest(self, name: str) -> str:
-        return self._files[name].sha256
+        if self._files is not None and name in self._files:
+            return self._files[name].sha256
+        # The cache names a large file by its SHA-256.
+        cached = cached_file(self._repository, name)
+        blob = cached.resolve().name if cached is not None else ""
+        return blob if _SHA256.fullmatch(blob) else ""
+
+    async def _cached(self, name: str) -> Path | None:
+        return await asyncio.to_thread(cached_file, self._repository, name)
 
     async def read(self, name: str, start: int, end: int) -> bytes:
-        cached = await asyncio.to_thread(cached_file, self._repository, name)
-        if cached is not None:
+        if (cached := await self._cached(name)) is not None:
             return await asyncio.to_thread(_read_range, cached, start, end)
         url = _library().hf_hub_url(self._repository.name, name, revision=self._repository.revision)
         data, backoff, failures = bytearray(), Backoff(0.5, 8.0), 0
@@ -156,10 +194,8 @@ class HubFiles:
             found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
             if response.status != 206 or found is None or int(found[1]) != first:
                 raise DataError(f"{self.where}/{name}: the server does not answer range requests")
-            if found[3] != "*" and int(found[3]) != self._files[name].size:
-                raise DataError(
-                    f"{self.where}/{name} has {found[3]} bytes, expected {self._files[name].size}: it changed"
-                )
+            if found[3] != "*" and int(found[3]) != (size := await self.size(name)):
+                raise DataError(f"{self.where}/{name} has {found[3]} bytes, expected {size}: it changed")
             async for piece in response.content.iter_chunked(1 << 18):
                 taken = piece[: end - start - len(data)]
                 data += taken
@@ -168,17 +204,12 @@ class HubFiles:
 
 
 @asynccontextmanager
-async def hub_files(
-    repository: Repository, files: dict[str, FileInfo] | None = None
-) -> AsyncIterator[HubFiles]:
-    """The files of a repository, whose revision is pinned if `files` (from `pin`) are not given."""
-    if files is None:
-        repository, found = await asyncio.to_thread(pin, repository)
-    else:
-        found = files
+async def hub_files(repository: Repository) -> AsyncIterator[HubFiles]:
+    """The files of a repository at the commit that its revision names."""
+    repository = await asyncio.to_thread(resolve, repository)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=60.0)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
-        yield HubFiles(repository, found, session)
+        yield HubFiles(repository, session)
 
 
 def is_pinned(repository: Repository) -> bool:
@@ -233,7 +264,7 @@ def _one_line(repository: Repository) -> Iterator[None]:
     except (errors.HfHubHTTPError, OSError) as error:
         if getattr(getattr(error, "response", None), "status_code", 0) in (401, 403):
             raise _forbidden(repository) from error
-        raise DataError(
+        raise HubUnreachableError(
             f"{repository} cannot be reached ({str(error).splitlines()[0]}): check the network, HF_ENDPOINT"
         ) from error
 

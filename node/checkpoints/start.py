@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from node.checkpoints.families import read_config
-from node.checkpoints.hub import PREFIX, Repository, cached_file, download, hub_files, is_pinned, pin
+from node.checkpoints.hub import PREFIX, Repository, cached_file, download, hub_files, resolve
 from node.checkpoints.weights import Checkpoint, FolderFiles, Weights
 from node.config.schema import ModelSection
 from wire.errors import ConfigError, DataError
@@ -44,9 +44,7 @@ def open_source(name: str, given: Mapping[str, Any]) -> Source:
     Raises ConfigError or DataError in one line.
     """
     if name.startswith(PREFIX):
-        repository = Repository.parse(name)
-        if not is_pinned(repository):
-            repository, _ = pin(repository)
+        repository = resolve(Repository.parse(name))
         name = str(repository)
         path = download(repository, CONFIG)
         tokenizer = download(repository, TOKENIZER, required=False)

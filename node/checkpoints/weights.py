@@ -17,12 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from node.checkpoints.families import FileTensor, tensors
+from node.checkpoints.hub import INDEX, SINGLE
 from node.config.schema import ModelSection
 from node.model.units import EMBED, HEAD
 from wire.errors import DataError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PIECE_BYTES = 32 << 20
 """Longest single read."""

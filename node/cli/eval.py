@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from node.training.samples import samples_of
     from node.training.shards import load_data
 
-    config, step, directory = open_snapshot(args)
+    config, _, _ = open_snapshot(args)
     path = config.data.valid if args.text is None else str(args.text.absolute())
     limit = args.samples or (config.data.valid_samples if args.text is None else None)
     corpus = None if path else load_data(config, lambda line: None)
@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
         corpus.close()
     if len(samples) > config.training.microbatch:
         samples = samples.whole_microbatches(config.training.microbatch)
-    loss = load_model(args, config, directory).loss(samples)
+    step, model = load_model(args)
+    loss = model.loss(samples)
     perplexity = math.exp(min(loss, 700.0))
     if args.json:
         said = {"step": step, "loss": loss, "perplexity": perplexity, "samples": len(samples)}

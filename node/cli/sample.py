@@ -42,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
 
     from node.training.tokenizer import load_tokenizer
 
-    config, _, directory = open_snapshot(args)
+    config, _, _ = open_snapshot(args)
     tokenizer = load_tokenizer(config.data.tokenizer)
     (prompt,) = tokenizer.encode([args.prompt.encode()])
-    model = load_model(args, config, directory)
+    _, model = load_model(args)
     made = model.generate(
         prompt.tolist(), tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
     )

@@ -1,4 +1,7 @@
-"""What `eval` and `sample` share: the run's settings, a snapshot of it, and the device to compute on."""
+"""What `eval` and `sample` share: the run's settings, a snapshot of it, and the device to compute on.
+
+They read the run directory alone, so they work beside the run and without a network.
+"""
 
 import argparse
 from collections.abc import Mapping
@@ -14,11 +17,16 @@ if TYPE_CHECKING:
     from node.config.schema import RunConfig
     from node.training.whole_model import WholeModel
 
+NEWEST = "newest"
+BEST = "best"
+SNAPSHOT_TRIES = 5
+"""Snapshots that may be removed while they are read, one after the other."""
+
 
 def add_arguments(parser: Any) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
     parser.add_argument(
-        "--step", default="newest", metavar="N", help="snapshot to use: a step, `best` or `newest` (default)"
+        "--step", default=NEWEST, metavar="N", help="snapshot to use: a step, `best` or `newest` (default)"
     )
     parser.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (default) or cuda:N")
 
@@ -39,11 +47,14 @@ def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
         steps = sorted({*here, *stored})
         best = store.best_of(steps)
     have = ", ".join(map(str, steps)) or "none"
-    if args.step == "newest" and steps:
+    if args.step == NEWEST and not steps:
+        hint = held_by_nodes(directory) or ": wait for run.snapshot_every steps"
+        raise UserError(f"{directory} has no complete snapshot yet{hint}")
+    if args.step == NEWEST:
         step = steps[-1]
-    elif args.step == "best" and best is not None:
+    elif args.step == BEST and best is not None:
         step = best
-    elif args.step == "best":
+    elif args.step == BEST:
         raise UserError(
             "no snapshot has a held-out loss: set data.valid_every in the run file, or name a step"
         )
@@ -57,10 +68,33 @@ def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
     return config, step, snapshot_directory(directory / "snapshots", step)
 
 
-def load_model(args: argparse.Namespace, config: "RunConfig", directory: Path) -> "WholeModel":
-    """Load the snapshot in `directory` onto the device that `--device` names.
+def load_model(args: argparse.Namespace) -> "tuple[int, WholeModel]":
+    """Load the snapshot that `--step` names onto the device that `--device` names; its step too.
 
-    Raises DataError if the checkpoint that holds a run's frozen weights cannot be read.
+    A run that is on removes old snapshots: of `newest` and `best` the next one is loaded then.
+
+    Raises what `open_snapshot` and `build_model` do.
+    """
+    import node.training.whole_model  # noqa: F401 - with torch, which takes seconds
+    from node.training.snapshot import is_complete
+    from wire.errors import RunError
+
+    tries_left = SNAPSHOT_TRIES
+    while True:
+        config, step, directory = open_snapshot(args)
+        tries_left -= 1
+        try:
+            return step, build_model(config, directory, args.device)
+        except RunError:
+            if not tries_left or args.step not in (NEWEST, BEST) or is_complete(directory):
+                raise
+
+
+def build_model(config: "RunConfig", directory: Path, device: str) -> "WholeModel":
+    """The model of the snapshot in `directory`.
+
+    Raises RunError for a snapshot that is damaged or gone, and DataError if the checkpoint that holds a run's
+    frozen weights cannot be read.
     """
     import asyncio
 
@@ -71,7 +105,7 @@ def load_model(args: argparse.Namespace, config: "RunConfig", directory: Path) -
         return asyncio.run(read_units(config.model, [unit]))[unit]
 
     from_checkpoint = config.lora.rank > 0 and config.model.from_ != ""
-    return WholeModel(config, directory, _device(args.device), frozen if from_checkpoint else None)
+    return WholeModel(config, directory, _device(device), frozen if from_checkpoint else None)
 
 
 def _device(name: str) -> "torch.device":

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,17 @@ from node.pipeline.snapshot_place import is_url
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.following import State
 from node.stage.layer_peers import LayerPeers, LayerPlace
-from node.stage.snapshot_cache import SnapshotCache
+from node.stage.snapshot_cache import LayerFile, SnapshotCache
 from node.training.manifest import unit_weights_sha256
 from node.training.object_store import ObjectStore, wrong_url
 from node.training.serialization import deserialize_unit, serialize_unit
-from node.training.unit_state import PARAMETER_PREFIX, check_state, parameters_of, read_tensors
+from node.training.unit_state import (
+    PARAMETER_PREFIX,
+    check_state,
+    parameters_of,
+    read_tensors,
+    weights_file,
+)
 from wire.errors import DataError, LinkError, RunError, ThinwireError, UserError
 from wire.messages import (
     NODES,
@@ -99,8 +106,8 @@ class SnapshotTransfer:
         return (await self._fetch(step, unit))[0]
 
     async def fetch_weights(self, units: tuple[str, ...]) -> State:
-        """The units' weights from the run's checkpoint: from the hub or its cache on this node, else from the
-        coordinator."""
+        """The units' weights from the run's checkpoint: from this node's disk (folder or hub cache), the
+        hub, or the coordinator, in this order."""
         model = self._config.model
         if model.from_.startswith(HUB):
             try:
@@ -177,6 +184,8 @@ class SnapshotTransfer:
     async def _fetch(self, step: int, unit: str) -> tuple[bytes, bool]:
         """The file, and whether the snapshot is one whose copies nodes hold."""
         kept = await asyncio.to_thread(self._cache.get, step, unit)
+        if kept is None and step == 0:
+            kept = await self._of_folder(unit)
         limit = most_layer_bytes(self._config, unit, self._windows)
         if step == 0:
             # A checkpoint's weights, whatever of them is trained.
@@ -209,6 +218,23 @@ class SnapshotTransfer:
                 await self._client.layer(step, unit, limit, None, bad)  # so that they look at their copies
             return data, not answer.url
         raise LinkError(trouble)
+
+    async def _of_folder(self, unit: str) -> LayerFile | None:
+        """A unit's weights from the folder that the run starts from, if this machine has one of that name.
+
+        The coordinator, which is told the SHA-256, says whether it is the same one.
+        """
+        model = self._config.model
+        if not model.from_ or model.from_.startswith(HUB):
+            return None
+        if not await asyncio.to_thread(Path(model.from_).is_dir):
+            return None
+        try:
+            weights = (await read_units(model, [unit]))[unit]
+        except DataError:
+            return None  # another folder, or one that this user may not read
+        data = await asyncio.to_thread(weights_file, weights)
+        return LayerFile(data, (await asyncio.to_thread(hashlib.sha256, data)).hexdigest())
 
     async def _upload(self, epoch: int, take: TakeSnapshot, state: State, stage: int) -> bool:
         """Save every layer; whether all are. A missing layer fails the epoch: the run may wait for it."""

@@ -59,7 +59,12 @@ def snapshot_directory(root: Path, step: int) -> Path:
 
 def list_snapshots(root: Path) -> tuple[int, ...]:
     """Steps of the complete snapshots, oldest first."""
-    return tuple(step for step, directory in _step_directories(root) if (directory / MANIFEST_NAME).is_file())
+    return tuple(step for step, directory in _step_directories(root) if is_complete(directory))
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether a snapshot is there whole. One that is removed loses its manifest first."""
+    return (directory / MANIFEST_NAME).is_file()
 
 
 def held_by_nodes(run_directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""`status`, `token` and `doctor` while a run is on."""
+"""`status`, `token`, `doctor`, and what reads snapshots, while a run is on."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.support.run_harness import SMALL, Process, Run
 
 CONFIG = replace(
     SMALL,
-    run=replace(SMALL.run, steps=100_000, snapshot_every=5, keep_snapshots=2),
+    run=replace(SMALL.run, steps=100_000, snapshot_every="3s", keep_snapshots=2),
     pipeline=replace(SMALL.pipeline, stages=2),
 )
 
@@ -32,6 +32,18 @@ def status(run: Run) -> dict[str, Any]:
 def tokens(run: Run) -> list[tuple[str, int, int]]:
     listed = json.loads(answer(run.command("token", "list", str(run.run_dir), "--json")))
     return [(token["state"], token["uses"], token["uses_allowed"]) for token in listed]
+
+
+def read_snapshots(run: Run) -> None:
+    """By commands that need no answer of the run."""
+    directory, out = str(run.run_dir), run.directory / "out"
+    exported = json.loads(answer(run.command("export", directory, str(out), "--json")))
+    assert f"| steps | {exported['step']} |" in (out / "README.md").read_text()
+    evaluated = json.loads(answer(run.command("eval", directory, "--json")))
+    assert evaluated["step"] >= exported["step"] > 0
+    assert 0 < evaluated["loss"] < 6
+    sampled = answer(run.command("sample", directory, "def ", "--tokens", "9", "--temperature", "0"))
+    assert sampled.startswith("def ") and len(sampled) > 4
 
 
 @pytest.mark.timeout(240)
@@ -73,6 +85,8 @@ def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
         shown = answer(run.command("status", str(run.run_dir)))
         assert shown.startswith(f"run {training['run_id']}: training, ")
         assert "tokens/s" in shown
+
+        read_snapshots(run)
 
         coordinator.interrupt()
         run.assert_quiet()

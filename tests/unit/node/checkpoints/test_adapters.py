@@ -1,6 +1,5 @@
 """Runs with adapters: PEFT loads the export, a merged model computes the same, a checkpoint is the base."""
 
-import argparse
 import asyncio
 import hashlib
 import json
@@ -19,7 +18,7 @@ from torch import Tensor
 from node.checkpoints.export import export
 from node.checkpoints.merging import merged_parameters
 from node.checkpoints.start import read_units
-from node.cli.snapshot_model import load_model
+from node.cli.snapshot_model import build_model
 from node.config.schema import (
     DataSection,
     LoraSection,
@@ -122,8 +121,7 @@ def test_a_snapshot_is_evaluated_on_the_base_it_was_trained_on(family: str, tmp_
     config = RunConfig(model=model, lora=LORA, run=RunSection(seed=9))
     chunk = trained(config)
     snapshot(tmp_path / "run", config, chunk)
-    arguments = argparse.Namespace(device="cpu")
-    whole = load_model(arguments, config, tmp_path / "run" / "snapshots" / "step-00000004")
+    whole = build_model(config, tmp_path / "run" / "snapshots" / "step-00000004", "cpu")
     with torch.no_grad():
         assert torch.equal(whole.chunk(TOKENS), chunk(TOKENS))
 

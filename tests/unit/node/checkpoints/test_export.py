@@ -17,12 +17,12 @@ from node.checkpoints.export import export
 from node.checkpoints.start import read_units
 from node.config.schema import DataSection, ModelSection, RunConfig
 from node.model.chunk import build_chunk
-from node.model.units import unit_names
+from node.model.units import block_name, unit_names
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit
-from node.training.snapshot import SnapshotWriter
+from node.training.snapshot import SnapshotWriter, prune, read_unit
 from tests.unit.node.checkpoints.test_families import CONFIGS, make, section
-from wire.errors import UserError
+from wire.errors import RunError, UserError
 
 CPU = torch.device("cpu")
 
@@ -109,6 +109,28 @@ def test_a_model_of_ours_generates_the_same_tokens_in_transformers(
     assert torch.equal(found, made)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| steps | 4 |" in card and "| tokens | 4,096 |" in card
+
+
+def test_the_next_snapshot_is_exported_where_the_run_removes_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16)
+    config, run = replace(RunConfig(), model=model), tmp_path / "run"
+    snapshot(run, config, 4)
+
+    def read_as_the_run_goes_on(directory: Path, unit: str) -> bytes:
+        if directory.name == "step-00000004" and unit == block_name(0):
+            snapshot(run, config, 8)
+            prune(run / "snapshots", 1)
+        return read_unit(directory, unit)
+
+    monkeypatch.setattr(module, "read_unit", read_as_the_run_goes_on)
+    assert export(run, tmp_path / "out") == 8
+    assert "| steps | 8 |" in (tmp_path / "out" / "README.md").read_text()
+    snapshot(run, config, 4)
+    with pytest.raises(RunError, match=r"step-00000004 .*use an older one"):
+        export(run, tmp_path / "other", step=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
 def test_bad_requests_are_one_line_and_leave_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -18,6 +21,7 @@ from node.checkpoints.start import open_source, read_units
 from node.checkpoints.weights import Checkpoint
 from node.config.schema import ModelSection
 from node.model.units import unit_names
+from tests.support.paths import python_path
 from tests.unit.node.checkpoints.test_families import CONFIGS, SIZES, make
 from wire.errors import ConfigError, DataError
 
@@ -40,8 +44,15 @@ class Hub:
     """What the next requests for data get: `cut`, a status, or `whole`."""
     port: int = 0
     paths: list[str] = field(default_factory=list)
+    tokens: set[str | None] = field(default_factory=set)
+    """What came as `Authorization`."""
+
+    def _asked(self, request: web.Request) -> None:
+        self.paths.append(request.path)
+        self.tokens.add(request.headers.get("Authorization"))
 
     async def api(self, request: web.Request) -> web.Response:
+        self._asked(request)
         if self.status:
             return web.Response(status=self.status, headers={"X-Error-Message": "no"})
         if request.match_info["revision"] not in ("main", COMMIT):
@@ -54,7 +65,7 @@ class Hub:
     async def resolve(self, request: web.Request) -> web.Response:
         """Weights are elsewhere; small files are here."""
         name = request.match_info["file"]
-        self.paths.append(request.path)
+        self._asked(request)
         if name == FILE:
             assert request.headers["Authorization"] == "Bearer secret"
             raise web.HTTPFound(f"http://127.0.0.1:{self.port}/data")
@@ -108,7 +119,7 @@ async def serving(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[No
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             yield
     finally:
         for runner in runners:
@@ -149,7 +160,96 @@ async def test_a_stage_reads_its_own_bytes_over_a_bad_network(
             assert np.array_equal(array, found[unit][name])
             own += array.nbytes
     assert own < fetched <= 1.02 * own
-    assert all(f"/{COMMIT}/" in path for path in hub.paths), "the revision is pinned"
+    assert all(f"/{COMMIT}/" in path for path in hub.paths if "resolve" in path), "the revision is pinned"
+
+
+READ = """
+import asyncio, hashlib, logging, sys
+from node.checkpoints.start import open_source, read_units
+from node.config.schema import ModelSection
+from node.model.units import unit_names
+logging.basicConfig(level=logging.DEBUG)
+source = open_source(sys.argv[1], {"sequence": 64})
+model = ModelSection(**{**source.model, "from_": source.name})
+digest = hashlib.sha256()
+for arrays in asyncio.run(read_units(model, unit_names(model))).values():
+    for array in arrays.values():
+        digest.update(array.tobytes())
+print(source.name, digest.hexdigest())
+"""
+
+
+async def test_the_environment_says_which_hub_which_token_and_which_cache(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In processes of their own, as `huggingface_hub` reads its variables when it is imported."""
+    async with serving(hub, monkeypatch):
+
+        async def read(revision: str) -> str:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", READ, f"hf://{NAME}@{revision}"),
+                env={
+                    **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+                    "HF_HOME": str(tmp_path / "home"),
+                    "HF_ENDPOINT": constants.ENDPOINT,
+                    "HF_TOKEN": "secret",
+                    "PYTHONPATH": python_path(),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            said, logged = await process.communicate()
+            assert process.returncode == 0, logged.decode()
+            assert b"secret" not in said + logged
+            return said.decode()
+
+        fetched = await read("main")
+        assert hub.tokens == {"Bearer secret"}
+        assert fetched.startswith(f"hf://{NAME}@{COMMIT} ")
+        keep_in_cache(hub, tmp_path / "home" / "hub")
+        hub.paths.clear()
+        assert await read(COMMIT) == fetched
+        assert hub.paths == [], "all is in the cache"
+
+
+def keep_in_cache(hub: Hub, cache: Path) -> None:
+    """As `hf download` does: the weights are named by their SHA-256, and a link says what they are."""
+    folder = cache / f"models--{NAME.replace('/', '--')}"
+    blobs, snapshot = folder / "blobs", folder / "snapshots" / COMMIT
+    for directory in (blobs, snapshot, folder / "refs"):
+        directory.mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / "main").write_text(COMMIT)
+    for name in (FILE, "config.json"):
+        data = (hub.folder / name).read_bytes()
+        blob = blobs / sha256(data).hexdigest()
+        blob.write_bytes(data)
+        (snapshot / name).unlink(missing_ok=True)
+        (snapshot / name).symlink_to(Path("..", "..", "blobs", blob.name))
+
+
+async def test_a_hub_that_does_not_answer_is_not_missed_where_all_is_in_the_cache(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    there = model(hub, f"hf://{NAME}@main")
+    units = unit_names(there)
+    hub.status = 500
+    async with serving(hub, monkeypatch):
+        with pytest.raises(DataError, match="cannot be reached"):
+            await read_units(there, units)
+        keep_in_cache(hub, tmp_path / "cache")
+        source = await asyncio.to_thread(open_source, f"hf://{NAME}@main", {"sequence": 64})
+        assert source.name == f"hf://{NAME}@{COMMIT}"
+        found = await read_units(there, units)
+        blob = (tmp_path / "cache").rglob(FILE)
+        with next(blob).resolve().open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"!")
+        with pytest.raises(DataError, match="is damaged: its SHA-256"):
+            await read_units(there, units)
+    expected = await read_units(model(hub, str(hub.folder)), units)
+    for unit in units:
+        assert found[unit].keys() == expected[unit].keys()
+        assert all(np.array_equal(array, found[unit][name]) for name, array in expected[unit].items())
 
 
 async def test_a_run_file_names_a_model_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,27 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
 from node.config.schema import ModelSection, RunConfig
+from node.stage import snapshot_transfer
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.layer_peers import LayerPeers
 from node.stage.snapshot_cache import LayerFile, SnapshotCache
 from node.stage.snapshot_transfer import SnapshotTransfer
-from wire.errors import LinkLostError
+from node.training.unit_state import weights_file
+from wire.errors import DataError, LinkLostError
 from wire.messages import FailureKind, NodeMessage, Prefetch, StepFailed, TakeSnapshot
 
 SECONDS = 20.0
+MODEL = ModelSection(layers=1)
 STATE = {"embed": {"weight": torch.ones(2)}, "head": {"weight": torch.zeros(2)}}
 
 
@@ -32,6 +36,8 @@ class Coordinator:
         self.open = asyncio.Event()
         self.open.set()
         self.lost = False
+        self.files: dict[tuple[int, str], bytes] = {}
+        """Layers that are no mere names."""
         self.kept = 0
         """Layers that needed no sending."""
 
@@ -43,7 +49,7 @@ class Coordinator:
         if self.lost:
             raise LinkLostError("nobody answers")
         await self.open.wait()
-        data = f"{step} {unit}".encode()
+        data = self.files.get((step, unit), f"{step} {unit}".encode())
         if kept is not None and kept.sha256 == sha256(data).hexdigest():
             self.kept += 1
             return kept.data
@@ -58,14 +64,14 @@ class Coordinator:
 
 
 class Scene:
-    def __init__(self, directory: Path, group: asyncio.TaskGroup) -> None:
+    def __init__(self, directory: Path, group: asyncio.TaskGroup, model: ModelSection = MODEL) -> None:
         self.coordinator = Coordinator()
         self.peers = None
         self.cache = SnapshotCache(directory, 10**6)
         self.posted: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.told: asyncio.Queue[str] = asyncio.Queue()
         self.transfer = SnapshotTransfer(
-            config=RunConfig(model=ModelSection(layers=1)),
+            config=RunConfig(model=model),
             windows=0,
             client=cast(CoordinatorClient, self.coordinator),
             cache=self.cache,
@@ -84,10 +90,10 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene(directory: Path) -> AsyncIterator[Scene]:
+async def scene(directory: Path, model: ModelSection = MODEL) -> AsyncIterator[Scene]:
     """Leaving it waits for all transfers, so that a test ends with what they have done."""
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-        yield Scene(directory, group)
+        yield Scene(directory, group, model)
 
 
 async def test_a_layer_is_fetched_once(tmp_path: Path) -> None:
@@ -149,6 +155,42 @@ async def test_a_snapshot_that_is_asked_for_again_starts_over(tmp_path: Path) ->
             assert await here.begun() == (3, "embed")
         here.coordinator.open.set()
     assert here.coordinator.stored == [(3, "embed"), (3, "head")]
+
+
+@pytest.mark.parametrize(
+    ("source", "sent"),
+    [
+        ("the same folder", 0),
+        ("another folder", 1),
+        ("no folder", 1),
+        ("a hub", 0),
+        ("a hub that is away", 1),
+    ],
+)
+async def test_weights_come_from_the_own_disk_or_the_hub_before_the_coordinator(
+    source: str, sent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sent`: whether the coordinator sends them."""
+    folder = tmp_path / "model"
+    if source != "no folder":
+        folder.mkdir()
+    weights = {"weight": np.ones(2, np.float32)}
+    from_ = f"hf://owner/model@{40 * 'a'}" if "hub" in source else str(folder)
+
+    async def read(model: ModelSection, units: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+        assert model.from_ == from_
+        if "away" in source:
+            raise DataError("the hub is away")
+        return {unit: {"weight": weights["weight"] + ("another" in source)} for unit in units}
+
+    monkeypatch.setattr(snapshot_transfer, "read_units", read)
+    async with scene(tmp_path, ModelSection(layers=1, from_=from_)) as here:
+        here.coordinator.files[0, "head"] = weights_file(weights)
+        state = await here.transfer.fetch_weights(("head",))
+        assert list(state) == ["head"]
+        assert state["head"]["parameter.weight"].tolist() == [1.0, 1.0]
+        assert len(here.coordinator.asked) - here.coordinator.kept == sent
+        assert (not here.coordinator.asked) == (source == "a hub")
 
 
 async def test_a_layer_that_is_not_stored_fails_the_epoch_once(tmp_path: Path) -> None:
