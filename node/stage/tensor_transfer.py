@@ -34,7 +34,7 @@ from wire.spec import TensorKey, TensorSpec
 
 log = logging.getLogger(__name__)
 
-TRIALS = 3
+TRIALS = 2
 """Of a codec that is timed."""
 
 
