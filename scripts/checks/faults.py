@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from node.config.schema import SyncSection
 from node.display.render import event_lines
 from node.faults import ANY, Fault, Kind, Phase
 from node.telemetry.events import (
@@ -33,16 +35,17 @@ from node.telemetry.events import (
 )
 from scripts.report import RESULTS, ROOT, markdown
 from tests.support.fault_prefork import Prefork
-from tests.support.fault_run import FaultRun, small
+from tests.support.fault_run import FaultRun, held, small, until_joined
 from wire.version import VERSION
 
 RECORD = RESULTS / "faults.json"
-SOAK = RESULTS / "soak.json"
+SOAK, SOAK_OF_ROWS = RESULTS / "soak.json", RESULTS / "soak_rows.json"
 ATTACK = RESULTS / "attack.json"
 DOCUMENT = ROOT / "deploy" / "FAULTS.md"
 STEP, SNAPSHOT = 3, 2
 SILENT_SECONDS = 14.0
 HEARTBEAT_SECONDS = 2.0
+HOLD = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=0)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Case:
     """Start every process with its imports, as on a volunteer's machine."""
     steps: int = 8
     min_stages: int = 0
+    rows: int = 1
+    """With more than one, steps are rounds of two local steps before the fault."""
     tells: str = ""
     """Words of the line to show, if it is not the first one."""
 
@@ -88,6 +93,16 @@ CASES = (
         _at(Kind.KILL, Phase.BACKWARD),
         restart=False,
         min_stages=2,
+    ),
+    *(
+        Case(
+            f"kill -9 of a node of one of two rows in {words}",
+            "the other row",
+            _at(Kind.KILL, phase),
+            rows=2,
+            restart=False,
+        )
+        for words, phase in (("a local step", Phase.LOCAL_STEP), ("sync", Phase.SYNC))
     ),
     Case("a node freezes (SIGSTOP) in forward", "a spare", _at(Kind.STOP, Phase.FORWARD), 1),
     Case("Ctrl-C at a node", "a spare", _at(Kind.LEAVE, Phase.FORWARD), 1, restart=False, tells="it left"),
@@ -164,10 +179,11 @@ def _measure_all(only: str) -> None:
     torch.set_num_threads(1)
     rows = []
     before = json.loads(RECORD.read_text(encoding="utf-8"))["rows"] if only else []
+    recorded = {(row["what"], row["help"]): row for row in before}
     with Prefork() as prefork:
-        for number, case in enumerate(CASES):
+        for case in CASES:
             if only and only.lower() not in case.what.lower():
-                rows.append(before[number])
+                rows.append(recorded[case.what, case.help])
                 continue
             rows.append(_measure(case, prefork))
             print(json.dumps(rows[-1]), flush=True)
@@ -190,12 +206,24 @@ def _measure(case: Case, prefork: Prefork) -> dict[str, Any]:
         silent_seconds=SILENT_SECONDS,
     )
     launch = subprocess.Popen if case.real_start else prefork.popen
+    holds = (HOLD,) if case.rows > 1 else ()
+    if holds:
+        config = replace(
+            config,
+            training=replace(config.training, global_batch=16),
+            pipeline=replace(config.pipeline, groups=4, replicas=case.rows),
+            sync=SyncSection(every=2, warmup=1),
+        )
     with (
         tempfile.TemporaryDirectory() as directory,
-        FaultRun(Path(directory), config, case.faults, launch=launch) as run,
+        FaultRun(Path(directory), config, (*case.faults, *holds), launch=launch) as run,
     ):
-        run.start()
-        run.add_nodes(3)
+        with held(run, HOLD) if holds else nullcontext():
+            run.start()
+            run.add_nodes(3 * case.rows)
+            if holds:
+                # All rows are to take part in the step of the fault.
+                run.tend(until=until_joined(3 * case.rows))
         for _ in range(case.spares):
             run.add_spare()
         code = run.tend(restart=case.restart)
@@ -270,8 +298,9 @@ def document() -> str:
 Made by `python -m scripts.checks.faults`; do not edit.
 
 Each row is one run of real processes over loopback: a coordinator, three stages and, where it says so, a
-spare. The fault is injected at an exact point (`node/faults.py`). Every run that did not stop ended with the
-losses and the weights SHA-256 of an undisturbed one, bit for bit.
+spare, or a second row that shares rounds of two local steps. The fault is injected at an exact point
+(`node/faults.py`). Every run that did not stop ended with the losses and the weights SHA-256 of an
+undisturbed one, bit for bit.
 
 {markdown(columns, rows)}
 
@@ -295,7 +324,28 @@ There faults overlap, and processes start without loading their libraries: most 
 their absence was noticed, and their return is what was. `coordinator.silent_seconds` was
 {soak["silent_seconds"]:g}.
 
+{_soak_of_rows()}
+
 {_attacks()}"""
+
+
+def _soak_of_rows() -> str:
+    soak = json.loads(SOAK_OF_ROWS.read_text(encoding="utf-8"))
+    kills = {words.removeprefix("kill in "): n for words, n in soak["faults"].items() if words[:5] == "kill "}
+    phases = ", ".join(
+        f"{count} in {phase}" for phase, count in sorted(kills.items(), key=lambda one: -one[1])
+    )
+    return f"""## Soak of rows
+
+`make soak SOAK_ARGS=--rows` does the same to two, three or four rows of one to three stages that share four
+gradient groups, half of them in rounds of local steps, with `fp32`, `bf16`, `fixed-8` or `trellis-4.41` for
+the sums. One row is there from the begin, the nodes of the others join as steps go on. Recorded:
+{soak["runs"]} schedules of {soak["steps"]} steps together, seeds {soak["seeds"][0]} to {soak["seeds"][1]}, in
+{soak["seconds"]} s on {soak["cores"]} cores that did other work too; {soak["kills"]} processes killed,
+{soak["kills_of_coordinators"]} of them coordinators. Nodes died {phases}. {soak["rows_entered"]} times rows
+entered and {soak["rows_lost"]} times a run went on with fewer; no loss and no weight differed.
+
+{_soak_table(soak)}"""
 
 
 def _attacks() -> str:

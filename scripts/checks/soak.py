@@ -1,13 +1,15 @@
 """Soak test: seeded random schedules of faults over real runs, compared bit for bit with undisturbed runs.
 
-    make soak                                  until 200 processes were killed
+    make soak                                  until 200 processes were killed, then 200 schedules of rows
+    make soak SOAK_ARGS=--rows                 those of rows alone
     make soak SOAK_ARGS="--seed 17 --runs 1"   repeat one schedule; a failure prints this command
 
-Writes scripts/results/soak.json if no run failed.
+Writes scripts/results/soak.json and soak_rows.json, each if no run of its kind failed.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -17,21 +19,24 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
-from node.config.schema import RunConfig
-from node.faults import Fault, Kind, Phase
-from node.telemetry.events import NodeLeft, PlacementMade, RunStarted, StepAborted, StepDone
+from node.config.schema import RunConfig, SyncSection
+from node.faults import ANY, Fault, Kind, Phase
+from node.telemetry.events import Event, NodeLeft, PlacementMade, RunStarted, StepAborted, StepDone
 from scripts.report import RESULTS
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
 from tests.support.run_harness import Coordinator
 
-RECORD = RESULTS / "soak.json"
+RECORD, RECORD_OF_ROWS = RESULTS / "soak.json", RESULTS / "soak_rows.json"
+SCHEDULES_OF_ROWS = 200
 SILENT_SECONDS = 3.0
-"""`coordinator.silent_seconds` of the runs: how long a frozen node delays its run."""
+"""`coordinator.silent_seconds` of runs of one row: how long a frozen node delays its run."""
 NODE_PHASES = (
     Phase.STATE_FETCH,
     Phase.FORWARD,
@@ -50,6 +55,16 @@ COORDINATOR_PHASES = (
     Phase.APPLY,
     Phase.SNAPSHOT,
 )
+ROW_PHASES = (
+    *(Phase.SYNC, Phase.STATE_FETCH) * 3,
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.VOTING,
+    Phase.COMMIT_APPLY,
+    Phase.APPLY,
+    Phase.SNAPSHOT,
+)
+"""Those of rows' nodes, the likelier ones more than once."""
 FRAMES = (Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER, Kind.TRUNCATE, Kind.STALL)
 
 
@@ -60,7 +75,9 @@ class Schedule:
     seed: int
     config: RunConfig
     faults: tuple[Fault, ...]
-    spares: int
+    spares: int = 0
+    joins: tuple[int, ...] = ()
+    """Steps after which one more node joins, in order."""
 
     @classmethod
     def of(cls, seed: int) -> "Schedule":
@@ -84,32 +101,56 @@ class Schedule:
             pipeline=replace(config.pipeline, stages=stages, window=chance.randrange(3)),
         )
         faults = tuple(_fault(chance, stages, steps) for _ in range(chance.randrange(8, 16)))
-        schedule = cls(seed, config, tuple(dict.fromkeys(faults)), chance.randrange(3))
-        return schedule._with_rows(random.Random(f"rows {seed}"))
+        return cls(seed, config, tuple(dict.fromkeys(faults)), chance.randrange(3))
 
-    def _with_rows(self, chance: random.Random) -> "Schedule":
-        """Half of the schedules with up to two rows, whose nodes die and come back in sync too."""
-        if chance.random() < 0.5:
-            return self
-        pipeline, steps = self.config.pipeline, self.config.run.steps
-        groups, codec = chance.choice((2, 4)), chance.choice(("fp32", "bf16", "fixed-8", "trellis-4.41"))
-        pipeline = replace(pipeline, groups=groups, sync_codec=codec, replicas=2)
-        kills = [
-            Fault(
-                kind=Kind.KILL,
-                phase=chance.choice((Phase.SYNC, Phase.STATE_FETCH)),
-                stage=chance.randrange(pipeline.stages),
-                step=chance.randrange(steps),
-                skip=chance.randrange(2),
-            )
-            for _ in range(4)
-        ]
-        return replace(
-            self,
-            config=replace(self.config, pipeline=pipeline),
-            faults=tuple(dict.fromkeys((*self.faults, *kills))),
-            spares=self.spares + pipeline.stages,
+    @classmethod
+    def of_rows(cls, seed: int, *, steps: int = 0) -> "Schedule":
+        """Two to four rows of four gradient groups, exact or in rounds. A row is there from the begin; nodes
+        of others join as steps go on, and any may die, most often in sync, a local step or as it fetches.
+
+        `steps`: of the run; 0 draws.
+        """
+        chance = random.Random(f"rows {seed}")
+        rows, stages = chance.choice((2, 3, 4)), chance.choice((1, 2, 2, 3))
+        steps = steps or chance.randrange(12, 28)
+        lossless, in_rounds = chance.random() < 0.7, chance.random() < 0.5
+        config = small(
+            steps=steps,
+            snapshot_every=chance.randrange(3, 9),
+            codecs=("fp32", "fp32") if lossless else ("tah", "fixed-8"),
         )
+        config = replace(
+            config,
+            run=replace(config.run, seed=seed),
+            training=replace(config.training, global_batch=16),
+            pipeline=replace(
+                config.pipeline,
+                stages=stages,
+                groups=4,
+                replicas=rows,
+                sync_codec=chance.choice(("fp32", "bf16", "fixed-8", "trellis-4.41")),
+            ),
+        )
+        warmup = chance.randrange(steps // 2)
+        if in_rounds:
+            codec = chance.choice(("fp32", "fixed-4", "fixed-4"))
+            config = replace(config, sync=SyncSection(every=2, warmup=warmup, codec=codec))
+        phases = ROW_PHASES + (Phase.LOCAL_STEP,) * (3 if in_rounds else 0)
+        faults = [_kill(chance, phases, stages, steps) for _ in range(chance.randrange(3, 7))]
+        joins = sorted(chance.randrange(1 + steps // 2) for _ in range((rows - 1) * stages))
+        return cls(seed, config, tuple(dict.fromkeys(faults)), joins=tuple(joins))
+
+
+def _kill(chance: random.Random, phases: Sequence[Phase], stages: int, steps: int) -> Fault:
+    """A death of any process of a run of rows; one in six is the coordinator's."""
+    if chance.random() < 1 / 6:
+        kind, phase, stage = Kind.COORDINATOR_KILL, chance.choice(COORDINATOR_PHASES), ANY
+    else:
+        kind, phase, stage = Kind.KILL, chance.choice(phases), chance.randrange(stages)
+    # State is fetched, and saved, after some steps only.
+    any_step = phase in (Phase.STATE_FETCH, Phase.SNAPSHOT)
+    step = ANY if any_step else chance.randrange(steps)
+    return Fault(kind=kind, phase=phase, stage=stage, step=step, skip=chance.randrange(6 if any_step else 2))
 
 
 def _fault(chance: random.Random, stages: int, steps: int) -> Fault:
@@ -147,6 +188,9 @@ class Totals:
     faults: Counter[str] = field(default_factory=Counter)
     kills: int = 0
     kills_of_coordinators: int = 0
+    rows_lost: int = 0
+    """Placements with fewer rows than the one before."""
+    rows_entered: int = 0
     detect_death: list[float] = field(default_factory=list)
     detect_silence: list[float] = field(default_factory=list)
     recover_node: list[float] = field(default_factory=list)
@@ -157,6 +201,9 @@ class Totals:
         self.steps += run.config.run.steps
         self.kills += len(run.killed)
         self.kills_of_coordinators += sum(isinstance(process, Coordinator) for process in run.killed)
+        grids = [len(placed.groups) or 1 for placed in run.all(PlacementMade)]
+        self.rows_lost += sum(after < before for before, after in pairwise(grids))
+        self.rows_entered += sum(after > before for before, after in pairwise(grids))
         for fault in run.plan.faults:
             for at in run.times(fault):
                 self.faults[f"{fault.kind} in {fault.phase}"] += 1
@@ -191,60 +238,90 @@ def _recovered(run: FaultRun, at: float) -> list[float]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kill everything, many times, and compare the results.")
     parser.add_argument("--seed", type=int, default=1, help="of the first schedule; the next has the next")
-    parser.add_argument("--runs", type=int, help="how many schedules (default: until --kills)")
+    parser.add_argument("--rows", action="store_true", help="only schedules of several rows")
+    parser.add_argument("--runs", type=int, help="how many schedules; records nothing")
     parser.add_argument("--kills", type=int, default=200, help="stop after as many processes were killed")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no schedule after as many")
     args = parser.parse_args(argv)
     # The undisturbed run is computed in this process; leave the other cores to the nodes.
     torch.set_num_threads(1)
-    totals = Totals()
-    began = time.monotonic()
+    kinds = (True,) if args.rows else (False,) if args.runs is not None else (False, True)
     with Prefork() as prefork:
-        for seed in _seeds(args, totals):
-            schedule = Schedule.of(seed)
-            if not _run(schedule, prefork, totals):
-                print(f'failed; run it again: make soak SOAK_ARGS="--seed {seed} --runs 1"')
-                return 1
-            pipeline = schedule.config.pipeline
-            print(
-                f"seed {seed}: {pipeline.stages} stages, {pipeline.groups} groups, "
-                f"{schedule.config.run.steps} steps, {schedule.spares} spares; {totals.kills} killed so far",
-                flush=True,
-            )
+        return max(_soak(args, prefork, of_rows=of_rows) for of_rows in kinds)
+
+
+def _soak(args: argparse.Namespace, prefork: Prefork, *, of_rows: bool) -> int:
+    """Run schedules of one kind; 1 if one failed."""
+    totals, began = Totals(), time.monotonic()
+    for seed in _seeds(args, totals, began, of_rows=of_rows):
+        schedule = Schedule.of_rows(seed) if of_rows else Schedule.of(seed)
+        try:
+            run_schedule(schedule, prefork, totals)
+        except AssertionError as error:
+            print(f"seed {seed}: {error}", *getattr(error, "__notes__", ()), sep="\n")
+            print(*(json.dumps(asdict(fault)) for fault in schedule.faults), sep="\n")
+            again = f"--seed {seed} --runs 1" + " --rows" * of_rows
+            print(f'failed; run it again: make soak SOAK_ARGS="{again}"')
+            return 1
+        pipeline = schedule.config.pipeline
+        print(
+            f"seed {seed}: {pipeline.stages} stages, {pipeline.most_rows} rows, {schedule.config.run.steps} "
+            f"steps of {schedule.config.sync.every}, {schedule.spares + len(schedule.joins)} more nodes; "
+            f"{totals.kills} killed so far",
+            flush=True,
+        )
     if args.runs is None:
-        RECORD.write_text(json.dumps(_report(args.seed, totals, began), indent=2) + "\n", encoding="utf-8")
+        record = RECORD_OF_ROWS if of_rows else RECORD
+        report = _report(args.seed, totals, began, of_rows=of_rows)
+        record.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"{totals.kills} processes killed in {totals.runs} runs; every loss and weight as undisturbed")
     return 0
 
 
-def _seeds(args: argparse.Namespace, totals: Totals) -> Iterator[int]:
+def _seeds(args: argparse.Namespace, totals: Totals, began: float, *, of_rows: bool) -> Iterator[int]:
     seed = args.seed
-    while totals.runs < args.runs if args.runs is not None else totals.kills < args.kills:
+    while time.monotonic() - began < 60 * args.minutes:
+        if args.runs is not None:
+            done = totals.runs >= args.runs
+        else:
+            done = totals.runs >= SCHEDULES_OF_ROWS if of_rows else totals.kills >= args.kills
+        if done:
+            return
         yield seed
         seed += 1
 
 
-def _run(schedule: Schedule, prefork: Prefork, totals: Totals) -> bool:
-    """Whether the run ended like an undisturbed one; if not, print the output of all its processes."""
-    with tempfile.TemporaryDirectory(prefix="thinwire-soak-") as directory:
-        try:
-            with FaultRun(Path(directory), schedule.config, schedule.faults, launch=prefork.popen) as run:
-                run.start()
-                run.add_nodes(schedule.config.pipeline.stages)
-                for _ in range(schedule.spares):
-                    run.add_spare()
-                code = run.tend()
-                assert code == 0, f"the coordinator ended with exit code {code}"
-                run.assert_undisturbed()
-                totals.add(run)
-        except AssertionError as error:
-            print(f"seed {schedule.seed}: {error}", *getattr(error, "__notes__", ()), sep="\n")
-            for fault in schedule.faults:
-                print(json.dumps(asdict(fault)))
-            return False
-    return True
+def run_schedule(schedule: Schedule, prefork: Prefork, totals: Totals) -> None:
+    """Raises AssertionError, with all processes' output, unless the run ends like an undisturbed one."""
+    with (
+        tempfile.TemporaryDirectory(prefix="thinwire-soak-") as directory,
+        FaultRun(Path(directory), schedule.config, schedule.faults, launch=prefork.popen) as run,
+    ):
+        run.start()
+        run.add_nodes(schedule.config.pipeline.stages)
+        for _ in range(schedule.spares):
+            run.add_spare()
+        code = _tend(run, schedule)
+        assert code == 0, f"the coordinator ended with exit code {code}"
+        run.assert_undisturbed()
+        totals.add(run)
 
 
-def _report(first_seed: int, totals: Totals, began: float) -> dict[str, object]:
+def _tend(run: FaultRun, schedule: Schedule) -> int | None:
+    """Keep the run going, with the nodes that join; the coordinator's exit code."""
+    token = run.new_token()
+    for step in schedule.joins:
+        if step > 0 and (code := run.tend(until=partial(_has_done, step))) is not None:
+            return code
+        run.add_node(token)
+    return run.tend()
+
+
+def _has_done(step: int, event: Event) -> bool:
+    return isinstance(event, StepDone) and event.step >= step
+
+
+def _report(first_seed: int, totals: Totals, began: float, *, of_rows: bool) -> dict[str, object]:
     def spread(seconds: list[float]) -> dict[str, float | int]:
         if not seconds:
             return {"measured": 0}
@@ -257,13 +334,15 @@ def _report(first_seed: int, totals: Totals, began: float) -> dict[str, object]:
     return {
         "kills": totals.kills,
         "kills_of_coordinators": totals.kills_of_coordinators,
+        "rows_lost": totals.rows_lost,
+        "rows_entered": totals.rows_entered,
         "runs": totals.runs,
         "seeds": [first_seed, first_seed + totals.runs - 1],
         "steps": totals.steps,
         "faults": dict(sorted(totals.faults.items())),
         "seconds": round(time.monotonic() - began),
         "cores": os.cpu_count(),
-        "silent_seconds": SILENT_SECONDS,
+        "silent_seconds": small().coordinator.silent_seconds if of_rows else SILENT_SECONDS,
         "seconds_to_detect_a_death": spread(totals.detect_death),
         "seconds_to_detect_silence": spread(totals.detect_silence),
         "seconds_to_recover_from_a_node": spread(totals.recover_node),

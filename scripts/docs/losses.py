@@ -10,6 +10,7 @@ CODEC_LOSSES = tuple(RESULTS / f"codec_loss{which}.json" for which in ("", "_ear
 """The newest report, and earlier ones with more widths and seeds or another machine."""
 CONVERGENCE = RESULTS / "convergence.json"
 GRADIENT_BIAS = RESULTS / "gradient_bias.json"
+SYNC_LOSS = RESULTS / "sync_loss.json"
 BASELINE = ("fp32", "fp32")
 
 
@@ -241,7 +242,46 @@ def gradient_bias() -> str:
     )
 
 
+def sync_loss() -> str:
+    """What packed sums of gradient groups and rounds of local steps cost."""
+    report = read_report(SYNC_LOSS)
+    exact = {run["seed"]: run for run in report["runs"] if (run["every"], run["codec"]) == (1, "fp32")}
+    ways: dict[tuple[int, str], dict[int, dict[str, Any]]] = {}
+    for run in report["runs"]:
+        ways.setdefault((run["every"], run["codec"]), {})[run["seed"]] = run
+    rows = []
+    for (every, codec), by_seed in sorted(ways.items(), key=lambda way: way[0][0]):
+        changes = [run["loss_held_out"] / exact[seed]["loss_held_out"] - 1 for seed, run in by_seed.items()]
+        plain = by_seed is ways[1, "fp32"]
+        rows.append(
+            [
+                "exact, every step" if every == 1 else f"every {every} local steps",
+                f"`{codec}`",
+                *(against(by_seed.get(seed), exact[seed], "loss_held_out") for seed in exact),
+                "" if plain else f"{100 * sum(changes) / len(changes):+.2f} %",
+            ]
+        )
+    columns = [("sum of gradient groups", "left"), ("codec", "left")]
+    columns += [(f"held-out loss, seed {seed}", "right") for seed in exact]
+    columns += [("mean change", "right")]
+    tokens = report["training"]["global_batch"] * report["model"]["sequence"]
+    model = report["model"]
+    losses = [run["loss_held_out"] for run in exact.values()]
+    return (
+        f"{markdown(columns, rows)}\n\n{report['parameters'] / 1e6:.2f} million parameters "
+        f"({model['layers']} layers, {model['hidden']} wide), {report['data']['name']} in "
+        f"{report['tokenizer']}, {report['groups']} groups, {report['steps']} optimizer steps of {tokens:,} "
+        f"tokens, {report['steps'] * tokens / 1e6:.2f} million in all. Local steps begin after "
+        f"{report['warm']} exact ones, with outer learning rate {report['outer_lr']:g} and momentum "
+        f"{report['outer_momentum']:g}. "
+        f"Held out: {report['held_out_windows']} windows. Seeds of `fp32` lie {spread(losses)} apart. "
+        f"{spaced(report['hardware'])}, torch {report['versions']['torch']}, commit "
+        f"{commits(report, report['runs'])}."
+    )
+
+
 TABLES: Tables = {
+    "sync_loss": sync_loss,
     "gradient_bias": gradient_bias,
     "codec_loss": codec_loss,
     "convergence": convergence,

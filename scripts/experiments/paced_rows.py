@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from node.analysis.explain import framed_bytes
 from node.config.schema import (
     CoordinatorSection,
     DataSection,
@@ -43,6 +44,7 @@ from node.pipeline.snapshot_place import snapshot_bytes
 from node.telemetry import events
 from scripts.experiments.paced_pipeline import PacedRun, paced_run
 from scripts.report import RESULTS, write
+from wire.codecs.formats import codec_format
 
 OUT = RESULTS / "rows.json"
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
@@ -116,6 +118,11 @@ async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> l
     config = run_config(stages, rows, arguments.microbatches, 10**5)
     share = RowShare(config, 0, ((0,), (1,)) if rows == 2 else ((0, 1),))
     sent = max(sync_bytes(config, units, share) for units in stage_units(config, stages))
+    own = config.microbatches // rows
+    tensor = (1, config.model.sequence, config.model.hidden)
+    codecs = config.pipeline.forward_codec, config.pipeline.backward_codec
+    # A direction of a node's relay has one kind of boundary tensor and, with two rows, one row's sums.
+    crossed = own * max(framed_bytes(codec_format(name).packed_bytes(tensor)) for name in codecs)
     found = []
     async with running(config, rows * stages) as run:
         while True:
@@ -128,7 +135,6 @@ async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> l
             await run.steps(arguments.settle)
             times = await run.steps(arguments.steps)
             # What each row must compute, one microbatch after the other, and the pipeline's fill and drain.
-            own = config.microbatches // rows
             least = (own + stages - 1) * (FORWARD_SECONDS + BACKWARD_SECONDS)
             found.append(
                 {
@@ -138,7 +144,9 @@ async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> l
                     "round_trip_ms": delay,
                     "step_seconds": times,
                     "compute_seconds": least,
+                    "boundary_bytes": crossed,
                     "sync_bytes": sent,
+                    "floor_seconds": max(least, (crossed + sent) / (rate * 1e6 / 8)),
                 }
             )
             print(found[-1], flush=True)

@@ -141,6 +141,7 @@ class Experiment:
         held_out = trainer.validation_loss(_held_out(trainer.corpus))
         found = {
             **asdict(way),
+            "commit": commit(),
             "loss_last": float(np.mean(losses[-(LAST_STEPS // way.every) or -1 :])),
             "loss_held_out": held_out,
             "weights_sha256": trainer.weights_sha256(),
@@ -189,7 +190,7 @@ def main() -> int:
 
 
 def _open_report(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    """The report in `--out` if it is of the same program and settings, to add runs to; else a new one."""
+    """The report in `--out` if it has the same settings, to add runs to; else a new one."""
     cuda = arguments.device != "cpu"
     text: Path = arguments.data
     sync, units = SyncSection(), unit_names(config.model)
@@ -218,7 +219,8 @@ def _open_report(arguments: argparse.Namespace, config: RunConfig) -> dict[str, 
     }
     if arguments.out.exists():
         before: dict[str, Any] = json.loads(arguments.out.read_text(encoding="utf-8"))
-        if {**before, "runs": []} == json.loads(json.dumps(report)):
+        # Runs say of which commit they are.
+        if {**before, "commit": report["commit"], "runs": []} == json.loads(json.dumps(report)):
             return before
     return report
 

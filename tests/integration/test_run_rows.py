@@ -1,8 +1,5 @@
 """Rows of real processes: the same losses and weights with one row and with two, whoever dies, and when."""
 
-import contextlib
-import fcntl
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +7,10 @@ import pytest
 
 from node.config.schema import RunConfig, SyncSection
 from node.faults import Fault, Kind, Phase
-from node.telemetry.events import Event, NodeJoined, Notice, PlacementMade, SnapshotStored, StepDone
+from node.telemetry.events import Event, Notice, PlacementMade, SnapshotStored, StepDone
+from scripts.checks.soak import Schedule, Totals, run_schedule
 from tests.support.fault_prefork import Prefork
-from tests.support.fault_run import FaultRun, small
+from tests.support.fault_run import FaultRun, held, small, until_joined
 
 CONFIG = replace(
     small(steps=10, snapshot_every=5),
@@ -34,25 +32,6 @@ def test_one_row_with_groups_survives_a_death(prefork: Prefork, tmp_path: Path) 
 
 
 HOLD = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=0)
-
-
-@contextlib.contextmanager
-def held(run: FaultRun, hold: Fault) -> Iterator[None]:
-    """Whoever comes to this fault waits until the block ends."""
-    with run.plan.gate(hold).open("a") as gate:
-        fcntl.flock(gate, fcntl.LOCK_EX)
-        yield
-
-
-def until_joined(count: int) -> Callable[[Event], bool]:
-    """True once so many nodes have joined since now, the same ones again included."""
-    joined = []
-
-    def seen(event: Event) -> bool:
-        joined.extend([event] * isinstance(event, NodeJoined))
-        return len(joined) == count
-
-    return seen
 
 
 def grids(run: FaultRun) -> list[tuple[tuple[int, ...], ...]]:
@@ -161,6 +140,14 @@ def test_a_newcomer_that_dies_as_it_follows_costs_the_run_nothing(prefork: Prefo
             assert run.tend(until=until_joined(1)) is None
         run.assert_ends_undisturbed()
         assert grids(run) == [ALONE]
+
+
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_rows_whose_nodes_die_and_join_by_a_schedule_change_no_bit(seed: int, prefork: Prefork) -> None:
+    """`make soak` runs more and longer ones."""
+    totals = Totals()
+    run_schedule(Schedule.of_rows(seed, steps=8), prefork, totals)
+    assert totals.runs == 1
 
 
 ROUNDS = replace(

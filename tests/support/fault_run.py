@@ -15,7 +15,7 @@ import queue
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from node.config.schema import RunConfig
 from node.coordinator.store import StepRecord, Store
 from node.faults import VARIABLE, Fault, Kind, Phase, Plan, fired_at
 from node.pipeline.placement import chunk_units
-from node.telemetry.events import Event, NodeLeft, Notice, RunFinished, SnapshotStored, from_json
+from node.telemetry.events import Event, NodeJoined, NodeLeft, Notice, RunFinished, SnapshotStored, from_json
 from tests.support.memory_pipeline import TEXT, reference_run
 from tests.support.ports import free_port
 from tests.support.run_harness import (
@@ -282,6 +282,25 @@ class FaultRun(Run):
             # A node whose connection broke as the run ended finds nobody there.
             forlorn = process.wait_exit() == 1 and "did not answer" in process.stderr
             assert forlorn or process.exit_code in (*codes, KILLED), process.report()
+
+
+@contextlib.contextmanager
+def held(run: FaultRun, hold: Fault) -> Iterator[None]:
+    """Whoever comes to this fault waits until the block ends."""
+    with run.plan.gate(hold).open("a") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        yield
+
+
+def until_joined(count: int) -> Callable[[Event], bool]:
+    """True once so many nodes have joined since now, the same ones again included."""
+    joined = []
+
+    def seen(event: Event) -> bool:
+        joined.extend([event] * isinstance(event, NodeJoined))
+        return len(joined) == count
+
+    return seen
 
 
 @cache

@@ -1,0 +1,72 @@
+"""Tables of rows of nodes that share a step."""
+
+from statistics import median
+from typing import Any
+
+from node.telemetry.format import bytes_text
+from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
+from scripts.report import RESULTS, markdown
+
+ROWS = RESULTS / "rows.json"
+
+
+def rows() -> str:
+    """Results of scripts/experiments/paced_rows.py: two rows against one, by stages and links."""
+    return rows_of(read_report(ROWS))
+
+
+def rows_of(report: dict[str, Any]) -> str:
+    """The tables of one report."""
+    steps = {_place(one): one for one in report["results"]}
+    lines = []
+    for speedup in report["speedups"]:
+        one, two = (steps[rows, *_link(speedup)] for rows in (1, 2))
+        alone, shared = (median(each["step_seconds"]) for each in (one, two))
+        lines.append(
+            [
+                f"2 x {speedup['stages']} against 1 x {speedup['stages']}",
+                f"{speedup['rate_mbit']:g}",
+                f"{speedup['round_trip_ms']:g}",
+                f"{alone:.2f}",
+                f"{shared:.2f}",
+                f"{speedup['times']:.2f}",
+                f"{one['floor_seconds'] / alone:.2f}",
+                f"{two['floor_seconds'] / shared:.2f}",
+            ]
+        )
+    columns = [("nodes", "left"), ("Mbit/s", "right"), ("round trip, ms", "right")]
+    columns += [("step of one row, s", "right"), ("of two, s", "right"), ("times as fast", "right")]
+    columns += [("floor over step, one row", "right"), ("two rows", "right")]
+    caption = (
+        f"{report['microbatches']} microbatches a step, the median of {report['steps']} steps; "
+        f"{report['paced']}, so that a few cores play all nodes. Floor: the compute of a row, or the bytes "
+        "of the busiest direction of a node's link, whichever takes longer; sums of gradients are at most "
+        f"{bytes_text(max(one['sync_bytes'] for one in report['results']))} a node. "
+        f"{spaced(report['hardware'])}, torch {report['versions']['torch']}, commit {commit(report)}."
+    )
+    waits = report["waits"]
+    return f"{markdown(columns, lines)}\n\n{caption}" + (f"\n\n{_waits(waits)}" if waits else "")
+
+
+def _waits(waits: dict[str, Any]) -> str:
+    new, usual = waits["newcomers"], waits["usual_step_seconds"]
+    slowest = waits["slowest_usual_step_seconds"] - usual
+    return (
+        f"With a snapshot of {bytes_text(waits['snapshot_bytes'])} every {waits['snapshot_every']} steps, "
+        f"kept by `{waits['keep']}`, the longest step beside one took "
+        f"{waits['longest_wait_for_a_snapshot_seconds']:.2f} s more than the usual {usual:.2f} s; the "
+        f"slowest without one {slowest:.2f} s more. A row that came entered "
+        f"{new['seconds_from_arrival_to_entry']:.1f} s later, {new['steps_meanwhile']} steps went on "
+        f"meanwhile, and the others waited {max(0.0, new['wait_seconds']):.2f} s for it."
+    )
+
+
+def _link(one: dict[str, Any]) -> tuple[int, float, float]:
+    return one["stages"], one["rate_mbit"], one["round_trip_ms"]
+
+
+def _place(one: dict[str, Any]) -> tuple[int, int, float, float]:
+    return one["rows"], *_link(one)
+
+
+TABLES: Tables = if_recorded(ROWS, "rows", rows)
