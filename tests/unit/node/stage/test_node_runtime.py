@@ -15,7 +15,7 @@ from unittest.mock import AsyncMock
 import pytest
 import torch
 
-from node.config.schema import RunConfig, TrainingSection
+from node.config.schema import PipelineSection, RunConfig, SyncSection, TrainingSection
 from node.display.volunteer import VolunteerScreen
 from node.run_file.loader import to_json
 from node.stage import session as module
@@ -238,6 +238,14 @@ async def test_a_gpu_without_products_in_fp8_refuses_a_run_that_has_them(
     async with asyncio.TaskGroup() as group:
         with pytest.raises(RunError, match=r"multiplies in FP8 .* this node's NVIDIA A100 cannot: join with"):
             await runtime._join(group, welcome)
+
+
+async def test_a_node_of_two_devices_refuses_a_run_of_local_steps(runtime: NodeRuntime) -> None:
+    config = RunConfig(pipeline=PipelineSection(groups=2), sync=SyncSection(every=2))
+    runtime._settings = replace(runtime._settings, hardware=replace(runtime._settings.hardware, devices=2))
+    async with asyncio.TaskGroup() as group:
+        with pytest.raises(RunError, match=r"one device a node: .* `thinwire join --gpus 1`"):
+            await runtime._join(group, replace(WELCOME, config_json=to_json(config)))
 
 
 async def test_devices_that_never_start_end_the_node(
