@@ -129,7 +129,10 @@ class Sessions:
 
 
 MOST_LINKS = 4
-"""In a report: a stage has two neighbours, or three where the ring closes."""
+"""In a report of one row: a stage has two neighbours, or three where the ring closes. Each other row has one
+more."""
+LINK_BYTES = 1024
+"""Of a report, for each other row."""
 MESSAGE_BYTES = 16 * 1024
 UNIT_BYTES = 64
 """Of a vote, for each layer unit."""
@@ -168,7 +171,10 @@ class MessageLimits:
         self._traced = TracedSteps.parse(config.telemetry.trace)
         ends = 1 + 4 * (config.pipeline.chunks + 1)
         digests = DIGEST_BYTES * ends * config.pipeline.groups if config.audit.rate > 0.0 else 0
-        self._most_bytes = MESSAGE_BYTES + UNIT_BYTES * len(unit_names(config.model)) + digests
+        others = config.pipeline.most_rows - 1
+        self._most_links = MOST_LINKS + others
+        units = UNIT_BYTES * len(unit_names(config.model))
+        self._most_bytes = MESSAGE_BYTES + units + digests + LINK_BYTES * others
         self._heartbeats = RateLimit(HEARTBEAT_TIMES / config.coordinator.heartbeat_seconds, HEARTBEATS_KEPT)
         self._others = RateLimit(OTHERS_A_SECOND, HEARTBEATS_KEPT)
         self._spans = RateLimit(SPANS_A_SECOND, SPANS_AT_ONCE)
@@ -184,7 +190,7 @@ class MessageLimits:
             return None if self._spans.take(now, message.spans) else "more spans than steps can have"
         if size > self._most_bytes:
             return f"a {kind} of {size} bytes, more than {self._most_bytes}"
-        if message.links > MOST_LINKS:
-            return f"a {kind} that names {message.links} links, more than {MOST_LINKS}"
+        if message.links > self._most_links:
+            return f"a {kind} that names {message.links} links, more than {self._most_links}"
         limit = self._heartbeats if kind == "heartbeat" else self._others
         return None if limit.take(now) else f"more {kind} messages than a node has reason to send"

@@ -39,7 +39,7 @@ from tests.support.fault_run import FaultRun, held, small, until_joined
 from wire.version import VERSION
 
 RECORD = RESULTS / "faults.json"
-SOAK, SOAK_OF_ROWS = RESULTS / "soak.json", RESULTS / "soak_rows.json"
+SOAK = RESULTS / "soak.json"
 ATTACK = RESULTS / "attack.json"
 DOCUMENT = ROOT / "deploy" / "FAULTS.md"
 STEP, SNAPSHOT = 3, 2
@@ -324,28 +324,7 @@ There faults overlap, and processes start without loading their libraries: most 
 their absence was noticed, and their return is what was. `coordinator.silent_seconds` was
 {soak["silent_seconds"]:g}.
 
-{_soak_of_rows()}
-
 {_attacks()}"""
-
-
-def _soak_of_rows() -> str:
-    soak = json.loads(SOAK_OF_ROWS.read_text(encoding="utf-8"))
-    kills = {words.removeprefix("kill in "): n for words, n in soak["faults"].items() if words[:5] == "kill "}
-    phases = ", ".join(
-        f"{count} in {phase}" for phase, count in sorted(kills.items(), key=lambda one: -one[1])
-    )
-    return f"""## Soak of rows
-
-`make soak SOAK_ARGS=--rows` does the same to two, three or four rows of one to three stages that share four
-gradient groups, half of them in rounds of local steps, with `fp32`, `bf16`, `fixed-8` or `trellis-4.41` for
-the sums. One row is there from the begin, the nodes of the others join as steps go on. Recorded:
-{soak["runs"]} schedules of {soak["steps"]} steps together, seeds {soak["seeds"][0]} to {soak["seeds"][1]}, in
-{soak["seconds"]} s on {soak["cores"]} cores that did other work too; {soak["kills"]} processes killed,
-{soak["kills_of_coordinators"]} of them coordinators. Nodes died {phases}. {soak["rows_entered"]} times rows
-entered and {soak["rows_lost"]} times a run went on with fewer; no loss and no weight differed.
-
-{_soak_table(soak)}"""
 
 
 def _attacks() -> str:

@@ -267,6 +267,11 @@ def sync_loss() -> str:
     tokens = report["training"]["global_batch"] * report["model"]["sequence"]
     model = report["model"]
     losses = [run["loss_held_out"] for run in exact.values()]
+    summed = [run for run in report["runs"] if run["every"] == 1]
+    apart = max(
+        (spread([run["loss_held_out"] for run in summed if run["seed"] == seed]) for seed in exact),
+        key=lambda words: float(words.split()[0]),
+    )
     return (
         f"{markdown(columns, rows)}\n\n{report['parameters'] / 1e6:.2f} million parameters "
         f"({model['layers']} layers, {model['hidden']} wide), {report['data']['name']} in "
@@ -274,7 +279,8 @@ def sync_loss() -> str:
         f"tokens, {report['steps'] * tokens / 1e6:.2f} million in all. Local steps begin after "
         f"{report['warm']} exact ones, with outer learning rate {report['outer_lr']:g} and momentum "
         f"{report['outer_momentum']:g}. "
-        f"Held out: {report['held_out_windows']} windows. Seeds of `fp32` lie {spread(losses)} apart. "
+        f"Held out: {report['held_out_windows']} windows. Seeds of `fp32` lie {spread(losses)} apart, "
+        f"exact runs of one seed up to {apart}: at this scale, smaller differences mean nothing. "
         f"{spaced(report['hardware'])}, torch {report['versions']['torch']}, commit "
         f"{commits(report, report['runs'])}."
     )

@@ -8,7 +8,6 @@ import pytest
 from node.config.schema import RunConfig, SyncSection
 from node.faults import Fault, Kind, Phase
 from node.telemetry.events import Event, Notice, PlacementMade, SnapshotStored, StepDone
-from scripts.checks.soak import Schedule, Totals, run_schedule
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, held, small, until_joined
 
@@ -140,14 +139,6 @@ def test_a_newcomer_that_dies_as_it_follows_costs_the_run_nothing(prefork: Prefo
             assert run.tend(until=until_joined(1)) is None
         run.assert_ends_undisturbed()
         assert grids(run) == [ALONE]
-
-
-@pytest.mark.parametrize("seed", range(1, 13))
-def test_rows_whose_nodes_die_and_join_by_a_schedule_change_no_bit(seed: int, prefork: Prefork) -> None:
-    """`make soak` runs more and longer ones."""
-    totals = Totals()
-    run_schedule(Schedule.of_rows(seed, steps=8), prefork, totals)
-    assert totals.runs == 1
 
 
 ROUNDS = replace(
