@@ -11,6 +11,7 @@ import pytest
 
 from node.lab import namespaces, tools
 from wire.errors import UserError
+from wire.port_mapping import LIFETIME_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_A_USER_NAMESPACE = ("--user", "--map-root-user")
@@ -151,3 +152,11 @@ def test_check_tells_what_this_machine_can_do(flags: tuple[str, ...]) -> None:
     assert found["tbf"]["works"] and found["namespaces"]["works"]
     # Whatever does not work says why.
     assert all(finding["detail"] for finding in found.values())
+
+
+def test_a_machine_finds_its_router_by_upnps_search(flags: tuple[str, ...]) -> None:
+    """The search goes out by multicast over a real device, to a router that does not know NAT-PMP."""
+    found = inside(flags, "upnp")
+    assert (found["by"], found["outside"], found["why_not"]) == ("UPnP", 7001, "")
+    assert found["mapped"] == {"7001": ["192.168.7.2", 7001, LIFETIME_SECONDS]} and found["left"] == {}
+    assert found["searches"]

@@ -4,6 +4,7 @@ namespaces.
 Says what happened as one line of JSON.
 """
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -19,7 +20,9 @@ from node.lab.network import Network
 from node.lab.shape import LinkShape, Shape, shaper_commands, uniform
 from node.lab.support import delay_method
 from node.lab.topology import Topology, lay_out, node_address, node_name
+from tests.support.fake_igd import fake_igd
 from wire.errors import RunError
+from wire.port_mapping import MappedPort, routers_to_ask
 
 ENDS = ((0, 1),)
 TOLERANCE = 0.05
@@ -137,6 +140,30 @@ def burst(values: dict[str, str]) -> Any:
         return {"arrived": arrived, "seconds": seconds, "relay": laboratory.relayed()}
 
 
+def upnp(values: dict[str, str]) -> Any:
+    """A machine asks the router between it and the internet for a port, which the router answers by UPnP."""
+    router, host, port = "router", "192.168.7.1", 7001
+    tools.ip("", "netns", "add", router)
+    tools.ip("", "link", "add", "wan", "type", "veth", "peer", "name", "lan", "netns", router)
+    for where, device, address in (("", "wan", "192.168.7.2/24"), (router, "lan", f"{host}/24")):
+        tools.ip(where, "address", "add", address, "dev", device)
+        tools.ip(where, "link", "set", device, "up")
+    tools.ip("", "route", "add", "default", "via", host)
+
+    async def ask() -> MappedPort:
+        mapped = MappedPort(await routers_to_ask("0.0.0.0:0", "198.18.0.2:7700"), lambda line: None)
+        await mapped.open(port)
+        return mapped
+
+    with contextlib.ExitStack() as stack:
+        igd = tools.inside(router, lambda: stack.enter_context(fake_igd(host, searched=True)))
+        mapped = asyncio.run(ask())
+        seen = {"by": mapped.by, "outside": mapped.outside, "why_not": mapped.why_not}
+        seen |= {"mapped": dict(igd.mapped), "searches": igd.searches}
+        asyncio.run(mapped.close())
+        return seen | {"left": dict(igd.mapped)}
+
+
 def network(topology: Topology, values: dict[str, str], method: str = "") -> Network:
     return Network(
         topology,
@@ -151,7 +178,7 @@ def described(one: Measured) -> dict[str, Any]:
     return {**asdict(one), "share": one.share, "fault": one.fault(0.05)}
 
 
-CASES = {"measured": measured, "off": off, "again": again, "burst": burst}
+CASES = {"measured": measured, "off": off, "again": again, "burst": burst, "upnp": upnp}
 
 
 if __name__ == "__main__":
