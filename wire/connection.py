@@ -119,7 +119,9 @@ class Connection:
         await self._greeted.wait()
         while True:
             state.bulk_wake.clear()
+            sent_again = state.sender.retransmits
             frame = state.sender.next_frame(now())
+            again = state.sender.retransmits > sent_again
             if frame is None:
                 keep_alive_at = keep_alive.due_at(state.stats.least_rtt_seconds)
                 if keep_alive_at is not None and keep_alive_at <= now():
@@ -132,6 +134,7 @@ class Connection:
                 continue
             if state.settings.pacer is not None:
                 await state.settings.pacer.pass_through(len(frame))
+            state.delivery.written(again=again, now=now())
             if state.transfers is not None:
                 state.transfers.sending(frame, now())
             if state.settings.frame_filter is None:
@@ -161,6 +164,8 @@ class Connection:
         ping_at = now()
         while True:
             state.control_wake.clear()
+            if state.delivery.stalled(now()):
+                raise StreamDroppedError("the control stream goes on and no frame arrives")
             if now() >= ping_at:
                 nonce = secrets.randbits(64)
                 while len(self._pings) >= MAX_OPEN_PINGS:
@@ -228,7 +233,10 @@ class Connection:
             case "hello":
                 self._greet(message.hello)
             case "acknowledge":
+                before = state.sender.unacknowledged
                 state.sender.acknowledge(message.acknowledge.next_sequence, message.acknowledge.credit_limit)
+                if (left := state.sender.unacknowledged) < before:
+                    state.delivery.acknowledged(all_of_it=left == 0, now=now())
                 state.meter.acknowledged(
                     state.sender.acknowledged_bytes, round_trip=state.stats.least_rtt_seconds, now=now()
                 )
@@ -256,6 +264,7 @@ class Connection:
                 f"the neighbour is at (epoch, stage, session) {theirs}; the placement here says {ours}"
             )
         state.sender.reconnect(hello.next_sequence)
+        state.delivery.connected()
         state.meter.interrupted(now())
         self._greeted.set()
         state.bulk_wake.set()

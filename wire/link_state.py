@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from wire.delivery import Delivery
 from wire.frames import FRAME_BYTES, HEADER_BYTES, run_tag
 from wire.link_meter import LinkMeter
 from wire.pacing import RECONNECT_SECONDS, Pacer
@@ -41,7 +42,8 @@ class LinkSettings:
     ping_seconds: float = 0.5
     """Between pings on the control stream."""
     silent_seconds: float = 10.0
-    """A connection with a silent peer is dropped after this long."""
+    """A connection with a silent peer, or on which no frame arrives, is dropped after this long; on slow
+    links later (`wire.delivery`)."""
     connect_seconds: float = 15.0
     """Limit for one attempt to connect."""
     backoff_seconds: float = 0.1
@@ -106,6 +108,7 @@ class LinkState:
     sender: StreamSender
     receiver: StreamReceiver
     on_tensor: OnTensor
+    delivery: Delivery
     session: int = 0
     stats: LinkStats = field(default_factory=LinkStats)
     meter: LinkMeter = field(default_factory=LinkMeter)
@@ -149,6 +152,7 @@ class LinkState:
             sender=sender,
             receiver=receiver,
             on_tensor=on_tensor,
+            delivery=Delivery(settings.silent_seconds),
             transfers=None
             if settings.on_transfer is None
             else TransferLog(partial(settings.on_transfer, peer_stage)),

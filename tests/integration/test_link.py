@@ -160,6 +160,20 @@ async def test_silent_connection_is_replaced() -> None:
         assert pair.lower.stats.reconnects == 1
 
 
+async def test_a_connection_that_delivers_no_frames_is_replaced() -> None:
+    """The path drops all of the bulk stream and nothing of the control stream."""
+    async with make_pair(MIB, quick(silent_seconds=2.0)) as pair:
+        pair.lower.send(key(0), content(key(0), MIB))
+        await pair.upper_end.until(1)
+        bulk = max(pair.relay.connections, key=lambda one: one.up_bytes)
+        assert bulk.up_bytes > MIB
+        bulk.frozen = True
+        pair.lower.send(key(1), content(key(1), MIB))
+        await pair.upper_end.until(2)
+        assert pair.upper_end.arrived == [key(0), key(1)]
+        assert pair.lower.stats.reconnects >= 1
+
+
 async def test_damaged_frame_is_asked_for_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_pair(MIB) as pair:
         sender = pair.lower._state.sender

@@ -12,6 +12,8 @@ class Relayed:
     up_bytes: int = 0
     down_bytes: int = 0
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
+    frozen: bool = False
+    """What comes is taken and goes nowhere."""
 
     def cut(self) -> None:
         for writer in self.writers:
@@ -91,6 +93,8 @@ class Relay:
     ) -> None:
         while data := await reader.read(65536):
             await self.flowing.wait()
+            if connection.frozen:
+                continue
             if upward:
                 connection.up_bytes += len(data)
             else:
