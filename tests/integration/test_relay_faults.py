@@ -1,15 +1,13 @@
 """Links over two relays of which one fails: every tensor arrives, once and whole, by the other."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.support.faulty_relay import Faulty
 from tests.support.links import SECONDS, content, eventually, key, quick
 from tests.support.pki import new_authority, new_node
-from tests.support.relay import Relay as Forwarder
-from tests.support.relay import Relayed
 from tests.support.relayed_link import Ends, relayed_link
 from wire.admission import Limits
 from wire.door import Door
@@ -22,58 +20,6 @@ TENSORS = 12
 AUTHORITY = new_authority()
 LOWER, UPPER = new_node(AUTHORITY), new_node(AUTHORITY)
 RELAYS = new_node(AUTHORITY), new_node(AUTHORITY)
-
-
-class Faulty(Forwarder):
-    """Forwards to a relay and spoils what passes after the first `AFTER` bytes of a connection."""
-
-    AFTER = 100_000
-
-    def __init__(self, target: int, fault: str) -> None:
-        super().__init__(target)
-        self.fault = fault
-        self.spoilt = 0
-
-    async def _copy(
-        self,
-        connection: Relayed,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        *,
-        upward: bool,
-    ) -> None:
-        passed, held = 0, b""
-        while data := await reader.read(16384):
-            passed += len(data)
-            if passed > self.AFTER:
-                self.spoilt += 1
-                match self.fault:
-                    case "drops":
-                        data = data[: len(data) // 2]
-                    case "repeats":
-                        data += data
-                    case "reorders":
-                        data, held = (b"", data) if not held else (data + held, b"")
-                    case "corrupts":
-                        data = data[:-1] + bytes([data[-1] ^ 1])
-                    case "delays":
-                        await asyncio.sleep(0.02)
-                    case "throttles":
-                        await asyncio.sleep(len(data) / 2_000_000)
-                    case "freezes":
-                        self.flowing.clear()
-                    case "dies":
-                        self.die()
-                        return
-            await self.flowing.wait()
-            writer.write(data)
-            await writer.drain()
-        writer.close()
-
-    def die(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        self.cut()
 
 
 def linked(ports: tuple[int, int]) -> contextlib.AbstractAsyncContextManager[Ends]:

@@ -10,8 +10,9 @@ import pytest
 from node.display.watch import HistoryWatch
 from node.telemetry.events import NodeJoined, PageServed, StepAborted, StepCosts
 from tests.support.fault_prefork import Prefork
+from tests.support.faulty_relay import faulty_port
 from tests.support.memory_pipeline import reference_run
-from tests.support.ports import listening
+from tests.support.ports import free_port, listening
 from tests.support.run_harness import SMALL, TINY, Run, Still
 
 CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=3))
@@ -84,6 +85,31 @@ def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(prefork: Prefork, 
         taken, weights = reference_run(run.config, len(run.losses))
         assert run.losses == {number: step.loss for number, step in enumerate(taken, start=1)}
         assert run.weights_sha256 == weights
+
+
+def test_a_run_through_a_relay_with_every_fault_has_the_same_bits(prefork: Prefork, tmp_path: Path) -> None:
+    """Every byte goes through the coordinator's relay, whose connections are delayed, throttled, cut, frozen,
+    and lose, repeat, reorder and change bytes."""
+    port = free_port()
+    with faulty_port(port) as spoilt:
+        config = replace(
+            CONFIG,
+            model=TINY,
+            pipeline=replace(CONFIG.pipeline, stages=2),
+            run=replace(CONFIG.run, steps=80),
+            coordinator=replace(
+                CONFIG.coordinator, listen=f"127.0.0.1:{port}", advertise=(f"127.0.0.1:{spoilt.port}",)
+            ),
+        )
+        with Run(tmp_path, config, launch=prefork.popen) as run:
+            coordinator = run.start()
+            run.program = ("tests.support.impatient_node",)
+            for _ in range(2):
+                run.add_node(options=("--no-listen",))
+            assert coordinator.wait_exit() == 0
+            assert spoilt.to_come == []
+            run.assert_undisturbed()
+            assert {link.path for link in HistoryWatch(run.run_dir).view().links} == {"relay"}
 
 
 def test_a_node_that_opens_no_port_dials_a_neighbour_that_does(prefork: Prefork, tmp_path: Path) -> None:

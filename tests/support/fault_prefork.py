@@ -34,6 +34,7 @@ PROGRAMS = (
     "node.cli.main",
     "node.parallel.worker",
     "tests.support.hasty",
+    "tests.support.impatient_node",
     "tests.support.liar",
     "tests.support.strangers",
 )
