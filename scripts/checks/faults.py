@@ -349,6 +349,7 @@ def _attacks() -> str:
             _text(row["reconnect_seconds"]),
             _text(row["join_seconds"]),
             _text(row.get("asked_seconds")),
+            _memory(row),
             "equal" if row["bits_equal"] else "differ",
         ]
         for row in report["strangers"]
@@ -360,6 +361,7 @@ def _attacks() -> str:
     stranger_columns = [("strangers", "left"), ("the run", "left"), ("speed", "right"), ("CPU", "right")]
     stranger_columns += [("a member connects in at most, s", "right")]
     stranger_columns += [("an honest node joins in, s", "right"), ("of these asking, s", "right")]
+    stranger_columns += [("the coordinator's memory", "right")]
     stranger_columns += [("losses and weights", "left")]
     return f"""## Members that lie or are broken
 
@@ -400,11 +402,11 @@ it up for ten minutes. Every stage sees activations, and the first sees text.
 
 ## Strangers
 
-Nobody here has a certificate; idle connections come from 200 addresses. Each process of the run may have
-1,024 descriptors. The run has one core and the strangers another, so that what they spend is not held against
-the run. *Speed*: steps a second during the siege, over the mean of a calm time before and one after it; the
-median of the rounds, and in brackets the lowest and the highest. *CPU*: the run's own processor seconds for a
-step, likewise. All the time a member opens a new connection every 2 s, dialling as nodes do. Measured on
+Nobody here has a certificate of the run; connections come from 200 addresses. Each process of the run may
+have 1,024 descriptors. The run has one core and the strangers another, so that what they spend is not held
+against the run. *Speed*: steps a second during the siege, over the mean of a calm time before and one after
+it; the median of the rounds, and in brackets the lowest and the highest. *CPU*: the run's own processor
+seconds for a step, likewise. All the time a member opens a new connection every 2 s, dialling as nodes do. Measured on
 {report["cores"]} cores that did other work too. Steps take tens of milliseconds, so that what a connection
 costs counts for more than in a real run. *An honest node joins in*: from the start of its process, which
 loads its libraries on the run's core, to its admission; *of these asking*: the longest of five admissions
@@ -428,6 +430,15 @@ def _size(row: dict[str, Any]) -> str:
         return f"800 a second for {times}"
     more = f" and {row['idle_a_second']} new ones a second" if row["idle_a_second"] else ""
     return f"{row['idle']:,}{more} for {times}"
+
+
+def _memory(row: dict[str, Any]) -> str:
+    """The coordinator's largest memory before and during sieges, and its descriptors; rows of an earlier
+    record have none."""
+    if "memory_mb" not in row:
+        return "-"
+    calm, *sieges = row["memory_mb"]
+    return f"{max(sieges):.0f} MB, {calm:.0f} before; {row['descriptors']} descriptors"
 
 
 def _soak_table(soak: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Strangers at a run's ports, without a certificate: they hold connections open, or ask to join in masses.
+"""Strangers at a run's ports, without a certificate of it: they hold connections open, talk garbage, or ask
+to join in masses.
 
 `besiege` runs one `Siege` against a run of two stages in which each process may have 1,024 descriptors. The
 strangers are a process of their own, and may have a core of their own, so that what they cost is not held
@@ -14,7 +15,6 @@ import os
 import resource
 import secrets
 import select
-import socket
 import subprocess
 import sys
 import threading
@@ -30,13 +30,15 @@ import grpc
 import grpc.aio
 
 from node.processes.enrol import enrol
-from node.telemetry.events import NodeJoined, RunFinished, StepDone, from_json
+from node.telemetry.events import NodeJoined, RunFinished
 from tests.support.fault_prefork import DESCRIPTORS_VARIABLE
 from tests.support.fault_run import small
+from tests.support.hostile import KINDS, Crowd
 from tests.support.memory_pipeline import reference_run
 from tests.support.paths import python_path
-from tests.support.process import Child, Coordinator, Launch, Process, StuckError
+from tests.support.process import Child, Coordinator, Launch, StuckError
 from tests.support.run_harness import Expected, Run
+from tests.support.siege_watch import SiegeWatch
 from wire.bootstrap import fetch_authority
 from wire.channels import open_channel
 from wire.errors import ThinwireError
@@ -53,6 +55,7 @@ DESCRIPTORS = 1024
 MOST_STEPS = 200_000
 """More than are done before the operator ends the run."""
 SNAPSHOT_EVERY = 200
+WARM_STEPS = 10
 TICK_SECONDS = 0.05
 JOIN_SECONDS = 60.0
 ASKS = 5
@@ -61,8 +64,8 @@ RECONNECT_EVERY = 2.0
 RECONNECT_LIMIT = 30.0
 PIPE_SECONDS = 10.0
 INTERRUPTED = 130
-_BIND_ADDRESS_NO_PORT = 24
-"""Linux: the port is chosen at `connect`, so that one of our ports serves many addresses."""
+MOST_GROWTH_MB = 64
+"""What the coordinator's memory may grow by under a siege."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +76,11 @@ class Siege:
     what: str
     port: str
     idle: int = 0
-    """Idle connections that are held open."""
+    """Connections that are held open, those that the port has dropped included."""
     idle_a_second: int = 0
     """New connections a second after that; each closes the oldest one."""
+    kinds: tuple[str, ...] = ("silent",)
+    """What they are, by turns (`tests.support.hostile.KINDS`)."""
     joins_a_second: int = 0
     """Requests to join with made-up tokens."""
     seconds: float = 6.0
@@ -83,10 +88,13 @@ class Siege:
     """Sieges of so many seconds, each between two calm times."""
     calm_seconds: float = 1.0
     """Seconds of each calm time, for comparison."""
+    upload_mbit: float = 0.4
+    """Of each node with a stage: a step then takes a third of a second, and the run to compare with is short.
+    0 is no limit."""
     own_core: bool = False
     """The run has one core, and the strangers another, where there are two."""
     addresses: int = 200
-    """Number of source addresses of idle connections."""
+    """Number of source addresses of the connections."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,18 +122,34 @@ class Withstood:
     """The longest of `ASKS` admissions from the request on, as a node asks once its process has started."""
     reached: int
     """Connections or requests of the strangers."""
+    memory_mb: tuple[float, ...]
+    """The coordinator's resident memory at most, in MB: in the first calm time, then in each siege."""
+    descriptors: int
+    """The most that the coordinator had open at once in a siege."""
     line: str
     """How the run ended, if not well."""
 
     @property
     def good(self) -> bool:
-        """The run ends as an undisturbed one, and an honest node can join meanwhile."""
-        return self.ended and self.bits_equal and self.join_seconds is not None
+        """The run ends as an undisturbed one, a member can connect and an honest node join meanwhile, and the
+        coordinator's memory is bounded."""
+        served = self.reconnect_seconds is not None and self.join_seconds is not None
+        bounded = max(self.memory_mb) <= self.memory_mb[0] + MOST_GROWTH_MB
+        return self.ended and self.bits_equal and served and bounded
 
 
 SIEGES = (
     Siege(name="idle-join", what="hold idle connections to the coordinator's port", port="join", idle=1300),
     Siege(name="idle-link", what="hold idle connections to a node's link port", port="link", idle=1300),
+    Siege(
+        name="hostile",
+        what="connect to the coordinator's one port and say nothing, garbage, a part of a hello, a byte a "
+        "second, wrong names, another run's certificates, no HTTP, or calls that there are not",
+        port="join",
+        idle=1300,
+        idle_a_second=50,
+        kinds=tuple(KINDS),
+    ),
     Siege(name="join-flood", what="ask to join with made-up tokens", port="join", joins_a_second=800),
 )
 
@@ -135,52 +159,13 @@ ROUNDS = 5
 
 
 def at_full_size(siege: Siege, rounds: int) -> Siege:
-    """10,000 idle connections and 500 new ones a second, or the same flood, for `rounds` minutes in all.
+    """10,000 connections and 500 new ones a second, or the same flood, for `rounds` minutes in all.
 
     In turns with calm times, because a machine that does other work too has fast minutes and slow ones.
     """
     idle = {"idle": 10_000, "idle_a_second": 500} if siege.idle else {}
-    return replace(siege, **idle, seconds=60.0, rounds=rounds, calm_seconds=30.0, own_core=True)
-
-
-class _Watch:
-    """Steps that are done, and the CPU time of the run's processes, in calm times and sieges by turns."""
-
-    def __init__(self) -> None:
-        self._done: list[float] = []
-        self._rates: list[tuple[float, float]] = []
-        """Of each block: steps a second, and CPU seconds a step."""
-
-    def note(self, process: Process, line: str | None) -> None:
-        """A listener of the run's processes."""
-        if isinstance(process, Coordinator) and line and isinstance(from_json(line), StepDone):
-            self._done.append(time.monotonic())
-
-    @contextlib.contextmanager
-    def measure(self, processes: Sequence[Process]) -> Iterator[None]:
-        """The block is the next calm time or siege."""
-        began, cpu, steps = time.monotonic(), _cpu_seconds(processes), len(self._done)
-        yield
-        ended, used, done = time.monotonic(), _cpu_seconds(processes) - cpu, len(self._done) - steps
-        self._rates.append((done / (ended - began), used / max(done, 1)))
-
-    def ratios(self) -> list[tuple[float, float]]:
-        """(speed, CPU) of each siege over the mean of the calm times around it."""
-        found = []
-        for before, siege, after in zip(self._rates[::2], self._rates[1::2], self._rates[2::2], strict=False):
-            calm = [max((one + other) / 2, 1e-9) for one, other in zip(before, after, strict=True)]
-            found.append((siege[0] / calm[0], siege[1] / calm[1]))
-        return found
-
-
-def _cpu_seconds(processes: Sequence[Process]) -> float:
-    """User and system time that they have used so far."""
-    total = 0
-    for process in processes:
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
+    times = {"seconds": 60.0, "rounds": rounds, "calm_seconds": 30.0}
+    return replace(siege, **idle, **times, own_core=True, upload_mbit=0.0)
 
 
 def _wrapper(core: int | None) -> tuple[str, ...]:
@@ -209,13 +194,14 @@ def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
     config = replace(config, pipeline=replace(config.pipeline, stages=2))
     apart = siege.own_core and (os.cpu_count() or 1) > 1
     core = 0 if apart else None
-    watch = _Watch()
+    watch = SiegeWatch()
     members_launch = launch if apart else _few_descriptors(launch)
     with Run(directory, config, launch=members_launch, listener=watch.note) as run:
         coordinator = run.start(wrapper=_wrapper(core))
+        paced = ("--max-bandwidth", str(siege.upload_mbit)) if siege.upload_mbit else ()
         for _ in range(2):
-            run.add_node(wrapper=_wrapper(core))
-        coordinator.wait_step(20)
+            run.add_node(options=paced, wrapper=_wrapper(core))
+        coordinator.wait_step(WARM_STEPS)
         join_port = int(config.coordinator.listen.rpartition(":")[2])
         besieged = coordinator.wait_event(NodeJoined)
         link_port = int(besieged.address.rpartition(":")[2])
@@ -264,6 +250,8 @@ def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
             join_seconds=joined,
             asked_seconds=round(asked, 2),
             reached=reached,
+            memory_mb=watch.memory_mb,
+            descriptors=max(one.descriptors for one in watch.sieges),
             line="" if ended else finished[-1].reason if finished else "nothing happened any more",
         )
 
@@ -410,7 +398,7 @@ def main() -> int:
     if siege.joins_a_second:
         asyncio.run(_ask_to_join(siege, port, token, reached, over, there))
     else:
-        _idle(siege, port, reached, over, there)
+        asyncio.run(_come(siege, port, token, reached, over, there))
     _say(str(reached[0]))
     return 0
 
@@ -420,11 +408,20 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _idle(siege: Siege, port: int, reached: list[int], over: threading.Event, there: threading.Event) -> None:
-    """Open connections until `idle` are open, 2,000 a second, and then `idle_a_second`."""
-    open_ones: deque[socket.socket] = deque()
+async def _come(
+    siege: Siege,
+    port: int,
+    token: JoinToken,
+    reached: list[int],
+    over: threading.Event,
+    there: threading.Event,
+) -> None:
+    """Open connections until `idle` were opened, 2,000 a second at most, and then `idle_a_second`."""
+    crowd = Crowd(port, token.run_id, siege.kinds)
+    open_ones: deque[asyncio.Task[None]] = deque()
     began, due = time.monotonic(), 0
-    while not over.wait(TICK_SECONDS):
+    while not over.is_set():
+        await asyncio.sleep(TICK_SECONDS)
         full = len(open_ones) >= siege.idle
         if full and not there.is_set():
             there.set()
@@ -432,17 +429,13 @@ def _idle(siege: Siege, port: int, reached: list[int], over: threading.Event, th
         # By the clock: a tick that came late opens more.
         before, due = due, int((time.monotonic() - began) * (siege.idle_a_second if full else 2000))
         for _ in range(due - before):
-            one = socket.socket()
-            one.setblocking(False)
             number = reached[0] % siege.addresses
-            one.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
-            one.bind((f"127.1.{number // 250}.{1 + number % 250}", 0))
-            with contextlib.suppress(BlockingIOError, ConnectionRefusedError):
-                one.connect(("127.0.0.1", port))
-            open_ones.append(one)
+            open_ones.append(crowd.open(f"127.1.{number // 250}.{1 + number % 250}"))
             reached[0] += 1
         while len(open_ones) > siege.idle:
-            open_ones.popleft().close()
+            open_ones.popleft().cancel()
+    for one in open_ones:
+        one.cancel()
 
 
 async def _ask_to_join(
