@@ -320,6 +320,9 @@ class Begin:
     """Gradient groups of another row, to compute as well and only to give their digests."""
     waited_seconds: float = 0.0
     """Of the node's wait since its last answer: how long other stages had not answered yet."""
+    loss_scale: float = 0.0
+    """The loss's factor, of a run that computes in float16; 0 in others. Votes have the norms of gradients of
+    the loss times this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +330,7 @@ class Commit:
     epoch: int
     step: int
     clip_coefficient: float
+    """0: the step is skipped."""
     lr: float
     waited_seconds: float = 0.0
     """As in `Begin`."""

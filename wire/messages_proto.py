@@ -463,6 +463,7 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 keep_sums=begin.keep_sums,
                 audited=tuple(begin.audited),
                 waited_seconds=amount(begin.waited_seconds, "a wait"),
+                loss_scale=amount(begin.loss_scale, "a loss scale"),
             )
         case "commit":
             return _commit_from_proto(message.commit)

@@ -197,7 +197,12 @@ class TrainingSection:
     clip: float = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
     precision: str = "float32"
-    """Compute in `float32`, or in `bfloat16` (autocast)."""
+    """Compute in `float32`, or in `bfloat16` (autocast), or in `float16` (autocast too), which GPUs without
+    bfloat16 have: then the loss is scaled, and a step whose gradients overflow is skipped."""
+    loss_scale: float = 65536.0
+    """With `precision` float16: the loss's first factor, a power of two. It halves after a skipped step."""
+    loss_scale_steps: int = 1000
+    """With `precision` float16: after so many steps without a skipped one the factor doubles."""
     compute: str = "precision"
     """Multiply blocks' matrices in `precision`, or in `fp8`: forward and for inputs' gradients in e4m3, with
     a scale a row; attention, embedding and head stay in bfloat16. Needs `precision` bfloat16, and GPUs of
@@ -481,6 +486,11 @@ class RunConfig:
             return ()
         codecs = (self.pipeline.sync_codec, *((self.sync.codec,) if self.sync.every > 1 else ()))
         return tuple(dict.fromkeys(codecs))
+
+    @property
+    def weighs_loss(self) -> bool:
+        """Whether a step has a factor of its loss: the weight of its labels, or a scale, in float16."""
+        return self.data.masks_labels or self.training.precision == "float16"
 
     @property
     def sums_tied_gradients(self) -> bool:

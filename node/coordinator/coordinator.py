@@ -127,11 +127,8 @@ class Coordinator:
         told_config = as_told(config)
         self._config_json = to_json(told_config)
         self._held_out = held_out_samples(config, corpus)
-        self._machine = RunMachine(
-            run_plan(config, corpus.windows, len(self._held_out), self._held_out.label_weight),
-            step_plan(config),
-            past,
-        )
+        plan = run_plan(config, corpus.windows, len(self._held_out), self._held_out.label_weight)
+        self._machine = RunMachine(plan, step_plan(config), past)
         self._reporter = Reporter(config, emit, unreported)
         self._tracer = Tracer(config.telemetry, directory, self._places)
         self._disk = Disk(lambda text: emit(events.Notice(text=text)))
@@ -146,6 +143,7 @@ class Coordinator:
             damaged=self._snapshot_damaged,
             failed=self._fail,
             disk=self._disk,
+            scale_of=past.scale_of,
         )
         self._kept = KeptSnapshots(
             config=config,
@@ -163,6 +161,7 @@ class Coordinator:
             unavailable=self._unavailable,
             failed=self._fail,
             disk=self._disk,
+            scale_of=past.scale_of,
         )
         self._exports = SnapshotExports(config, directory)
         self._planners = Planners(

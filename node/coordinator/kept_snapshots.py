@@ -23,6 +23,7 @@ from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
 from node.pipeline.placement import most_layer_bytes, stage_units
 from node.run_state.layer_places import LayerPlaces
+from node.training.loss_scale import ScaleOf, no_scale
 from node.training.manifest import FORMAT, Manifest, SnapshotDamagedError, UnitEntry, weights_sha256
 from node.training.object_store import ObjectStore, run_folder, stored_steps
 from node.training.snapshot import write_errors
@@ -90,6 +91,7 @@ class KeptSnapshots:
         unavailable: Callable[[int, int, str], None],
         failed: Callable[[str], None],
         disk: Disk,
+        scale_of: ScaleOf = no_scale,
     ) -> None:
         """
         Args:
@@ -106,6 +108,7 @@ class KeptSnapshots:
                 to go on from, and a line that says so.
             failed: called with the reason when the disk or the database fails.
             disk: repeats writes that find the disk full.
+            scale_of: of the loss, for manifests.
         """
         self._config = config
         self._windows = windows
@@ -122,6 +125,7 @@ class KeptSnapshots:
         self._unavailable = unavailable
         self._failed = failed
         self._disk = disk
+        self._scale_of = scale_of
         self._units = unit_names(config.model)
         self._places = LayerPlaces(self._units)
         self._first_missed: dict[int, float] = {}
@@ -316,6 +320,7 @@ class KeptSnapshots:
             config=json.loads(json.dumps(asdict(self._told_config))),
             units=entries,
             weights_sha256=weights_sha256(entry.weights_sha256 for entry in entries),
+            loss_scale=self._scale_of(step),
         )
 
     def _check(self, unit: str) -> None:

@@ -18,6 +18,7 @@ from node.coordinator.disk import Disk
 from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
 from node.pipeline.placement import most_layer_bytes, stage_units
+from node.training.loss_scale import ScaleOf, no_scale
 from node.training.manifest import Manifest, SnapshotDamagedError, UnitEntry, unit_file
 from node.training.snapshot import (
     Checked,
@@ -75,6 +76,7 @@ class SnapshotHandler:
         damaged: Callable[[int, Checked], None],
         failed: Callable[[str], None],
         disk: Disk,
+        scale_of: ScaleOf = no_scale,
     ) -> None:
         """
         Args:
@@ -85,12 +87,13 @@ class SnapshotHandler:
             damaged: called when the newest snapshot turns out damaged, with its step and what is left.
             failed: called with the reason when the disk or the database fails.
             disk: repeats writes while the disk is full.
+            scale_of: of the loss, for manifests.
         """
         self._config = config
         self._windows = windows
         self._directory = directory
         self._store = store
-        self._writer = SnapshotWriter(directory, config, run_id, windows)
+        self._writer = SnapshotWriter(directory, config, run_id, windows, scale_of)
         self._layer_received = layer_received
         self._stored = stored
         self._damaged = damaged

@@ -45,6 +45,10 @@ MOST_THREADS = 16
 """Threads that draw initial weights; a stage of a large model has hundreds of millions."""
 
 
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What `[training] precision` computes in where that is not float32."""
+
+
 class Chunk(nn.Module):
     """Layer units in model order; built by `build_chunk`."""
 
@@ -271,12 +275,13 @@ def initial_weight(model: ModelSection, unit: str, spec: ParameterSpec, seed: in
 
 
 def compute_precision(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Context for forward passes: autocast for `bfloat16`, nothing for `float32`."""
+    """Context for forward passes: autocast for `bfloat16` and `float16`, nothing for `float32`."""
     if precision == "float32":
         return nullcontext()
-    if precision == "bfloat16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    raise ConfigError(f"[training] precision is {precision!r}; it must be float32 or bfloat16")
+    if precision in HALVES:
+        return torch.autocast(device.type, dtype=HALVES[precision])
+    known = ", ".join(HALVES)
+    raise ConfigError(f"[training] precision is {precision!r}; it must be float32, or one of {known}")
 
 
 def weight_dtype(name: str) -> torch.dtype:

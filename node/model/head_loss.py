@@ -39,6 +39,16 @@ def head_loss(x_tc: Tensor, output: nn.Module, labels_t: Tensor) -> Tensor:
     return cast(Tensor, made)
 
 
+def _gradient_factor(tokens: int, dtype: torch.dtype) -> float:
+    """What logits' gradients are multiplied by while they are in `dtype`, a power of two.
+
+    They are made before the scale of the loss is there, and in float16 those of a mean over thousands of
+    tokens would be 0. With the factor one is at most 1 / 16, so that a sum over a piece's tokens stays in
+    range too.
+    """
+    return 2.0 ** (tokens.bit_length() - 5) if dtype == torch.float16 else 1.0
+
+
 class _HeadLoss(torch.autograd.Function):
     """Forward makes the gradients too; backward only multiplies them by that of the loss."""
 
@@ -65,6 +75,7 @@ class _HeadLoss(torch.autograd.Function):
             of_weight = torch.zeros(dense.shape, device=x.device) if wants_weight else None
             total = torch.zeros((), device=x.device)
             size = head_piece(len(labels), len(dense))
+            factor = _gradient_factor(len(labels), dtype)
             for first in range(0, len(labels), size):
                 piece = slice(first, first + size)
                 logits = F.linear(rows[piece], dense).float()
@@ -76,7 +87,8 @@ class _HeadLoss(torch.autograd.Function):
                 total += part.detach()
                 if not (wants_x or wants_weight):
                     continue
-                of_logits = torch.autograd.grad(part, logits)[0].to(dtype)
+                of_logits = torch.autograd.grad(part, logits)[0]
+                of_logits = (of_logits if factor == 1.0 else of_logits.mul_(factor)).to(dtype)
                 del logits, part
                 if of_x is not None:
                     torch.mm(of_logits, dense, out=of_x[piece])
@@ -88,12 +100,19 @@ class _HeadLoss(torch.autograd.Function):
         # As attributes: nothing else holds them, so backward may write into them.
         ctx.made = (of_x, of_weight)
         ctx.dtypes = (x.dtype, dtype, None if weight is None else weight.dtype)
+        ctx.factor = factor
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (of_x, of_weight), ctx.made = ctx.made, (None, None)
         x_dtype, dtype, weight_dtype = ctx.dtypes
+        if dtype == torch.float16:
+            scale = grads[0] / ctx.factor
+            of_x = None if of_x is None else (of_x.float() * scale).to(dtype).to(x_dtype)
+            # As a projection's own backward: what is beyond the range of float16 becomes infinite.
+            of_weight = None if of_weight is None else of_weight.mul_(scale).to(dtype).to(weight_dtype)
+            return of_x, of_weight, None, None, None
         if of_x is not None:
             of_x = of_x.mul_(grads[0]).to(x_dtype)
         if of_weight is not None:

@@ -127,12 +127,13 @@ def stored_bytes(
     samples = training.microbatch if samples is None else samples
     tokens = (samples, model.sequence)
     keys = kv_width(model)
-    element = 2 if training.precision == "bfloat16" else 4
+    element = 4 if training.precision == "float32" else 2
+    is_bf16 = training.precision == "bfloat16"
 
     def kept(form: str, *widths: int, computed: int = element, packs: bool = False) -> int:
         if form == RECOMPUTE:
             return 0
-        if form == AS_COMPUTED or (form == "bf16" and computed == 2 and not packs):
+        if form == AS_COMPUTED or (form == "bf16" and is_bf16 and computed == 2 and not packs):
             return sum(computed * samples * model.sequence * width for width in widths)
         return sum(packed_bytes((*tokens, width), PACKED[form]) for width in widths)
 

@@ -79,9 +79,9 @@ class RankModel:
         ranks = self.ranks.gather_norms(optimizer.parameter_squared_norms())
         return optimizer.sum_squared_norms(ranks) if ranks else {}
 
-    def begin_step(self, label_weight: float = 1.0) -> None:
+    def begin_step(self, loss_weight: float = 1.0) -> None:
         self.ranks.begin_step()
-        self.local.begin_step(label_weight)
+        self.local.begin_step(loss_weight)
 
     def forward(
         self,
@@ -237,9 +237,9 @@ class Leader:
         self._ranks.lead(Op.STATE, self._units.index(unit))
         return self._model.unit_state(unit)
 
-    def begin_step(self, label_weight: float = 1.0) -> None:
-        self._ranks.lead(Op.BEGIN, number(label_weight))
-        self._model.begin_step(label_weight)
+    def begin_step(self, loss_weight: float = 1.0) -> None:
+        self._ranks.lead(Op.BEGIN, number(loss_weight))
+        self._model.begin_step(loss_weight)
 
     def forward(
         self,

@@ -103,7 +103,7 @@ class Share:
         """A microbatch's tokens in the row of devices that shares blocks."""
         self._tokens = self._row_tokens // devices.tensor_parallel
         self._local = config.sync.every > 1
-        self._half = config.training.precision == "bfloat16"
+        self._half = config.training.precision != "float32"
         self._coded = config.training.compute == "fp8"
         fused = self._half and not devices.on_cpu and config.model.is_plain and config.lora.rank == 0
         fused = fused or self._coded

@@ -7,7 +7,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -58,9 +58,18 @@ from node.run_state.stage_assignment import Candidate, sharing, stage_needs, use
 from node.run_state.votes import REMEMBERED, PastStep
 from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
+from node.training.loss_scale import SKIPPED, LossScales, loss_scales
+from node.training.manifest import MANIFEST_NAME, Manifest
 from node.training.schedule import learning_rate
 from node.training.shards import TrainingData, load_data
-from node.training.snapshot import Checked, Tell, discard_incomplete, set_damaged_aside, snapshot_directory
+from node.training.snapshot import (
+    Checked,
+    Tell,
+    discard_incomplete,
+    read_manifest,
+    set_damaged_aside,
+    snapshot_directory,
+)
 from wire import event_loop
 from wire.descriptors import raise_limit
 from wire.errors import DataError, RunError, UserError
@@ -162,7 +171,13 @@ def _create(config: RunConfig, directory: Path, corpus: TrainingData) -> _Run:
     write_private(_corpus_file(directory), json.dumps({"sha256": corpus.fingerprint()}).encode())
     # The database comes last: a directory with a database is complete.
     store = Store.create(directory, run_id=run_id, config_json=to_json(config), pin=authority.pin, now=now)
-    return _Run(run_id=run_id, store=store, authority=authority, corpus=corpus, past=Past())
+    return _Run(
+        run_id=run_id,
+        store=store,
+        authority=authority,
+        corpus=corpus,
+        past=Past(scales=loss_scales(config.training)),
+    )
 
 
 def _write_run_file(directory: Path, config: RunConfig) -> None:
@@ -228,6 +243,7 @@ def _reopen(
         shown=planned[1].shown if planned is not None else {},
         moves=planned[2] if planned is not None else 0,
         storages=recorded_storages(store),
+        scales=_scales(config, store, directory / "snapshots", newest, kept),
         validated=frozenset(record.step for record in held_out),
         best=min((record.uncompressed for record in held_out), default=math.inf),
         newest=tuple(
@@ -246,6 +262,19 @@ def _reopen(
         past=past,
         news=checked.news() if checked.damaged else "",
     )
+
+
+def _scales(
+    config: RunConfig, store: Store, snapshots: Path, newest: int, kept: Sequence[Manifest]
+) -> LossScales | None:
+    """Those of a run in float16: what the newest snapshot says, and which steps on record were skipped."""
+    if config.training.precision != "float16":
+        return None
+    directory = snapshot_directory(snapshots, newest)
+    here = [read_manifest(directory)] if (directory / MANIFEST_NAME).exists() else []
+    found = [one.loss_scale for one in (*kept, *here) if one.step == newest and one.loss_scale is not None]
+    skipped = [one.step for one in store.steps() if one.clip == SKIPPED]
+    return loss_scales(config.training, skipped, (newest, found[0]) if found else None)
 
 
 def _splits(store: Store, before: RunConfig, config: RunConfig, step: int) -> SplitHistory:

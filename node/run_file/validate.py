@@ -27,13 +27,15 @@ from node.run_file.addresses import coordinator_problems, dashboard_problems, po
 from node.run_file.storage_rules import name_problem, storage_problems
 from node.telemetry.format import parse_duration
 from node.telemetry.trace_files import TracedSteps
+from node.training.loss_scale import LEAST, MOST
 from node.training.object_store import wrong_url
 from node.training.schedule import SCHEDULES
 from wire.codecs.formats import codec_format
 from wire.errors import CodecError, ConfigError
 from wire.frames import MAX_TENSOR_BYTES
 
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("float32", "bfloat16", "float16")
+WEIGHTS = ("float32", "bfloat16")
 COMPUTES = ("precision", "fp8")
 STORES = ("float32", "fp8")
 FORMATS = ("text", "chat")
@@ -73,6 +75,7 @@ def problems(config: RunConfig) -> list[str]:
         *_training(config.training, config.run.steps),
         *storage_problems(config),
         *_compute(config),
+        *_float16(config),
         *_lora(config.lora, config),
         *_pipeline(config),
         *_groups(config),
@@ -269,13 +272,33 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     yield from name_problem("training.precision", training.precision, PRECISIONS)
     yield from name_problem("training.compute", training.compute, COMPUTES)
     yield from name_problem("training.weight_gradients", training.weight_gradients, COMPUTES)
-    yield from name_problem("training.weights", training.weights, PRECISIONS)
+    yield from name_problem("training.weights", training.weights, WEIGHTS)
     yield from name_problem("training.gradients", training.gradients, STORES)
     yield from name_problem("training.moments", training.moments, STORES)
     if training.weights == "bfloat16" and (training.precision, training.moments) != ("bfloat16", "fp8"):
         yield (
             'training.weights = "bfloat16" needs training.precision = "bfloat16" and training.moments = '
             f'"fp8", got {training.precision!r} and {training.moments!r}'
+        )
+
+
+def _float16(config: RunConfig) -> Iterator[str]:
+    """What a run in float16 needs."""
+    training = config.training
+    if not LEAST <= training.loss_scale <= MOST or math.frexp(training.loss_scale)[0] != 0.5:
+        yield f"training.loss_scale must be a power of two from 1 to {MOST:.0f}, got {training.loss_scale}"
+    yield from _at_least(1, {"training.loss_scale_steps": training.loss_scale_steps})
+    if training.precision != "float16":
+        return
+    if training.gradients != "float32":
+        yield (
+            'training.precision = "float16" needs training.gradients = "float32": sums in e4m3 do '
+            "not keep what overflows"
+        )
+    if config.sync.every > 1:
+        yield (
+            'training.precision = "float16" needs sync.every = 1: whether a step is skipped is decided '
+            "for all stages"
         )
 
 

@@ -13,17 +13,25 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from node.model.labels import BatchPart
 from node.pipeline.codec_plan import CodecPlan
 from node.pipeline.storage_choice import StoragePlan
-from node.run_state.actions import Action, RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
+from node.run_state.actions import (
+    Action,
+    Announce,
+    RecordCommit,
+    RecordHeldOut,
+    RecordRestored,
+    Send,
+    StepDone,
+)
 from node.run_state.audits import Audit, Auditor, Contradiction, Difference, rows_alike
 from node.run_state.grid import ONE_ROW, Groups
-from node.run_state.held_out import HeldOutPass
+from node.run_state.held_out import HeldOutPass, mean_loss
 from node.run_state.votes import (
     Disagreement,
     FiniteUncompressed,
@@ -32,7 +40,9 @@ from node.run_state.votes import (
     Outcome,
     RefusedVote,
     VoteHistory,
+    unscaled,
 )
+from node.training.loss_scale import SKIPPED, LossScales
 from node.training.schedule import global_norm
 from wire.messages import (
     Begin,
@@ -102,9 +112,11 @@ class Epoch:
         groups: Groups = ONE_ROW,
         auditor: Auditor | None = None,
         kinds: Sequence[Hashable] = (),
+        scales: LossScales | None = None,
     ) -> None:
         """
         Args:
+            scales: of a run that computes in float16.
             groups: the gradient groups that each row computes.
             kinds: what the bits of each host's results depend on.
             lineages: of states that are the run's; None: it is not known, so any that all stages are on.
@@ -141,6 +153,7 @@ class Epoch:
         self._history = history
         self._auditor = auditor or Auditor(0.0, b"", lambda _: 0)
         self._kinds = kinds
+        self._scales = scales
         self.audit: Audit | None = None
         """What is audited in the step that runs."""
         self._audited: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
@@ -356,7 +369,7 @@ class Epoch:
         if why is not None:
             return RefusedVote(node_id, why)
         for unit, norm in vote.norms.items():
-            if not 0.0 <= norm < math.inf:
+            if not 0.0 <= norm < math.inf and not self._may_overflow:
                 return NonFinite(node_id, f"the gradient of layer unit {unit}")
         for loss in (vote.loss, *vote.group_losses.values()):
             if loss is not None and not math.isfinite(loss):
@@ -413,9 +426,9 @@ class Epoch:
             return self._to_asked(self._validate())
         self.phase = Phase.IDLE
         done = list(zip(self._passes, self._losses, strict=True))
-        as_trained = _mean([(one.microbatches, loss) for one, loss in done if one.number % 2 == 0])
+        as_trained = mean_loss([(one.microbatches, loss) for one, loss in done if one.number % 2 == 0])
         exact = [(one.microbatches, loss) for one, loss in done if one.number % 2]
-        uncompressed = _mean(exact)
+        uncompressed = mean_loss(exact)
         assert uncompressed is not None, "every batch has a pass with fp32"
         samples = self._microbatch * sum(count for count, _ in exact)
         return [
@@ -430,11 +443,20 @@ class Epoch:
         one = self._passes[len(self._losses)]
         return Validate(epoch=self.number, step=self.step, number=one.number, microbatches=one.microbatches)
 
+    @property
+    def _may_overflow(self) -> bool:
+        """Whether the loss is scaled so that gradients of the step that runs may become infinite."""
+        return self._scales is not None and self._scales.overflows(self.step)
+
     def _commit_step(self, *, confirmed: bool = False) -> Outcome:
+        finite = all(0.0 <= norm < math.inf for vote in self.votes.values() for norm in vote.norms.values())
+        if not finite and self._may_overflow:
+            return self._skip_step()
         if (odd := self._disagreement() or self._audit_step()) is not None:
             return odd
         loss = self._sum_of_losses()
-        votes = [self.votes[node] for node in self.row(0)]
+        factor = 1.0 if self._scales is None else self._scales.at(self.step).factor
+        votes = [unscaled(self.votes[node], factor) for node in self.row(0)]
         votes[self.loss_stage] = replace(votes[self.loss_stage], loss=loss)
         norms = {unit: norm for vote in votes for unit, norm in vote.norms.items()}
         grad_norm = global_norm(norms[unit] for unit in sorted(norms))
@@ -447,6 +469,22 @@ class Epoch:
             return Implausible(self.hosts[found[0]], found[1])
         self._history.committed(self.step, norms, loss, confirmed=confirmed)
         clip, lr = self._plan(self.step, grad_norm)
+        return self._committed(loss, grad_norm, clip / factor, lr, norms)
+
+    def _skip_step(self) -> list[Action]:
+        """Commit that nobody applies the step, because the scale of the loss was too large for it."""
+        loss = self._sum_of_losses()
+        self._history.committed(self.step, {}, loss, confirmed=False)
+        _, lr = self._plan(self.step, 0.0)
+        record, *told = self._committed(loss, math.inf, SKIPPED, lr, {})
+        assert self._scales is not None, "only a scaled loss overflows"
+        return [record, Announce(text=self._scales.words(self.step)), *told]
+
+    def _committed(
+        self, loss: float, grad_norm: float, clip: float, lr: float, norms: Mapping[int, float]
+    ) -> list[Action]:
+        if self._scales is not None:
+            self._scales.committed(self.step, skipped=clip == SKIPPED)
         self.committed = Committed(step=self.step, clip_coefficient=clip, lr=lr, lineage=self.lineage)
         self.phase = Phase.APPLYING
         self._answered.clear()
@@ -514,9 +552,13 @@ class Epoch:
         links = len(self._windows) // self.rows
         first = self.replica_of(node_id) * links
         windows = self._windows[first : first + links]
-        audited, keeps = self._extra(node_id), self._keeps_sums
         return Begin(
-            epoch=self.number, step=self.step, link_windows=windows, keep_sums=keeps, audited=audited
+            epoch=self.number,
+            step=self.step,
+            link_windows=windows,
+            keep_sums=self._keeps_sums,
+            audited=self._extra(node_id),
+            loss_scale=0.0 if self._scales is None else self._scales.at(self.step).factor,
         )
 
     def _commit(self) -> Commit:
@@ -553,9 +595,3 @@ class Epoch:
 
     def _to_asked(self, message: CoordinatorMessage) -> list[Action]:
         return [Send(node_id=node, message=message) for node in self.asked]
-
-
-def _mean(parts: Sequence[tuple[int, float]]) -> float | None:
-    """The weighted mean of (weight, value); None without parts."""
-    whole = sum(weight for weight, _ in parts)
-    return sum(weight * value for weight, value in parts) / whole if parts else None

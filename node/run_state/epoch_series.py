@@ -25,6 +25,7 @@ class EpochSeries:
         self.ended: Epoch | None = None
         """The newest that is over."""
         self._step_plan = step_plan
+        self._scales = past.scales
         self._last_number = past.last_epoch
         self._committed = committed
         self._newest_state = committed.step + 1 if committed is not None else 0
@@ -67,6 +68,7 @@ class EpochSeries:
             groups=groups,
             auditor=self._auditor,
             kinds=kinds,
+            scales=self._scales,
         )
         if (len(hosts), len(groups)) == self._windows_of:
             self.current.planned_windows = self._windows

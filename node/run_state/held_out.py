@@ -54,3 +54,9 @@ class HeldOutSchedule:
         if is_best:
             self._best = uncompressed
         return is_best
+
+
+def mean_loss(parts: Sequence[tuple[int, float]]) -> float | None:
+    """The weighted mean of (weight, loss); None without parts."""
+    whole = sum(weight for weight, _ in parts)
+    return sum(weight * loss for weight, loss in parts) / whole if parts else None

@@ -22,6 +22,7 @@ from node.run_state.stage_assignment import Remedies, Sharing, StageBytes, shari
 from node.run_state.storage_control import StorageControl, no_choice, storage_control
 from node.run_state.votes import PastStep, UnitNumbers
 from node.telemetry.format import parse_duration
+from node.training.loss_scale import LossScale, LossScales
 from node.training.schedule import clip_coefficient, learning_rate
 
 
@@ -105,8 +106,14 @@ class Past:
     """Seconds of a block on nodes that earlier steps have shown."""
     moves: int = 0
     """Plans of places on record."""
+    scales: LossScales | None = None
+    """Of the loss, in a run that computes in float16; it goes on with the run."""
     newest: tuple[PastStep, ...] = ()
     """The newest committed steps, oldest first."""
+
+    def scale_of(self, step: int) -> LossScale | None:
+        """Of the loss in a step, all steps before which are committed."""
+        return None if self.scales is None else self.scales.at(step)
 
 
 RECONNECT_SECONDS = 1.0

@@ -9,7 +9,7 @@ costs that the step runs again on another node.
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from node.run_state.actions import Action
@@ -212,6 +212,11 @@ class VoteHistory:
             return loss > FIRST_LOSS
         middle, deviation = _range(self._losses)
         return abs(loss - middle) > max(SPREAD * deviation, LOSS_MARGIN, abs(middle) / 2)
+
+
+def unscaled(vote: Vote, factor: float) -> Vote:
+    """With the norms of the loss's own gradients: `factor` is a power of two, so that no bit is lost."""
+    return replace(vote, norms={unit: norm / factor**2 for unit, norm in vote.norms.items()})
 
 
 def _group_refusal(vote: Vote, has_loss: bool, groups: Collection[int]) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.attention.ops import attention
 from node.config.schema import RunConfig
-from node.model.chunk import Chunk, build_chunk, compute_precision, weight_dtype
+from node.model.chunk import HALVES, Chunk, build_chunk, compute_precision, weight_dtype
 from node.model.host_memory import host_memory
 from node.model.storage import configured, kv_width
 from node.model.units import block_name
@@ -112,7 +112,7 @@ def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
     # The first one compiles.
     forward, backward = (statistics.median(one) for one in zip(*taken[1:], strict=True))
     del chunk, made
-    dtype = torch.bfloat16 if training.precision == "bfloat16" else torch.float32
+    dtype = HALVES.get(training.precision, torch.float32)
     x = fed.detach().to(dtype)
 
     def product(outputs: int) -> float:

@@ -30,7 +30,7 @@ from torch.func import functional_call
 from kernels.attention.reach import Documents
 from kernels.common.matrices import empty_together
 from node.model.blocks import Block
-from node.model.chunk import Chunk
+from node.model.chunk import HALVES, Chunk
 from node.stage.passes import AutogradPasses, ChunkCall
 from node.training.gradients import Gradients
 
@@ -128,11 +128,13 @@ class CapturedPasses:
         device: torch.device,
         shares: int,
         recorder: Recorder,
+        *,
+        weighs_loss: bool = False,
     ) -> None:
         """
         Args:
             gradients: of the chunk's parameters; they stay in place.
-            precision, shares: as for `AutogradPasses`.
+            precision, shares, weighs_loss: as for `AutogradPasses`.
         """
         self._module = ChunkCall(chunk)
         self._gradients = gradients
@@ -146,7 +148,7 @@ class CapturedPasses:
             precision,
             device,
             shares,
-            masks_labels=chunk.masks_labels,
+            weighs_loss=weighs_loss,
         )
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
@@ -161,8 +163,8 @@ class CapturedPasses:
         """How many microbatches have graphs."""
         return len(self._slots)
 
-    def begin_step(self, label_weight: float = 1.0) -> None:
-        self._by_autograd.begin_step(label_weight)
+    def begin_step(self, loss_weight: float = 1.0) -> None:
+        self._by_autograd.begin_step(loss_weight)
         self._in_flight.clear()
         self._free = list(self._slots)
         self._warm = self._ran
@@ -252,7 +254,7 @@ class CapturedPasses:
 
     def _make_leaves(self, precision: str) -> dict[str, Tensor]:
         """Leaves that stand for the parameters: the same memory, or a copy in autocast's precision."""
-        copies = self._copies() if precision == "bfloat16" else {}
+        copies = self._copies(HALVES[precision]) if precision in HALVES else {}
         leaves: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters():
             leaf = parameter.detach()
@@ -266,8 +268,8 @@ class CapturedPasses:
             leaves[name] = leaf
         return leaves
 
-    def _copies(self) -> dict[str, Tensor]:
-        """Memory for bf16 copies of projections' parameters: autocast leaves embeddings and norms alone.
+    def _copies(self, half: torch.dtype) -> dict[str, Tensor]:
+        """Memory for projections' parameters in half precision: autocast leaves embeddings and norms alone.
 
         Weights that are multiplied together lie under one another, so that no product copies them again.
         """
@@ -280,18 +282,18 @@ class CapturedPasses:
             one.weight for block in blocks if block.is_coded for group in block.products() for one in group
         }
         copies = {
-            f"{path}.{name}": torch.empty_like(parameter, dtype=torch.bfloat16)
+            f"{path}.{name}": torch.empty_like(parameter, dtype=half)
             for module, path in linears.items()
             for name, parameter in module.named_parameters(recurse=False)
-            if parameter.dtype != torch.bfloat16 and parameter not in coded
+            if parameter.dtype != half and parameter not in coded
         }
         for block in blocks:
             for together in () if block.is_coded else block.products():
                 if len(together) < 2 or not all(module in linears for module in together):
                     continue  # one, or with adapters
                 weights = [module.weight for module in together]
-                if all(weight.dtype != torch.bfloat16 for weight in weights):
-                    parts = empty_together(weights, torch.bfloat16)
+                if all(weight.dtype != half for weight in weights):
+                    parts = empty_together(weights, half)
                     for module, part in zip(together, parts, strict=True):
                         copies[f"{linears[module]}.weight"] = part
         return copies

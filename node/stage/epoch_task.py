@@ -306,7 +306,7 @@ class EpochTask:
         def work() -> StepOutcome:
             executor.use_windows(begin.link_windows, audited)
             began = _in_passes(executor.clock)
-            outcome = executor.run_step(self.number, step, io, found)
+            outcome = executor.run_step(self.number, step, io, found, begin.loss_scale)
             self._seconds = (_in_passes(executor.clock) - began) / len(executor.microbatch_numbers)
             return outcome
 

@@ -28,9 +28,11 @@ from node.stage.packing_meter import packing_meter
 from node.stage.stage_model import StageCompute
 from node.stage.stage_plans import StageCodecs, StageStorage
 from node.stage.step_order import StepOrder, StepOutcome
+from node.stage.step_samples import microbatches_of, numbered
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer, example_tensor
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
+from node.training.overflow import Overflow
 from node.training.serialization import without_cache
 from wire.codecs.base import Codec
 from wire.spec import Direction, TensorKey, TensorSpec
@@ -99,6 +101,7 @@ class StageExecutor:
         self.model = model
         self.storage = StageStorage(config)
         self._sync = GradientSync(device) if config.pipeline.groups > 1 else None
+        self._overflow = Overflow()
         self.keep_sums: KeepSums | None = None
         """Gets each step's summed gradients, packed, for nodes that follow the run."""
 
@@ -229,8 +232,12 @@ class StageExecutor:
         step: int,
         io: StageIO,
         samples: Mapping[BatchPart, np.ndarray],
+        loss_scale: float = 0.0,
     ) -> StepOutcome:
         """Forward and backward of every microbatch, in the order that `Turns` gives; in a round, local steps.
+
+        With a `loss_scale` above `node.training.loss_scale.LEAST`, gradients that are not finite do not fail
+        the step: norms are infinite then.
 
         `samples`: what the stage `needs`, [global batch, sequence] or of the groups alone that this row
         computes, in ascending order; labels of a run that masks some are all, for their weight.
@@ -240,10 +247,14 @@ class StageExecutor:
         self.voted = False
         self._newest_step = step
         labels = samples.get(BatchPart.LABELS)
-        self.model.begin_step(1.0 if labels is None else label_weight(labels))
+        scale, self._overflow = loss_scale or 1.0, Overflow(loss_scale)
+        self.model.begin_step(scale * (1.0 if labels is None else label_weight(labels)))
         if self._caches is not None:
             self._caches.rollback()
-        given = {part: self._of_row(part, batch) for part, batch in samples.items()}
+        given = {
+            part: numbered(self._cut(part, batch), self.config.microbatches, self.microbatch_numbers)
+            for part, batch in samples.items()
+        }
         losses: dict[int, list[Tensor]] = {}
         digests = StepDigests(self.config) if self.config.audit.rate > 0.0 and self._share.rows > 1 else None
         self._transfer.digests = digests
@@ -279,8 +290,8 @@ class StageExecutor:
             if is_round:
                 self.model.local.end()
         self.clock.switch(TimeKind.OPTIMIZER)
-        sums = {group: float(torch.stack(shares).double().sum()) for group, shares in losses.items()}
-        norms = self._norms()
+        sums = {group: float(torch.stack(shares).double().sum()) / scale for group, shares in losses.items()}
+        norms = self._overflow.told(self._norms())
         self.voted = True
         return StepOutcome(
             norms=norms,
@@ -303,9 +314,7 @@ class StageExecutor:
         the head, in nats a token; labels that do not count have a loss of 0. Raises as `run_step`.
         """
         first, step = self.config.microbatches * (1 + number), self.state_step
-        given = {
-            part: dict(enumerate(self._microbatches(part, batch), first)) for part, batch in samples.items()
-        }
+        given = {part: dict(enumerate(self._cut(part, batch), first)) for part, batch in samples.items()}
         losses: list[Tensor] = []
         try:
             for action in self._order.held_out(first, microbatches):
@@ -470,7 +479,7 @@ class StageExecutor:
         upstream = self.model.backward(action.chunk, action.microbatch, gradient)
         if upstream is not None:
             out = TensorKey(epoch, step, action.microbatch, index - 1, Direction.GRADIENT)
-            self._send(out, upstream, io)
+            self._send(out, self._overflow.cleared(upstream), io)
         else:
             self._computed()
 
@@ -491,8 +500,9 @@ class StageExecutor:
         self.clock.switch(TimeKind.ENCODE)
         if action.microbatch == self._share.microbatches[-1]:
             faults.spoil(faults.Phase.BACKWARD, self.model.any_gradient(), stage=self.stage, step=step)
-        units = self._place.chunk_units(action.chunk)
-        self._sync.group_done(group, self.model.take_gradients(units))
+        taken = self.model.take_gradients(self._place.chunk_units(action.chunk))
+        self._overflow.clear(taken.values())
+        self._sync.group_done(group, taken)
 
     def _finish_gradients(self, step: int) -> None:
         """Complete the gradients; with several groups, by the sum over all groups."""
@@ -532,10 +542,10 @@ class StageExecutor:
             # In the received share's memory: with its packed form, at most two copies of the matrix.
             total = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)
             sum_tied_gradients(total, model.tied_gradient(EMBED))
-            self._send(down, total, io)
+            self._send(down, self._overflow.cleared(total), io)
             model.put_tied_gradient(EMBED, total)
         elif place.is_last:
-            self._send(up, model.tied_gradient(HEAD), io)
+            self._send(up, self._overflow.cleared(model.tied_gradient(HEAD)), io)
             model.put_tied_gradient(HEAD, self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
 
     def _begin_turn(self, turns: Turns, order: Order, needed: Sequence[Incoming | None], io: StageIO) -> int:
@@ -582,18 +592,8 @@ class StageExecutor:
         """Whether the row's vote has this group's loss."""
         return self._sync is not None and group not in self._order.audited
 
-    def _of_row(self, part: BatchPart, batch: np.ndarray) -> dict[int, Tensor]:
-        """By number, from all microbatches of the step or from those alone that the row computes."""
-        found, numbers = self._microbatches(part, batch), sorted(self.microbatch_numbers)
-        if len(found) == self.config.microbatches:
-            numbers = list(range(len(found)))
-        return dict(zip(numbers, found, strict=False))
-
-    def _microbatches(self, part: BatchPart, batch: np.ndarray) -> tuple[Tensor, ...]:
-        whole = torch.from_numpy(batch)
-        if part is not BatchPart.DOCUMENTS:  # which are listed on the CPU
-            whole = whole.to(self.device)
-        return torch.split(whole, self.config.training.microbatch)
+    def _cut(self, part: BatchPart, batch: np.ndarray) -> tuple[Tensor, ...]:
+        return microbatches_of(part, batch, self.config.training.microbatch, self.device)
 
     def _cached_boundaries(self) -> dict[int, str]:
         """By number, the unit before each boundary of this stage; empty if the codec has no sample cache."""

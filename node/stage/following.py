@@ -14,6 +14,7 @@ from torch import Tensor
 from node import faults
 from node.stage.executor import StageExecutor
 from node.stage.progress import Progress
+from node.training.loss_scale import SKIPPED
 from node.training.serialization import as_frozen, deserialize_unit
 from wire.errors import (
     DeviceLostError,
@@ -212,6 +213,9 @@ class Follower:
         services, executor = self._services, self._services.executor
         if step.step != executor.state_step:
             raise RunError(f"step {executor.state_step} is missing before step {step.step}")
+        if step.clip_coefficient == SKIPPED:
+            await services.compute(lambda: executor.apply(step.lr, SKIPPED))
+            return
         trouble = ""
         for turn in range(TRIES):
             holders = [order.sources[(turn + one) % len(order.sources)] for one in range(len(order.sources))]

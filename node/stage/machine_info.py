@@ -124,7 +124,7 @@ def cannot_compute(training: TrainingSection, device: torch.device) -> str | Non
         return (
             f"this run computes in bfloat16 ([training] precision), which this node's {name} cannot: join "
             "with a GPU of compute capability 8.0 or later, or a CPU, or let the run have training.precision "
-            "float32"
+            "float16 or float32"
         )
     return None
 

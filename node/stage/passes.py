@@ -20,8 +20,9 @@ Call = Callable[[Tensor, Tensor | None, Documents | None], Tensor]
 class Passes(Protocol):
     """The passes of one chunk. Several microbatches may be between forward and backward."""
 
-    def begin_step(self, label_weight: float = 1.0) -> None:
-        """Drop the microbatches of an unfinished step; weights may have changed."""
+    def begin_step(self, loss_weight: float = 1.0) -> None:
+        """Drop the microbatches of an unfinished step; weights may have changed. `loss_weight` multiplies
+        losses where labels are masked or the loss is scaled."""
         ...
 
     def forward(
@@ -63,13 +64,13 @@ class AutogradPasses:
     """`Passes` that run operation by operation."""
 
     def __init__(
-        self, call: Call, precision: str, device: torch.device, shares: int, *, masks_labels: bool = False
+        self, call: Call, precision: str, device: torch.device, shares: int, *, weighs_loss: bool = False
     ) -> None:
         """
         Args:
             precision: `[training] precision`.
             shares: the loss of a microbatch is divided by this,
-            masks_labels: and multiplied by the step's `node.model.chunk.label_weight`.
+            weighs_loss: and multiplied by what `begin_step` is given.
         """
         self._call = call
         self._precision = precision
@@ -77,12 +78,12 @@ class AutogradPasses:
         self._shares = shares
         self._in_flight: dict[int, _InFlight] = {}
         # A tensor, so that a CUDA graph reads the present value.
-        self._label_weight = torch.ones((), device=device) if masks_labels else None
+        self._loss_weight = torch.ones((), device=device) if weighs_loss else None
 
-    def begin_step(self, label_weight: float = 1.0) -> None:
+    def begin_step(self, loss_weight: float = 1.0) -> None:
         self._in_flight.clear()
-        if self._label_weight is not None:
-            self._label_weight.fill_(label_weight)
+        if self._loss_weight is not None:
+            self._loss_weight.fill_(loss_weight)
 
     def forward(
         self, microbatch: int, fed: Tensor, labels: Tensor | None, documents: Documents | None = None
@@ -98,7 +99,7 @@ class AutogradPasses:
             made = self._call(fed, labels, documents)
         if labels is None:
             return made
-        return (made if self._label_weight is None else made * self._label_weight) / self._shares
+        return (made if self._loss_weight is None else made * self._loss_weight) / self._shares
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight.pop(microbatch)

@@ -58,7 +58,7 @@ class StageCompute(Protocol):
 
     def unit_state(self, unit: str) -> dict[str, Tensor]: ...
 
-    def begin_step(self, label_weight: float = 1.0) -> None: ...
+    def begin_step(self, loss_weight: float = 1.0) -> None: ...
 
     def forward(
         self,
@@ -227,11 +227,13 @@ class StageModel:
         if self._captured:
             recorder, gradients = CudaRecorder(device), self.optimizer.gradients
             return [
-                CapturedPasses(chunk, gradients, precision, device, shares, recorder)
+                CapturedPasses(
+                    chunk, gradients, precision, device, shares, recorder, weighs_loss=config.weighs_loss
+                )
                 for chunk in self._chunks
             ]
         return [
-            AutogradPasses(ChunkCall(chunk), precision, device, shares, masks_labels=chunk.masks_labels)
+            AutogradPasses(ChunkCall(chunk), precision, device, shares, weighs_loss=config.weighs_loss)
             for chunk in self._chunks
         ]
 
@@ -326,10 +328,10 @@ class StageModel:
 
     # ---- a step
 
-    def begin_step(self, label_weight: float = 1.0) -> None:
-        """Drop the rest of an unfinished step. `label_weight` counts where labels are masked."""
+    def begin_step(self, loss_weight: float = 1.0) -> None:
+        """Drop the rest of an unfinished step. `loss_weight`: as for `Passes.begin_step`."""
         for passes in self._passes:
-            passes.begin_step(label_weight)
+            passes.begin_step(loss_weight)
         if self._offload is not None:
             self._offload.begin_step()
         self.optimizer.zero_grad()

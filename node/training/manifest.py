@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from node.training.loss_scale import LossScale
 from wire.errors import RunError
 
 FORMAT = 1
@@ -54,6 +55,8 @@ class Manifest:
     units: tuple[UnitEntry, ...]
     """In model order."""
     weights_sha256: str
+    loss_scale: LossScale | None = None
+    """Of the next step, in a run that computes in float16."""
 
     @property
     def total_bytes(self) -> int:
@@ -66,7 +69,10 @@ class Manifest:
         raise RunError(f"the snapshot of step {self.step} has no unit {unit!r}; it is of another model")
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        fields = asdict(self)
+        if self.loss_scale is None:
+            del fields["loss_scale"]
+        return json.dumps(fields, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> "Manifest":
@@ -87,7 +93,8 @@ class Manifest:
                     f"{where} has format {fields['format']}, expected {FORMAT}; use the version that wrote it"
                 )
             units = tuple(UnitEntry(**entry) for entry in fields.pop("units"))
-            manifest = cls(**fields, units=units)
+            scale = fields.pop("loss_scale", None)
+            manifest = cls(**fields, units=units, loss_scale=None if scale is None else LossScale(**scale))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SnapshotDamagedError(f"the manifest of {where} is damaged ({error})") from error
         if any(entry.file != unit_file(entry.unit) for entry in units):

@@ -30,6 +30,7 @@ from node.model.tensor_rank import TensorRank
 from node.model.units import HEAD, tied_parameter
 from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients, norms
 from node.training.host_moments import HostMoments, Piece
+from node.training.loss_scale import SKIPPED
 from node.training.schedule import clip_coefficient
 from wire.errors import NonFiniteError, RunError
 
@@ -99,7 +100,7 @@ class StageOptimizer:
             self.gradients = Fp8Gradients(everything, in_place=gradients_in_place, salts=salts)
         else:
             self.gradients = PlainGradients(everything, in_place=gradients_in_place)
-        if training.precision == "bfloat16" and any(dispatch.has_kernels(p.device.type) for p in everything):
+        if training.precision != "float32" and any(dispatch.has_kernels(p.device.type) for p in everything):
             for block in blocks_by_unit.values():
                 block.add_weight_gradients(self._adding_to)
         for block in blocks_by_unit.values():
@@ -286,7 +287,13 @@ class StageOptimizer:
                 self.gradients.put(parameter, values[name].view(parameter.shape))
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
-        """Scale gradients by the global clip coefficient, take one AdamW step, drop the gradients."""
+        """Scale gradients by the global clip coefficient, take one AdamW step, drop the gradients.
+
+        A step that is `SKIPPED` only drops them: AdamW does not count it.
+        """
+        if clip_coefficient == SKIPPED:
+            self.zero_grad()
+            return
         self._adamw(lr, lambda _: clip_coefficient)
 
     def local_step(self, lr: float, taken: int, scale: float) -> None:

@@ -6,6 +6,7 @@ be put at chunk boundaries, as in a run: activations and their gradients are enc
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,10 @@ from node.pipeline.memory import stage_storages
 from node.training.gradients import gradient_of
 from node.training.group_sums import Gradient, GroupSums
 from node.training.local_steps import LocalSteps
+from node.training.loss_scale import SKIPPED, loss_scales
 from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
+from node.training.overflow import Overflow
 from node.training.samples import Samples
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from node.training.serialization import load_unit
@@ -43,7 +46,7 @@ class Step:
     loss: float
     """Mean over the step's tokens, in nats, before the step."""
     grad_norm: float
-    """Global, before clipping."""
+    """Global, before clipping; infinite if the step is skipped."""
     lr: float
 
 
@@ -85,6 +88,9 @@ class ReferenceTrainer:
         self.chunks[-1].masks_labels = config.data.masks_labels
         self.optimizer = StageOptimizer(self.chunks, config.training, config.run.seed)
         self._local = LocalSteps(config, self.optimizer)
+        self.scales = loss_scales(config.training)
+        """Of the loss, in float16."""
+        self._overflow = Overflow()
         self.step = 0
 
     def train(self, steps: int) -> list[Step]:
@@ -94,12 +100,19 @@ class ReferenceTrainer:
     def train_step(self) -> Step:
         """Take one step: gradients of all microbatches, then the optimizer."""
         loss = self.accumulate()
-        grad_norm = global_norm(self.optimizer.squared_norms().values())
+        norms = self._overflow.told(dict(enumerate(self.optimizer.squared_norms().values())))
+        factor = 1.0 if self.scales is None else self.scales.at(self.step).factor
+        grad_norm = global_norm(norm / factor**2 for norm in norms.values())
         lr = learning_rate(self.step, self.config.training, self.config.run.steps)
+        skipped = self.scales is not None and self.scales.overflows(self.step) and not isfinite(grad_norm)
         if self.config.is_round(self.step):
             self._local.apply()
+        elif skipped:
+            self.optimizer.apply(lr, SKIPPED)
         else:
-            self.optimizer.apply(lr, clip_coefficient(grad_norm, self.config.training.clip))
+            self.optimizer.apply(lr, clip_coefficient(grad_norm, self.config.training.clip) / factor)
+        if self.scales is not None:
+            self.scales.committed(self.step, skipped=skipped)
         self.step += 1
         return Step(loss=loss, grad_norm=grad_norm, lr=lr)
 
@@ -112,7 +125,8 @@ class ReferenceTrainer:
         sums = GroupSums(config, self.optimizer.units, self.device, of_round=is_round) if count > 1 else None
         self.optimizer.zero_grad()
         labels = self.corpus.labels(self.step)
-        weight = label_weight(labels)
+        factor = 1.0 if self.scales is None else self.scales.at(self.step).factor
+        weight, self._overflow = factor * label_weight(labels), Overflow(factor)
         batches = list(
             zip(
                 np.split(self.corpus.batch(self.step)[:, :-1], config.microbatches),
@@ -128,7 +142,7 @@ class ReferenceTrainer:
                 for index in part:
                     loss, crossings = self._forward(*batches[index], index)
                     # Each microbatch has equally many positions, so the step's mean is the mean of means.
-                    share = (loss * weight if config.data.masks_labels else loss) / config.microbatches
+                    share = (loss * weight if config.weighs_loss else loss) / config.microbatches
                     self._backward(share, crossings, index)
                     shares[group].append(share.detach())
                 if is_round:
@@ -147,11 +161,13 @@ class ReferenceTrainer:
             self._tie()
         total = 0.0
         for of_group in shares:
-            total += float(torch.stack(of_group).double().sum())
+            total += float(torch.stack(of_group).double().sum()) / factor
         return total
 
     def _take_gradients(self) -> dict[str, dict[str, Gradient]]:
-        return {unit: self.optimizer.take_gradients(unit) for unit in self.optimizer.units}
+        taken = {unit: self.optimizer.take_gradients(unit) for unit in self.optimizer.units}
+        self._overflow.clear(taken.values())
+        return taken
 
     @torch.no_grad()
     def start_from(self, weights: Mapping[str, Mapping[str, np.ndarray]]) -> None:
@@ -179,7 +195,10 @@ class ReferenceTrainer:
         """
         for unit in self.optimizer.units:
             self.optimizer.load_unit_state(unit, load_unit(directory, unit))
-        self.step = read_manifest(directory).step
+        manifest = read_manifest(directory)
+        self.step = manifest.step
+        if manifest.loss_scale is not None:
+            self.scales = loss_scales(self.config.training, known=(self.step, manifest.loss_scale))
 
     @torch.no_grad()
     def validation_loss(self, windows: np.ndarray | Samples) -> float:
@@ -234,7 +253,8 @@ class ReferenceTrainer:
         self.optimizer.begin_backward(microbatch)
         torch.autograd.backward(loss)
         for index, (sent, arrived) in reversed(list(enumerate(crossings))):
-            gradient = self._cross(gradient_of(arrived), microbatch, index, Direction.GRADIENT)
+            made = self._overflow.cleared(gradient_of(arrived))
+            gradient = self._cross(made, microbatch, index, Direction.GRADIENT)
             torch.autograd.backward(sent, gradient)
 
     def _cross(self, tensor: Tensor, microbatch: int, index: int, direction: Direction) -> Tensor:

@@ -29,6 +29,7 @@ from node import faults
 from node.config.schema import RunConfig
 from node.model.units import unit_names
 from node.telemetry.format import bytes_text
+from node.training.loss_scale import ScaleOf, no_scale
 from node.training.manifest import (
     DAMAGED_NAME,
     FORMAT,
@@ -257,9 +258,16 @@ class SnapshotWriter:
     uploaded again call `discard`, so that no snapshot mixes units of two attempts at it.
     """
 
-    def __init__(self, root: Path, config: RunConfig, run_id: str, windows: int = 1) -> None:
-        """`windows`: samples of one pass over the text."""
+    def __init__(
+        self, root: Path, config: RunConfig, run_id: str, windows: int = 1, scale_of: ScaleOf = no_scale
+    ) -> None:
+        """
+        Args:
+            windows: samples of one pass over the text.
+            scale_of: of the loss.
+        """
         self._root = root
+        self._scale_of = scale_of
         self._run = config
         self._windows = windows
         # Through JSON, so that a manifest equals itself read back: tuples become lists.
@@ -335,6 +343,7 @@ class SnapshotWriter:
             config=self._config,
             units=units,
             weights_sha256=weights_sha256(entry.weights_sha256 for entry in units),
+            loss_scale=self._scale_of(step),
         )
 
     def _check(self, unit: str, data: bytes, digest: str) -> UnitEntry:

@@ -16,6 +16,11 @@ from tests.support.run_harness import SMALL, TINY, Run, Still, packed
 
 CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2))
 PACKED = packed(replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=256, sequence=32)))
+FLOAT16 = replace(
+    CONFIG,
+    training=replace(CONFIG.training, precision="float16", loss_scale=2.0**20, loss_scale_steps=4),
+)
+"""Some steps are skipped before it stops, and some after: the factor of the loss goes on."""
 TIED_RING = replace(
     SMALL,
     model=replace(SMALL.model, tied=True),
@@ -42,7 +47,7 @@ def stopped(run: Run) -> int:
     return stopped_at
 
 
-@pytest.mark.parametrize("config", [CONFIG, PACKED], ids=["float32", "packed"])
+@pytest.mark.parametrize("config", [CONFIG, PACKED, FLOAT16], ids=["float32", "packed", "float16"])
 def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) -> None:
     """Ctrl-C at the coordinator ends the run after the step and a snapshot; half of the nodes change."""
     with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:

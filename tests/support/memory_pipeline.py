@@ -7,6 +7,7 @@ functions, so what it shows about losses and weights holds for the arithmetic of
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
+from math import inf, isfinite
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -25,6 +26,7 @@ from node.stage.stage_model import StageModel
 from node.stage.step_order import StepOutcome
 from node.telemetry.clock import StageClock
 from node.training.data import Corpus
+from node.training.loss_scale import LEAST, SKIPPED, loss_scales
 from node.training.manifest import unit_weights_sha256, weights_sha256
 from node.training.optimizer import PARAMETER
 from node.training.reference import Boundary, ReferenceTrainer, Step
@@ -148,6 +150,7 @@ class MemoryPipeline:
             )
             for place in range(len(members))
         ]
+        self.scales = loss_scales(config.training)
         self._pool = ThreadPoolExecutor(len(members), initializer=torch.set_num_threads, initargs=(1,))
         for place, executor in enumerate(self.executors):
             executor.place(place % stages, stages, RowShare(config, place // stages, groups))
@@ -171,7 +174,7 @@ class MemoryPipeline:
                 rows = part_of(self._corpus, self.step, part)
                 samples[part] = from_bytes(part, to_bytes(part, rows), *rows.shape)
             try:
-                return executor.run_step(epoch, self.step, self.ios[stage], samples)
+                return executor.run_step(epoch, self.step, self.ios[stage], samples, self._factor)
             except BaseException as error:
                 for inbox in self.inboxes:
                     inbox.interrupt(f"stage {stage} failed: {error}")
@@ -188,11 +191,13 @@ class MemoryPipeline:
 
     def commit(self, outcomes: Sequence[StepOutcome]) -> Step:
         """Apply the optimizer on every stage as the coordinator would have it."""
-        training = self.config.training
+        training, factor = self.config.training, self._factor or 1.0
         norms: dict[int, float] = {}
+        told = [norm for outcome in outcomes for norm in outcome.norms.values()]
+        skipped = factor > LEAST and not all(map(isfinite, told))
         for outcome in outcomes:
             for unit, norm in outcome.norms.items():
-                assert norms.setdefault(unit, norm) == norm, "rows disagree"
+                assert norms.setdefault(unit, norm) == norm or skipped, "rows disagree"
         by_group = {group: part for outcome in outcomes for group, part in outcome.group_losses.items()}
         if self.config.pipeline.groups > 1:
             assert sorted(by_group) == list(range(self.config.pipeline.groups))
@@ -202,12 +207,19 @@ class MemoryPipeline:
                 loss += by_group[group]
         else:
             (loss,) = (outcome.loss for outcome in outcomes if outcome.loss is not None)
-        grad_norm = global_norm(norms[unit] for unit in sorted(norms))
+        grad_norm = inf if skipped else global_norm(norms[unit] / factor**2 for unit in sorted(norms))
         lr = learning_rate(self.step, training, self.config.run.steps)
-        clip = clip_coefficient(grad_norm, training.clip)
+        clip = SKIPPED if skipped else clip_coefficient(grad_norm, training.clip) / factor
+        if self.scales is not None:
+            self.scales.committed(self.step, skipped=skipped)
         list(self._pool.map(lambda executor: executor.apply(lr, clip), self.executors))
         self.step += 1
         return Step(loss=loss, grad_norm=grad_norm, lr=lr)
+
+    @property
+    def _factor(self) -> float:
+        """The loss's in this step; 0 in runs that scale none."""
+        return 0.0 if self.scales is None else self.scales.at(self.step).factor
 
     def train(self, steps: int) -> list[Step]:
         return [self.commit(self.outcomes()) for _ in range(steps)]

@@ -43,6 +43,26 @@ def loss_and_gradients(chunk: Chunk, precision: str, *, ignored: bool) -> list[T
     return [loss, of_hidden, *(gradient.float() for gradient in made if gradient is not None)]
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_pieces_in_float16_keep_small_gradients(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made before the loss is scaled, and would be 0 for most tokens of the vocabulary."""
+    lora = LoraSection(rank=2, targets=("query",), base="float32") if frozen else None
+    exact = loss_and_gradients(head(lora=lora), "float32", ignored=False)
+    monkeypatch.setattr(storage, "HEAD_LOGITS", TOKENS * MODEL.vocab // 3)
+    hidden, labels = batch(ignored=False)
+    chunk = head(lora=lora)
+    passes = AutogradPasses(ChunkCall(chunk), "float16", CPU, 3, weighs_loss=True)
+    passes.begin_step(4096.0)
+    loss = passes.forward(0, hidden, labels)
+    of_hidden = passes.backward(0, None)
+    assert of_hidden is not None
+    made = [parameter.grad for parameter in chunk.parameters()]
+    found = [loss, of_hidden, *(gradient.float() for gradient in made if gradient is not None)]
+    assert len(found) == len(exact)
+    for half, full in zip(found, exact, strict=True):
+        assert (half / 4096.0 - full).norm() < 0.01 * full.norm()
+
+
 @pytest.mark.parametrize("pieces", [2, 5, TOKENS])
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize(

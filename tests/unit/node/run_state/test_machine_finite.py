@@ -4,18 +4,23 @@ import math
 
 import pytest
 
+from node.config.schema import TrainingSection
 from node.run_state.actions import Aborted, AbortKind, Action, Announce, RecordCommit, Stop
 from node.run_state.epoch import Phase
 from node.run_state.failures import MAX_STRIKES
+from node.run_state.run_plan import Past
+from node.training.loss_scale import LEAST, loss_scales
 from tests.support.machine_driver import (
     Driver,
     finishes,
     of_kind,
     placement_of,
     restore_of,
+    sent,
+    step_plan,
     stop_of,
 )
-from wire.messages import FailureKind
+from wire.messages import Begin, Commit, FailureKind
 
 
 def saved(run: Driver, step: int) -> Stop:
@@ -99,6 +104,68 @@ def test_a_run_without_a_snapshot_claims_none() -> None:
     run.restored(1)
     run.vote("a", norm=math.nan)
     assert "no snapshot is complete yet: lower" in stop_of(run.stop(at_once=True)).reason
+
+
+# ---- in float16: first the factor of the loss
+
+
+def in_float16(factor: float) -> Past:
+    training = TrainingSection(precision="float16", loss_scale=factor, loss_scale_steps=100)
+    return Past(scales=loss_scales(training))
+
+
+def factor_of(actions: list[Action]) -> float:
+    (begin,) = [message for message in sent(actions, "a") if isinstance(message, Begin)]
+    return begin.loss_scale
+
+
+def test_a_step_that_overflows_is_committed_as_skipped_by_all() -> None:
+    run = Driver(stages=2, past=in_float16(8.0))
+    run.join("ab")
+    assert factor_of(run.restored()) == 8.0
+    assert run.vote("a", norm=math.inf) == []
+    actions = run.vote("b", norm=64.0)
+    (record,) = of_kind(actions, RecordCommit)
+    assert (record.clip_coefficient, record.grad_norm, record.loss, record.norms) == (0.0, math.inf, 2.0, {})
+    assert [one.text for one in of_kind(actions, Announce)] == [
+        "step 1 is skipped: gradients overflow; the loss's factor is 4 from now on"
+    ]
+    told = [message for node in "ab" for message in sent(actions, node)]
+    assert [(one.step, one.clip_coefficient) for one in told if isinstance(one, Commit)] == [(0, 0.0)] * 2
+    assert factor_of(run.all_applied()) == 4.0
+    run.vote("a", norm=16.0)
+    (record,) = of_kind(run.vote("b", norm=0.0), RecordCommit)
+    assert (record.grad_norm, record.norms[0]) == (1.0, 1.0), "norms are of the loss's own gradients"
+    assert record.clip_coefficient == step_plan(1, 1.0)[0] / 4.0
+
+
+def test_a_replay_has_the_factors_of_the_first_time() -> None:
+    run = Driver(stages=2, every=100, past=in_float16(8.0)).started("ab")
+    for norm in (math.inf, 1.0, 1.0):
+        run.vote("a", norm=norm)
+        run.vote("b", norm=0.0)
+        run.all_applied()
+    run.die("b")
+    run.join("b")
+    began = run.restored()
+    assert (run.epoch.step, factor_of(began)) == (0, 8.0)
+    run.vote("a", norm=math.inf)
+    run.vote("b", norm=0.0)
+    assert factor_of(run.all_applied()) == 4.0
+
+
+def test_at_the_least_factor_the_cause_is_looked_for() -> None:
+    run = Driver(stages=2, past=in_float16(2.0)).started("ab")
+    run.vote("a", norm=math.inf)
+    run.vote("b", norm=0.0)
+    assert factor_of(run.all_applied()) == LEAST
+    actions = run.vote("a", norm=math.inf)
+    assert [(one.kind, one.step) for one in of_kind(actions, Aborted)] == [(AbortKind.NOT_FINITE, 1)]
+
+
+def test_a_loss_that_is_not_finite_is_no_overflow() -> None:
+    run = Driver(stages=2, past=in_float16(8.0)).started("ab")
+    assert [one.kind for one in of_kind(run.vote("b", loss=math.inf), Aborted)] == [AbortKind.NOT_FINITE]
 
 
 # ---- with spares: first the node, then the codecs, then divergence

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from math import inf
 
 import pytest
 from torch import Tensor
@@ -80,6 +81,19 @@ def test_every_split_and_schedule_is_the_unsplit_model(
     pipeline = replace(pipeline, head=head)
     with MemoryPipeline(placed(model(layers, family, tied), pipeline, ("fp32", "fp32"))) as stages:
         assert stages.train(TRAINED) == expected
+        assert stages.weights_sha256() == weights
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_run_in_float16_skips_and_takes_the_steps_of_the_unsplit_model(tied: bool) -> None:
+    config = model(4, "llama", tied)
+    training = replace(config.training, precision="float16", loss_scale=2.0**20, loss_scale_steps=2)
+    config = placed(replace(config, training=training), PipelineSection(stages=3), ("fp32", "fp32"))
+    expected, weights = reference_run(config, STEPS)
+    norms = [step.grad_norm for step in expected]
+    assert inf in norms and min(norms) < inf, "some are skipped, and some are not"
+    with MemoryPipeline(config) as stages:
+        assert stages.train(STEPS) == expected
         assert stages.weights_sha256() == weights
 
 

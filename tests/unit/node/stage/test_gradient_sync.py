@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
+from math import inf
 
 import pytest
 import torch
@@ -114,6 +115,19 @@ def test_codecs_between_stages_sit_where_the_reference_has_them() -> None:
     expected = reference_run(config, TRAINED, split_units(config.model, 2))
 
     assert trained(config, rows=2) == expected
+
+
+def test_rows_in_float16_skip_the_steps_of_the_unsplit_model() -> None:
+    """One group overflows, so every row skips: what is sent of it is zeros, and no row refuses it."""
+    config = synced("fixed-8")
+    training = replace(config.training, precision="float16", loss_scale=2.0**20, loss_scale_steps=2)
+    config = replace(config, training=training)
+    expected, weights = reference_run(config, 5)
+    norms = [step.grad_norm for step in expected]
+    assert inf in norms and min(norms) < inf, "some are skipped, and some are not"
+    with MemoryPipeline(config, rows=ROWS[2]) as stages:
+        assert stages.train(5) == expected
+        assert stages.weights_sha256() == weights
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4])

@@ -113,7 +113,12 @@ def test_a_missing_gpu_is_one_line() -> None:
     [
         (TrainingSection(), (7, 5), None),
         (TrainingSection(precision="bfloat16"), (8, 0), None),
-        (TrainingSection(precision="bfloat16"), (7, 5), "let the run have training.precision float32"),
+        (TrainingSection(precision="float16"), (7, 5), None),
+        (
+            TrainingSection(precision="bfloat16"),
+            (7, 5),
+            "training.precision float16 or float32",
+        ),
         (TrainingSection(precision="bfloat16", compute="fp8"), (8, 6), "compute capability 8.9 or later"),
         (TrainingSection(precision="bfloat16", compute="fp8"), (9, 0), None),
     ],
