@@ -1,5 +1,6 @@
 """Tables of what a node packs: memory of activations and moments, and the effect on losses and gradients."""
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from scripts.report import RESULTS, markdown
 STORED_ACTIVATIONS = RESULTS / "stored_activations.json"
 STORED_LOSS = RESULTS / "stored_activations_loss.json"
 STORED_GRADIENTS = RESULTS / "stored_gradients.json"
+OUTLIER_STORAGE = RESULTS / "outlier_storage.json"
 QUANTIZE_GEMM = RESULTS / "quantize_gemm.json"
 OPTIMIZER = RESULTS / "optimizer.json"
 PAPER_GRADIENTS = {
@@ -302,6 +304,33 @@ def _caption(report: dict[str, Any]) -> str:
     )
 
 
+def outlier_storage() -> str:
+    """Results of scripts/experiments/outlier_storage.py: means over the tensors of a kind."""
+    report = read_report(OUTLIER_STORAGE)
+    rows = []
+    for kind in dict.fromkeys(row["kind"] for row in report["results"]):
+        ways = [row["ways"] for row in report["results"] if row["kind"] == kind]
+        for way in ways[0]:
+            found = [one[way] for one in ways]
+            rows.append(
+                [
+                    f"{kind} ({len(ways)})",
+                    way,
+                    f"{statistics.mean(one['bits'] for one in found):.2f}",
+                    f"{statistics.mean(one['error'] for one in found):.4f}",
+                    f"{statistics.geometric_mean(one['against'] for one in found):.2f}",
+                ]
+            )
+    columns = [
+        ("tensors", "left"),
+        ("kept as", "left"),
+        ("bits", "right"),
+        ("error", "right"),
+        ("over ours at as many bits", "right"),
+    ]
+    return f"{markdown(columns, rows)}\n\n{report['hardware']}, commit {report['commit'][:12]}."
+
+
 TABLES: Tables = {
     "inside_a_node": inside_a_node,
     "stored_activations": stored_activations,
@@ -309,4 +338,5 @@ TABLES: Tables = {
     "stored_gradients_by_width": stored_gradients_by_width,
     "stored_loss": stored_loss,
     "optimizer": optimizer,
+    "outlier_storage": outlier_storage,
 } | if_recorded(QUANTIZE_GEMM, "quantize_gemm", quantize_gemm)
