@@ -136,6 +136,11 @@ class MemoryExhaustedError(DeviceLostError):
         self.happened = happened or message
 
 
+def close_to(name: str, known: Iterable[str]) -> list[str]:
+    """Known names that an unknown one may mean, the likeliest first."""
+    return get_close_matches(name, list(known), cutoff=0.5)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: `; did you mean 'X'?`, or all known names."""
     known = list(known)

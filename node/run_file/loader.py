@@ -10,17 +10,17 @@ import logging
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from node.config.schema import Every, RunConfig, Window
-from node.run_file.validate import together, validate
+from node.run_file.validate import problems, together, validate
 from node.telemetry.format import parse_duration
 from node.training.text import expanded
-from wire.errors import ConfigError, nearest
+from wire.errors import ConfigError, close_to, nearest
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,17 @@ Values = dict[str, dict[str, Any]]
 """Checked values by section and key."""
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A run file's sections, as far as names and types go."""
+
+    values: Values = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    """What is wrong with names and types."""
+    doubtful: set[str] = field(default_factory=set)
+    """Keys, and sections with their dot, whose values are not known for that."""
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file, or a recipe by its name, apply overrides such as `training.lr=3e-4`, check everything.
 
@@ -70,8 +81,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if path.name == str(path) and str(path) in recipes() and not path.exists():
         path = recipe(str(path))
     samples = f"thinwire config init {path} --recipe NAME (one of {', '.join(recipes())})"
-    values = _read_sections(read_toml(path, "run file", samples), where=str(path))
-    return _overridden(values, overrides, where=str(path))
+    read = _read_sections(read_toml(path, "run file", samples))
+    if read.wrong:
+        raise ConfigError(f"{path}: {together([*read.wrong, *_further_problems(read, overrides)])}")
+    return _overridden(read.values, overrides, where=str(path))
 
 
 def recipes() -> tuple[str, ...]:
@@ -166,7 +179,10 @@ def from_json(text: str) -> RunConfig:
         raise ConfigError(f"{where} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: expected an object of sections, got {_shown(raw)}")
-    values = _read_sections(raw, where=where)
+    read = _read_sections(raw)
+    if read.wrong:
+        raise ConfigError(f"{where}: {together(read.wrong)}")
+    values = read.values
     for full in full_keys():
         section, _, key = full.partition(".")
         if key not in values.get(section, {}):
@@ -287,15 +303,41 @@ def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConf
     return config
 
 
-def _with_short_warmup(config: RunConfig) -> RunConfig:
+def _further_problems(read: _Read, overrides: Sequence[str]) -> list[str]:
+    """What else is wrong with a file whose names and types are, so that it needs one correction and not two.
+    Rules that name a key whose value is not known are left out: it may be what breaks them."""
+    values, wrong, doubtful = (
+        {name: dict(section) for name, section in read.values.items()},
+        [],
+        read.doubtful,
+    )
+    for override in overrides:
+        try:
+            section, key, value = parse_override(override)
+        except ConfigError as error:
+            wrong.append(str(error))
+        else:
+            values.setdefault(section, {})[key] = value
+    if values.get("model", {}).get("from"):
+        doubtful = {
+            *doubtful,
+            "model.",
+            "data.tokenizer",
+        }  # the checkpoint sets these, and is not read for this
+    config = _with_short_warmup(_build(values), say=False)
+    return [*wrong, *(one for one in problems(config) if not any(name in one for name in doubtful))]
+
+
+def _with_short_warmup(config: RunConfig, *, say: bool = True) -> RunConfig:
     """A warm-up longer than the run is cut to a tenth of it, and that is said."""
     steps, training = config.run.steps, config.training
     if not 0 < steps < training.warmup_steps:
         return config
     cut = max(1, steps // 10)
-    log.warning(
-        "training.warmup_steps = %d is cut to %d: the run has %d steps", training.warmup_steps, cut, steps
-    )
+    if say:
+        log.warning(
+            "training.warmup_steps = %d is cut to %d: the run has %d steps", training.warmup_steps, cut, steps
+        )
     return replace(config, training=replace(training, warmup_steps=cut, warmup_tokens=0))
 
 
@@ -313,32 +355,35 @@ def _with_checkpoint(values: Values) -> Values:
     return {**values, "model": {**source.model, **given, "from": source.name}, "data": data}
 
 
-def _read_sections(raw: Mapping[str, Any], where: str) -> Values:
-    """Raises ConfigError with everything that is wrong."""
-    values: Values = {}
-    wrong: list[str] = []
+def _read_sections(raw: Mapping[str, Any]) -> _Read:
+    read = _Read()
     for section, table in raw.items():
         if section not in section_types():
             # A key outside its section is the likeliest mistake.
             owners = [full for full in full_keys() if full.endswith(f".{section}")]
             if owners and not isinstance(table, dict):
                 owner = owners[0].partition(".")[0]
-                wrong.append(f"key {section!r} is outside its section; put it under [{owner}]")
+                read.wrong.append(f"key {section!r} is outside its section; put it under [{owner}]")
+                read.doubtful.update(owners)
             else:
-                wrong.append(f"unknown section [{section}]{nearest(section, section_types())}")
+                read.wrong.append(f"unknown section [{section}]{nearest(section, section_types())}")
+                read.doubtful.update(f"{one}." for one in close_to(section, section_types()))
         elif not isinstance(table, dict):
-            wrong.append(f"[{section}] must be a section of keys, got {_shown(table)}")
+            read.wrong.append(f"[{section}] must be a section of keys, got {_shown(table)}")
+            read.doubtful.add(f"{section}.")
         else:
-            values[section] = {}
+            values = read.values[section] = {}
             for key, value in table.items():
                 try:
-                    kind = _field_type(section, key, where)
-                    values[section][key] = convert(value, kind, where=where, name=f"{section}.{key}")
+                    kind = _field_type(section, key, "")
+                    values[key] = convert(value, kind, where="", name=f"{section}.{key}")
                 except ConfigError as error:
-                    wrong.append(str(error).removeprefix(f"{where}: "))
-    if wrong:
-        raise ConfigError(f"{where}: {together(wrong)}")
-    return values
+                    read.wrong.append(str(error).removeprefix(": "))
+                    named = key in _key_types(section)
+                    alike = [key] if named else close_to(key, _key_types(section))
+                    read.doubtful.update(f"{section}.{one}" for one in alike)
+                    read.doubtful.update(full for full in full_keys() if full.endswith(f".{key}"))
+    return read
 
 
 def _field_type(section: str, key: str, where: str) -> Any:

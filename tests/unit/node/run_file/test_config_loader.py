@@ -338,6 +338,16 @@ def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
         "also: training.clip must be a number, got 'x' (a string); "
         "also: unknown section [piepline]; did you mean 'pipeline'?"
     )
+    path.write_text("[training]\nlrr = 1\nclip = -1.0\nwarmup_steps = 9\n[run]\nsteps = 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["pipeline.stages=x", "run.steps=5"])
+    name, value, rule = str(caught.value).removeprefix(f"{path}: ").split("; also: ")
+    assert "'lrr'" in name and "pipeline.stages must be" in value and "training.clip" in rule
+    path.write_text("[pipeline]\nstages = 3\nsplitt = [1, 2, 1]\n[model]\nlayers = true\n[run]\nname = ''\n")
+    with pytest.raises(ConfigError) as caught:  # what follows from a value that is not known is no problem
+        load_config(path)
+    split, layers, rule = str(caught.value).split("; also: ")
+    assert "'splitt'" in split and "model.layers" in layers and "run.name" in rule
     path.write_text("[training]\nlr = -1.0\nclip = -1.0\n")
     with pytest.raises(ConfigError) as caught:
         load_config(path)
