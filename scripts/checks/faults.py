@@ -406,11 +406,11 @@ Nobody here has a certificate of the run; connections come from 200 addresses. E
 have 1,024 descriptors. The run has one core and the strangers another, so that what they spend is not held
 against the run. *Speed*: steps a second during the siege, over the mean of a calm time before and one after
 it; the median of the rounds, and in brackets the lowest and the highest. *CPU*: the run's own processor
-seconds for a step, likewise. All the time a member opens a new connection every 2 s, dialling as nodes do. Measured on
-{report["cores"]} cores that did other work too. Steps take tens of milliseconds, so that what a connection
-costs counts for more than in a real run. *An honest node joins in*: from the start of its process, which
-loads its libraries on the run's core, to its admission; *of these asking*: the longest of five admissions
-from the first word on. A connection that has shown no valid token carries 8 KiB a second, so most requests to
+seconds for a step, likewise. All the time a member opens a new connection every 2 s, dialling as nodes do.
+Measured on {report["cores"]} cores that did other work too. Steps take tens of milliseconds, so that what a
+connection costs counts for more than in a real run. *An honest node joins in*: from the start of its process,
+which loads its libraries on the run's core, to its admission; *of these asking*: the longest of five
+admissions from the first word on. A connection that has shown no valid token carries 8 KiB a second, so most requests to
 join are never read.
 
 {markdown(stranger_columns, strangers)}
