@@ -410,8 +410,8 @@ seconds for a step, likewise. All the time a member opens a new connection every
 Measured on {report["cores"]} cores that did other work too. Steps take tens of milliseconds, so that what a
 connection costs counts for more than in a real run. *An honest node joins in*: from the start of its process,
 which loads its libraries on the run's core, to its admission; *of these asking*: the longest of five
-admissions from the first word on. A connection that has shown no valid token carries 8 KiB a second, so most requests to
-join are never read.
+admissions from the first word on. A connection that has shown no valid token carries 8 KiB a second, so most
+requests to join are never read.
 
 {markdown(stranger_columns, strangers)}
 """
