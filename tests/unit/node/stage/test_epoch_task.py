@@ -107,7 +107,14 @@ class Stage:
     def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:
         assert not activations and not gradients, "the run file's"
 
-    def run_step(self, epoch: int, step: int, io: LoopIO, samples: Mapping[BatchPart, object]) -> StepOutcome:
+    def run_step(
+        self,
+        epoch: int,
+        step: int,
+        io: LoopIO,
+        samples: Mapping[BatchPart, object],
+        loss_scale: float = 0.0,
+    ) -> StepOutcome:
         self.io = io
         if self.trouble is not None:
             raise self.trouble
