@@ -83,6 +83,7 @@ class Reporter:
         self.accounting = Accounting(codecs.union(config.sync_codecs))
         self.snapshot_path = ""
         self.weights_sha256 = ""
+        self._snapshot_step = -1
         self._config = config
         self._emit = emit
         self._recovery = Recovery()
@@ -242,7 +243,9 @@ class Reporter:
         )
 
     def snapshot_stored(self, step: int, size: int, path: str, weights_sha256: str) -> None:
-        self.snapshot_path, self.weights_sha256 = path, weights_sha256
+        # Copies of a step's layers may be complete later than those of a later step.
+        if step >= self._snapshot_step:
+            self._snapshot_step, self.snapshot_path, self.weights_sha256 = step, path, weights_sha256
         self._emit(events.SnapshotStored(step=step, bytes=size, path=path))
 
     def finished(self, reason: str, *, failed: bool, resume: str = "") -> None:

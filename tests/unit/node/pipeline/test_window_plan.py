@@ -257,6 +257,7 @@ def test_measures_are_a_microbatchs() -> None:
         activation_bytes=10.0,
         gradient_bytes=20.0,
         links=(LinkRate(up=100.0, down=math.inf, latency=0.25),),
+        packing=(0.5, 0.5),
     )
     # With the head on the first stage twice as many tensors of each kind cross the link of two stages.
     assert measured(costs(), report, chunks=1, microbatches=8, head_share=0.5) == StepMeasures(
@@ -266,6 +267,7 @@ def test_measures_are_a_microbatchs() -> None:
         gradient_bytes=10.0,
         links=(LinkRate(up=100.0, down=math.inf, latency=0.25),),
         head_share=0.5,
+        packing=(0.5, 0.5),
     )
 
 
