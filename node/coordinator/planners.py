@@ -30,12 +30,12 @@ from wire.messages import BlockTime, CoordinatorMessage, PeerRate
 from wire.telemetry import CodecTimes, LinkReport
 
 BUSY = 0.5
-"""A link that tensors keep busy for this share of a step shows what it carries,"""
+"""A link shows its rate if tensors keep it busy for this share of a step,"""
 TELLS_SECONDS = 0.02
-"""and so does one tensor that takes this long; of less, late acknowledgements are too large a part. A link
-that shows nothing binds nothing: its tensors may grow by `rate_control.RISE` a plan until it shows."""
+"""or if one tensor takes this long: late acknowledgements distort shorter transfers. Other links count as
+fast, and their tensors grow by `rate_control.RISE` at most from one plan to the next."""
 MOST_NODES = 4096
-"""Of which it is known what packing takes them: the newest ones."""
+"""The newest nodes whose packing times are kept."""
 PLAN_SECONDS = 1.0
 """Between two plans: a plan takes longer to make than a step of milliseconds."""
 

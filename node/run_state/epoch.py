@@ -472,7 +472,7 @@ class Epoch:
         return self._committed(loss, grad_norm, clip / factor, lr, norms)
 
     def _skip_step(self) -> list[Action]:
-        """Commit that nobody applies the step, because the scale of the loss was too large for it."""
+        """Commit the step as skipped: no stage applies it, because the loss's scale was too large."""
         loss = self._sum_of_losses()
         self._history.committed(self.step, {}, loss, confirmed=False)
         _, lr = self._plan(self.step, 0.0)

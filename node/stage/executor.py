@@ -28,7 +28,7 @@ from node.stage.packing_meter import packing_meter
 from node.stage.stage_model import StageCompute
 from node.stage.stage_plans import StageCodecs, StageStorage
 from node.stage.step_order import StepOrder, StepOutcome
-from node.stage.step_samples import microbatches_of, numbered
+from node.stage.step_samples import cut_samples, numbered
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer, example_tensor
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
@@ -593,7 +593,7 @@ class StageExecutor:
         return self._sync is not None and group not in self._order.audited
 
     def _cut(self, part: BatchPart, batch: np.ndarray) -> tuple[Tensor, ...]:
-        return microbatches_of(part, batch, self.config.training.microbatch, self.device)
+        return cut_samples(part, batch, self.config.training.microbatch, self.device)
 
     def _cached_boundaries(self) -> dict[int, str]:
         """By number, the unit before each boundary of this stage; empty if the codec has no sample cache."""

@@ -31,7 +31,7 @@ class PackingMeter:
         self._tried: dict[str, CodecTime] = {}
         self._factors: dict[str, float] = {}
         self._spent: dict[str, list[tuple[float, float]]] = {}
-        """By family, of tensors since the last news: seconds, and what they would be as tried."""
+        """By family: for each tensor since the last news its seconds, and those expected from the trial."""
         self._told: dict[str, CodecTime] = {}
 
     def tried(self, codec: str, pack: float, unpack: float) -> None:

@@ -222,7 +222,7 @@ class SnapshotTransfer:
     async def _of_folder(self, unit: str) -> LayerFile | None:
         """A unit's weights from the folder that the run starts from, if this machine has one of that name.
 
-        The coordinator, which is told the SHA-256, says whether it is the same one.
+        The coordinator compares its SHA-256 with that of the run.
         """
         model = self._config.model
         if not model.from_ or model.from_.startswith(HUB):

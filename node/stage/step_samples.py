@@ -9,9 +9,7 @@ from torch import Tensor
 from node.model.labels import BatchPart
 
 
-def microbatches_of(
-    part: BatchPart, batch: np.ndarray, size: int, device: torch.device
-) -> tuple[Tensor, ...]:
+def cut_samples(part: BatchPart, batch: np.ndarray, size: int, device: torch.device) -> tuple[Tensor, ...]:
     """A part of the samples [n, sequence], `size` at a time."""
     whole = torch.from_numpy(batch)
     if part is not BatchPart.DOCUMENTS:  # which are listed on the CPU
