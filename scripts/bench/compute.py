@@ -8,10 +8,11 @@ Times a middle stage's forward and backward of a microbatch in bf16. The methods
     fp8, all products      also with `training.weight_gradients = "fp8"`
     compiled, fastest      transformers' layers under torch.compile, with the attention torch prefers
     compiled, fixed order  the same with torch's deterministic algorithms, which a run that replays needs
+    compiled, torchao      the first with products in FP8 by torchao's recipe `tensorwise`, all three of a layer
     products               its matrix products and attention alone, as a CUDA graph, each tensor in place
 
 Our weights are float32 with a bf16 copy a step and float32 gradients, as in a run; transformers' weights and
-gradients are bf16. Needs transformers.
+gradients are bf16. Needs transformers, and torchao for its way.
 """
 
 import argparse
@@ -120,7 +121,7 @@ def ours(
     return passes
 
 
-def compiled(shape: Shape, *, fixed_order: bool) -> Way:
+def compiled(shape: Shape, *, fixed_order: bool, torchao: bool = False) -> Way:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -136,6 +137,10 @@ def compiled(shape: Shape, *, fixed_order: bool) -> Way:
     )
     layers = nn.ModuleList(LlamaDecoderLayer(config, index) for index in range(shape.blocks))
     layers.to("cuda", torch.bfloat16)
+    if torchao:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(layers, config=Float8LinearConfig.from_recipe_name("tensorwise"))
     rotary = LlamaRotaryEmbedding(config).to("cuda")
     fed = torch.randn(shape.microbatch, model.sequence, model.hidden, device="cuda", dtype=torch.bfloat16)
     fed.requires_grad_()
@@ -226,12 +231,23 @@ WAYS: dict[str, Callable[[Shape], Way]] = {
     "fp8, all products": lambda shape: ours(shape, "off", "fp8", "fp8"),
     "compiled, fastest": lambda shape: compiled(shape, fixed_order=False),
     "compiled, fixed order": lambda shape: compiled(shape, fixed_order=True),
+    "compiled, torchao": lambda shape: compiled(shape, fixed_order=False, torchao=True),
     "products": products,
 }
 
 
 def measure(shape: Shape, chosen: Sequence[str], runs: int) -> dict[str, Any]:
-    ways = {name: WAYS[name](shape) for name in chosen}
+    ways: dict[str, Way] = {}
+    for name in chosen:
+        # Each way's code is traced apart.
+        torch._dynamo.reset()
+        began = time.perf_counter()
+        try:
+            ways[name] = WAYS[name](shape)
+        except Exception as error:  # one way that a library refuses costs not the others
+            sys.stderr.write(f"{shape.name}, {name}: {type(error).__name__}: {str(error)[:300]}\n")
+        else:
+            print(f"{shape.name}, {name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(runs):
         for name, way in ways.items():

@@ -10,23 +10,28 @@ Writes scripts/results/soak.json and soak_rows.json, each if no run of its kind 
 import argparse
 import json
 import math
+import multiprocessing
 import os
+import platform
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
+from multiprocessing import util
 from pathlib import Path
 
 import torch
 
 from node.config.schema import RunConfig, SyncSection
 from node.faults import ANY, Fault, Kind, Phase
+from node.lab.results import commit, hardware
 from node.telemetry.events import Event, NodeLeft, PlacementMade, RunStarted, StepAborted, StepDone
 from scripts.report import RESULTS
 from tests.support.fault_prefork import Prefork
@@ -209,6 +214,11 @@ class Totals:
                 self.faults[f"{fault.kind} in {fault.phase}"] += 1
                 self._time(run, fault, at)
 
+    def add_up(self, others: "Totals") -> None:
+        """Add what another process has counted."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(others, each.name))
+
     def _time(self, run: FaultRun, fault: Fault, at: float) -> None:
         recovered = _recovered(run, at)
         if fault.kind in (Kind.COORDINATOR_KILL, Kind.TORN_WRITE):
@@ -242,53 +252,85 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, help="how many schedules; records nothing")
     parser.add_argument("--kills", type=int, default=200, help="stop after as many processes were killed")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no schedule after as many")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="schedules at a time; each has up to 13 processes"
+    )
+    parser.add_argument("--out", type=Path, help="where the record goes, instead of scripts/results")
     args = parser.parse_args(argv)
+    kinds = (True,) if args.rows else (False,) if args.runs is not None else (False, True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=_begin_worker) as workers:
+        return max(_soak(args, workers, of_rows=of_rows) for of_rows in kinds)
+
+
+_worker_prefork: Prefork | None = None
+
+
+def _begin_worker() -> None:
+    """What a process that does schedules has: a prefork that ends with it."""
+    global _worker_prefork
     # The undisturbed run is computed in this process; leave the other cores to the nodes.
     torch.set_num_threads(1)
-    kinds = (True,) if args.rows else (False,) if args.runs is not None else (False, True)
-    with Prefork() as prefork:
-        return max(_soak(args, prefork, of_rows=of_rows) for of_rows in kinds)
+    _worker_prefork = Prefork().__enter__()
+    # Handlers of `atexit` do not run in these processes.
+    util.Finalize(None, _worker_prefork.__exit__, (None, None, None), exitpriority=1)
 
 
-def _soak(args: argparse.Namespace, prefork: Prefork, *, of_rows: bool) -> int:
-    """Run schedules of one kind; 1 if one failed."""
+def _done_schedule(seed: int, of_rows: bool) -> "Totals":
+    """Run a schedule, in a worker. Raises AssertionError as `run_schedule` does."""
+    assert _worker_prefork is not None, "not in a worker"
+    totals = Totals()
+    run_schedule(_schedule(seed, of_rows=of_rows), _worker_prefork, totals)
+    return totals
+
+
+def _schedule(seed: int, *, of_rows: bool) -> Schedule:
+    return Schedule.of_rows(seed) if of_rows else Schedule.of(seed)
+
+
+def _soak(args: argparse.Namespace, workers: Executor, *, of_rows: bool) -> int:
+    """Run schedules of one kind, `--jobs` at a time; 1 if one failed."""
     totals, began = Totals(), time.monotonic()
-    for seed in _seeds(args, totals, began, of_rows=of_rows):
-        schedule = Schedule.of_rows(seed) if of_rows else Schedule.of(seed)
-        try:
-            run_schedule(schedule, prefork, totals)
-        except AssertionError as error:
-            print(f"seed {seed}: {error}", *getattr(error, "__notes__", ()), sep="\n")
-            print(*(json.dumps(asdict(fault)) for fault in schedule.faults), sep="\n")
-            again = f"--seed {seed} --runs 1" + " --rows" * of_rows
-            print(f'failed; run it again: make soak SOAK_ARGS="{again}"')
-            return 1
-        pipeline = schedule.config.pipeline
-        print(
-            f"seed {seed}: {pipeline.stages} stages, {pipeline.most_rows} rows, {schedule.config.run.steps} "
-            f"steps of {schedule.config.sync.every}, {schedule.spares + len(schedule.joins)} more nodes; "
-            f"{totals.kills} killed so far",
-            flush=True,
-        )
+    seeds, running = count(args.seed), dict[Future[Totals], int]()
+    while True:
+        while len(running) < args.jobs and not _enough(args, totals, len(running), began, of_rows=of_rows):
+            seed = next(seeds)
+            running[workers.submit(_done_schedule, seed, of_rows)] = seed
+        if not running:
+            break
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            seed = running.pop(future)
+            schedule = _schedule(seed, of_rows=of_rows)
+            try:
+                totals.add_up(future.result())
+            except AssertionError as error:
+                print(f"seed {seed}: {error}", *getattr(error, "__notes__", ()), sep="\n")
+                print(*(json.dumps(asdict(fault)) for fault in schedule.faults), sep="\n")
+                again = f"--seed {seed} --runs 1" + " --rows" * of_rows
+                print(f'failed; run it again: make soak SOAK_ARGS="{again}"')
+                return 1
+            pipeline = schedule.config.pipeline
+            print(
+                f"seed {seed}: {pipeline.stages} stages, {pipeline.most_rows} rows, "
+                f"{schedule.config.run.steps} steps of {schedule.config.sync.every}, "
+                f"{schedule.spares + len(schedule.joins)} more nodes; {totals.kills} killed so far",
+                flush=True,
+            )
     if args.runs is None:
         record = RECORD_OF_ROWS if of_rows else RECORD
-        report = _report(args.seed, totals, began, of_rows=of_rows)
-        record.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        report = _report(args, totals, began, of_rows=of_rows)
+        (args.out or record).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"{totals.kills} processes killed in {totals.runs} runs; every loss and weight as undisturbed")
     return 0
 
 
-def _seeds(args: argparse.Namespace, totals: Totals, began: float, *, of_rows: bool) -> Iterator[int]:
-    seed = args.seed
-    while time.monotonic() - began < 60 * args.minutes:
-        if args.runs is not None:
-            done = totals.runs >= args.runs
-        else:
-            done = totals.runs >= SCHEDULES_OF_ROWS if of_rows else totals.kills >= args.kills
-        if done:
-            return
-        yield seed
-        seed += 1
+def _enough(args: argparse.Namespace, totals: Totals, running: int, began: float, *, of_rows: bool) -> bool:
+    """No further schedule begins."""
+    if time.monotonic() - began >= 60 * args.minutes:
+        return True
+    if args.runs is not None:
+        return totals.runs + running >= args.runs
+    return totals.runs + running >= SCHEDULES_OF_ROWS if of_rows else totals.kills >= args.kills
 
 
 def run_schedule(schedule: Schedule, prefork: Prefork, totals: Totals) -> None:
@@ -321,7 +363,7 @@ def _has_done(step: int, event: Event) -> bool:
     return isinstance(event, StepDone) and event.step >= step
 
 
-def _report(first_seed: int, totals: Totals, began: float, *, of_rows: bool) -> dict[str, object]:
+def _report(args: argparse.Namespace, totals: Totals, began: float, *, of_rows: bool) -> dict[str, object]:
     def spread(seconds: list[float]) -> dict[str, float | int]:
         if not seconds:
             return {"measured": 0}
@@ -332,12 +374,16 @@ def _report(first_seed: int, totals: Totals, began: float, *, of_rows: bool) -> 
         }
 
     return {
+        "commit": commit(),
+        "hardware": hardware(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "kills": totals.kills,
         "kills_of_coordinators": totals.kills_of_coordinators,
         "rows_lost": totals.rows_lost,
         "rows_entered": totals.rows_entered,
         "runs": totals.runs,
-        "seeds": [first_seed, first_seed + totals.runs - 1],
+        "seeds": [args.seed, args.seed + totals.runs - 1],
+        "schedules_at_a_time": args.jobs,
         "steps": totals.steps,
         "faults": dict(sorted(totals.faults.items())),
         "seconds": round(time.monotonic() - began),

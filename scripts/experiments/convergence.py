@@ -16,6 +16,8 @@ Suites (65,536 tokens a step, AdamW, bf16 autocast):
     memory    310 steps with activations, gradients, moments or weights in few bits, boundaries uncompressed
               in all runs but one; gradients accumulate over eight microbatches a step
     memory-long    the same over 900 steps
+    compute-long   900 steps of the one stage of a run with `stages = 1`, as a node computes it: CUDA graphs,
+                   matrix products in bf16 or in FP8
 """
 
 import argparse
@@ -45,13 +47,18 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.lab.results import commit
+from node.model.chunk import compute_precision
 from node.model.rng import generator
 from node.pipeline.memory import stage_storages
 from node.pipeline.placement import split_units
 from node.run_file.validate import validate
-from node.training.reference import ReferenceTrainer
+from node.stage.machine_info import fix_order
+from node.stage.stage_model import StageModel
+from node.training.reference import ReferenceTrainer, Step
+from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from scripts.experiments.convergence_runs import (
     BLOCKS,
+    COMPUTE,
     EPOCH_WINDOWS,
     GLOBAL_BATCH,
     MEMORY,
@@ -188,11 +195,10 @@ def _naive(tensor: Tensor) -> Tensor:
     return (tensor / scale).round().clamp(-7, 7) * scale
 
 
-def make_trainer(
-    run: Run, text: Windows, boundary: Boundaries | None, device: torch.device
-) -> ReferenceTrainer:
-    """The unsplit trainer of a run; its blocks are compiled unless they keep packed activations."""
+def run_config(run: Run, *, stages: int) -> RunConfig:
     storage, training = MEMORY[run.memory]
+    # For the run's stages; a window has not been measured here.
+    split = {"split": BLOCKS} if stages == STAGES else {}
     config = RunConfig(
         run=RunSection(seed=run.seed, steps=run.steps),
         model=MODEL,
@@ -206,10 +212,18 @@ def make_trainer(
             **training,
         ),
         storage=StorageSection(**storage),
-        # For the run's stages; a window has not been measured here.
-        pipeline=PipelineSection(stages=STAGES, split=BLOCKS, window=0),
+        pipeline=PipelineSection(stages=stages, window=0, **split),
     )
     validate(config, run.name)
+    return config
+
+
+def make_trainer(
+    run: Run, text: Windows, boundary: Boundaries | None, device: torch.device
+) -> ReferenceTrainer:
+    """The unsplit trainer of a run; its blocks are compiled unless they keep packed activations."""
+    storage, _ = MEMORY[run.memory]
+    config = run_config(run, stages=STAGES)
     trainer = ReferenceTrainer(
         config,
         text,  # type: ignore[arg-type]  # all that the trainer asks of a corpus is `batch`
@@ -224,6 +238,42 @@ def make_trainer(
     return trainer
 
 
+class StageTrainer:
+    """A run of one stage as a node does it, in place of the reference trainer."""
+
+    def __init__(self, run: Run, text: Windows, device: torch.device) -> None:
+        self.config, self._text, self._device, self._step = run_config(run, stages=1), text, device, 0
+        self._stage = StageModel(self.config, device)
+        self._stage.build(0, 1)
+
+    def train_step(self) -> Step:
+        stage, training = self._stage, self.config.training
+        stage.begin_step()
+        losses = []
+        for number, ids in enumerate(np.split(self._text.batch(self._step), self.config.microbatches)):
+            losses.append(stage.forward(0, number, *self._ids(ids)).clone())
+            stage.backward(0, number, None)
+        stage.finish_step()
+        grad_norm = global_norm(stage.squared_norms().values())
+        lr = learning_rate(self._step, training, self.config.run.steps)
+        stage.apply(lr, clip_coefficient(grad_norm, training.clip))
+        self._step += 1
+        return Step(loss=float(torch.stack(losses).double().sum()), grad_norm=grad_norm, lr=lr)
+
+    @torch.no_grad()
+    def validation_loss(self, held_out: np.ndarray) -> float:
+        """As `ReferenceTrainer.validation_loss`, in the run's own precision."""
+        (chunk,) = self._stage._chunks
+        parts = np.split(held_out, len(held_out) // self.config.training.microbatch)
+        with compute_precision(self.config.training.precision, self._device):
+            return float(np.mean([chunk.loss(*self._ids(part)).item() for part in parts]))
+
+    def _ids(self, ids: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs and labels."""
+        whole = torch.from_numpy(ids.astype(np.int64)).to(self._device)
+        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+
+
 def train(run: Run, tokens: Path, out: Path) -> None:
     """Do one run and write its result to the folder `out`."""
     text = Windows(
@@ -231,8 +281,13 @@ def train(run: Run, tokens: Path, out: Path) -> None:
         limit=EPOCH_WINDOWS if run.suite == "epochs" else None,
         seed=run.seed,
     )
-    boundary = Boundaries(run, text)
-    trainer = make_trainer(run, text, boundary, torch.device("cuda"))
+    boundary, device = Boundaries(run, text), torch.device("cuda", 0)
+    trainer: StageTrainer | ReferenceTrainer
+    if run.suite == COMPUTE:
+        fix_order(device)
+        trainer = StageTrainer(run, text, device)
+    else:
+        trainer = make_trainer(run, text, boundary, device)
     valid = np.load(tokens / "books-valid.npy", mmap_mode="r")
     held_out = windows(valid, np.arange(VALIDATION_WINDOWS))
     losses: list[float] = []

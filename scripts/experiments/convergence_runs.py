@@ -25,7 +25,8 @@ MODEL = ModelSection(
 EPOCH_WINDOWS = 4960
 """Windows of the suite `epochs`: 310 steps see each of them four times."""
 VALIDATION_WINDOWS = 256
-MEMORY_SUITES = ("memory", "memory-long")
+COMPUTE = "compute-long"
+MEMORY_SUITES = ("memory", "memory-long", COMPUTE)
 NAIVE = "naive-4"
 """4 bits, symmetric, one scale for the whole tensor: the paper's naive quantizer."""
 
@@ -65,9 +66,12 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "three": ({"preset": "agoq"}, _FEW),
     "three-by-stage": ({"preset": "agoq", "bits_by_stage": True}, _FEW),
     "three-bf16-weights": ({"preset": "agoq"}, {**_FEW, "weights": "bfloat16"}),
+    "fp8": ({}, {"compute": "fp8"}),
+    "fp8-all-products": ({}, {"compute": "fp8", "weight_gradients": "fp8"}),
+    "fp8-three": ({"preset": "agoq"}, {"compute": "fp8", **_FEW}),
 }
 """[storage] and [training] of each way."""
-
+COMPUTE_WAYS = ("plain", "fp8", "fp8-three", "fp8-all-products")
 
 BETTER = "trellis-4.41"
 RUNS = (
@@ -109,7 +113,11 @@ RUNS = (
             (BETTER, "fixed-8"),
         )
     ),
-    *(Run(suite="memory", forward="fp32", backward="fp32", memory=way) for way in MEMORY),
+    *(
+        Run(suite="memory", forward="fp32", backward="fp32", memory=way)
+        for way in MEMORY
+        if not way.startswith("fp8")
+    ),
     *(Run(suite="memory", forward="fp32", backward="fp32", seed=seed) for seed in (1, 2)),
     Run(suite="memory", forward="tah", backward="fixed-8", memory="three"),
     *(
@@ -126,6 +134,11 @@ RUNS = (
         Run(suite="memory-long", forward="fp32", backward="fp32", memory=way, seed=seed, steps=900)
         for way in ("three-by-stage", "compact", "activations", "all-4")
         for seed in (0, 1, 2)
+    ),
+    *(
+        Run(suite=COMPUTE, forward="fp32", backward="fp32", memory=way, seed=seed, steps=900)
+        for seed in (0, 1, 2)
+        for way in COMPUTE_WAYS
     ),
     # More seeds show how far runs differ by their seed alone.
     *(Run(suite="memory-long", forward="fp32", backward="fp32", seed=seed, steps=900) for seed in (3, 4)),
