@@ -8,7 +8,7 @@ Times a middle stage's forward and backward of a microbatch in bf16. The methods
     fp8, all products      also with `training.weight_gradients = "fp8"`
     compiled, fastest      transformers' layers under torch.compile, with the attention torch prefers
     compiled, fixed order  the same with torch's deterministic algorithms, which a run that replays needs
-    compiled, torchao      the first with products in FP8 by torchao's recipe `tensorwise`, all three of a layer
+    compiled, torchao      the first with torchao's FP8 products, recipe `tensorwise`
     products               its matrix products and attention alone, as a CUDA graph, each tensor in place
 
 Our weights are float32 with a bf16 copy a step and float32 gradients, as in a run; transformers' weights and
@@ -239,8 +239,6 @@ WAYS: dict[str, Callable[[Shape], Way]] = {
 def measure(shape: Shape, chosen: Sequence[str], runs: int) -> dict[str, Any]:
     ways: dict[str, Way] = {}
     for name in chosen:
-        # Each way's code is traced apart.
-        torch._dynamo.reset()
         began = time.perf_counter()
         try:
             ways[name] = WAYS[name](shape)
