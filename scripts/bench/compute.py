@@ -1,6 +1,7 @@
 """How fast a stage computes, on an NVIDIA GPU: `python -m scripts.bench.compute --out PATH`.
 
-Times a middle stage's forward and backward of a microbatch in bf16. The methods take turns in one process:
+Times a middle stage's forward and backward of a microbatch in bf16. Each way takes turns with
+`compiled, fastest` and `products`, in one process:
 
     plain, agoq            our stage, CUDA graphs, with nothing packed and with `storage.preset = "agoq"`
     plain, any order       attention's gradients in no fixed order (`training.deterministic = false`)
@@ -37,6 +38,9 @@ from node.stage.stage_model import StageModel
 from scripts.report import gpu_report
 
 MICROBATCHES = 8
+COMPILED = "compiled, fastest"
+BASES = (COMPILED, "products")
+"""Ways that the others are compared with."""
 Way = Callable[[], None]
 """Computes `MICROBATCHES` microbatches, forward and backward."""
 
@@ -229,7 +233,7 @@ WAYS: dict[str, Callable[[Shape], Way]] = {
     "fp8": lambda shape: ours(shape, "off", "fp8"),
     "fp8, agoq": lambda shape: ours(shape, "agoq", "fp8"),
     "fp8, all products": lambda shape: ours(shape, "off", "fp8", "fp8"),
-    "compiled, fastest": lambda shape: compiled(shape, fixed_order=False),
+    COMPILED: lambda shape: compiled(shape, fixed_order=False),
     "compiled, fixed order": lambda shape: compiled(shape, fixed_order=True),
     "compiled, torchao": lambda shape: compiled(shape, fixed_order=False, torchao=True),
     "products": products,
@@ -237,25 +241,47 @@ WAYS: dict[str, Callable[[Shape], Way]] = {
 
 
 def measure(shape: Shape, chosen: Sequence[str], runs: int) -> dict[str, Any]:
-    ways: dict[str, Way] = {}
-    for name in chosen:
+    """Times of each way, in turns with those of `BASES`, which stay in memory; the others come and go."""
+    kept: dict[str, Way] = {}
+    seconds: dict[str, list[float]] = {}
+    ratios: dict[str, float] = {}
+
+    def made(name: str) -> Way | None:
         began = time.perf_counter()
         try:
-            ways[name] = WAYS[name](shape)
+            way = WAYS[name](shape)
         except Exception as error:  # one way that a library refuses costs not the others
             sys.stderr.write(f"{shape.name}, {name}: {type(error).__name__}: {str(error)[:300]}\n")
-        else:
-            print(f"{shape.name}, {name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(runs):
-        for name, way in ways.items():
-            seconds[name].append(timed(way))
+            return None
+        print(f"{shape.name}, {name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
+        return way
+
+    for name in BASES:
+        if name in chosen and (way := made(name)) is not None:
+            kept[name] = way
+    for name in [each for each in chosen if each not in BASES] or [""]:
+        turns = dict(kept)
+        if name and (way := made(name)) is not None:
+            turns[name] = way
+        found: dict[str, list[float]] = {each: [] for each in turns}
+        for _ in range(runs):
+            for each, run in turns.items():
+                found[each].append(timed(run))
+        for each, times in found.items():
+            seconds.setdefault(each, []).extend(times)
+        if name in found and COMPILED in found:
+            ratios[name] = statistics.median(found[name]) / statistics.median(found[COMPILED])
+        turns.clear()
+        way = run = None
+        gc.collect()
+        torch.cuda.empty_cache()
     return {
         "name": shape.name,
         "tokens": shape.microbatch * shape.model.sequence,
         "blocks": shape.blocks,
         "runs": runs,
-        "seconds": {name: statistics.median(found) for name, found in seconds.items()},
+        "seconds": {name: statistics.median(times) for name, times in seconds.items()},
+        "of_compiled": ratios,
     }
 
 
@@ -264,7 +290,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
+    names = [shape.name for shape in SHAPES]
+    parser.add_argument("--shapes", nargs="+", choices=names, default=names, metavar="SHAPE")
     arguments = parser.parse_args()
     begun = gpu_report(parser, "compute of a stage")
     fix_order(torch.device("cuda", 0))
@@ -272,12 +299,10 @@ def main() -> int:
         **begun,
         "rows": [],
     }
-    for shape in SHAPES[: arguments.shapes]:
+    for shape in (each for each in SHAPES if each.name in arguments.shapes):
         report["rows"].append(measure(shape, arguments.ways, arguments.runs))
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(report["rows"][-1]), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
     return 0
 
 

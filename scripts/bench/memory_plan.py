@@ -7,6 +7,7 @@ cap it times a microbatch, forward and backward, in each way that fits:
     plain           everything kept
     again           every block runs again (full recompute)
     selective       torch's selective checkpointing, which keeps the products' results of each block
+    budget          torch.compile of each block with the largest `activation_memory_budget` that fits
     agoq, compact   few bits, which change the run's bits
 
 An optimizer's step is timed apart. Peaks are torch's: of tensors, and of what its allocator has reserved,
@@ -24,15 +25,16 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.utils import checkpoint
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
@@ -51,6 +53,8 @@ from node.stage.stage_model import StageModel
 GB = 10**9
 CAPS = (12, 16, 24, 40, 80)
 LENGTHS = {"2 x 4096": (2, 4096), "1 x 32768": (1, 32768)}
+WAYS = ("plan", "plain", "again", "selective", "agoq", "compact", "budget")
+BUDGETS = (0.8, 0.5, 0.3, 0.15)
 MICROBATCHES = 4
 STAGES, STAGE = 3, 1
 BESIDE = int(0.7 * GB)
@@ -113,12 +117,39 @@ class Selective(nn.Module):
         return cast(Tensor, made)
 
 
+def budgeted(config: RunConfig, device: torch.device, runs: int) -> dict[str, Any]:
+    """`timed` with the largest of `BUDGETS` that fits."""
+    for budget in BUDGETS:
+        found = tried(partial(timed, config, Fixed(Choice.KEPT), device, runs, budget=budget), device)
+        torch._dynamo.reset()
+        if "failed" not in found:
+            break
+    return {**found, "budget": budget}
+
+
 def timed(
-    config: RunConfig, room: Room, device: torch.device, runs: int, *, selective: bool = False
+    config: RunConfig,
+    room: Room,
+    device: torch.device,
+    runs: int,
+    *,
+    selective: bool = False,
+    budget: float | None = None,
 ) -> dict[str, Any]:
     """Median seconds of a microbatch and of a step of the optimizer, and the peak."""
+    with functorch_config.patch(activation_memory_budget=1.0 if budget is None else budget):
+        return _timed(config, room, device, runs, selective, compiled=budget is not None)
+
+
+def _timed(
+    config: RunConfig, room: Room, device: torch.device, runs: int, selective: bool, *, compiled: bool
+) -> dict[str, Any]:
     model = StageModel(config, device, room=room)
     model.build(STAGE, STAGES)
+    if compiled:
+        for layer in (each for part in model._chunks for each in part.layers if isinstance(each, Block)):
+            layer.fuses = False
+            layer.compile()
     if selective:
         for part in model._chunks:
             for number, layer in enumerate(part.layers):
@@ -184,12 +215,11 @@ def cap(device: torch.device, size: int) -> None:
 
 def stage_rows(
     name: str, caps: Sequence[int], ways: Sequence[str], device: torch.device, runs: int
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     samples, length = LENGTHS[name]
     config = run_file(samples, length)
     cap(device, 1 << 50)
     times = measured_times(config, device)
-    rows: list[dict[str, Any]] = []
     for gb in caps:
         size = gb * GB - BESIDE
         devices = Devices(on_cpu=False, host_bytes=48 * GB)
@@ -204,30 +234,29 @@ def stage_rows(
             "plain": lambda: timed(config, Fixed(Choice.KEPT), device, runs),
             "again": lambda: timed(config, Fixed(Choice.AGAIN), device, runs),
             "selective": lambda: timed(config, Fixed(Choice.KEPT), device, runs, selective=True),
+            "budget": lambda: budgeted(config, device, runs),
         }
         for preset in ("agoq", "compact"):
             other = run_file(samples, length, preset=preset)
             forms[preset] = lambda other=other: timed(other, Fixed(Choice.KEPT), device, runs)
         for way in ways:
             found[way] = tried(forms[way], device)
-        rows.append(
-            {
-                "tokens": name,
-                "gb": gb,
-                "plan": plan.text() or "everything kept",
-                "fits": plan.fits,
-                "solve_seconds": solved,
-                "estimate_bytes": plan.memory.total,
-                "estimate_without_process": plan.memory.total - plan.memory.fixed,
-                "cap_bytes": size,
-                "added": plan.added,
-                "host_bytes": plan.host_bytes,
-                "times": None if times is None else asdict(cast(BlockTimes, times)),
-                "ways": found,
-            }
-        )
-        sys.stderr.write(json.dumps(rows[-1]) + "\n")
-    return rows
+        row = {
+            "tokens": name,
+            "gb": gb,
+            "plan": plan.text() or "everything kept",
+            "fits": plan.fits,
+            "solve_seconds": solved,
+            "estimate_bytes": plan.memory.total,
+            "estimate_without_process": plan.memory.total - plan.memory.fixed,
+            "cap_bytes": size,
+            "added": plan.added,
+            "host_bytes": plan.host_bytes,
+            "times": None if times is None else asdict(cast(BlockTimes, times)),
+            "ways": found,
+        }
+        sys.stderr.write(json.dumps(row) + "\n")
+        yield row
 
 
 def main() -> int:
@@ -241,8 +270,8 @@ def main() -> int:
     parser.add_argument(
         "--ways",
         nargs="+",
-        default=["plan", "plain", "again", "selective", "agoq", "compact"],
-        choices=("plan", "plain", "again", "selective", "agoq", "compact"),
+        default=list(WAYS),
+        choices=WAYS,
     )
     parser.add_argument("--segments", choices=("growing", "fixed"), default="growing")
     args = parser.parse_args()
@@ -262,10 +291,10 @@ def main() -> int:
         "rows": [],
     }
     for name in args.tokens:
-        with suppress(KeyboardInterrupt):
-            result["rows"] += stage_rows(name, args.caps, args.ways, device, args.runs)
-        # What was measured stays, if time runs out.
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        for row in stage_rows(name, args.caps, args.ways, device, args.runs):
+            result["rows"].append(row)
+            # What was measured stays, if time runs out.
+            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -16,7 +16,7 @@ Suites (65,536 tokens a step, AdamW, bf16 autocast):
     memory    310 steps with activations, gradients, moments or weights in few bits, boundaries uncompressed
               in all runs but one; gradients accumulate over eight microbatches a step
     memory-long    the same over 900 steps
-    compute-long   900 steps of the one stage of a run with `stages = 1`, as a node computes it: CUDA graphs,
+    compute        450 steps of the one stage of a run with `stages = 1`, as a node computes it: CUDA graphs,
                    matrix products in bf16 or in FP8
 """
 

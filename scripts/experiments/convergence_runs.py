@@ -25,7 +25,7 @@ MODEL = ModelSection(
 EPOCH_WINDOWS = 4960
 """Windows of the suite `epochs`: 310 steps see each of them four times."""
 VALIDATION_WINDOWS = 256
-COMPUTE = "compute-long"
+COMPUTE = "compute"
 MEMORY_SUITES = ("memory", "memory-long", COMPUTE)
 NAIVE = "naive-4"
 """4 bits, symmetric, one scale for the whole tensor: the paper's naive quantizer."""
@@ -136,7 +136,7 @@ RUNS = (
         for seed in (0, 1, 2)
     ),
     *(
-        Run(suite=COMPUTE, forward="fp32", backward="fp32", memory=way, seed=seed, steps=900)
+        Run(suite=COMPUTE, forward="fp32", backward="fp32", memory=way, seed=seed, steps=450)
         for seed in (0, 1, 2)
         for way in COMPUTE_WAYS
     ),

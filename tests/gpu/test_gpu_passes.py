@@ -152,7 +152,7 @@ def test_garbage_of_other_code_breaks_no_capture() -> None:
 class Waiting(nn.Module):
     """Reads a value from the device, which a capture does not allow."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: None = None) -> Tensor:
         return x * (1.0 if x.detach().sum().isfinite().item() else 2.0)
 
 
