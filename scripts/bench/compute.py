@@ -210,7 +210,11 @@ def products(shape: Shape) -> Way:
     with torch.cuda.graph(graph):
         microbatch()
 
+    # A graph does not hold the tensors that it reads.
+    held = places, query, key, value, grad
+
     def passes() -> None:
+        assert held
         for _ in range(MICROBATCHES):
             graph.replay()
 

@@ -4,6 +4,7 @@ A stage of 8 blocks of Llama 8B's shape, the middle one of three, at 2 x 4096 an
 cap it times a microbatch, forward and backward, in each way that fits:
 
     plan            ours: what a node with so much memory would do, by times that it measures first
+    plan, few bits  the same, where the run file allows 8 and 4 bits: the bits that a stage would be given
     plain           everything kept
     again           every block runs again (full recompute)
     selective       torch's selective checkpointing, which keeps the products' results of each block
@@ -45,6 +46,7 @@ from node.model.units import Initial, ParameterSpec
 from node.pipeline.block_times import BlockTimes
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory_plan import Choice, MemoryPlan, Room
+from node.pipeline.storage_choice import choose, chosen_config, words_of
 from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
 from node.stage.block_measure import measured_times
 from node.stage.machine_info import fix_order
@@ -53,7 +55,9 @@ from node.stage.stage_model import StageModel
 GB = 10**9
 CAPS = (12, 16, 24, 40, 80)
 LENGTHS = {"2 x 4096": (2, 4096), "1 x 32768": (1, 32768)}
-WAYS = ("plan", "plain", "again", "selective", "agoq", "compact", "budget")
+WAYS = ("plan", "plan, few bits", "plain", "again", "selective", "agoq", "compact", "budget")
+ALLOWED = ("8", "4", "attention:8", "attention_output:8")
+"""`storage.allow` of `plan, few bits`."""
 BUDGETS = (0.8, 0.5, 0.3, 0.15)
 MICROBATCHES = 4
 STAGES, STAGE = 3, 1
@@ -115,6 +119,18 @@ class Selective(nn.Module):
 
         made = checkpoint.checkpoint(self.block, x, use_reentrant=False, context_fn=contexts)
         return cast(Tensor, made)
+
+
+def allowed(
+    config: RunConfig, devices: Devices, size: int, device: torch.device, runs: int
+) -> dict[str, Any]:
+    """`timed` with the bits and the plan of a node that offers `size` bytes, of those in `ALLOWED`."""
+    open_to = replace(config, storage=StorageSection(allow=ALLOWED))
+    storage = choose(open_to, STAGES, STAGE, devices, size)
+    chosen = chosen_config(open_to, storage)
+    room = Room(devices=devices, memory_bytes=size, times=measured_times(chosen, device))
+    plan = room.plan(chosen, STAGES, STAGE).text() or "everything kept"
+    return {**timed(chosen, room, device, runs), "plan": plan, "storage": words_of(storage)}
 
 
 def budgeted(config: RunConfig, device: torch.device, runs: int) -> dict[str, Any]:
@@ -231,6 +247,7 @@ def stage_rows(
         found: dict[str, Any] = {}
         forms: dict[str, Callable[[], dict[str, Any]]] = {
             "plan": lambda room=room: timed(config, room, device, runs),
+            "plan, few bits": lambda gb=gb, devices=devices: allowed(config, devices, gb * GB, device, runs),
             "plain": lambda: timed(config, Fixed(Choice.KEPT), device, runs),
             "again": lambda: timed(config, Fixed(Choice.AGAIN), device, runs),
             "selective": lambda: timed(config, Fixed(Choice.KEPT), device, runs, selective=True),
