@@ -158,6 +158,8 @@ def gpu_tests() -> str:
         f"Of the tests in tests/gpu, {counts}: {report['gpus']} x {spaced(report['hardware'])}, "
         f"torch {report['versions']['torch']}, commit {commit(report)}."
     )
+    if again := report.get("again"):
+        caption += f" `{again['file']}` ran again at commit {again['commit'][:12]}: {again['why']}."
     for outcome in ("failure", "error"):
         if named := report["others"].get(outcome):
             caption += f" {OUTCOMES[outcome].capitalize()}: {', '.join(f'`{name}`' for name in named)}."

@@ -1,13 +1,14 @@
 """Tables of rows of nodes that share a step."""
 
 from statistics import median
+from textwrap import fill
 from typing import Any
 
 from node.telemetry.format import bytes_text
 from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
 from scripts.report import RESULTS, markdown
 
-ROWS = RESULTS / "rows.json"
+ROWS, SOAK_ROWS = RESULTS / "rows.json", RESULTS / "soak_rows.json"
 
 
 def rows() -> str:
@@ -61,6 +62,33 @@ def _waits(waits: dict[str, Any]) -> str:
     )
 
 
+def soak_rows() -> str:
+    """Seeded deaths in runs of several rows (scripts/checks/soak.py)."""
+    report = read_report(SOAK_ROWS)
+    found: dict[str, dict[str, int]] = {}
+    for fault, count in report["faults"].items():
+        kind, _, phase = fault.partition(" in ")
+        found.setdefault(phase, {})[kind] = count
+    lines = [
+        [phase, *(spaced(str(kinds[kind])) if kind in kinds else "" for kind in ("kill", "coordinator-kill"))]
+        for phase, kinds in sorted(found.items())
+    ]
+    columns = [("killed in", "left"), ("nodes", "right"), ("coordinators", "right")]
+    node, coordinator = (report[f"seconds_to_recover_from_a_{who}"] for who in ("node", "coordinator"))
+    first, last = report["seeds"]
+    caption = (
+        f"{report['kills']} processes killed in {report['runs']} runs of {report['steps']:,} steps in all, "
+        "of one to three stages, two to four rows and four gradient groups, exact or in local steps, with "
+        f"every sync codec: seeds {first} to {last}. Rows were lost {report['rows_lost']} times and entered "
+        f"{report['rows_entered']} times. Every loss and weight equals the undisturbed run's. From the death "
+        f"of a node to the next committed step a median of {node['median']:.2f} s, at most "
+        f"{node['max']:.2f} s; of the coordinator: {coordinator['median']:.2f} s, at most {coordinator['max']:.2f} s. "
+        f"{report['schedules_at_a_time']} runs at a time. {spaced(report['hardware'])}, torch "
+        f"{report['versions']['torch']}, commit {commit(report)}."
+    )
+    return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
+
+
 def _link(one: dict[str, Any]) -> tuple[int, float, float]:
     return one["stages"], one["rate_mbit"], one["round_trip_ms"]
 
@@ -69,4 +97,4 @@ def _place(one: dict[str, Any]) -> tuple[int, int, float, float]:
     return one["rows"], *_link(one)
 
 
-TABLES: Tables = if_recorded(ROWS, "rows", rows)
+TABLES: Tables = {**if_recorded(ROWS, "rows", rows), "soak_rows": soak_rows}
