@@ -83,8 +83,8 @@ def soak_rows() -> str:
         f"{report['rows_entered']} times. Every loss and weight equals the undisturbed run's. From the death "
         f"of a node to the next committed step a median of {node['median']:.2f} s, at most "
         f"{node['max']:.2f} s; of the coordinator {coordinator['median']:.2f} s, at most "
-        f"{coordinator['max']:.2f} s. {report['schedules_at_a_time']} runs at a time. {spaced(report['hardware'])}, torch "
-        f"{report['versions']['torch']}, commit {commit(report)}."
+        f"{coordinator['max']:.2f} s. {report['schedules_at_a_time']} runs at a time. "
+        f"{spaced(report['hardware'])}, torch {report['versions']['torch']}, commit {commit(report)}."
     )
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
 
