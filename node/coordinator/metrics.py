@@ -102,7 +102,7 @@ class RunMetrics(Collector):
             families.set("stage_present", stage.present, stage.stage, stage.replica)
         if self.accounting is not None:
             _stages(families, self.accounting)
-            _links(families, self.accounting)
+            _links(families, self.accounting, view)
             for node, report in self.accounting.newest.items():
                 if report.clock_error_seconds > 0:
                     families.set("node_clock_skew_seconds", report.clock_skew_seconds, node)
@@ -172,7 +172,13 @@ def _stages(families: Families, accounting: Accounting) -> None:
             families.set("stage_gpu_peak_memory_bytes", report.gpu_peak_memory_bytes, *labels)
 
 
-def _links(families: Families, accounting: Accounting) -> None:
+def _links(families: Families, accounting: Accounting, view: RunView) -> None:
+    why = {
+        (link.source, link.target, link.source_replica, link.target_replica): "; ".join(
+            filter(None, (link.why_not_direct, link.why_not_together))
+        )
+        for link in view.links
+    }
     for (sender, receiver), sums in accounting.run.links.items():
         link = sender.stage, receiver.stage, sender.replica, receiver.replica
         families.set("link_bytes_total", sums.bytes, *link)
@@ -189,4 +195,4 @@ def _links(families: Families, accounting: Accounting) -> None:
             families.set("link_queued_bytes", report.queued_bytes, *link)
             families.set("link_relayed", is_relayed(report.path), *link)
             if report.path:
-                families.set("link_path", 1, *link, report.path)
+                families.set("link_path", 1, *link, report.path, why.get(link, ""))

@@ -99,7 +99,7 @@ RUN_METRICS: tuple[Definition, ...] = (
     _gauge("link_round_trip_seconds", "Smoothed round trip; absent while unknown.", *LINK),
     _gauge("link_queued_bytes", "Bytes waiting to be sent or acknowledged.", *LINK),
     _gauge("link_relayed", "1 if the link goes through a relay, 0 if it is direct.", *LINK),
-    _gauge("link_path", "1 for the path that the link takes.", *LINK, "path"),
+    _gauge("link_path", "1 for the link's path; `why`: why it takes no better one.", *LINK, "path", "why"),
     _counter("relay_bytes_total", "Bytes that the coordinator's relay carried, both ways together."),
     _counter("relay_refused_total", "Requests that the coordinator's relay refused."),
     _gauge("relay_pairs", "Pairs of connections that the coordinator's relay joins; a link has two."),

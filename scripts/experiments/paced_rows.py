@@ -133,7 +133,10 @@ async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> l
             for relay in run.run.relays:
                 relay.shape(rate=rate * 1e6 / 8, delay=delay / 2e3)
             await run.steps(arguments.settle)
+            begun = len(run.told)
             times = await run.steps(arguments.steps)
+            costs = [one for _, one in run.told[begun:] if isinstance(one, events.StepCosts)]
+            kinds = seconds_by_kind(costs)
             # What each row must compute, one microbatch after the other, and the pipeline's fill and drain.
             least = (own + stages - 1) * (FORWARD_SECONDS + BACKWARD_SECONDS)
             found.append(
@@ -144,6 +147,10 @@ async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> l
                     "round_trip_ms": delay,
                     "step_seconds": times,
                     "compute_seconds": least,
+                    "measured_compute_seconds": (own + stages - 1)
+                    * (kinds["forward"] + kinds["backward"])
+                    / own,
+                    "seconds_by_kind": kinds,
                     "boundary_bytes": crossed,
                     "sync_bytes": sent,
                     "floor_seconds": max(least, (crossed + sent) / (rate * 1e6 / 8)),
@@ -151,6 +158,17 @@ async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> l
             )
             print(found[-1], flush=True)
     return found
+
+
+def seconds_by_kind(costs: Sequence[events.StepCosts]) -> dict[str, float]:
+    """What a stage did in a step: medians over steps of the mean over stages."""
+    kinds = {kind for one in costs for stage in one.stages for kind in stage.seconds}
+    return {
+        kind: statistics.median(
+            statistics.fmean(stage.seconds.get(kind, 0.0) for stage in one.stages) for one in costs
+        )
+        for kind in sorted(kinds)
+    }
 
 
 async def waits(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from node.analysis.link_views import NOT_LISTENING
 from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.accounting import Accounting
 from node.coordinator.metrics import COUNTED, STATES, RunMetrics
@@ -119,6 +120,22 @@ def test_a_run_gives_every_metric_that_is_defined(watched: Watched) -> None:
     assert 8 * samples["thinwire_link_tensor_bytes_total", flow] / samples[
         "thinwire_link_elements_total", flow
     ] == pytest.approx(4.5)
+
+
+def test_a_link_that_is_not_direct_says_why(watched: Watched) -> None:
+    def relayed(event: events.Event) -> events.Event:
+        if not isinstance(event, events.StepCosts):
+            return event
+        return replace(event, links=tuple(replace(one, path=relay_path(NODES[2])) for one in event.links))
+
+    watched.say(events.NodeJoined(node_id=NODES[1], device="cpu", address="", listens=False))
+    watched.say(*map(relayed, step(1)))
+    watched.report(1)
+    found = [dict(labels) for name, labels in watched.samples() if name == "thinwire_link_path"]
+    assert found
+    for labels in found:
+        assert labels["path"] == relay_path(NODES[2])
+        assert f"the node of stage 1 {NOT_LISTENING}" in labels["why"]
 
 
 def test_counters_only_grow_over_epochs_deaths_and_restarts(watched: Watched) -> None:
