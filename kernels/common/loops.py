@@ -258,9 +258,12 @@ def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16], constant: float 
     return torch.tensor(exponent, dtype=torch.int32)
 
 
-def two_factors(exponent: torch.Tensor) -> tuple[np.float32, np.float32]:
+@cache
+def two_factors(exponent: int) -> tuple[np.float32, np.float32]:
     """2**exponent as in `kernels.common.tiles.powers_of_two`, always two factors, the nearer to 1 first."""
-    factors = [np.float32(factor.item()) for factor in powers_of_two(exponent)]
+    factors = [
+        np.float32(factor.item()) for factor in powers_of_two(torch.tensor(exponent, dtype=torch.int32))
+    ]
     return (factors[0], factors[1]) if len(factors) == 2 else (ONE, factors[0])
 
 

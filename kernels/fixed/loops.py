@@ -178,7 +178,7 @@ def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Ten
     exponent = exponent_of(words, constant)
     if exponent.item() == NON_FINITE:
         return exponent
-    near, far = two_factors(-exponent)
+    near, far = two_factors(-int(exponent))
     scales, planes = out.scales.view(torch.int16).numpy(), out.planes.numpy().view(np.uint64)
 
     def pack(first: int, last: int) -> None:
@@ -199,7 +199,7 @@ def decode(sections: FixedSections, out: torch.Tensor, exponent: int, *, constan
         for plane in sections.planes[2:]:
             all_ones.bitwise_and_(plane)
         return not bool(all_ones.any())
-    near, far = two_factors(torch.tensor(exponent, dtype=torch.int32))
+    near, far = two_factors(exponent)
     limit, half = np.float32(torch.finfo(out.dtype).max), out.dtype == torch.float16
     width, elements = out.shape[-1], bits_to_fill(out)
     scales, planes = sections.scales.view(torch.int16).numpy(), sections.planes.numpy().view(np.uint64)

@@ -29,10 +29,11 @@ Value = TypeVar("Value")
 
 ROOT = 1
 """The tree's node that holds all groups. The children of node n are 2n and 2n + 1."""
-PIECES = 4096
-"""A model's matrices are cut into about so many pieces, so that owners have equal shares."""
-LEAST_PIECE, MOST_PIECE = 2**14, 2**21
-"""Elements of a piece: enough for a header to cost little, few enough for memory. Powers of two, so that
+PIECES = 1024
+"""A model's matrices are cut into about so many pieces, so that owners have equal shares. To pack, add or
+unpack a piece takes 0.2 to 0.3 ms beside the time that its elements take."""
+LEAST_PIECE, MOST_PIECE = 2**15, 2**21
+"""Elements of a piece: enough for its handling to cost little, few enough for memory. Powers of two, so that
 pieces are whole blocks and tiles of any codec."""
 SQUARE, SQUARE_ROWS, SQUARE_COLUMNS = "square", "square_rows", "square_columns"
 """Begin the names of what rounds average of the second moments: of a vector all, of a matrix the means of its

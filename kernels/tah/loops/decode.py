@@ -97,7 +97,7 @@ def decode(sections: TahSections, out: torch.Tensor, exponent: int) -> None:
             f"the bit-map has {np.count_nonzero(four)} of {n} tiles with 4 bits, but there are "
             f"{sections.fourth_planes.numel()} fourth planes: check the bit-map before decoding"
         )
-    near, far = two_factors(torch.tensor(exponent, dtype=torch.int32))
+    near, far = two_factors(exponent)
     limit, half = np.float32(torch.finfo(out.dtype).max), out.dtype == torch.float16
     elements = bits_to_fill(out)
     arrays = (

@@ -250,7 +250,7 @@ def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, ta
     exponent = exponent_of(words)
     if exponent.item() == NON_FINITE:
         return exponent
-    near, far = two_factors(-exponent)
+    near, far = two_factors(-int(exponent))
     low, high = np.empty(n, dtype=np.float32), np.empty(n, dtype=np.float32)
     outlier, four = np.empty(n, dtype=np.bool_), np.empty(n, dtype=np.bool_)
     rank = np.empty(n, dtype=np.int32)

@@ -224,7 +224,7 @@ def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = exponent_of(words)
     out = np.empty(words.size, dtype=np.float32)
     if exponent.item() != NON_FINITE:
-        near, far = two_factors(-exponent)
+        near, far = two_factors(-int(exponent))
         run(
             lambda first, last: _normalise(words, near, far, out, first, last),
             ranges(words.size, 1),
@@ -276,7 +276,7 @@ def reconstruct(n: torch.Tensor, step: float, prediction: Prediction | None) -> 
 
 def restore(values: torch.Tensor, exponent: int, out: torch.Tensor) -> None:
     """Fill contiguous `out` with fp32 `[E]` times 2**exponent, clamped and rounded to its dtype."""
-    near, far = two_factors(torch.tensor(exponent, dtype=torch.int32))
+    near, far = two_factors(exponent)
     limit = np.float32(torch.finfo(out.dtype).max)
     half = out.dtype == torch.float16
     read, write = values.numpy(), bits_to_fill(out)
