@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import each
+
 ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {"kernels": {"kernels"}, "wire": {"wire", "kernels"}, "node": {"node", "wire", "kernels"}}
 OURS = {*MAY_IMPORT, "scripts", "tests"}
@@ -267,7 +269,7 @@ def test_a_name_is_found_in_the_module_that_defines_it() -> None:
     assert module_of("torch.nn", known) is None
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
+@each("module", MODULES)
 def test_module_keeps_the_rules(module: Path) -> None:
     source = (ROOT / module).read_text(encoding="utf-8")
     tree = ast.parse(source)
@@ -279,13 +281,13 @@ def test_module_keeps_the_rules(module: Path) -> None:
     assert len(source.splitlines()) <= LINES, "split the module: one subject each"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+@each("script", SCRIPTS)
 def test_a_script_is_no_longer_than_a_module(script: Path) -> None:
     lines = (ROOT / script).read_text(encoding="utf-8").splitlines()
     assert len(lines) <= LINES, "split the script: one subject each"
 
 
-@pytest.mark.parametrize(
+@each(
     ("module", "source", "found"),
     [
         ("kernels/a.py", "import wire.frames", ["wire.frames"]),
@@ -312,7 +314,7 @@ def test_imports_against_the_direction_are_found(module: str, source: str, found
     assert wrong_imports(ast.parse(source), Path(module)) == found
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "found"),
     [
         ("import pickle", ["pickle"]),
@@ -380,7 +382,7 @@ def loaded_by(names: Iterable[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("command", TORCH_FREE)
+@each("command", TORCH_FREE)
 def test_a_command_without_tensors_names_no_torch(command: str) -> None:
     """By reading the imports."""
     names = brought_in(Path(f"node/cli/{command}.py"))

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import each
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels", "wire", "node")
 DOCUMENTS = sorted(
@@ -58,7 +60,7 @@ def resolves(name: str) -> bool:
     return len(parts) > 1 and ROOT.joinpath(*parts).is_dir()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+@each("document", DOCUMENTS)
 def test_every_file_and_module_named_in_a_document_exists(document: Path) -> None:
     text = prose((ROOT / document).read_text(encoding="utf-8"))
     names = {*quoted(text), *listed(text)}

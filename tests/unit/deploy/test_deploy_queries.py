@@ -15,6 +15,7 @@ from node.analysis.step_model import FULL, LITTLE
 from node.coordinator.metrics import STATES
 from node.telemetry.clock import TimeKind
 from node.telemetry.metrics import PREFIX, RUN_METRICS, MetricKind
+from tests.support.cases import each
 from tests.support.deploy import GRAFANA
 from tests.support.prometheus import Query, queries, variables
 
@@ -104,7 +105,7 @@ def check(query: Query) -> Node:
     return tree
 
 
-@pytest.mark.parametrize("query", queries(), ids=lambda query: query.where)
+@each("query", queries())
 def test_every_query_uses_existing_metrics(query: Query) -> None:
     check(query)
 

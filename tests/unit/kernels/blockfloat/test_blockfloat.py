@@ -16,6 +16,7 @@ from kernels.blockfloat.layout import (
     packed_bytes,
     payload_offset,
 )
+from tests.support.cases import each
 
 FLOATS = (3, 4, 5, 6, 8)
 SHAPES = ((1,), (127,), (128,), (129,), (3, 128), (2, 5, 200), (40, 1), (7, 384))
@@ -37,8 +38,8 @@ def magnitudes(bits: int) -> list[float]:
     return [float(m) for m in range(step)] + [float((step + m) * 2**e) for e in range(3) for m in range(step)]
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("bits", WIDTHS)
+@each("shape", SHAPES)
 def test_size_is_what_the_layout_says(shape: tuple[int, ...], bits: int) -> None:
     x = normal(*shape)
     packed = blockfloat.pack(x, bits)
@@ -117,8 +118,8 @@ def test_extreme_values(bits: int) -> None:
     assert there_and_back(torch.full((128,), 3.3e38), bits).isnan().all()
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("bits", WIDTHS)
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_dtypes_and_views_are_stored_as_their_values(bits: int, dtype: torch.dtype) -> None:
     x = normal(6, 5, 64, seed=2).to(dtype)
     for view in (x, x.transpose(0, 1), x[:, ::2], x[..., 3:40]):
@@ -163,8 +164,8 @@ def test_operators_say_what_they_do(bits: int) -> None:
         torch.library.opcheck(blockfloat_ops.ffn_backward, (x.clone(), packed, second, bits))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", WIDTHS)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("bits", WIDTHS)
 def test_what_operators_store_is_no_view_of_their_input(bits: int, dtype: torch.dtype) -> None:
     """Whole blocks of bf16 are stored as they are at 16 bits; torch refuses a result that is its input."""
     x, weight = normal(2, 128).to(dtype), normal(128).to(dtype)

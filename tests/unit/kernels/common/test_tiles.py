@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from kernels.common import bitplanes, tiles
+from tests.support.cases import each
 
 
-@pytest.mark.parametrize("value", [2.0**-149, 1e-40, 2.0**-126, 1e-6, 1.0, 1.9999, 2.0, 65504.0, 3.4e38])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@each("value", [2.0**-149, 1e-40, 2.0**-126, 1e-6, 1.0, 1.9999, 2.0, 65504.0, 3.4e38])
+@each("sign", [1.0, -1.0])
 def test_exponent_brings_the_largest_element_near_two_to_the_13(value: float, sign: float) -> None:
     exponent = int(tiles.tensor_exponent(torch.tensor([0.0, sign * value, value / 2])))
     exact = torch.tensor(value, dtype=torch.float32).item()
@@ -28,7 +29,7 @@ def test_non_finite_values_have_no_exponent(bad: float) -> None:
     assert tiles.tensor_exponent(torch.tensor([1.0, bad, 2.0])) == tiles.NON_FINITE
 
 
-@pytest.mark.parametrize("exponent", range(-161, 162))
+@each("exponent", range(-161, 162))
 def test_powers_of_two_are_exact(exponent: int) -> None:
     factors = [f.double().item() for f in tiles.powers_of_two(torch.tensor(exponent, dtype=torch.int32))]
     assert math.prod(factors) == 2.0**exponent
@@ -69,8 +70,8 @@ def test_tiles_are_cut_along_the_last_dimension(width: int) -> None:
     assert last.tolist() == [tiles.tiles_per_row(width) * (row + 1) - 1 for row in range(3)]
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("count", [1, 3, 100])
+@each("bits", range(1, 9))
+@each("count", [1, 3, 100])
 def test_planes_hold_the_bits_of_each_element(bits: int, count: int) -> None:
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 2**bits, (count, 64), generator=generator, dtype=torch.uint8)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kernels.common.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE, TILE, tiles_per_row
 from kernels.fixed import loops as fixed_loops
 from kernels.fixed import reference as fixed
+from tests.support.cases import each
 from tests.support.examples import examples
 
 BITS = range(2, 11)
@@ -102,15 +103,15 @@ def check(x: torch.Tensor, bits: int, constant: float = 1.0) -> None:
     check_decode(found, int(exponent), tuple(x.shape), x.dtype, constant)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("width", [1, 7, 63, 64, 65, 128, 200])
+@each("dtype", DTYPES)
+@each("bits", BITS)
+@each("width", [1, 7, 63, 64, 65, 128, 200])
 def test_any_width(width: int, bits: int, dtype: torch.dtype) -> None:
     check(normal(3, 5, width, seed=width).to(dtype), bits)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BITS)
+@each("dtype", DTYPES)
+@each("bits", BITS)
 def test_numbers_of_any_exponent(bits: int, dtype: torch.dtype) -> None:
     check(random_bits(dtype, 200, 100), bits)
     # Without infinities' neighbours, smaller ones are not all zero to fp16.
@@ -119,10 +120,8 @@ def test_numbers_of_any_exponent(bits: int, dtype: torch.dtype) -> None:
     check(torch.where(x.abs() < 1e-4, x, 0), bits)
 
 
-@pytest.mark.parametrize("bits", [2, 8, 9])
-@pytest.mark.parametrize(
-    "largest", [2.0**-149, 2.0**-140, 1e-38, 2.0**-100, 1e-20, 1.0, 1e20, 2.0**126, MAX_FLOAT]
-)
+@each("bits", [2, 8, 9])
+@each("largest", [2.0**-149, 2.0**-140, 1e-38, 2.0**-100, 1e-20, 1.0, 1e20, 2.0**126, MAX_FLOAT])
 def test_tensors_of_any_size(largest: float, bits: int) -> None:
     x = normal(40, 100)
     x = (x / x.abs().max()).double() * largest
@@ -132,7 +131,7 @@ def test_tensors_of_any_size(largest: float, bits: int) -> None:
         check(spread.float(), bits, constant)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@each("bits", BITS)
 def test_zeros(bits: int) -> None:
     check(torch.zeros(9, 100), bits)
     check(-torch.zeros(9, 100), bits)
@@ -142,7 +141,7 @@ def test_zeros(bits: int) -> None:
     check(x, bits, 0.3)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@each("bits", BITS)
 def test_scales_beside_every_half(bits: int) -> None:
     """Tiles whose largest element over L is an fp16, or fp32's next number to one."""
     halves = torch.arange(0, 0x6C00, 7, dtype=torch.int16).view(torch.float16).float()
@@ -155,7 +154,7 @@ def test_scales_beside_every_half(bits: int) -> None:
     check(x, bits)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@each("bits", BITS)
 def test_codes_at_ties(bits: int) -> None:
     limit = 2 ** (bits - 1) - 1
     x = torch.arange(-limit, limit + 0.25, 0.25).repeat(3)
@@ -182,8 +181,8 @@ def test_memory_layout_does_not_matter() -> None:
     check(normal(4, 30, 200)[:, ::2, 3:150], 9, 3.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("exponent", [*range(MIN_EXPONENT, MAX_EXPONENT + 1, 12), -127, -126, MAX_EXPONENT])
+@each("dtype", DTYPES)
+@each("exponent", [*range(MIN_EXPONENT, MAX_EXPONENT + 1, 12), -127, -126, MAX_EXPONENT])
 def test_any_exponent(exponent: int, dtype: torch.dtype) -> None:
     """Down to fp32's smallest numbers and beyond the largest of every dtype."""
     for bits in (2, 5, 8, 10):
@@ -192,7 +191,7 @@ def test_any_exponent(exponent: int, dtype: torch.dtype) -> None:
             assert bool(check_decode(packed, exponent, (50, 100), dtype, constant).isfinite().all())
 
 
-@pytest.mark.parametrize("bits", BITS)
+@each("bits", BITS)
 def test_a_code_beyond_the_range_is_found(bits: int) -> None:
     """Wherever it is, and no other."""
     out = torch.empty(3, TILE)
@@ -205,8 +204,8 @@ def test_a_code_beyond_the_range_is_found(bits: int) -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 100, 200])
+@each("dtype", DTYPES)
+@each("width", [64, 100, 200])
 def test_threads_do_not_interfere(width: int, dtype: torch.dtype) -> None:
     for rows in (683, 1366, 3003):
         check(normal(3, rows, width).to(dtype), 6)

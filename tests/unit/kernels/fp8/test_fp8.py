@@ -20,6 +20,7 @@ from kernels.fp8.reference import (
     unpack_gradient,
     unpack_moment,
 )
+from tests.support.cases import each
 
 CPU = torch.device("cpu")
 SIZES = (1, 127, 128, 129, 1000)
@@ -52,8 +53,8 @@ def nearest_e4m3(value: float) -> float:
     return math.copysign(float(table[min(codes, key=lambda code: code % 2)]), value)
 
 
-@pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("scale", [1e-34, 1e-5, 1.0, 1e30])
+@each("count", SIZES)
+@each("scale", [1e-34, 1e-5, 1.0, 1e30])
 def test_every_element_is_the_nearest_code_of_its_block(count: int, scale: float) -> None:
     values = normal(count, scale)
     gradient = poisoned_gradient(count)
@@ -113,8 +114,8 @@ def test_non_finite_values_stay_in_their_block(bad: float) -> None:
         accumulate_gradient(gradient, torch.zeros(300))
 
 
-@pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1.0, 1e30])
+@each("count", SIZES)
+@each("scale", [1e-30, 1e-9, 1.0, 1e30])
 def test_moments_come_back_within_three_percent(count: int, scale: float) -> None:
     values = normal(count, scale)
     moment = poisoned_moment(count)

@@ -12,6 +12,7 @@ from kernels.fp8.reference import (
     blocks,
     pack_gradient,
 )
+from tests.support.cases import each
 
 
 def packed(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,8 +44,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "PIECE_BLOCKS", 3)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("elements", [1, 127, 128, 3 * BLOCK, 3 * BLOCK + 1, 10 * BLOCK, 11 * BLOCK - 5])
+@each("ranks", [1, 2, 5])
+@each("elements", [1, 127, 128, 3 * BLOCK, 3 * BLOCK + 1, 10 * BLOCK, 11 * BLOCK - 5])
 def test_the_bits_are_the_references(ranks: int, elements: int) -> None:
     generator = torch.Generator().manual_seed(elements)
     values = torch.randn(ranks, elements, generator=generator)

@@ -22,6 +22,7 @@ from kernels.fp8.reference import (
     unpack_gradient,
 )
 from tests.support import fp8_cases as cases
+from tests.support.cases import each
 
 CPU = torch.device("cpu")
 SIZES = (1, 127, 128, 129, 1000)
@@ -46,9 +47,9 @@ def codes_of(values: Tensor, noise: int) -> list[int]:
     return packed(values, noise).codes.tolist()
 
 
-@pytest.mark.parametrize("scale", [1e-40, 1e-5, 1.0, 1e30])
-@pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("scale", [1e-40, 1e-5, 1.0, 1e30])
+@each("count", SIZES)
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_gives_the_references_bits(count: int, scale: float, dtype: torch.dtype) -> None:
     cases.check_accumulation(accumulate_gradient, CPU, count, scale, dtype, stochastic=True)
 
@@ -181,8 +182,8 @@ def test_without_a_draw_it_rounds_to_nearest() -> None:
         cases.assert_same(found, expected)
 
 
-@pytest.mark.parametrize("salt", [0, 1, 0xDEADBEEF, 0xFFFFFFFF])
-@pytest.mark.parametrize("first", [0, 5, 2**31 - 20, 2**32 - 40])
+@each("salt", [0, 1, 0xDEADBEEF, 0xFFFFFFFF])
+@each("first", [0, 5, 2**31 - 20, 2**32 - 40])
 def test_bits_are_the_hash_of_their_place(salt: int, first: int) -> None:
     places = range(first, first + 37)
     expected = torch.tensor([mixed((place & 0xFFFFFFFF) ^ salt) for place in places])

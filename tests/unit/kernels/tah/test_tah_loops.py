@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kernels.common.tiles import NON_FINITE, TILE, tiles_per_row
 from kernels.tah import reference as tah
 from kernels.tah.loops import encode as tah_loops
+from tests.support.cases import each
 from tests.support.examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -68,14 +69,14 @@ def check(x: torch.Tensor, *, samples: int = 1, four_bit: int | None = None, tau
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 7, 63, 64, 65, 127, 128, 200, 1000])
+@each("dtype", DTYPES)
+@each("width", [1, 7, 63, 64, 65, 127, 128, 200, 1000])
 def test_any_width(width: int, dtype: torch.dtype) -> None:
     check(normal(3, 5, width, seed=width).to(dtype), samples=3)
     check(normal(11, width, seed=width).to(dtype))
 
 
-@pytest.mark.parametrize("rows", range(1, 18))
+@each("rows", range(1, 18))
 def test_flags_and_pivots_that_end_within_a_byte(rows: int) -> None:
     x = normal(rows, TILE)
     x[:, 33] = 100.0
@@ -92,9 +93,7 @@ def test_numbers_of_any_exponent(width: int, dtype: torch.dtype) -> None:
     check(torch.where(x.abs() < 1e-4, x, 0))
 
 
-@pytest.mark.parametrize(
-    "largest", [2.0**-149, 2.0**-140, 1e-38, 2.0**-100, 1e-20, 1.0, 1e20, 2.0**126, MAX_FLOAT]
-)
+@each("largest", [2.0**-149, 2.0**-140, 1e-38, 2.0**-100, 1e-20, 1.0, 1e20, 2.0**126, MAX_FLOAT])
 def test_tensors_of_any_size(largest: float) -> None:
     x = normal(40, 100)
     x = (x / x.abs().max()).double() * largest
@@ -127,8 +126,8 @@ def test_scales_and_zero_points_beside_every_half(sign: float, spread: float) ->
     check(x * 7, four_bit=0)
 
 
-@pytest.mark.parametrize("second", [2047.9998, 2048.0, 2048.0002, 0.0])
-@pytest.mark.parametrize("tau", [0.0, 0.5, 1.0, 2.0, 3.7, float("inf")])
+@each("second", [2047.9998, 2048.0, 2048.0002, 0.0])
+@each("tau", [0.0, 0.5, 1.0, 2.0, 3.7, float("inf")])
 def test_outliers_and_near_outliers(second: float, tau: float) -> None:
     x = normal(64, TILE).clamp(-1, 1)
     x.fill_diagonal_(-4096.0)
@@ -137,8 +136,8 @@ def test_outliers_and_near_outliers(second: float, tau: float) -> None:
     check(torch.cat((x, x[:, :17]), 1), tau=tau)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99, 1.0])
-@pytest.mark.parametrize("kinds", [1, 2, 5, 300])
+@each("share", [0.0, 0.1, 0.5, 0.99, 1.0])
+@each("kinds", [1, 2, 5, 300])
 def test_the_choice_among_equals(share: float, kinds: int) -> None:
     generator = torch.Generator().manual_seed(3)
     x = normal(kinds, TILE)[torch.randint(kinds, (900,), generator=generator)].view(3, 300, TILE)

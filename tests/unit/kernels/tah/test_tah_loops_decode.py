@@ -12,6 +12,7 @@ from kernels.common import bitplanes
 from kernels.common.tiles import MAX_EXPONENT, MIN_EXPONENT, TILE, tiles_per_row
 from kernels.tah import reference as tah
 from kernels.tah.loops import decode as tah_loops_decode
+from tests.support.cases import each
 from tests.support.examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -80,8 +81,8 @@ def check(
     return expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 7, 63, 64, 65, 127, 128, 200, 1000])
+@each("dtype", DTYPES)
+@each("width", [1, 7, 63, 64, 65, 127, 128, 200, 1000])
 def test_any_width(width: int, dtype: torch.dtype) -> None:
     for seed, turned in enumerate((0.0, 0.1, 1.0)):
         sections = random_sections(15 * tiles_per_row(width), seed=width + seed, turned=turned)
@@ -89,12 +90,12 @@ def test_any_width(width: int, dtype: torch.dtype) -> None:
         check(sections, 0, (15, width), dtype)
 
 
-@pytest.mark.parametrize("tiles", range(1, 18))
+@each("tiles", range(1, 18))
 def test_flags_and_pivots_that_end_within_a_byte(tiles: int) -> None:
     check(random_sections(tiles, seed=tiles, turned=1.0), 0, (tiles, TILE), torch.float32)
 
 
-@pytest.mark.parametrize("pivot", range(TILE))
+@each("pivot", range(TILE))
 def test_every_pivot(pivot: int) -> None:
     """In each of the four places that a pivot may have among the bytes of the pivots."""
     sections = random_sections(7, seed=pivot, turned=1.0)
@@ -102,8 +103,8 @@ def test_every_pivot(pivot: int) -> None:
     check(sections._replace(pivots=pivots), 0, (7, TILE), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("exponent", [*range(MIN_EXPONENT, MAX_EXPONENT + 1, 6), -127, -126, MAX_EXPONENT])
+@each("dtype", DTYPES)
+@each("exponent", [*range(MIN_EXPONENT, MAX_EXPONENT + 1, 6), -127, -126, MAX_EXPONENT])
 def test_any_exponent(exponent: int, dtype: torch.dtype) -> None:
     """Down to fp32's smallest numbers and beyond the largest of every dtype."""
     decoded = check(random_sections(200, seed=exponent + 200), exponent, (100, 100), dtype)
@@ -166,8 +167,8 @@ def test_a_bit_map_that_does_not_match_the_planes_is_refused(change: int) -> Non
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 100, 200])
+@each("dtype", DTYPES)
+@each("width", [64, 100, 200])
 def test_threads_do_not_interfere(width: int, dtype: torch.dtype) -> None:
     for rows in (683, 1365, 1366, 3003):
         sections = random_sections(3 * rows * tiles_per_row(width), seed=rows, turned=0.1)

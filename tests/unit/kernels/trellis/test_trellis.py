@@ -17,6 +17,7 @@ from kernels.trellis import tables as trellis_tables
 from kernels.trellis.code import LOW, Coded
 from kernels.trellis.grid import Grid, grid
 from kernels.trellis.tables import CLASSES, ESCAPE, FAMILIES, MAX_CLASS, MIDDLE, ROW, SYMBOLS, TOTAL
+from tests.support.cases import each
 
 RNG = np.random.default_rng
 
@@ -98,8 +99,8 @@ def coded(x: torch.Tensor, number: torch.Tensor, where: Grid, family: int) -> tu
     return made, words
 
 
-@pytest.mark.parametrize("highest", [23, 30, MAX_CLASS])
-@pytest.mark.parametrize("where", GRIDS, ids=str)
+@each("highest", [23, 30, MAX_CLASS])
+@each("where", GRIDS)
 def test_lanes_return_within_the_steps_of_a_path(where: Grid, highest: int) -> None:
     x, number = sample(where, where.steps, highest)
     for family in range(FAMILIES):
@@ -158,7 +159,7 @@ def path_of(values: list[int]) -> list[int]:
     return [int(one) for one in n]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_no_path_is_shorter_than_the_chosen_one(seed: int) -> None:
     values = RNG(seed).integers(-400, 400, 6).tolist()
     best = None
@@ -246,9 +247,7 @@ def test_matrices_of_smaller_rank_than_asked_for(x: np.ndarray) -> None:
 # ---- the grid and steps
 
 
-@pytest.mark.parametrize(
-    "elements", [1, 2, 1151, 1152, 5000, 36863, 786432, 2**20, 2**20 + 1, 40 * 2**20 + 12345, 2**31 + 7]
-)
+@each("elements", [1, 2, 1151, 1152, 5000, 36863, 786432, 2**20, 2**20 + 1, 40 * 2**20 + 12345, 2**31 + 7])
 def test_the_grid_holds_every_element(elements: int) -> None:
     where = grid(elements)
     assert where.bounds(0)[0] == 0 and where.bounds(where.groups - 1)[1] == elements

@@ -15,6 +15,7 @@ from kernels.trellis import scales as trellis_scales
 from kernels.trellis.factors import Factors
 from kernels.trellis.loops import matrices as trellis_matrix_loops
 from kernels.trellis.loops import spaces as trellis_space_loops
+from tests.support.cases import each
 
 # Rows and columns: around the blocks of 64 and the eight neighbours of a sum, and more than a thread takes.
 SHAPES = [(1, 1), (3, 7), (5, 8), (2, 63), (7, 64), (4, 65), (9, 200), (1400, 401)]
@@ -53,7 +54,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@each(("rows", "columns"), SHAPES)
 def test_sums(rows: int, columns: int) -> None:
     x = matrix(rows, columns, 1)
     parts = trellis_scales.parts(x)
@@ -68,14 +69,14 @@ def test_a_matrix_that_is_not_contiguous() -> None:
     assert torch.equal(trellis_matrix_loops.row_sums(x), trellis_scales.parts(x).sum(1, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@each(("rows", "columns"), SHAPES)
 def test_scales_of_rows_and_columns_at_once(rows: int, columns: int) -> None:
     x = matrix(rows, columns, 15)
     for found, expected in zip(trellis_scales.scales(x), trellis_scales.in_turn(x, True, True), strict=True):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@each(("rows", "columns"), SHAPES)
 def test_whitening_rounds_and_clips(rows: int, columns: int) -> None:
     x = matrix(rows, columns, 4)
     row, column = (2.0 ** torch.arange(n).remainder(9).sub(4).float() for n in (rows, columns))
@@ -84,8 +85,8 @@ def test_whitening_rounds_and_clips(rows: int, columns: int) -> None:
     assert torch.equal(white, expected) and torch.equal(turned, expected.T)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (1030, 1029), (1029, 2051)])
-@pytest.mark.parametrize("rank", [1, 8, 32, 33, 64])
+@each(("rows", "columns"), [*SHAPES, (1030, 1029), (1029, 2051)])
+@each("rank", [1, 8, 32, 33, 64])
 def test_products_with_directions(rows: int, columns: int, rank: int) -> None:
     generator = torch.Generator().manual_seed(9)
     white = torch.randint(-255, 256, (rows, columns), generator=generator).float()
@@ -145,8 +146,8 @@ def test_gram_schmidt_is_that_of_numpy_and_leaves_out_what_depends(rank: int) ->
     assert not rank > 1 or (not found[:, [3, 5]].any() and found[:, [0, 1, 2, 4]].any(0).all())
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 1000])
+@each("bits", range(1, 9))
+@each("count", [1, 7, 8, 9, 1000])
 def test_packed_bits_round_trip_and_padding_is_checked(bits: int, count: int) -> None:
     bias = (1 << (bits - 1)) - 1
     values = torch.arange(count).remainder(1 << bits).sub(bias).to(torch.int32)
@@ -161,8 +162,8 @@ def test_packed_bits_round_trip_and_padding_is_checked(bits: int, count: int) ->
         assert not trellis_matrix_loops.unpacked(packed, count, bias, bits, torch.int32)[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("magnitude", [1e-38, 1.0, 6e4])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("magnitude", [1e-38, 1.0, 6e4])
 def test_normalised_elements_and_their_peak(dtype: torch.dtype, magnitude: float) -> None:
     x = (matrix(33, 129, 13) / 2.0**13 * magnitude).to(dtype)
     exponent, y = trellis.normalised(x)
@@ -174,8 +175,8 @@ def test_normalised_elements_and_their_peak(dtype: torch.dtype, magnitude: float
     assert trellis.normalised(x)[0].item() == tiles.NON_FINITE
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize("rank", [1, 4, 31, 32])
+@each(("rows", "columns"), SHAPES)
+@each("rank", [1, 4, 31, 32])
 def test_residuals_round_trip(rows: int, columns: int, rank: int) -> None:
     x, by = matrix(rows, columns, 5), factors(rows, columns, rank, 6)
     predicted = trellis_factors.predict(by)
@@ -188,8 +189,8 @@ def test_residuals_round_trip(rows: int, columns: int, rank: int) -> None:
     assert torch.equal(trellis.reconstruct(n.clone(), code, by), expected)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(40, 30), (47, 65), (301, 200), (1100, 401)])
-@pytest.mark.parametrize("kind", [(1, 3), (4, 4), (7, 6)])
+@each(("rows", "columns"), [(40, 30), (47, 65), (301, 200), (1100, 401)])
+@each("kind", [(1, 3), (4, 4), (7, 6)])
 def test_a_matrix_fitted_at_once_is_what_torch_fits(rows: int, columns: int, kind: tuple[int, int]) -> None:
     x = matrix(rows, columns, 16)
     sample = x[::3].contiguous()
@@ -213,8 +214,8 @@ def test_multiples_of_a_step(elements: int) -> None:
     assert torch.equal(trellis.reconstruct(n, 777, None), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("exponent", [-149, -30, -1, 0, 9, 100, 127])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("exponent", [-149, -30, -1, 0, 9, 100, 127])
 def test_stored_values_are_finite_and_rounded(dtype: torch.dtype, exponent: int) -> None:
     values = matrix(31, 411, 8).view(-1)
     out = torch.empty(31, 411, dtype=dtype).fill_(float("nan"))
@@ -224,7 +225,7 @@ def test_stored_values_are_finite_and_rounded(dtype: torch.dtype, exponent: int)
     assert torch.equal(out, y.clamp_(-limit, limit).view(out.shape).to(dtype))
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@each(("rows", "columns"), SHAPES)
 def test_classes_are_clipped_sums(rows: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(7)
     row, column = (torch.randint(-8192, 8193, (n,), generator=generator).short() for n in (rows, columns))

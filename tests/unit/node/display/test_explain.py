@@ -33,6 +33,7 @@ from node.pipeline.memory import stage_bytes, stage_memory, stage_storages
 from node.pipeline.placement import split_units, with_head_place
 from node.pipeline.schedule import dependencies, schedule
 from node.telemetry.format import bytes_text
+from tests.support.cases import each
 from wire.codecs.registry import codec
 from wire.frames import FRAME_BYTES, HEADER_BYTES
 
@@ -84,8 +85,8 @@ def frames_of(packed: int) -> int:
     return total
 
 
-@pytest.mark.parametrize("codecs", [("tah", "fixed-8"), ("fp32", "bf16"), ("fixed-4", "tah")])
-@pytest.mark.parametrize(
+@each("codecs", [("tah", "fixed-8"), ("fp32", "bf16"), ("fixed-4", "tah")])
+@each(
     ("stages", "chunks", "window", "tied", "head"),
     [
         (1, 1, 0, True, "auto"),

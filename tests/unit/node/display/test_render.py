@@ -46,6 +46,7 @@ from node.telemetry.events import (
     from_json,
 )
 from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
+from tests.support.cases import each
 from wire.errors import ProtocolViolationError
 
 SUMMARY = RunSummary(
@@ -168,7 +169,7 @@ def test_any_text_stays_on_its_line(text: str) -> None:
     assert from_json(line) == Notice(text=text)
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "words"),
     [
         ("", "not JSON"),
@@ -375,7 +376,7 @@ def test_the_renderer_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(make_renderer(json=True, stream=Terminal()), JsonRenderer)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "expected"),
     [
         (bytes_text(0), "0 B"),

@@ -25,6 +25,7 @@ from node.pipeline.memory import stage_bytes, stage_storages
 from node.pipeline.placement import chunk_units, stage_units
 from node.pipeline.schedule import Kind, schedule
 from node.run_file.validate import problems
+from tests.support.cases import each
 from wire.errors import RunError
 
 BFLOAT16 = TrainingSection(precision="bfloat16", microbatch=1)
@@ -195,10 +196,10 @@ STORES: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("stores", STORES.values(), ids=STORES)
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize(("model", "microbatch"), SHAPES.values(), ids=SHAPES)
+@each("stores", STORES.values())
+@each("chunks", [1, 2])
+@each("stages", [2, 3, 4])
+@each(("model", "microbatch"), SHAPES.values())
 def test_bits_by_stage_never_raise_what_the_heaviest_stage_is_estimated_to_take(
     model: ModelSection, microbatch: int, stages: int, chunks: int, stores: dict[str, str]
 ) -> None:

@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from node.pipeline.schedule import Action, Kind, Orders, interleaved_1f1b, one_f_one_b, schedule
+from tests.support.cases import each
 
 
 class RecordingStage:
@@ -68,13 +68,13 @@ def reference_interleaved(stages: int, chunks: int, microbatches: int) -> Orders
     )
 
 
-@pytest.mark.parametrize("stages", range(1, 9))
+@each("stages", range(1, 9))
 def test_plain_orders_equal_torchs(stages: int) -> None:
     for microbatches in range(stages, 33):  # torch takes no fewer than the stages
         assert one_f_one_b(stages, microbatches) == reference_1f1b(stages, microbatches)
 
 
-@pytest.mark.parametrize(
+@each(
     ("stages", "chunks", "microbatches"),
     [
         (stages, chunks, microbatches)

@@ -27,6 +27,7 @@ from node.run_file.loader import (
     toml_value,
     with_absolute_paths,
 )
+from tests.support.cases import each
 from wire.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
@@ -155,7 +156,7 @@ def test_the_home_of_nobody_is_named(key: str) -> None:
         change_config(default_config(), [f"{key}=~nosuchuser/x.txt"], ["data"])
 
 
-@pytest.mark.parametrize(
+@each(
     ("override", "expected"),
     [
         ("training.lr=3e-4", ("training", "lr", 3e-4)),
@@ -179,7 +180,7 @@ def test_overrides_are_read_as_people_type_them(override: str, expected: tuple[s
     assert type(found[2]) is type(expected[2])
 
 
-@pytest.mark.parametrize(
+@each(
     ("override", "words"),
     [
         ("training.lr", "expected section.key=value"),
@@ -196,7 +197,6 @@ def test_overrides_are_read_as_people_type_them(override: str, expected: tuple[s
         (f"training.lr={'9' * 400}", "training.lr must be a number of at most 64 bits"),
         (f"pipeline.split={'[' * 3000}", "pipeline.split must be a list of whole numbers"),
     ],
-    ids=lambda value: value[:40],
 )
 def test_bad_overrides_are_named(override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:

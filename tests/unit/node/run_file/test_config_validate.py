@@ -9,6 +9,7 @@ from node.config.schema import RunConfig
 from node.run_file.addresses import parse_listen
 from node.run_file.loader import default_config
 from node.run_file.validate import problems, validate
+from tests.support.cases import each
 from wire.errors import ConfigError
 from wire.identity.token import JoinToken
 
@@ -39,7 +40,7 @@ def test_the_most_that_is_allowed() -> None:
     assert problems(changed(most)) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "words"),
     [
         ({"run.name": ""}, "run.name '' must be 1 to 64 letters"),
@@ -258,7 +259,7 @@ def test_listen_addresses(address: str, expected: tuple[str, int]) -> None:
     assert parse_listen(address) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     "address",
     [
         *("", ":", "host", "host:", ":7", "::1:7", "a b:7", "host:-1", "host:\u0663", "[]:7"),
@@ -273,7 +274,7 @@ def test_addresses_that_are_none(address: str) -> None:
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "words"),
     [
         (["training.schedule=cosin"], "training.schedule 'cosin' is unknown; did you mean 'cosine'?"),

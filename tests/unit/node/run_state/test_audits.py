@@ -11,6 +11,7 @@ from node.model.labels import BatchPart
 from node.run_state.actions import Action, Announce, RecordCommit
 from node.run_state.audits import Auditor, Contradiction, Difference
 from node.run_state.epoch import Epoch, Phase
+from tests.support.cases import each
 from tests.support.machine_driver import Driver, of_kind, sent, unit_numbers
 from wire.messages import Begin, BoundaryEnd, GroupDigests, Placed, Restore, Vote
 
@@ -261,10 +262,8 @@ def test_digests_that_no_correct_node_sends_are_refused(
 # ---- who
 
 
-@pytest.mark.parametrize("first", [0, 3, 7])
-@pytest.mark.parametrize(
-    ("node", "what"), [(node, what) for node in "abcd" for what in COMPUTES["abcd".index(node) % 2]]
-)
+@each("first", [0, 3, 7])
+@each(("node", "what"), [(node, what) for node in "abcd" for what in COMPUTES["abcd".index(node) % 2]])
 def test_of_two_that_differ_a_spare_decides_and_no_wrong_step_is_committed(
     node: str, what: str, first: int
 ) -> None:
@@ -284,9 +283,7 @@ def test_of_three_rows_the_third_decides_within_a_few_steps(node: str) -> None:
     assert not any("a spare" in note for note in play.notes)
 
 
-@pytest.mark.parametrize(
-    ("node", "what"), [(node, what) for node in "abcd" for what in COMPUTES["abcd".index(node) % 2]]
-)
+@each(("node", "what"), [(node, what) for node in "abcd" for what in COMPUTES["abcd".index(node) % 2]])
 def test_without_a_spare_a_node_of_the_same_row_changes_places_and_decides(node: str, what: str) -> None:
     play = Play(grid("abcd"), always(node, what, 3)).to_the_end()
     assert play.spoiled == []

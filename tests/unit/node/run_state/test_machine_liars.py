@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.cases import each
 from tests.support.examples import examples
 from tests.support.machine_nodes import SimEpoch, SimNode, chain
 from tests.support.machine_world import World
@@ -100,9 +101,9 @@ def check(world: World, liar: SimNode) -> None:
     assert len(world.disk.hosts) == STAGES
 
 
-@pytest.mark.parametrize("first", [0, 1, 9, STEPS - 1])
-@pytest.mark.parametrize("stage", range(STAGES))
 @pytest.mark.parametrize("lie", LIES)
+@each("first", [0, 1, 9, STEPS - 1])
+@each("stage", range(STAGES))
 def test_one_liar_ends_no_run_and_gets_no_honest_member_shut_out(lie: str, stage: int, first: int) -> None:
     check(*settled(LIES[lie], stage, first, keeps_layers=lie == "layers"))
 
