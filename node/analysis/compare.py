@@ -40,7 +40,9 @@ class RunRecord:
     shares: Mapping[str, float]
     """Share of all stages' time, by kind of time."""
     held_out: Mapping[int, float] = field(default_factory=dict)
-    """Uncompressed held-out loss by step."""
+    """Held-out loss by step, with fp32 on every link."""
+    held_out_as_trained: Mapping[int, float] = field(default_factory=dict)
+    """The same with the run's codecs on the links."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The gradient groups of each row in the newest placement; empty for a run with one group."""
 
@@ -69,7 +71,9 @@ class Comparison:
     loss_at_seconds: tuple[tuple[float, float, float], ...]
     """(running time in seconds, first, second): each run's newest loss at that time."""
     held_out_at_step: tuple[tuple[int, float, float], ...] = ()
-    """(step, first, second): uncompressed held-out loss."""
+    """(step, first, second): held-out loss with fp32 on every link."""
+    held_out_as_trained_at_step: tuple[tuple[int, float, float], ...] = ()
+    """The same with each run's codecs on the links."""
     groups: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = ((), ())
     """Of each row in the newest placement; empty for a run with one group."""
 
@@ -86,6 +90,7 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
     sent: dict[str, list[int]] = {}
     kinds: dict[str, float] = {}
     held_out: dict[int, float] = {}
+    as_trained: dict[int, float] = {}
     groups: tuple[tuple[int, ...], ...] = ()
     for entry in history:
         match entry.event:
@@ -99,6 +104,8 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
                 done[step.step] = step.loss, elapsed
             case events.HeldOutLoss() as measured:
                 held_out[measured.step] = measured.uncompressed
+                if measured.loss is not None:
+                    as_trained[measured.step] = measured.loss
             case events.StepCosts() as costs:
                 for stage in costs.stages:
                     for kind, seconds in stage.seconds.items():
@@ -124,6 +131,7 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
         bits={kind: 8 * total / elements for kind, (total, elements) in sent.items() if elements},
         shares={kind: seconds / whole for kind, seconds in kinds.items()} if whole > 0 else {},
         held_out=held_out,
+        held_out_as_trained=as_trained,
         groups=groups,
     )
 
@@ -143,17 +151,19 @@ def compare(first: RunRecord, second: RunRecord) -> Comparison:
         shares=_pairs(first.shares, second.shares),
         loss_at_step=_at_steps(first, second),
         loss_at_seconds=_at_seconds(first, second),
-        held_out_at_step=tuple(
-            (step, first.held_out[step], second.held_out[step])
-            for step in _spread(sorted(first.held_out.keys() & second.held_out.keys()))
-        ),
+        held_out_at_step=_both(first.held_out, second.held_out),
+        held_out_as_trained_at_step=_both(first.held_out_as_trained, second.held_out_as_trained),
         groups=(first.groups, second.groups),
     )
 
 
 def _at_steps(first: RunRecord, second: RunRecord) -> tuple[tuple[int, float, float], ...]:
     mine = dict(zip(first.steps, first.losses, strict=True))
-    other = dict(zip(second.steps, second.losses, strict=True))
+    return _both(mine, dict(zip(second.steps, second.losses, strict=True)))
+
+
+def _both(mine: Mapping[int, float], other: Mapping[int, float]) -> tuple[tuple[int, float, float], ...]:
+    """(step, mine, other) at some of the steps that both have."""
     return tuple((step, mine[step], other[step]) for step in _spread(sorted(mine.keys() & other.keys())))
 
 

@@ -7,6 +7,7 @@ It reads the run directory only, so it works while the run is on. The folder is 
 and renamed.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -24,15 +25,22 @@ from node.checkpoints.adapters import (
     adapter_config,
     peft_name,
 )
+from node.checkpoints.byte_tokenizer import BYTE_SETTINGS, SENTENCEPIECE, byte_pieces, byte_tokenizer
+from node.checkpoints.card import model_card
 from node.checkpoints.families import FileTensor, tensors, write_config
 from node.checkpoints.hub import INDEX, SINGLE
-from node.checkpoints.hub import PREFIX as HUB
 from node.checkpoints.start import CONFIG, OTHER_FILES, TOKENIZER, original_file
-from node.config.schema import LoraSection, ModelSection, RunConfig, RunSection
+from node.config.schema import (
+    DataSection,
+    LoraSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
 from node.model.lora_shapes import trained_specs
 from node.model.units import HEAD
-from node.telemetry import events
-from node.telemetry.history import read_history
 from node.training.manifest import Manifest
 from node.training.object_store import bring, stored_steps
 from node.training.snapshot import (
@@ -131,7 +139,7 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write_tokenizer(manifest, model, partial)
+        _write_tokenizer(config, partial)
         if adapters and merge is None:
             entries = list(_adapter_entries(config, manifest))
             _write_file(partial / ADAPTER_WEIGHTS, entries, dtype, lambda unit: _parameters(directory, unit))
@@ -148,7 +156,8 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
             if not (partial / "generation_config.json").exists():
                 tokens = {key: value for key, value in described.items() if key.endswith("_token_id")}
                 _write_json(partial / "generation_config.json", tokens)
-        card = _card(run_directory, manifest, dtype, "peft" if adapters and merge is None else "transformers")
+        library = "peft" if adapters and merge is None else "transformers"
+        card = model_card(run_directory, manifest, config, dtype, library)
         (partial / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()
@@ -251,16 +260,24 @@ def _encoded(array: np.ndarray, dtype: str) -> bytes:
 
 
 def _config(manifest: Manifest) -> RunConfig:
-    """The model, adapters and seed of a manifest; snapshots from before adapters have none."""
+    """What a manifest says of the run; snapshots from before adapters have none."""
 
-    def fields(section: str) -> dict[str, Any]:
+    def fields(section: str, known: type | None = None) -> dict[str, Any]:
         given = manifest.config.get(section, {})
-        return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        return {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in given.items()
+            # What only the card shows may have other keys than today's.
+            if known is None or key in {field.name for field in dataclasses.fields(known)}
+        }
 
     return RunConfig(
         run=RunSection(**fields("run")),
         model=ModelSection(**fields("model")),
         lora=LoraSection(**fields("lora")),
+        data=DataSection(**fields("data", DataSection)),
+        training=TrainingSection(**fields("training", TrainingSection)),
+        pipeline=PipelineSection(**fields("pipeline", PipelineSection)),
     )
 
 
@@ -274,93 +291,21 @@ def _dtype_of(original: Mapping[str, Any] | None) -> str:
     return given if given in DTYPES else "float32"
 
 
-def _write_tokenizer(manifest: Manifest, model: ModelSection, out: Path) -> None:
-    name = str(manifest.config["data"]["tokenizer"])
+def _write_tokenizer(config: RunConfig, out: Path) -> None:
+    name = config.data.tokenizer
     if name == BYTES:
         _write_json(out / TOKENIZER, byte_tokenizer())
-        _write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        _write_json(out / "tokenizer_config.json", BYTE_SETTINGS)
+        (out / SENTENCEPIECE).write_bytes(byte_pieces())
         return
     path = Path(name)
     folder = path if path.is_dir() else path.parent
     for file in (TOKENIZER, *OTHER_FILES):
         source: Path | None = folder / file
         if source is None or not source.is_file():
-            source = original_file(model.from_, file)
+            source = original_file(config.model.from_, file)
         if source is not None:
             shutil.copyfile(source, out / file)
-
-
-def byte_tokenizer() -> dict[str, Any]:
-    """A `tokenizer.json` whose tokens are bytes: the id of a byte is its value."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    # GPT-2's alphabet: printable bytes stand for themselves, others for characters from 256 on.
-    letters = {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + index) for index, byte in enumerate(others)
-    }
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": None,
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": {letters[byte]: byte for byte in range(256)},
-            "merges": [],
-        },
-    }
-
-
-def _card(run_directory: Path, manifest: Manifest, dtype: str, library: str) -> str:
-    """A model card: settings, data, tokens and losses."""
-    config = manifest.config
-    model, training, data = config["model"], config["training"], config["data"]
-    # A step that ran again after a rollback is there twice: the last one counts.
-    losses = {
-        entry.event.step: entry.event.loss
-        for entry in read_history(run_directory)
-        if isinstance(entry.event, events.StepDone) and entry.event.step <= manifest.step
-    }
-    tokens = manifest.step * training["global_batch"] * model["sequence"]
-    rows = [
-        ("started from", _shown(model["from_"])),
-        ("steps", str(manifest.step)),
-        ("tokens", f"{tokens:,}"),
-        ("text", Path(data["path"]).name),
-        ("tokenizer", Path(data["tokenizer"]).name),
-        ("blocks, width, sequence", f"{model['layers']}, {model['hidden']}, {model['sequence']}"),
-        ("batch", f"{training['global_batch']} samples"),
-        ("learning rate", f"{training['lr']:g}"),
-        ("codecs", f"{config['pipeline']['forward_codec']}, {config['pipeline']['backward_codec']}"),
-        ("weights here", dtype),
-        ("SHA-256 of the weights", manifest.weights_sha256),
-    ]
-    if losses:
-        rows += [(f"loss of step {step}", f"{losses[step]:.4f}") for step in (min(losses), max(losses))]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    return (
-        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n---\n\n"
-        f"# {config['run']['name']}\n\nTrained with thinwire across several machines.\n\n"
-        f"| | |\n|---|---|\n{table}\n"
-    )
-
-
-def _shown(source: str) -> str:
-    """Where the run started from, without the path of a folder."""
-    if source.startswith(HUB):
-        return source
-    return Path(source).name if source else "random weights"
 
 
 def _write_json(path: Path, values: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ commit, and a broken connection goes on where it was. Of a file in the cache not
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _AGAIN = {408, 429, 500, 502, 503, 504}
+_BUSY = {429, 503}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,14 @@ class FileInfo:
 
 class HubUnreachableError(DataError):
     """The hub does not answer, or not as a hub does."""
+
+
+class HubBusyError(HubUnreachableError):
+    """The hub asks to wait `pause` seconds."""
+
+    def __init__(self, message: str, pause: float) -> None:
+        super().__init__(message)
+        self.pause = pause
 
 
 def resolve(repository: Repository) -> Repository:
@@ -137,7 +146,7 @@ class HubFiles:
         if self._files is None:
             if name == INDEX and await self._cached(SINGLE) is not None:
                 return None  # one file has all weights, and it is here
-            self._files = (await asyncio.to_thread(pin, self._repository))[1]
+            self._files = await self._listed()
         info = self._files.get(name)
         return None if info is None else info.size
 
@@ -148,6 +157,16 @@ class HubFiles:
         cached = cached_file(self._repository, name)
         blob = cached.resolve().name if cached is not None else ""
         return blob if _SHA256.fullmatch(blob) else ""
+
+    async def _listed(self) -> dict[str, FileInfo]:
+        """The hub's list of files; a busy hub is asked again."""
+        backoff = Backoff(0.5, 8.0)
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return (await asyncio.to_thread(pin, self._repository))[1]
+            except HubBusyError as error:
+                await asyncio.sleep(max(error.pause, backoff.advance()))
+        return (await asyncio.to_thread(pin, self._repository))[1]
 
     async def _cached(self, name: str) -> Path | None:
         return await asyncio.to_thread(cached_file, self._repository, name)
@@ -174,7 +193,7 @@ class HubFiles:
                 )
             if len(data) > before:
                 backoff.reset()
-            await asyncio.sleep(max(min(pause, MOST_PAUSE_SECONDS), backoff.advance()))
+            await asyncio.sleep(max(pause, backoff.advance()))
 
     async def _request(self, url: str, name: str, start: int, end: int, data: bytearray) -> float:
         """Append bytes from where `data` ends; returns the pause that a busy server asks for."""
@@ -182,8 +201,7 @@ class HubFiles:
         headers = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
         async with self._session.get(url, headers=headers | _authorization()) as response:
             if response.status in _AGAIN:
-                given = response.headers.get("Retry-After", "")
-                return float(given) if given.isdigit() else 0.0
+                return _pause(response.headers)
             if response.status in (401, 403):
                 raise DataError(
                     f"{self.where} may not be read (HTTP {response.status}): accept the model's terms on its "
@@ -229,6 +247,12 @@ def _read_range(path: Path, start: int, end: int) -> bytes:
     return data
 
 
+def _pause(headers: Mapping[str, str]) -> float:
+    """The seconds that a busy server asks for, up to `MOST_PAUSE_SECONDS`."""
+    given = headers.get("Retry-After", "")
+    return min(float(given), MOST_PAUSE_SECONDS) if given.isdecimal() else 0.0
+
+
 def _authorization() -> dict[str, str]:
     token = _library().get_token()
     return {"Authorization": f"Bearer {token}"} if token else {}
@@ -262,8 +286,17 @@ def _one_line(repository: Repository) -> Iterator[None]:
     except errors.EntryNotFoundError as error:
         raise DataError(f"{repository} lacks a file: {str(error).splitlines()[0]}") from error
     except (errors.HfHubHTTPError, OSError) as error:
-        if getattr(getattr(error, "response", None), "status_code", 0) in (401, 403):
+        response = getattr(error, "response", None)
+        status = getattr(response, "status_code", 0)
+        if status in (401, 403):
             raise _forbidden(repository) from error
+        if response is not None and status in _BUSY:
+            pause = _pause(response.headers)
+            raise HubBusyError(
+                f"{repository} cannot be read now: the hub is busy (HTTP {status}); start again in "
+                f"{max(pause, 1.0):.0f} s",
+                pause,
+            ) from error
         raise HubUnreachableError(
             f"{repository} cannot be reached ({str(error).splitlines()[0]}): check the network, HF_ENDPOINT"
         ) from error

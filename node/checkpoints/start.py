@@ -1,7 +1,8 @@
 """Starts a run from a checkpoint: fills `[model]` from `config.json` and reads units' weights. Torch-free."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from node.checkpoints.families import read_config
 from node.checkpoints.hub import PREFIX, Repository, cached_file, download, hub_files, resolve
 from node.checkpoints.weights import Checkpoint, FolderFiles, Weights
 from node.config.schema import ModelSection
+from node.model.units import unit_names
 from wire.errors import ConfigError, DataError
 
 CONFIG = "config.json"
@@ -78,10 +80,26 @@ def original_file(name: str, file: str) -> Path | None:
 
 async def read_units(model: ModelSection, units: Sequence[str]) -> Weights:
     """The weights of these units from `model.from_`. Raises DataError in one line."""
+    async with _opened(model) as checkpoint:
+        return await checkpoint.read(model, units)
+
+
+async def check_weights(model: ModelSection) -> None:
+    """Whether `model.from_` has every tensor of the model, in its shape and whole, by headers alone.
+
+    Raises DataError in one line.
+    """
+    async with _opened(model) as checkpoint:
+        await checkpoint.check(model, unit_names(model))
+
+
+@asynccontextmanager
+async def _opened(model: ModelSection) -> AsyncIterator[Checkpoint]:
     if not model.from_.startswith(PREFIX):
-        return await Checkpoint(FolderFiles(_folder(model.from_))).read(model, units)
+        yield Checkpoint(FolderFiles(_folder(model.from_)))
+        return
     async with hub_files(Repository.parse(model.from_)) as files:
-        return await Checkpoint(files).read(model, units)
+        yield Checkpoint(files)
 
 
 def _folder(name: str) -> Path:

@@ -121,6 +121,12 @@ class Checkpoint:
             weights[unit][name] = np.ascontiguousarray(array.T if tensor.transposed else array)
         return weights
 
+    async def check(self, model: ModelSection, units: Sequence[str]) -> None:
+        """Look for every tensor of these units by the files' headers alone. Raises as `read`."""
+        for unit in units:
+            for tensor in tensors(model, unit).values():
+                await self._find(model, unit, tensor)
+
     async def _find(self, model: ModelSection, unit: str, tensor: FileTensor) -> _Place:
         if self._map is None:
             self._map = await self._weight_map()

@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
 
     config, _, _ = open_snapshot(args)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    (prompt,) = tokenizer.encode([args.prompt.encode()])
+    prompt = tokenizer.prompt(args.prompt)
     _, model = load_model(args)
     made = model.generate(
-        prompt.tolist(), tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
+        prompt, tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
     )
     sys.stdout.write(args.prompt)
     ids: list[int] = []

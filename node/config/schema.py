@@ -138,7 +138,7 @@ class DataSection:
     chat_template: str = ""
     """A Jinja file to use in place of the tokenizer's chat template."""
     jsonl_field: str = "text"
-    """The field of JSONL or the column of parquet that holds the text."""
+    """The field of JSONL, or the column of parquet and Arrow files, that holds the text."""
     order: str = "auto"
     """`whole`: hold all tokens and shuffle all samples. `shards`: tokenize in shards beside training, shuffle
     shards and the samples in them. `auto` is `whole` for one text source of less than 2 GB, else `shards`."""

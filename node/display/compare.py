@@ -29,7 +29,8 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     both: list[tuple[str, str, Sequence[tuple[float, float, float]], Callable[[float], str]]] = [
         ("loss", "step", comparison.loss_at_step, "{:.0f}".format),
         ("loss", "time", comparison.loss_at_seconds, duration_text),
-        ("held-out loss", "step", comparison.held_out_at_step, "{:.0f}".format),
+        ("held-out loss, uncompressed,", "step", comparison.held_out_at_step, "{:.0f}".format),
+        ("held-out loss as trained", "step", comparison.held_out_as_trained_at_step, "{:.0f}".format),
     ]
     for loss, what, points, text in both:
         if points:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from node.analysis.view_builder import RunViewBuilder
+from node.checkpoints.start import check_weights
 from node.config.schema import RunConfig
 from node.coordinator.changes import SETTABLE
 from node.coordinator.control_service import ControlService
@@ -119,6 +120,8 @@ def run_coordinator(
                 run = _reopen(config, run_dir, authority, _load_corpus(config, tell), tell, new_text)
             config = _with_split(config, run.past)
         else:
+            if config.model.from_:
+                event_loop.run(check_weights(config.model))
             corpus = _load_corpus(config, tell)
             # After all checks: a failed start leaves no run behind.
             held.enter_context(run_lock(run_dir))

@@ -1,16 +1,19 @@
-"""List training data and read it shard by shard: text, JSONL, parquet, token arrays, folders of these.
+"""List training data and read it shard by shard: text, JSONL, parquet, Arrow, token arrays, folders of these.
 
 A source is a file or folder. Its listing names the files, their sizes and a digest of their ends, and alone
 decides how they are cut into shards of about `SHARD_BYTES`: byte ranges of plain files, row groups of
-parquet, whole compressed files, and small files together. So the order of a run follows from the seed and the
+parquet, record batches of Arrow files (which the `datasets` package saves), whole compressed files, and small
+files together. So the order of a run follows from the seed and the
 listing, before anything is tokenized.
 """
 
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ TOKEN_BYTES = 8 << 20
 """Of token ids in a shard."""
 TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
 PARQUET = ".parquet"
+ARROW = ".arrow"
+TABLES = (PARQUET, ARROW)
 _END_BYTES = 1 << 16
 
 BATCH_DOCUMENTS = 64
@@ -53,7 +58,7 @@ Batch = list[tuple[str, Row | bytes]]
 
 @dataclass(frozen=True)
 class Extent:
-    """A part of a file: bytes `start` to `stop`, or row groups of parquet, or elements of a token array."""
+    """A part of a file: bytes `start` to `stop`, row groups of parquet, or record batches of Arrow."""
 
     path: Path
     start: int
@@ -135,10 +140,12 @@ def read_rows(shard: Shard, *, chat: bool, skips: bool) -> Iterator[tuple[str, R
         suffix = content_suffix(extent.path)
         if suffix == PARQUET:
             yield from _parquet_rows(extent)
+        elif suffix == ARROW:
+            yield from _arrow_rows(extent)
         elif suffix == ".jsonl":
             yield from _json_rows(extent)
         elif chat:
-            raise DataError(f"{extent.path}: chat data must be JSONL or parquet")
+            raise DataError(f"{extent.path}: chat data must be JSONL, parquet or Arrow")
         else:
             try:
                 yield from ((str(extent.path), text) for text in _texts(extent))
@@ -180,7 +187,7 @@ def batches(rows: Iterator[tuple[str, Row | bytes]]) -> Iterator[Batch]:
 
 def is_data(path: Path) -> bool:
     """Whether this is a file that a folder contributes."""
-    return content_suffix(path) in TEXT_SUFFIXES or path.suffix == PARQUET
+    return content_suffix(path) in TEXT_SUFFIXES or path.suffix in TABLES
 
 
 def _files(name: str) -> tuple[list[Path], Path | None]:
@@ -195,24 +202,24 @@ def _files(name: str) -> tuple[list[Path], Path | None]:
     if tokens and not found:
         found = tokens
     if not found:
-        raise DataError(f"no data in folder {path}; expected text, JSONL, parquet, .npy or .bin")
+        raise DataError(f"no data in folder {path}; expected text, JSONL, parquet, Arrow, .npy or .bin")
     report_skipped(path, every, found)
     return found, path
 
 
 def is_shards_only(path: Path) -> bool:
-    """Whether `path` is parquet or token ids, or a folder with such files and no text: not read as a
+    """Whether `path` is a table or token ids, or a folder with such files and no text: not read as a
     whole."""
     if not path.is_dir():
-        return path.suffix in (PARQUET, *TOKEN_SUFFIXES)
+        return path.suffix in (*TABLES, *TOKEN_SUFFIXES)
     files = list(files_below(path))
     return not any(content_suffix(file) in TEXT_SUFFIXES for file in files) and any(
-        file.suffix in (PARQUET, *TOKEN_SUFFIXES) for file in files
+        file.suffix in (*TABLES, *TOKEN_SUFFIXES) for file in files
     )
 
 
 def _is_plain(path: Path) -> bool:
-    return path.suffix not in COMPRESSED and path.suffix != PARQUET and path.suffix not in TOKEN_SUFFIXES
+    return path.suffix not in COMPRESSED and path.suffix not in TABLES and path.suffix not in TOKEN_SUFFIXES
 
 
 def _extents(path: Path, size: int) -> Iterator[Extent]:
@@ -220,6 +227,8 @@ def _extents(path: Path, size: int) -> Iterator[Extent]:
         return
     if path.suffix == PARQUET:
         yield from (Extent(path, group, group + 1) for group in range(_row_groups(path)))
+    elif path.suffix == ARROW:
+        yield from _arrow_extents(path)
     elif path.suffix in TOKEN_SUFFIXES:
         yield from (
             Extent(path, start, min(size, start + TOKEN_BYTES)) for start in range(0, size, TOKEN_BYTES)
@@ -288,35 +297,69 @@ def _checked(path: Path, text: bytes) -> bytes:
     return text
 
 
-def _parquet(path: Path) -> Any:
+def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
+        import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(f'{path} needs the pyarrow package: pip install "thinwire[data]"') from error
+    return pyarrow
+
+
+@contextmanager
+def _table(path: Path, kind: str) -> Iterator[Any]:
+    """pyarrow, for reading a file of this kind. Raises DataError for what it raises, and without it."""
+    pyarrow = _pyarrow(path)
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        yield pyarrow
     except FileNotFoundError as error:
         raise unreadable(path, error) from error
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path} is not parquet, or damaged ({' '.join(str(error).split())})") from error
+        raise DataError(f"{path} is not {kind}, or damaged ({' '.join(str(error).split())})") from error
 
 
 def _row_groups(path: Path) -> int:
-    with _parquet(path) as file:
+    with _table(path, "parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
         return int(file.num_row_groups)
 
 
 def _parquet_rows(extent: Extent) -> Iterator[tuple[str, Row]]:
-    import pyarrow
-
-    with _parquet(extent.path) as file:
+    with _table(extent.path, "parquet") as pyarrow, pyarrow.parquet.ParquetFile(extent.path) as file:
         groups = range(extent.start, min(extent.stop, file.num_row_groups))
         number = 0
+        for batch in file.iter_batches(batch_size=256, row_groups=list(groups)):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{extent.path} row group {extent.start} row {number}", row
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """The record batches of an Arrow file or stream, mapped: those that are skipped are not read."""
+    with _table(path, "an Arrow file") as pyarrow, pyarrow.memory_map(str(path)) as file:
         try:
-            for batch in file.iter_batches(batch_size=256, row_groups=list(groups)):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{extent.path} row group {extent.start} row {number}", row
-        except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{extent.path} is damaged ({' '.join(str(error).split())})") from error
+            reader = pyarrow.ipc.open_file(file)
+        except pyarrow.ArrowInvalid:  # as `datasets` writes them, to append to
+            file.seek(0)
+            yield from pyarrow.ipc.open_stream(file)
+            return
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+
+
+def _arrow_extents(path: Path) -> Iterator[Extent]:
+    start = size = number = 0
+    for number, batch in enumerate(_arrow_batches(path), start=1):
+        size += batch.nbytes
+        if size >= SHARD_BYTES:
+            yield Extent(path, start, number)
+            start, size = number, 0
+    if number > start:
+        yield Extent(path, start, number)
+
+
+def _arrow_rows(extent: Extent) -> Iterator[tuple[str, Row]]:
+    for number, batch in enumerate(islice(_arrow_batches(extent.path), extent.stop)):
+        for first in range(0, batch.num_rows if number >= extent.start else 0, 256):
+            for row, values in enumerate(batch.slice(first, 256).to_pylist(), start=first + 1):
+                yield f"{extent.path} batch {number} row {row}", values

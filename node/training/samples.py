@@ -1,7 +1,7 @@
 """Samples that no step trains on: tokens, which of them count as labels, and where documents begin.
 
 Torch-free. The held-out text is the end of the training text, or a source of its own, read in the order of
-its listing: text, chat with its labels masked, parquet, token arrays.
+its listing: text, chat with its labels masked, parquet, Arrow, token arrays.
 """
 
 from collections.abc import Sequence

@@ -51,6 +51,11 @@ class Tokenizer(ABC):
         """Ids of each piece of `pieces_of`, `[n]` of `dtype`."""
 
     @abstractmethod
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text to continue, as transformers encodes it: special tokens in it are special, and those
+        that the tokenizer puts before a text come first."""
+
+    @abstractmethod
     def decode(self, ids: np.ndarray) -> str:
         """The text of ids `[n]`, special tokens included."""
 
@@ -63,6 +68,9 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
+
+    def prompt(self, text: str) -> list[int]:
+        return list(text.encode())
 
     def decode(self, ids: np.ndarray) -> str:
         return ids.astype(np.uint8).tobytes().decode(errors="replace")
@@ -104,6 +112,13 @@ class BpeTokenizer(Tokenizer):
             self._between if piece == SEPARATOR else np.array(next(encoded).ids, dtype=self.dtype)
             for piece in pieces
         ]
+
+    def prompt(self, text: str) -> list[int]:
+        self._bpe.encode_special_tokens = False
+        try:
+            return list(self._bpe.encode(text, add_special_tokens=True).ids)
+        finally:
+            self._bpe.encode_special_tokens = True
 
     def decode(self, ids: np.ndarray) -> str:
         return str(self._bpe.decode(ids.tolist(), skip_special_tokens=False))

@@ -1,13 +1,14 @@
-"""Tables of fine-tuning: losses beside transformers and peft, and what LoRA takes and sends."""
+"""Tables of fine-tuning: losses beside transformers and peft, what LoRA takes and sends, a large corpus."""
 
 from textwrap import fill
 from typing import Any
 
-from scripts.docs.markdown import Tables, commit, read_report
+from scripts.docs.markdown import Tables, commit, if_recorded, read_report
 from scripts.report import RESULTS, markdown
 
 FINE_TUNING = RESULTS / "fine_tuning.json"
 LORA = RESULTS / "lora.json"
+LARGE_CORPUS = RESULTS / "large_corpus.json"
 GB = 1e9
 
 
@@ -76,4 +77,24 @@ def lora() -> str:
     return f"{markdown(columns, rows)}\n\n{fill(caption, 118)}"
 
 
-TABLES: Tables = {"fine_tuning": fine_tuning, "lora": lora}
+def large_corpus() -> str:
+    """When the first step of a corpus larger than memory is done, in words."""
+    report = read_report(LARGE_CORPUS)
+    same = "with the same bits" if report["resume_has_the_same_bits"] else "with other bits"
+    text = (
+        f"Measured with {report['corpus_bytes'] / GB:.3g} GB of JSONL on a machine with "
+        f"{report['memory_bytes'] / GB:.3g} GB of memory, whose tokenizing would take "
+        f"{report['hours_to_tokenize']:.2g} hours at the rate of its beginning: the first step was done "
+        f"{report['seconds_to_first_step']:.0f} s after the coordinator was started, two nodes' joining "
+        f"included, and the coordinator had {report['coordinator_peak_bytes'] / GB:.2g} GB at most. Stopped "
+        f"after {report['stopped_after']} of {report['steps']} steps and resumed, the run ends {same} "
+        f"({report['hardware']}, {report['runs']} run, commit {commit(report)})."
+    )
+    return fill(text, 118)
+
+
+TABLES: Tables = {
+    "fine_tuning": fine_tuning,
+    "lora": lora,
+    **if_recorded(LARGE_CORPUS, "large_corpus", large_corpus),
+}

@@ -1,5 +1,6 @@
 """A user's mistakes end in one clear line and exit code 2, and leave nothing behind."""
 
+import json
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from node.checkpoints.families import write_config
+from node.run_file.loader import to_toml
 from node.telemetry.events import JoinLine
 from tests.support.fault_prefork import Prefork
 from tests.support.ports import free_port
@@ -52,9 +55,19 @@ def misspell(run: Run) -> None:
     run.run_file.write_text(run.run_file.read_text().replace("microbatch =", "microbach ="))
 
 
+def damage_model(run: Run) -> None:
+    folder = run.directory / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(write_config(run.config.model, "float32")))
+    (folder / "model.safetensors").write_bytes((2000).to_bytes(8, "little") + b"{}")
+    config = replace(run.config, model=replace(run.config.model, from_=str(folder)))
+    run.run_file.write_text(to_toml(config))
+
+
 @pytest.mark.parametrize(
     ("spoil", "overrides", "words"),
     [
+        (damage_model, [], "model.safetensors is truncated or no safetensors file: a header of 2000 bytes"),
         (remove_run_file, [], "run.toml"),
         (remove_text, [], "no file or folder {text}; set [data] path to text"),
         (empty_text, [], "no text in {text}"),

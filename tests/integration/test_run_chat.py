@@ -68,5 +68,7 @@ def test_a_run_on_conversations_is_the_unsplit_model(
         assert run.weights_sha256 == trainer.weights_sha256()
         told = {one.step: one.uncompressed for one in (*first.all(HeldOutLoss), *second.all(HeldOutLoss))}
         assert told == pytest.approx(losses, abs=1e-5)
-        assert main(["eval", str(run.run_dir), "--step", "12", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(losses[12], abs=1e-5)
+        for text in ([], ["--text", config.data.valid, "--samples", "6"]):
+            assert main(["eval", str(run.run_dir), "--step", "12", "--json", *text]) == 0
+            said = json.loads(capsys.readouterr().out)
+            assert said["samples"] == 6 and said["loss"] == pytest.approx(losses[12], abs=1e-5)

@@ -56,7 +56,10 @@ def test_runs_are_compared_at_equal_steps() -> None:
     ]
     both = compare(*runs)
     assert both.held_out_at_step == ((4, 2.5, 2.0),)
-    assert "held-out loss at equal steps:" in comparison_lines(both)
+    assert both.held_out_as_trained_at_step == ((4, 2.75, 2.25),)
+    lines = comparison_lines(both)
+    for title, losses in (("held-out loss, uncompressed,", "2.5000"), ("held-out loss as trained", "2.7500")):
+        assert losses in lines[lines.index(f"{title} at equal steps:") + 2]
 
 
 def test_metrics_have_both_ways() -> None:

@@ -2,9 +2,12 @@
 
 import asyncio
 import hashlib
+import importlib.util
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +16,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from node.checkpoints import export as module
+from node.checkpoints.byte_tokenizer import byte_pieces
 from node.checkpoints.export import export
 from node.checkpoints.start import read_units
-from node.config.schema import DataSection, ModelSection, RunConfig
+from node.config.schema import DataSection, ModelSection, RunConfig, RunSection, TrainingSection
 from node.model.chunk import build_chunk
 from node.model.units import block_name, unit_names
+from node.telemetry.events import HeldOutLoss
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit
 from node.training.snapshot import SnapshotWriter, prune, read_unit
+from node.training.whole_model import WholeModel
+from tests.support.recorded_run import append
+from tests.support.run_events import done
 from tests.unit.node.checkpoints.test_families import CONFIGS, make, section
 from wire.errors import RunError, UserError
 
@@ -48,19 +56,42 @@ def test_import_then_export_gives_the_same_bytes(family: str, dtype: torch.dtype
     source, out = tmp_path / "source", tmp_path / "out"
     make(family).to(dtype).save_pretrained(source)
     model = section(source, 2048)
-    snapshot(tmp_path / "run", replace(RunConfig(), model=model))
+    config = replace(RunConfig(), model=model)
+    snapshot(tmp_path / "run", config)
     assert export(tmp_path / "run", out) == 4
     before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        assert tensor.dtype == after[name].dtype == dtype
-        assert torch.equal(tensor, after[name]), name
+        assert tensor.dtype == after[name].dtype == dtype and tensor.shape == after[name].shape
+        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
     with safe_open(out / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     load = transformers.AutoModelForCausalLM.from_pretrained
     tokens = torch.arange(40)[None]
+    loaded = load(out, dtype=dtype)
     with torch.no_grad():
-        assert torch.equal(load(out, dtype=dtype)(tokens).logits, load(source, dtype=dtype)(tokens).logits)
+        assert torch.equal(loaded(tokens).logits, load(source, dtype=dtype)(tokens).logits)
+    if dtype is torch.float32:
+        assert sampled(tmp_path / "run", config, tokens[0].tolist()) == continued(loaded, tokens)
+
+
+def sampled(run_directory: Path, config: RunConfig, prompt: list[int], tokens: int = 12) -> list[int]:
+    """As `thinwire sample --temperature 0` continues a prompt."""
+    model = WholeModel(config, run_directory / "snapshots" / "step-00000004", CPU)
+    return list(model.generate(prompt, tokens=tokens, temperature=0.0, top_k=0, seed=0))
+
+
+def continued(model: Any, prompt: torch.Tensor, tokens: int = 12) -> list[int]:
+    """The same by transformers."""
+    made = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return list(made[0, prompt.shape[1] :].tolist())
 
 
 SHAPE = ModelSection(layers=3, hidden=32, heads=4, kv_heads=4, ffn=48, sequence=64)
@@ -98,17 +129,102 @@ def test_a_model_of_ours_generates_the_same_tokens_in_transformers(
     tokens = tokenizer(text, return_tensors="pt")["input_ids"]
     assert tokens[0].tolist() == list(text.encode())
     assert tokenizer.decode(tokens[0]) == text
-    ours = build_chunk(config.model, unit_names(config.model), 3, CPU)
-    made = tokens
-    with torch.no_grad():
-        for _ in range(12):
-            made = torch.cat((made, ours(made)[:, -1:].argmax(-1)), dim=1)
-    found = loaded.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False, pad_token_id=0
+    assert continued(loaded, tokens) == sampled(tmp_path / "run", config, tokens[0].tolist())
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **({} if model.family == "gpt2" else {"pad_token_id": None}),
+    }
+
+
+def test_bytes_are_a_sentencepiece_model_too(tmp_path: Path) -> None:
+    """Whose pieces have the values of bytes as their ids, and the space is the piece that means one."""
+    found = pieces(byte_pieces())
+    assert [kind for _, kind in found[:32]] == 32 * [6] and found[32] == ("\u2581", 1)
+    assert [int(text[3:5], 16) for text, _ in found[:32] + found[33:256]] == [*range(32), *range(33, 256)]
+    assert found[256:] == [("<0x20>", 6), ("<unk>", 2)]
+    if importlib.util.find_spec("sentencepiece") is not None:
+        import sentencepiece
+
+        read = sentencepiece.SentencePieceProcessor(model_proto=byte_pieces())
+        text = " gr\u00f6\u00dfer  than 1\n \U0001f600"
+        assert read.encode(text) == list(text.encode()) and read.decode(read.encode(text)) == text
+    config = replace(RunConfig(), model=ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16))
+    snapshot(tmp_path / "run", config)
+    export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == byte_pieces()
+
+
+def pieces(data: bytes) -> list[tuple[str, int]]:
+    """Text and type of each piece of a SentencePiece model."""
+
+    def varint(at: int) -> tuple[int, int]:
+        value = shift = 0
+        while data[at] & 128:
+            value, shift, at = value | (data[at] & 127) << shift, shift + 7, at + 1
+        return value | data[at] << shift, at + 1
+
+    def fields(at: int, end: int) -> Iterator[tuple[int, int, int]]:
+        while at < end:
+            key, at = varint(at)
+            if key & 7 == 0:
+                value, at = varint(at)
+                yield key >> 3, value, 0
+            else:
+                size, at = (4, at) if key & 7 == 5 else varint(at)
+                yield key >> 3, at, at + size
+                at += size
+
+    found = []
+    for number, start, end in fields(0, len(data)):
+        if number == 1:
+            inside = {one: (first, last) for one, first, last in fields(start, end)}
+            found.append((data[slice(*inside[1])].decode(), inside[3][0]))
+    return found
+
+
+def test_the_card_says_how_the_model_was_made(tmp_path: Path) -> None:
+    """Settings, sources with their shares, tokens, and losses up to the exported step, held out too."""
+    config = RunConfig(
+        run=RunSection(name="two | sources", steps=40, seed=9),
+        model=ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16, sequence=64),
+        data=DataSection(
+            sources=("/home/me/a.jsonl", "/home/me/b"), weights=(3.0, 1.0), valid="/home/me/held.txt"
+        ),
+        training=TrainingSection(global_batch=4, schedule="wsd", lr=2e-3, warmup_steps=3),
     )
-    assert torch.equal(found, made)
+    run = tmp_path / "run"
+    snapshot(run, config)
+    told = (
+        *(replace(done(step), loss=loss) for step, loss in ((1, 5.5), (3, 4.5), (4, 4.0), (5, 1.0))),
+        *(held_out(step, loss) for step, loss in ((2, 3.0), (2, 2.5), (4, 2.75), (6, 1.0))),
+    )
+    for event in told:
+        append(run, 1.0, event)
+    export(run, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| steps | 4 |" in card and "| tokens | 4,096 |" in card
+    rows = dict(line[2:-2].split(" | ", 1) for line in card.splitlines() if " | " in line[2:-2])
+    expected = {
+        "text": "a.jsonl (75 %), b (25 %)",
+        "held-out text": "held.txt",
+        "schedule": "3 warmup steps, then constant, then linear to 10 % over the last 8 of 40 steps (wsd)",
+        "optimizer": "AdamW, betas 0.9 and 0.95, eps 1e-08, weight decay 0.1, gradients clipped to 1",
+        "learning rate": "0.002",
+        "tokens": "1,024",
+        "seed": "9",
+        "loss of step 1": "5.5000",
+        "loss of step 4": "4.0000",
+        "held-out loss at step 4, 64 samples": "2.7500, 3.0000 with the run's codecs on the links",
+        "best held-out loss": "2.5000, at step 2",
+    }
+    assert {name: rows.get(name) for name in expected} == expected
+    assert "/home/me" not in card and "# two | sources" in card
+
+
+def held_out(step: int, uncompressed: float) -> HeldOutLoss:
+    return HeldOutLoss(
+        step=step, loss=uncompressed + 0.25, uncompressed=uncompressed, samples=64, best=False, seconds=1.0
+    )
 
 
 def test_the_next_snapshot_is_exported_where_the_run_removes_the_newest(

@@ -1,8 +1,10 @@
 """Every family of models: logits, gradients and round trips of tiny random models made by transformers."""
 
 import asyncio
+import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from node.checkpoints.families import read_config
-from node.checkpoints.start import open_source, read_units
+from node.checkpoints.start import check_weights, open_source, read_units
+from node.checkpoints.weights import Checkpoint, FolderFiles
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.chunk import Chunk, build_chunk
 from node.model.units import unit_names
@@ -286,27 +289,75 @@ def test_unsupported_models_are_refused_by_key_and_value(
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_files_are_one_line(folder: Path) -> None:
+def drop(folder: Path, words: str) -> None:
+    """Leave tensors of such names out."""
     path = folder / "model.safetensors"
-    tensors = load_file(path)
-    save_file({name: tensor for name, tensor in tensors.items() if "up_proj" not in name}, path)
-    with pytest.raises(DataError, match=r"has no tensor model.layers.0.mlp.up_proj.weight"):
+    kept = {name: tensor.clone() for name, tensor in load_file(path).items() if words not in name}
+    save_file(kept, path)
+
+
+def put(folder: Path, tensor: Tensor) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: other.clone() for name, other in load_file(path).items()}
+    save_file({**tensors, "model.layers.1.self_attn.q_proj.weight": tensor}, path)
+
+
+def cut(folder: Path, size: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def index(folder: Path, file: str) -> None:
+    names = load_file(folder / "model.safetensors")
+    values = {"weight_map": dict.fromkeys(names, "model.safetensors") | {"model.norm.weight": file}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (lambda folder: drop(folder, "up_proj"), r"has no tensor model.layers.0.mlp.up_proj.weight, which"),
+        (lambda folder: drop(folder, "lm_head"), r"has no tensor lm_head.weight, .* is model.tied right"),
+        (
+            lambda folder: put(folder, torch.zeros(3, 5)),
+            r"q_proj.weight has shape \[3, 5\], expected \[32, 32",
+        ),
+        (lambda folder: put(folder, torch.zeros(32, 32, dtype=torch.int8)), "q_proj.weight is I8"),
+        (lambda folder: cut(folder, -100), "is truncated: .* ends at byte"),
+        (lambda folder: cut(folder, 900), "is truncated or no safetensors file: a header of"),
+        (lambda folder: cut(folder, 5), "is truncated: 5 bytes"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+        (lambda folder: index(folder, "model-2.safetensors"), "model-2.safetensors is missing"),
+        (lambda folder: index(folder, "../model.safetensors"), "has no weight_map of tensors to files"),
+        (pickled, r"only pickled weights .*save_pretrained"),
+    ],
+)
+def test_damaged_files_are_one_line(folder: Path, spoil: Callable[[Path], None], line: str) -> None:
+    """Found by their headers, before a run starts, and again by whoever reads them; nothing is returned."""
+    model = section(folder)
+    asyncio.run(check_weights(model))
+    spoil(folder)
+    with pytest.raises(DataError, match=line) as early:
+        asyncio.run(check_weights(model))
+    with pytest.raises(DataError) as late:
         read(folder)
-    name = "model.layers.1.self_attn.q_proj.weight"
-    save_file({**tensors, name: torch.zeros(3, 5)}, path)
-    with pytest.raises(DataError, match=rf"{name} has shape \[3, 5\], expected \[32, 32\]"):
-        read(folder)
-    save_file({**tensors, name: torch.zeros(32, 32, dtype=torch.int8)}, path)
-    with pytest.raises(DataError, match=rf"{name} is I8"):
-        read(folder)
-    save_file(tensors, path)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match="is truncated"):
-        read(folder)
-    path.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"only pickled weights .*save_pretrained"):
-        read(folder)
+    assert str(late.value) == str(early.value) and "\n" not in str(early.value)
+
+
+async def test_a_file_with_another_hash_gives_no_tensor(folder: Path) -> None:
+    model = section(folder)
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    files = FolderFiles(folder, {"model.safetensors": digest})
+    assert await Checkpoint(files).read(model, unit_names(model))
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    with pytest.raises(DataError, match=f"is damaged: its SHA-256 is .*, expected {digest}"):
+        await Checkpoint(files).read(model, unit_names(model))
 
 
 def test_a_key_that_contradicts_the_checkpoint_is_refused(folder: Path) -> None:

@@ -16,7 +16,7 @@ from aiohttp import web
 from huggingface_hub import constants
 
 from node.checkpoints import hub as module
-from node.checkpoints.hub import HubFiles, Repository, hub_files
+from node.checkpoints.hub import Repository, hub_files
 from node.checkpoints.start import open_source, read_units
 from node.checkpoints.weights import Checkpoint
 from node.config.schema import ModelSection
@@ -38,12 +38,16 @@ class Hub:
     folder: Path
     status: int = 0
     """Of the API, instead of an answer."""
+    busy: int = 0
+    """How many requests of the API are answered by 429."""
     digest: str = ""
     """Of the weights, instead of the right one."""
     odd: list[str] = field(default_factory=list)
     """What the next requests for data get: `cut`, a status, or `whole`."""
     port: int = 0
     paths: list[str] = field(default_factory=list)
+    sent: int = 0
+    """Bytes of ranges that were asked for and not cut."""
     tokens: set[str | None] = field(default_factory=set)
     """What came as `Authorization`."""
 
@@ -53,8 +57,12 @@ class Hub:
 
     async def api(self, request: web.Request) -> web.Response:
         self._asked(request)
+        if self.busy:
+            self.busy -= 1
+            return web.Response(status=429, headers={"Retry-After": "0"})
         if self.status:
-            return web.Response(status=self.status, headers={"X-Error-Message": "no"})
+            missing = {"X-Error-Code": "RepoNotFound"} if self.status == 404 else {}
+            return web.Response(status=self.status, headers={"X-Error-Message": "no", **missing})
         if request.match_info["revision"] not in ("main", COMMIT):
             return web.Response(status=404, headers={"X-Error-Code": "RevisionNotFound"})
         data = (self.folder / FILE).read_bytes()
@@ -98,6 +106,7 @@ class Hub:
             assert request.transport is not None
             request.transport.close()
             return response
+        self.sent += len(part)
         await response.write(part)
         return response
 
@@ -147,12 +156,17 @@ async def test_a_stage_reads_its_own_bytes_over_a_bad_network(
     assert "llama2" in CONFIGS
     here, there = model(hub, str(hub.folder)), model(hub, f"hf://{NAME}")
     units = unit_names(here)[2:4]
-    hub.odd = ["429", "", "cut", "503", "cut", "cut"]
-    async with serving(hub, monkeypatch), hub_files(Repository.parse(there.from_)) as files:
-        found = await Checkpoint(files).read(there, units)
-        assert isinstance(files, HubFiles)
-        fetched = files.fetched
-    assert not hub.odd
+    pinned = Repository(NAME, COMMIT)
+    async with serving(hub, monkeypatch):
+        async with hub_files(pinned) as files:
+            await Checkpoint(files).read(there, units)
+        sent = hub.sent
+        hub.odd, hub.busy = ["429", "", "cut", "503", "cut", "cut"], 2
+        async with hub_files(pinned) as files:
+            found = await Checkpoint(files).read(there, units)
+            fetched = files.fetched
+    assert not hub.odd and not hub.busy
+    assert sent == fetched, "what came before a cut is not fetched again"
     expected = await read_units(here, units)
     own = 0
     for unit in units:
@@ -263,7 +277,10 @@ async def test_a_run_file_names_a_model_of_the_hub(hub: Hub, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("change", "line"),
     [
+        ({"busy": 20}, r"cannot be read now: the hub is busy \(HTTP 429\); start again in 1 s"),
+        ({"status": 404}, "is not there or is private: check the name"),
         ({"status": 401}, "is not there or is private: .* HF_TOKEN"),
+        ({"odd": ["401"]}, r"may not be read \(HTTP 401\).*HF_TOKEN"),
         ({"odd": ["403"]}, r"may not be read \(HTTP 403\).*HF_TOKEN"),
         ({"odd": ["404"]}, f"has no file {FILE}"),
         ({"odd": ["whole"]}, "does not answer range requests"),

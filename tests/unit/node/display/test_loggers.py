@@ -10,7 +10,7 @@ import pytest
 
 from node.config.schema import RunConfig, TelemetrySection
 from node.display.loggers import loggers, scalars
-from node.telemetry.events import Notice, RunStarted, StepDone
+from node.telemetry.events import HeldOutLoss, Notice, RunStarted, StepDone
 from wire.errors import UserError
 
 
@@ -56,6 +56,11 @@ def test_every_number_of_a_step_is_a_scalar() -> None:
     assert found[1].keys() >= {"step/lr", "step/grad_norm", "step/tokens_per_second", "step/bits_forward"}
     diverged = scalars(step(2, float("nan")))
     assert diverged is not None and "step/loss" not in diverged[1] and "step/lr" in diverged[1]
+    measured = HeldOutLoss(step=2, loss=2.25, uncompressed=2.0, samples=8, best=True, seconds=1.5)
+    assert scalars(measured) == (
+        2,
+        {"held-out/loss": 2.25, "held-out/uncompressed": 2.0, "held-out/seconds": 1.5},
+    )
     assert scalars(Notice(text="x")) is None
 
 

@@ -3,11 +3,15 @@
 import gzip
 import json
 import lzma
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 import zstandard
@@ -19,6 +23,7 @@ from node.training.data import Corpus
 from node.training.documents import list_source
 from node.training.shards import ShardedCorpus, in_shards, load_data
 from tests.support.chat_data import write_tokenizer
+from tests.support.paths import python_path
 from wire.errors import ConfigError, DataError
 
 SEQUENCE = 16
@@ -71,6 +76,12 @@ def write(path: Path, texts: list[str]) -> Path:
         case ".parquet":
             table = pyarrow.table({"text": texts, "number": list(range(len(texts)))})
             pyarrow.parquet.write_table(table, path, row_group_size=40)
+        case ".arrow":
+            # A stream as `datasets` saves it, or a file.
+            schema = pyarrow.schema({"text": pyarrow.string()})
+            made = pyarrow.ipc.new_file if path.stem == "file" else pyarrow.ipc.new_stream
+            with made(path, schema) as writer:
+                writer.write_table(pyarrow.table({"text": texts}), max_chunksize=40)
         case ".npy":
             np.save(path, np.frombuffer(content, np.uint8).astype(np.int32))
         case ".bin":
@@ -104,6 +115,8 @@ NAMES = [
     "a.jsonl.zst",
     "a.txt.zst",
     "a.parquet",
+    "a.arrow",
+    "file.arrow",
     "a.npy",
     "a.bin",
 ]
@@ -119,7 +132,7 @@ def test_every_kind_of_file_is_read_whole(tmp_path: Path, name: str) -> None:
     assert sum(b"document" in window for window in windows) > len(TEXTS) / 3
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow", "file.arrow"])
 def test_tokens_of_a_shard_are_the_documents_with_an_end_of_text_between(tmp_path: Path, name: str) -> None:
     config = config_of(path=str(write(tmp_path / name, TEXTS)))
     source = sharded(config).streams[0].tokenized
@@ -198,6 +211,55 @@ def test_the_first_step_needs_the_first_group_only(tmp_path: Path, monkeypatch: 
     assert len(list(source._folder.glob("*.json"))) < len(source.source.shards), "no more than it is asked to"
 
 
+LARGE = """
+import hashlib, resource, sys
+from node.config.schema import DataSection, ModelSection, RunConfig, TrainingSection
+from node.training.shards import load_data
+
+def read(order):
+    config = RunConfig(
+        model=ModelSection(vocab=256, sequence=512),
+        data=DataSection(path=sys.argv[1], order=order),
+        training=TrainingSection(global_batch=8),
+    )
+    corpus = load_data(config)
+    digest = hashlib.sha256()
+    for step in range(3):
+        digest.update(corpus.inputs(step).tobytes() + corpus.labels(step).tobytes())
+    corpus.close()
+    return digest.hexdigest()
+
+with open("/proc/self/status") as file:
+    (now,) = (int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+most = now + (96 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+print(read("shards"), read("shards"))
+try:
+    read("whole")
+except MemoryError:
+    print("not as a whole")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's data")
+def test_a_corpus_larger_than_memory_is_read_and_read_again(tmp_path: Path) -> None:
+    """By a process that may take 96 MiB more than after its imports, of a text of 160 MB."""
+    path = tmp_path / "large.txt"
+    block = b"".join(b"%08d what a line of a large text says\n" % number for number in range(100_000))
+    with path.open("wb") as file:
+        while file.tell() < 160_000_000:
+            file.write(block)
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    command = [sys.executable, "-c", LARGE, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    first, again, *rest = done.stdout.split(maxsplit=2)
+    assert first == again and len(first) == 64, "tokens that are there give the same samples"
+    assert rest == ["not as a whole\n"], "the limit holds"
+    kept = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*.tokens"))
+    assert 0 < kept < path.stat().st_size, "the rest is tokenized when it is needed"
+
+
 def test_sources_are_mixed_by_weight(tmp_path: Path) -> None:
     names = [
         str(write(tmp_path / name, [letter * 90] * 80)) for name, letter in (("a.jsonl", "a"), ("b.txt", "b"))
@@ -244,6 +306,7 @@ def test_a_folder_says_what_it_skips(tmp_path: Path, caplog: pytest.LogCaptureFi
         ("a.jsonl.gz", b"nonsense", DataError, "is damaged"),
         ("a.jsonl.zst", b"nonsense", DataError, "is damaged"),
         ("a.parquet", b"nonsense", DataError, "is not parquet, or damaged"),
+        ("a.arrow", b"nonsense", DataError, "is not an Arrow file, or damaged"),
         ("a.npy", b"nonsense", DataError, "is not an array of token ids"),
         ("a.bin", b"\xff\xff" * 40, ConfigError, "has the token 65535, but model.vocab is 256"),
         ("a.txt", b"short", DataError, "no part of 17 tokens"),
@@ -274,7 +337,7 @@ def test_damaged_tokens_are_found(tmp_path: Path) -> None:
 def test_text_that_is_read_in_shards(tmp_path: Path) -> None:
     text, rows = write(tmp_path / "a.txt", TEXTS), write(tmp_path / "a.parquet", TEXTS)
     (tmp_path / "rows").mkdir()
-    write(tmp_path / "rows" / "b.parquet", TEXTS)
+    write(tmp_path / "rows" / "b.arrow", TEXTS)
     for path, expected in (("stdlib", False), (text, False), (rows, True), (tmp_path / "rows", True)):
         assert in_shards(DataSection(path=str(path))) is expected
     assert in_shards(DataSection(sources=(str(text),))) and in_shards(DataSection(format="chat"))

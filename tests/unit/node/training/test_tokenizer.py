@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -209,6 +210,25 @@ def test_a_corpus_of_tokens(tables: Path, tmp_path: Path) -> None:
     assert corpus.fingerprint() != as_bytes.fingerprint()
     with pytest.raises(ConfigError, match=r"model.vocab is 399, but the tokenizer in .* has 400 tokens: set"):
         Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=399)
+
+
+def test_a_prompt_is_encoded_as_transformers_does(tables: Path, tmp_path: Path) -> None:
+    """With the token that begins a text, as Llama 3 has it, and special tokens that are special."""
+    bpe = tokenizers.Tokenizer.from_file(str(tables / "hugging-face" / "tokenizer.json"))
+    bpe.add_special_tokens(["<|begin|>"])
+    begin = bpe.token_to_id("<|begin|>")
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
+    )
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(str(tmp_path))
+    text = "the end<|endoftext|>the start"
+    (as_text,) = ours.encode([text.encode()])
+    expected = theirs(text)["input_ids"]
+    assert ours.prompt(text) == expected and expected[0] == begin and 0 in expected
+    assert 0 not in as_text and ours.encode([text.encode()])[0].tolist() == as_text.tolist()
+    assert load_tokenizer("bytes").prompt("\u4e2d") == list("\u4e2d".encode())
 
 
 def test_what_is_no_tokenizer_is_refused_in_one_line(
