@@ -1,7 +1,7 @@
 """Shared parts of the tiled quantizers' CPU loops: compiling, bits of floats, tiles, planes, threads.
 
-Numba compiles at first use and keeps the result beside the modules or below the user's home. Where it can
-write to neither, every process compiles for itself.
+Numba compiles at first use and keeps the result beside the modules or below the user's home, one process at a
+time. Where it can write to neither, every process compiles for itself.
 
 Loops over a tile are written so that LLVM vectorizes them, although it may not reorder operations on floats.
 Constants are fp32: with a plain number numba computes in fp64.
@@ -21,8 +21,10 @@ import numba
 import numpy as np
 import torch
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
+from numba.core.compiler_lock import global_compiler_lock
 from numpy.typing import NDArray
 
+from kernels.common.compile_turn import CompileTurn
 from kernels.common.tiles import NON_FINITE, NORMAL_BITS, SMALLEST_STEP, TILE, powers_of_two
 
 _log = logging.getLogger(__name__)
@@ -74,32 +76,50 @@ class LoopCache(FunctionCache):
         super().__init__(function)
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, SOURCES)
 
+    def load_overload(self, sig: object, target_context: object) -> object:
+        """As numba's. What is not there may be once other processes have compiled: this one looks again when
+        it is its turn."""
+        found = super().load_overload(sig, target_context)
+        if found is None and _TURN is not None:
+            _TURN.take()
+            found = super().load_overload(sig, target_context)
+        return found
 
-def _can_keep() -> bool:
-    """Whether numba finds a folder that it may write to."""
+
+def _turn() -> CompileTurn | None:
+    """None if numba finds no folder that it may write to."""
     try:
-        LoopCache(_can_keep)
+        folder = Path(LoopCache(_turn).cache_path)
     except RuntimeError:
         _log.warning(
             "numba cannot keep what it compiles here, so every start compiles again: set NUMBA_CACHE_DIR "
             "or XDG_CACHE_HOME to a folder that this user may write to"
         )
-        return False
-    return True
+        return None
+    return CompileTurn(folder / f"compiling-{SOURCES}.lock")
 
 
-_KEEP = _can_keep()
+_TURN = _turn()
 
 
 def _compiler(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def compile_at_use(function: Callable[..., Any]) -> Callable[..., Any]:
         dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
-        if _KEEP:
+        if _TURN is not None:
             dispatcher._cache = LoopCache(function)
+            dispatcher.compile = _in_turn(dispatcher.compile, _TURN)
         made: Callable[..., Any] = dispatcher
         return made
 
     return compile_at_use
+
+
+def _in_turn(compile_it: Callable[..., Any], turn: CompileTurn) -> Callable[..., Any]:
+    def compile_in_turn(signature: object) -> Any:
+        with global_compiler_lock, turn:
+            return compile_it(signature)
+
+    return compile_in_turn
 
 
 compiled = _compiler()

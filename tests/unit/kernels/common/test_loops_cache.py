@@ -1,5 +1,6 @@
 """Compiled loops are kept, found again, and never used for other sources than they were compiled from."""
 
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -11,7 +12,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from kernels.common import loops
+from kernels.common import compile_turn, loops
+from kernels.common.compile_turn import CompileTurn
 from tests.support.paths import python_path
 
 
@@ -128,14 +130,18 @@ sys.path.insert(0, sys.argv[1])
 from factor_loops import scaled
 for dtype in sys.argv[2:]:
     print(scaled(np.arange(3, dtype=dtype)).tolist())
+print(sum(scaled.stats.cache_misses.values()))
 """
 
 
-def test_processes_may_compile_at_once(tmp_path: Path) -> None:
+def test_of_processes_that_start_at_once_one_compiles_and_all_have_it(tmp_path: Path) -> None:
     write(tmp_path, {"factor_loops.py": MODULE, "helper.py": "FACTOR = 2"})
     dtypes = ["int64", "float32", "float64"]
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    for _ in range(2):
+    # A cache of their own: nobody else's turn is in their way.
+    kept = {"NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": python_path()}
+    environment = {**os.environ, **kept}
+    for compilations in (len(dtypes), 0):
+        found = 0
         started = [
             subprocess.Popen(
                 (sys.executable, "-c", SEVERAL, str(tmp_path), *dtypes[turn:], *dtypes[:turn]),
@@ -148,8 +154,47 @@ def test_processes_may_compile_at_once(tmp_path: Path) -> None:
         for turn, process in enumerate(started):
             output, _ = process.communicate(timeout=150)
             expected = [(np.arange(3, dtype=dtype) * 2).tolist() for dtype in dtypes[turn:] + dtypes[:turn]]
-            assert output.splitlines() == list(map(str, expected))
+            *printed, misses = output.splitlines()
+            assert printed == list(map(str, expected))
             assert process.returncode == 0
+            found += int(misses)
+        assert found == compilations
+
+
+def test_a_turn_is_one_process_s_until_the_outermost_function_is_compiled(tmp_path: Path) -> None:
+    one, other = (CompileTurn(tmp_path / "lock") for _ in range(2))
+
+    def is_free() -> bool:
+        with (tmp_path / "lock").open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    with one:
+        one.take()
+        with one:
+            one.take()
+        assert not is_free()
+    assert is_free()
+    with other:
+        other.take()
+        assert not is_free()
+    assert is_free()
+
+
+def test_who_waits_too_long_for_its_turn_compiles_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside a process that is frozen, and where no file can be locked."""
+    monkeypatch.setattr(compile_turn, "WAIT_SECONDS", 0.0)
+    one, other = (CompileTurn(tmp_path / "lock") for _ in range(2))
+    with one, other:
+        one.take()
+        other.take()
+    with CompileTurn(tmp_path / "no such folder" / "lock") as nowhere:
+        nowhere.take()
 
 
 NOWHERE = """
