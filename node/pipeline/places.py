@@ -4,11 +4,17 @@ What is planned is a whole grid: rows of nodes, and one split for all rows, whos
 blocks. Until steps have shown how fast a node is it gets no more blocks than an even share, and a grid with
 such nodes has the present split. A plan is worth a move only if the step gets shorter by a tenth of what the
 coordinator measured, and pays back what the move takes (`node.pipeline.stage_order.pays`).
+
+A node could say that the line to its neighbour is slow, to have another neighbour. Steps that are far shorter
+than such a line allows show that it is not so: then the lines in use count as no bottleneck.
 """
 
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
 
 from node.pipeline.speeds import Speeds
 from node.pipeline.stage_order import (
@@ -28,6 +34,9 @@ MOST_GROWTH = 2
 """A stage gets at most so many times the blocks that it has, in one move."""
 RESTART_SECONDS = 20.0
 """What a move takes beside the state: a snapshot, and all nodes come back."""
+CONTRADICTED = 1.5
+"""A step whose floor by what nodes say is this many times as long as the step was: somebody is faster than it
+is said to be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +158,9 @@ def plan_places(
     at = {node: k for k, node in enumerate(nodes)}
     rows = [StageOrder(nodes=tuple(at[node] for node in row), split=now.split) for row in now.rows]
     before = max(step_seconds(machines, row, work) for row in rows)
+    if measured and before > CONTRADICTED * measured:
+        machines = _free_lines(machines, rows)
+        before = max(step_seconds(machines, row, work) for row in rows)
     best: tuple[float, Grid] | None = None
     known = {at[node] for node in nodes if speeds.is_known([node])}
     for planned in _plans(machines, work, rows, known):
@@ -160,10 +172,21 @@ def plan_places(
         return None
     seconds, grid = best
     length = measured or before
-    then = length * seconds / before
+    # No step is shorter than its floor.
+    then = max(seconds, length * seconds / before)
     if not pays(length, then, move_seconds=move_seconds, steps_left=steps_left):
         return None
     return PlacePlan(grid=grid, now_seconds=length, then_seconds=then, shown=speeds.shown())
+
+
+def _free_lines(machines: Machines, rows: Sequence[StageOrder]) -> Machines:
+    """The same with lines between the rows' neighbours as fast as can be."""
+    rate, latency = machines.rate.copy(), machines.latency.copy()
+    for row in rows:
+        for one, other in pairwise(row.nodes):
+            for pair in ((one, other), (other, one)):
+                rate[pair], latency[pair] = np.inf, 0.0
+    return replace(machines, rate=rate, latency=latency)
 
 
 def _plans(

@@ -88,7 +88,9 @@ class Speeds:
             said: seconds that each stage's passes of a microbatch took.
             seconds: of the step, at the coordinator.
         """
-        each = [one / count for one, count in zip(said, blocks, strict=True)]
+        # No stage computes for longer than the step.
+        most = seconds / work.microbatches
+        each = [min(one, most) / count for one, count in zip(said, blocks, strict=True)]
         machines = self._of(order, each, [work.blocks] * len(order))
         split = (*map(round, blocks[:-1]), round(blocks[-1] - work.head_blocks))
         order_of_it = StageOrder(nodes=tuple(range(len(order))), split=split)

@@ -153,6 +153,38 @@ def test_a_spare_that_lies_costs_one_stage_until_it_is_measured() -> None:
     assert plan(speeds, "abcdx", back.grid, measured=honest) is None, "its claims do not count again"
 
 
+def test_what_a_host_says_of_a_line_takes_nobodys_place() -> None:
+    """It says that its neighbour's line is dead, and the spare's is fast. The steps show otherwise."""
+    real = dict.fromkeys("abcd", BLOCK)
+    speeds = Speeds()
+    for node in "abcdx":
+        speeds.claimed(node, BLOCK)
+    lines(speeds, "abcdx")
+    seconds = train(speeds, EVEN, real)
+    assert plan(speeds, "abcdx", measured=seconds) is None, "there is nothing to gain"
+    for dead in (Line(rate=100.0, round_trip=0.002), Line(rate=125e6, round_trip=1e9)):
+        speeds.line("a", "b", dead)
+        speeds.line("b", "a", dead)
+        assert plan(speeds, "abcdx", measured=seconds) is None
+        # Where steps are as long as it says, the line counts.
+        slow = truth(speeds, real, EVEN)
+        found = plan(speeds, "abcdx", measured=slow)
+        assert found is not None
+        assert {"a", "b"} not in [set(pair) for pair in pairwise(found.grid.hosts)]
+
+
+def test_a_host_that_says_it_is_slow_is_believed_up_to_the_measured_step() -> None:
+    """The others get no more blocks by it than if it were as slow as the whole step allows."""
+    real = dict.fromkeys("abcd", BLOCK)
+    speeds = Speeds()
+    lines(speeds, "abcd")
+    seconds = train(speeds, EVEN, real, {"b": 1e9})
+    believed = speeds.block_seconds("b")
+    assert believed is not None
+    assert 3 * believed <= seconds / WORK.microbatches
+    assert plan(speeds, "abcd", measured=seconds) is None
+
+
 def test_the_suspected_is_believed_again_once_steps_are_explained() -> None:
     real = {"a": BLOCK, "b": BLOCK, "c": BLOCK, "d": BLOCK}
     speeds = Speeds()
