@@ -322,27 +322,36 @@ def four_links() -> str:
     """Codec auto against fixed ones on unlike links (scripts/experiments/four_links.py)."""
     report = read_report(FOUR_LINKS)
     best = min(one["step_seconds"] for one in report["results"] if one["codec"] != "auto")
+    trained = report["losses"]
     rows = [
         [
             f"`{one['codec']}`",
             f"{one['step_seconds']:.2f} ({min(one['steps']):.2f} to {max(one['steps']):.2f})",
             f"{best / one['step_seconds']:.2f}",
+            _losses_of(trained["held_out"], one["codec"]),
             _bits_of(one["activation_codecs"]),
             _bits_of(one["gradient_codecs"]),
         ]
         for one in report["results"]
     ]
     columns = [("codec", "left"), ("s a step", "right"), ("speed over the best fixed one's", "right")]
-    columns += [("activations by link", "left"), ("gradients by link", "left")]
+    columns += [("held-out loss", "right"), ("activations by link", "left"), ("gradients by link", "left")]
     rates = ", ".join(f"{rate:g}" for rate in report["rates_mbit"])
     caption = (
         f"Links of {rates} Mbit/s and {report['round_trip_ms']:g} ms, {report['microbatches']} microbatches "
         f"of {report['elements']:,} elements, blocks that wait {1000 * report['compute_seconds']:.0f} ms "
         f"a microbatch in place of computing. Median of {len(report['results'][0]['steps'])} steps, in "
-        f"brackets the least and the most; {report['runs']} run, {spaced(report['hardware'])}, torch "
-        f"{report['torch']}, commit {commit(report)}."
+        "brackets the least and the most. Loss by seed of a small model with these codecs at its boundaries, "
+        f"after {trained['steps']} steps of {trained['batch']} windows; without codecs "
+        f"{_losses_of(trained['held_out'], 'none')}. {report['runs']} run, {spaced(report['hardware'])}, "
+        f"torch {report['torch']}, commit {commit(report)}."
     )
     return f"{markdown(columns, rows)}\n\n{caption}"
+
+
+def _losses_of(held_out: Mapping[str, Sequence[float]], name: str) -> str:
+    """By seed; codecs that are far slower than others have none."""
+    return ", ".join(f"{loss:.3f}" for loss in held_out.get(name, ())) or "-"
 
 
 def _bits_of(codecs: Sequence[str]) -> str:

@@ -3,8 +3,12 @@
 Five stages, joined by relays of 1000, 300, 100 and 30 Mbit/s, real processes and real codecs on CPU. Blocks
 wait for a set time in place of computing, so that the machine's cores pack and send. For each codec: seconds
 of a step, median of the counted ones; for `auto` also the codecs that it had in them. Steps of `auto` count
-once its plan has not changed for some steps. `--codecs` measures some of them; with `--merge` their results
-replace or join those of the file, if it is of the same commit and machine.
+once a plan was kept when it came up for change. `--codecs` measures some of them; with `--merge` their
+results replace or join those of the file, if it is of the same commit and machine.
+
+Such blocks learn nothing. So small models then train in one process, on the same bytes and seeds, with four
+boundaries that have the codecs of `auto`'s last plan, those of a fixed codec that is nearly as fast as the
+fastest, or none.
 """
 
 import argparse
@@ -18,8 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from kernels.common.random_bits import mixed
 from node.config.schema import (
     CoordinatorSection,
     DataSection,
@@ -30,7 +36,13 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.lab.results import commit, hardware
+from node.model.chunk import build_chunk
+from node.model.units import unit_names
+from node.pipeline.codec_ladder import PLANNED, of_gradients
+from node.pipeline.rate_control import WATCHED
 from node.telemetry import events
+from node.training.data import Corpus
+from scripts.experiments.gradient_bias import Quantizer, Way, loss_of
 from scripts.experiments.paced_pipeline import PacedRun, paced_run
 from scripts.experiments.shaped_relay import ShapedRelay
 from scripts.report import RESULTS, write
@@ -41,30 +53,37 @@ RATES = (1000, 300, 100, 30)
 STAGES = len(RATES) + 1
 ROUND_TRIP = 0.01
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.05, 0.10
-CODECS = ("auto", "fp32", "bf16", "fixed-8", "tah", "trellis-4.41")
-MICROBATCHES = 24
-CALM = 4
-"""Steps without a new plan before the steps of `auto` count."""
-START_SECONDS, STEP_SECONDS = 180.0, 120.0
+CODECS = (PLANNED, "fp32", "bf16", "fixed-8", "tah", "trellis-4.41")
+CALM = WATCHED + 1
+"""Steps without a new plan before the steps of `auto` count: plans come up for change every `WATCHED`."""
+SETTLED = 3
+"""Steps before those of a fixed codec count: windows are planned from the first ones."""
+START_SECONDS, STEP_SECONDS = 300.0, 120.0
+"""Without a word from the coordinator. The first step compiles."""
+NEARLY = 0.9
+"""Of the fastest fixed codec's speed: such a codec's loss counts."""
+LOSS_MODEL = ModelSection(layers=STAGES, hidden=128, heads=4, kv_heads=2, ffn=352, vocab=256, sequence=256)
+LOSS_BATCH, LOSS_RATE, LOSS_WARMUP = 8, 3e-3, 20
+HELD_OUT = 64
+"""Windows."""
 
 
-def config(name: str, codec: str) -> RunConfig:
+def config(name: str, codec: str, microbatches: int) -> RunConfig:
     return RunConfig(
         run=RunSection(name=name, steps=1000, snapshot_every=1000),
         model=ModelSection(layers=STAGES, hidden=512, heads=8, kv_heads=2, ffn=128, vocab=256, sequence=1024),
         data=DataSection(path="stdlib"),
-        training=TrainingSection(global_batch=MICROBATCHES, microbatch=1, warmup_steps=0),
-        pipeline=PipelineSection(stages=STAGES, forward_codec=codec, backward_codec=codec),
+        training=TrainingSection(global_batch=microbatches, microbatch=1, warmup_steps=0),
+        pipeline=PipelineSection(stages=STAGES, forward_codec=codec, backward_codec=of_gradients(codec)),
         coordinator=CoordinatorSection(listen="127.0.0.1:0", silent_seconds=60.0),
     )
 
 
-async def measure(codec: str, steps: int, most_seconds: float, directory: Path) -> dict[str, Any]:
+async def measure(codec: str, arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """One codec's steps."""
-    async with paced_run(
-        config("four-links", codec), directory, forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS
-    ) as run:
-        return await _watch(run, codec, steps, most_seconds)
+    run_config = config("four-links", codec, arguments.microbatches)
+    async with paced_run(run_config, directory, forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS) as run:
+        return await _watch(run, codec, arguments.steps, arguments.auto_seconds)
 
 
 async def _watch(run: PacedRun, codec: str, steps: int, most_seconds: float) -> dict[str, Any]:
@@ -101,7 +120,7 @@ async def _watch(run: PacedRun, codec: str, steps: int, most_seconds: float) -> 
                 calm += 1
                 print(f"{codec}, step {done.step}: {done.seconds:.3f} s", flush=True)
                 late = time.monotonic() - began > most_seconds
-                if calm > (CALM if codec == "auto" else 2) or late:
+                if calm > (CALM if codec == PLANNED else SETTLED) or late:
                     counted.append(done.seconds)
             case _:
                 pass
@@ -111,15 +130,61 @@ async def _watch(run: PacedRun, codec: str, steps: int, most_seconds: float) -> 
         "steps": [round(one, 4) for one in counted],
         "plans": changes,
         "activation_codecs": plan[0] if plan else [codec] * len(RATES),
-        "gradient_codecs": plan[1] if plan else [codec] * len(RATES),
+        "gradient_codecs": plan[1] if plan else [of_gradients(codec)] * len(RATES),
     }
 
 
-def report(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def held_out_loss(result: dict[str, Any] | None, seed: int, steps: int) -> float:
+    """Of a small model that has trained with a result's codecs at its boundaries; None: without any."""
+    torch.manual_seed(seed)
+    chunk = build_chunk(LOSS_MODEL, unit_names(LOSS_MODEL), seed, torch.device("cpu"))
+    crossings = None
+    if result is not None:
+        names = zip(result["activation_codecs"], result["gradient_codecs"], strict=True)
+        crossings = [
+            (
+                Quantizer(Way(f"codec:{there}", 0.0), mixed(4096 * seed + 2 * number)),
+                Quantizer(Way(f"codec:{back}", 0.0), mixed(4096 * seed + 2 * number + 1)),
+            )
+            for number, (there, back) in enumerate(names)
+        ]
+    corpus = Corpus.load(
+        DataSection(path="stdlib"), sequence=LOSS_MODEL.sequence, global_batch=LOSS_BATCH, seed=seed
+    )
+    optimizer = torch.optim.AdamW(chunk.parameters(), lr=LOSS_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(steps):
+        cosine = 0.55 + 0.45 * np.cos(np.pi * step / steps)
+        for group in optimizer.param_groups:
+            group["lr"] = LOSS_RATE * min(1.0, (step + 1) / LOSS_WARMUP) * cosine
+        loss_of(chunk, torch.from_numpy(corpus.batch(step).astype(np.int64)), crossings).backward()
+        torch.nn.utils.clip_grad_norm_(chunk.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    windows = torch.from_numpy(corpus.validation_windows()[:HELD_OUT].astype(np.int64))
+    with torch.no_grad():
+        return statistics.fmean(float(loss_of(chunk, part, None)) for part in windows.split(LOSS_BATCH))
+
+
+def losses(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of `auto`, of the fixed codecs that are nearly as fast as the fastest, and without any codec."""
+    best = min((one["step_seconds"] for one in results if one["codec"] != PLANNED), default=0.0)
+    compared = [one for one in results if one["codec"] == PLANNED or NEARLY * one["step_seconds"] <= best]
+    found: dict[str, list[float]] = {}
+    for seed in range(arguments.loss_seeds):
+        for one in (None, *compared):
+            name = "none" if one is None else one["codec"]
+            found.setdefault(name, []).append(held_out_loss(one, seed, arguments.loss_steps))
+            print(f"{name}, seed {seed}: held-out loss {found[name][-1]:.4f}", flush=True)
+    return {"steps": arguments.loss_steps, "batch": LOSS_BATCH, "held_out": found}
+
+
+def report(
+    results: Sequence[dict[str, Any]], microbatches: int, trained: dict[str, Any] | None
+) -> dict[str, Any]:
     """The whole document."""
     by_codec = {one["codec"]: one for one in results}
-    fixed = [one["step_seconds"] for name, one in by_codec.items() if name != "auto"]
-    share = min(fixed) / by_codec["auto"]["step_seconds"] if fixed and "auto" in by_codec else None
+    fixed = [one["step_seconds"] for name, one in by_codec.items() if name != PLANNED]
+    share = min(fixed) / by_codec[PLANNED]["step_seconds"] if fixed and PLANNED in by_codec else None
     return {
         "experiment": "four_links",
         "commit": commit(),
@@ -128,11 +193,12 @@ def report(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "runs": 1,
         "rates_mbit": RATES,
         "round_trip_ms": 1000 * ROUND_TRIP,
-        "microbatches": MICROBATCHES,
+        "microbatches": microbatches,
         "elements": 1024 * 512,
         "compute_seconds": FORWARD_SECONDS + BACKWARD_SECONDS,
         "auto_over_best_fixed": None if share is None else round(share, 4),
         "results": [by_codec[name] for name in CODECS if name in by_codec],
+        "losses": trained,
     }
 
 
@@ -140,22 +206,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Codec auto against fixed ones on four unlike links.")
     parser.add_argument("--codecs", nargs="+", default=CODECS, choices=CODECS)
     parser.add_argument("--steps", type=int, default=4, help="that count (default 4)")
-    parser.add_argument("--auto-seconds", type=float, default=150.0, help="after which steps count anyway")
+    parser.add_argument("--microbatches", type=int, default=24, help="of a step (default 24)")
+    parser.add_argument("--auto-seconds", type=float, default=300.0, help="after which steps count anyway")
+    parser.add_argument("--loss-steps", type=int, default=200, help="of the small models; 0 trains none")
+    parser.add_argument("--loss-seeds", type=int, default=2)
     parser.add_argument("--merge", action="store_true", help="keep the file's results of other codecs")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     known: dict[str, dict[str, Any]] = {}
     if arguments.merge and arguments.out.exists():
         before = json.loads(arguments.out.read_text(encoding="utf-8"))
-        if before["commit"] != commit() or before["hardware"] != hardware():
-            raise SystemExit(f"{arguments.out} is of another commit or machine: measure all codecs again")
+        same = {"commit": commit(), "hardware": hardware(), "microbatches": arguments.microbatches}
+        if any(before[name] != value for name, value in same.items()):
+            raise SystemExit(
+                f"{arguments.out} is of another commit, machine or step: measure all codecs again"
+            )
         known = {one["codec"]: one for one in before["results"]}
     for codec in arguments.codecs:
         with tempfile.TemporaryDirectory() as folder:
-            found = asyncio.run(measure(codec, arguments.steps, arguments.auto_seconds, Path(folder)))
+            found = asyncio.run(measure(codec, arguments, Path(folder)))
         known[codec] = found
         print(json.dumps(found), flush=True)
-        write(arguments.out, report(list(known.values())))
+        write(arguments.out, report(list(known.values()), arguments.microbatches, None))
+    if arguments.loss_steps:
+        trained = losses(list(known.values()), arguments)
+        write(arguments.out, report(list(known.values()), arguments.microbatches, trained))
     return 0
 
 
