@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     # Only for annotations: the coordinator does not load torch.
@@ -24,8 +24,7 @@ class Direction(IntEnum):
     SYNC_SUM = 5
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class TensorKey:
+class TensorKey(NamedTuple):
     """The name of one tensor in flight; unique within a run.
 
     `boundary` is the global index of the chunk that lies before the boundary (chunk j feeds chunk j + 1, so

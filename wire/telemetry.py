@@ -1,7 +1,8 @@
 """A node's measurements of itself, sent to the coordinator (wire form: `telemetry_proto.py`)."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from wire.spec import Direction, TensorKey
 
@@ -106,8 +107,7 @@ class Telemetry:
     relay_refused: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One activity of a node, from `start` for `seconds` on its own monotonic clock."""
 
     kind: str
@@ -118,6 +118,88 @@ class Span:
     """The tensor it was for, if any."""
     peer_stage: int = -1
     """The stage a tensor was sent to or came from."""
+
+
+SPAN_COLUMNS = ("kinds", "starts", "lengths", "directions", "microbatches", "boundaries", "steps", "peers")
+_TICKS = 1e6
+"""Ticks a second: spans travel, and are kept, in whole microseconds."""
+_NO_TENSOR = 0
+"""Direction of a span without a tensor; others travel as their value plus one."""
+_DIRECTIONS = frozenset((_NO_TENSOR, *(direction + 1 for direction in Direction)))
+
+
+class SpanColumns(Collection[Span]):
+    """Spans as they travel: columns of small numbers, an entry a span. Each span is made when it is read.
+
+    Starts are relative to the previous span's, kinds are indices of `names`. A run sends hundreds of spans a
+    step, and few of them are ever looked at.
+    """
+
+    def __init__(self, epoch: int, names: Sequence[str], columns: Sequence[Sequence[int]]) -> None:
+        """
+        Args:
+            columns: as `SPAN_COLUMNS` names them.
+
+        Raises ValueError for columns of unequal length and for numbers that stand for nothing.
+        """
+        kinds, directions = columns[0], columns[3]
+        if len(columns) != len(SPAN_COLUMNS) or any(len(column) != len(kinds) for column in columns):
+            raise ValueError("spans come in equal columns")
+        if kinds and not 0 <= min(kinds) <= max(kinds) < len(names):
+            raise ValueError("a span has a kind without a name")
+        if not _DIRECTIONS.issuperset(directions):
+            raise ValueError("a span's direction is none")
+        self.epoch = epoch
+        """Of all their tensors."""
+        self.names = names
+        self.columns = columns
+
+    @classmethod
+    def of(cls, epoch: int, spans: Iterable[Span]) -> "SpanColumns":
+        """The columns of these spans; those that are columns already stay as they are."""
+        if isinstance(spans, cls):
+            return spans
+        places: dict[str, int] = {}
+        rows = []
+        before = 0
+        for kind, start, seconds, key, peer in spans:
+            at = round(_TICKS * start)
+            # Round ends, not lengths, so that adjacent spans stay adjacent.
+            length = round(_TICKS * (start + seconds)) - at
+            place = places.setdefault(kind, len(places))
+            if key is None:
+                rows.append((place, at - before, length, _NO_TENSOR, 0, 0, 0, peer))
+            else:
+                tensor = key.direction + 1, key.microbatch, key.boundary, key.step
+                rows.append((place, at - before, length, *tensor, peer))
+            before = at
+        columns = list(zip(*rows, strict=True)) if rows else [()] * len(SPAN_COLUMNS)
+        return cls(epoch, tuple(places), columns)
+
+    def __iter__(self) -> Iterator[Span]:
+        start = 0
+        for kind, ahead, length, direction, microbatch, boundary, step, peer in zip(
+            *self.columns, strict=True
+        ):
+            start += ahead
+            key = None
+            if direction != _NO_TENSOR:
+                key = TensorKey(self.epoch, step, microbatch, boundary, Direction(direction - 1))
+            yield Span(self.names[kind], start / _TICKS, length / _TICKS, key, peer)
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __contains__(self, span: object) -> bool:
+        return any(one == span for one in self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SpanColumns | tuple) and tuple(self) == tuple(other)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    __hash__ = None  # type: ignore[assignment]  # as a list's: columns may be lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +215,8 @@ class StepSpans:
     """Bound on its error, seconds."""
     dropped: int
     """Spans lost because the ring was full."""
-    spans: tuple[Span, ...]
+    spans: Collection[Span]
+    """A tuple, or the columns that came."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,16 @@ from typing import TypeVar
 from wire.codecs.formats import codec_format
 from wire.errors import ConfigError, ProtocolViolationError
 from wire.identity.names import is_node_id
-from wire.spec import Direction, TensorKey
+from wire.spec import Direction
 from wire.telemetry import (
     MOST_CODEC_TIMES,
     MOST_SPANS,
+    SPAN_COLUMNS,
     CodecTime,
     CodecTimes,
     FlowReport,
     LinkReport,
-    Span,
+    SpanColumns,
     StepSpans,
     Telemetry,
 )
@@ -29,10 +30,6 @@ LONGEST_PATH = 40
 """Characters of the name of a link's path."""
 LONGEST_LINE = 1000
 """Characters of a text for people; longer text is cut."""
-_TICKS = 1e6
-"""Ticks a second: spans travel as whole microseconds."""
-_NO_TENSOR = 0
-"""Direction of a span without a tensor; others travel as their value plus one."""
 
 EnumT = TypeVar("EnumT", bound=IntEnum)
 
@@ -115,9 +112,7 @@ def _link_from_proto(link: control_pb2.LinkReport) -> LinkReport:
 
 
 def spans_to_proto(spans: StepSpans) -> control_pb2.StepSpans:
-    """Columns of small numbers: starts relative to the previous span, names by index."""
-    names = list(dict.fromkeys(span.kind for span in spans.spans))
-    starts = [round(_TICKS * span.start) for span in spans.spans]
+    columns = SpanColumns.of(spans.epoch, spans.spans)
     return control_pb2.StepSpans(
         epoch=spans.epoch,
         step=spans.step,
@@ -125,48 +120,20 @@ def spans_to_proto(spans: StepSpans) -> control_pb2.StepSpans:
         clock_offset=spans.clock_offset,
         clock_error=spans.clock_error,
         dropped=spans.dropped,
-        names=names,
-        kinds=[names.index(span.kind) for span in spans.spans],
-        starts=[at - before for before, at in zip((0, *starts), starts, strict=False)],
-        # Round ends, not lengths, so that adjacent spans stay adjacent.
-        lengths=[
-            round(_TICKS * (span.start + span.seconds)) - start
-            for span, start in zip(spans.spans, starts, strict=True)
-        ],
-        directions=[_NO_TENSOR if s.key is None else int(s.key.direction) + 1 for s in spans.spans],
-        microbatches=[s.key.microbatch if s.key else 0 for s in spans.spans],
-        boundaries=[s.key.boundary if s.key else 0 for s in spans.spans],
-        steps=[s.key.step if s.key else 0 for s in spans.spans],
-        peers=[span.peer_stage for span in spans.spans],
+        names=columns.names,
+        **dict(zip(SPAN_COLUMNS, columns.columns, strict=True)),
     )
 
 
 def spans_from_proto(message: control_pb2.StepSpans) -> StepSpans:
     """Raises `ProtocolViolationError` for columns of unequal length and for numbers out of range."""
-    columns = (
-        message.kinds,
-        message.starts,
-        message.lengths,
-        message.directions,
-        message.microbatches,
-        message.boundaries,
-        message.steps,
-        message.peers,
-    )
-    count = len(message.kinds)
-    if count > MOST_SPANS or any(len(column) != count for column in columns):
-        raise ProtocolViolationError(f"spans come in equal columns of at most {MOST_SPANS}, not of {count}")
-    if any(kind >= len(message.names) for kind in message.kinds):
-        raise ProtocolViolationError("a span has a kind without a name")
+    if len(message.kinds) > MOST_SPANS:
+        raise ProtocolViolationError(f"a message has {MOST_SPANS} spans at most, not {len(message.kinds)}")
     names = [line(name) for name in message.names]
-    spans = []
-    start = 0
-    for kind, ahead, length, direction, microbatch, boundary, step, peer in zip(*columns, strict=True):
-        start += ahead
-        key = None
-        if direction != _NO_TENSOR:
-            key = TensorKey(message.epoch, step, microbatch, boundary, member(Direction, direction - 1))
-        spans.append(Span(names[kind], start / _TICKS, length / _TICKS, key, peer))
+    try:
+        spans = SpanColumns(message.epoch, names, [list(getattr(message, one)) for one in SPAN_COLUMNS])
+    except ValueError as error:
+        raise ProtocolViolationError(str(error)) from None
     return StepSpans(
         epoch=message.epoch,
         step=message.step,
@@ -174,7 +141,7 @@ def spans_from_proto(message: control_pb2.StepSpans) -> StepSpans:
         clock_offset=finite(message.clock_offset, "a clock's offset"),
         clock_error=seconds(message.clock_error, "a clock's error"),
         dropped=message.dropped,
-        spans=tuple(spans),
+        spans=spans,
     )
 
 
@@ -247,4 +214,5 @@ def finite(value: float, what: str) -> float:
 
 def line(text: str) -> str:
     """`text` as one line, with characters that could harm a terminal replaced."""
-    return "".join(c if c.isprintable() else " " for c in text[:LONGEST_LINE])
+    text = text[:LONGEST_LINE]
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

@@ -26,7 +26,7 @@ from tests.support.run_events import done
 from wire.errors import ConfigError
 from wire.frames import HEADER_BYTES, Frame, frame_place, pack_frame
 from wire.spec import Direction, TensorKey
-from wire.telemetry import Span, StepSpans
+from wire.telemetry import Span, SpanColumns, StepSpans
 from wire.transfers import MOST_OPEN, TransferKind, TransferLog
 
 TAG = 7
@@ -211,6 +211,33 @@ def test_written_values_are_read_back(tmp_path: Path) -> None:
     assert list(read_batches(tmp_path, 2, 3)) == [batch(2), batch(3, "b", 1)]
     assert list(read_batches(tmp_path, 9, 9)) == []
     assert writer.broken == ""
+
+
+def test_the_trace_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It has a row a span, with its start, and not columns."""
+    (tmp_path / "trace").mkdir()
+    rows = [[0, 1_100_000, 50_000, 2, 1, 0, 0, 0], [1, 1_500_000, 250_000, -1]]
+    fields = {"epoch": 1, "step": 1, "stage": 0, "clock_offset": 0.5, "clock_error": 0.001, "dropped": 0}
+    line = {**fields, "spans": rows, "node": "a", "names": ["forward", "optimizer"]}
+    (tmp_path / "trace" / "spans-000001.jsonl.gz").write_bytes(gzip.compress(json.dumps(line).encode()))
+    (found,) = read_batches(tmp_path, 0, 9)
+    expected = (Span("forward", 1.1, 0.05, key(0, step=1), 2), Span("optimizer", 1.5, 0.25))
+    assert found.spans.spans == expected
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [[0], [1], [1], [0], [0], [0], [0]],
+        [[0], [1], [1], [0], [0], [0], [0], []],
+        [[1], [1], [1], [0], [0], [0], [0], [-1]],
+        [[-1], [1], [1], [0], [0], [0], [0], [-1]],
+        [[0], [1], [1], [9], [0], [0], [0], [-1]],
+    ],
+)
+def test_columns_that_stand_for_no_spans_are_refused(columns: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="span"):
+        SpanColumns(1, ["forward"], columns)
 
 
 def test_a_later_coordinator_begins_a_segment_of_its_own(tmp_path: Path) -> None:
