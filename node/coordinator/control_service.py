@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from node.coordinator.sessions import ControlSession, Measured, MessageLimits
 from node.coordinator.snapshot_handler import UploadPermit
-from node.model.labels import BatchPart
+from node.model.labels import SMALL_BYTES, BatchPart
 from node.training.manifest import UnitEntry
 from wire.channels import NOT_YET
 from wire.dialing import knock
@@ -77,8 +77,10 @@ class Handler(Protocol):
         part: BatchPart,
         held_out: bool = False,
         groups: Sequence[int] = (),
+        steps: int = 1,
     ) -> bytes:
-        """The rows of a step, or of some of its gradient groups, in the order in which they are named.
+        """The rows of a step, or of some of its gradient groups, in the order in which they are named; with
+        `steps` those of so many, one after another.
 
         Raises ProtocolViolationError if the node's stage has no use for it."""
         ...
@@ -250,12 +252,11 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             try:
                 limits = self._limits.get(session.node_id)
                 async for request in requests:
-                    if (
-                        limits is not None
-                        and (why := limits.refusal(measured(request), time.monotonic())) is not None
-                    ):
-                        raise ProtocolViolationError(why)
-                    self._handler.heard(session, node_message_from_proto(request))
+                    for one in _each(request):
+                        why = None if limits is None else limits.refusal(measured(one), time.monotonic())
+                        if why is not None:
+                            raise ProtocolViolationError(why)
+                        self._handler.heard(session, node_message_from_proto(one))
             except ProtocolViolationError as error:
                 log.warning("closed the session of %s: %s", session.node_id, error)
                 self._handler.refused(session, str(error))
@@ -298,6 +299,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                     part=BatchPart.DOCUMENTS if request.documents else part,
                     held_out=request.held_out,
                     groups=tuple(request.groups),
+                    steps=max(1, request.steps),
                 )
             except ThinwireError as error:
                 await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
@@ -427,6 +429,15 @@ def measured(message: control_pb2.NodeMessage) -> Measured:
     )
 
 
+def _each(request: control_pb2.NodeMessage) -> Sequence[control_pb2.NodeMessage]:
+    """The messages that came as one."""
+    if request.WhichOneof("body") != "several":
+        return (request,)
+    if not request.several.messages:
+        raise ProtocolViolationError("a node sent an empty control message")
+    return request.several.messages
+
+
 async def _hello(requests: AsyncIterator[control_pb2.NodeMessage]) -> Hello:
     """The first message of a session. Raises TimeoutError if none comes, ProtocolViolationError if it is not
     a hello."""
@@ -489,7 +500,6 @@ async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoRet
 
 
 CHUNK_BYTES = 256 * 1024
-SMALL_BYTES = 64 * 1024
 MOST_CALLS = 2
 """Concurrent calls of one kind and node: inputs and labels, two snapshots, a needed and a prefetched
 layer."""

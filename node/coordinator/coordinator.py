@@ -35,7 +35,7 @@ from node.coordinator.store import (
     StepRecord,
     Store,
 )
-from node.model.labels import BatchPart, to_bytes
+from node.model.labels import BatchPart, steps_at_once, to_bytes
 from node.pipeline.codec_plan import Lines
 from node.pipeline.places import PlacePlan
 from node.pipeline.snapshot_place import is_url, snapshot_place
@@ -64,7 +64,7 @@ from node.telemetry import events
 from node.telemetry.costs import Place, group_seconds
 from node.telemetry.history import EVICTED
 from node.training.manifest import MANIFEST_NAME, Manifest, UnitEntry
-from node.training.samples import held_out_samples, part_of
+from node.training.samples import held_out_samples, packed_parts
 from node.training.shards import TrainingData
 from node.training.snapshot import Checked, list_snapshots
 from wire.errors import ProtocolViolationError, RefusalCode, RunError, UserError
@@ -517,7 +517,7 @@ class Coordinator:
         if session in self._sessions:
             self._sessions.remove(session)
             self.relays.closed(node_id)
-            self._post(lambda now: self._machine.disconnected(node_id, now))
+            self._post(functools.partial(self._machine.disconnected, node_id))
 
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
         return await asyncio.to_thread(self._enrolment.renew, node_id, csr_der)
@@ -530,18 +530,21 @@ class Coordinator:
         part: BatchPart,
         held_out: bool = False,
         groups: Sequence[int] = (),
+        steps: int = 1,
     ) -> bytes:
-        epoch = self._machine.epoch
-        entitled = epoch is not None and epoch.may_fetch(node_id, groups, part)
-        size = self.config.training.global_batch
-        if not entitled or step * size >= (len(self._held_out) if held_out else self.config.run.steps * size):
+        epoch, count = self._machine.epoch, self.config.pipeline.groups
+        size, wanted = self.config.training.global_batch, range(step, step + steps)
+        most = steps_at_once(part, size * len(groups or range(count)) // count, self.config.model.sequence)
+        past, most = (len(self._held_out), 1) if held_out else (self.config.run.steps * size, most)
+        useless = epoch is None or not epoch.may_fetch(node_id, groups, part)
+        if useless or steps > most or wanted[-1] * size >= past:
             raise ProtocolViolationError(f"{node_id} has no business with that batch of step {step}")
         if held_out:
             return to_bytes(part, self._held_out[step * size : (step + 1) * size].part(part))
-        faults.reach_coordinator(faults.Phase.FORWARD, step=step)
-        corpus, count = self._corpus, self.config.pipeline.groups
+        for one in wanted:
+            faults.reach_coordinator(faults.Phase.FORWARD, step=one)
         try:
-            return to_bytes(part, await asyncio.to_thread(part_of, corpus, step, part, groups, count))
+            return await asyncio.to_thread(packed_parts, self._corpus, wanted, part, groups, count)
         except UserError as error:
             # A shard that is read during the run is damaged: no step can go on without it.
             self._fail(str(error))

@@ -43,6 +43,15 @@ def bytes_of(part: BatchPart, rows: int, columns: int) -> int:
     return rows * (-(-columns // 8) if part is BatchPart.DOCUMENTS else 4 * columns)
 
 
+MOST_STEPS_AT_ONCE = 16
+SMALL_BYTES = 64 * 1024
+
+
+def steps_at_once(part: BatchPart, rows: int, columns: int) -> int:
+    """The samples of how many steps nodes may fetch in one call: of more than one only if they are small."""
+    return max(1, min(MOST_STEPS_AT_ONCE, SMALL_BYTES // bytes_of(part, rows, columns)))
+
+
 def from_bytes(part: BatchPart, data: bytes, rows: int, columns: int) -> np.ndarray:
     """The reverse of `to_bytes`: int64, or bool."""
     if part is BatchPart.DOCUMENTS:

@@ -14,7 +14,7 @@ import grpc.aio
 import numpy as np
 
 from node.config.schema import RunConfig
-from node.model.labels import IGNORED, BatchPart, bytes_of, from_bytes
+from node.model.labels import IGNORED, SMALL_BYTES, BatchPart, bytes_of, from_bytes, steps_at_once
 from node.stage.layer_peers import LayerPlace
 from node.stage.snapshot_cache import LayerFile
 from wire.channels import NOT_YET, open_channel
@@ -37,8 +37,9 @@ from wire.pacing import RECONNECT_SECONDS, Backoff, Pacer
 from wire.v1 import control_pb2, control_pb2_grpc
 
 CHUNK_BYTES = 256 * 1024
-SMALL_BYTES = 64 * 1024
-"""What is hashed on the event loop: a thread would cost more."""
+TOGETHER_BYTES = 16 * 1024
+"""Messages for the coordinator go together until they have so many bytes: one has up to 200 kB, and gRPC's
+limit is 260 kB."""
 PROBE_BYTES = 1024 * 1024
 CALL_SECONDS = 600.0
 """How long one bulk call may take, plus the time for its bytes."""
@@ -112,7 +113,7 @@ class CoordinatorClient:
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await call.write(node_message_to_proto(hello))
                     while True:
-                        await call.write(node_message_to_proto(await outbox.get()))
+                        await call.write(_waiting(await outbox.get(), outbox))
 
             async with asyncio.TaskGroup() as group:
                 sender = group.create_task(send())
@@ -162,10 +163,13 @@ class CoordinatorClient:
         size: int,
         held_out: bool = False,
         groups: tuple[int, ...] = (),
+        steps: int = 1,
     ) -> bytes:
         """A part of a step or held-out batch: exactly `size` bytes, as `node.model.labels.to_bytes`.
 
-        `groups`: of these gradient groups alone; by default of all.
+        Args:
+            groups: of these gradient groups alone; by default of all.
+            steps: that of this step and of those after it, one after another.
         """
         request = control_pb2.GetBatchRequest(
             step=step,
@@ -173,6 +177,7 @@ class CoordinatorClient:
             documents=part is BatchPart.DOCUMENTS,
             held_out=held_out,
             groups=groups,
+            steps=steps,
         )
         return await self._retry(
             lambda stub: _collect(
@@ -305,10 +310,31 @@ class CoordinatorClient:
             await asyncio.sleep(backoff.advance())
 
 
-class Batches:
-    """Token ids for the first stage, labels for the last and documents' starts, fetched one step ahead.
+@dataclass(frozen=True)
+class _Ahead:
+    """Batches that were asked for before their steps; None if they did not come."""
 
-    A batch is a pure function of its step, so it can be fetched early, and again after an abort.
+    steps: range
+    fetching: asyncio.Task[Sequence[np.ndarray] | None]
+
+
+def _waiting(first: NodeMessage, outbox: "asyncio.Queue[NodeMessage]") -> control_pb2.NodeMessage:
+    """What waits to be sent, as one message: each costs both ends more than what it says."""
+    messages = [node_message_to_proto(first)]
+    room = TOGETHER_BYTES - messages[0].ByteSize()
+    while room > 0 and not outbox.empty():
+        messages.append(node_message_to_proto(outbox.get_nowait()))
+        room -= messages[-1].ByteSize()
+    if len(messages) == 1:
+        return messages[0]
+    return control_pb2.NodeMessage(several=control_pb2.Several(messages=messages))
+
+
+class Batches:
+    """Token ids for the first stage, labels for the last and documents' starts, fetched before their step.
+
+    A batch is a pure function of its step, so it can be fetched early, and again after an abort. Small ones
+    come several steps at a time: steps of milliseconds would spend much of their time on calls.
     """
 
     def __init__(self, config: RunConfig, client: CoordinatorClient, group: asyncio.TaskGroup) -> None:
@@ -321,7 +347,7 @@ class Batches:
         """Of the newest batch of each part."""
         self._client = client
         self._group = group
-        self._ahead: dict[tuple[int, BatchPart], asyncio.Task[np.ndarray | None]] = {}
+        self._ahead: dict[BatchPart, list[_Ahead]] = {part: [] for part in BatchPart}
         self._held_out: dict[tuple[int, BatchPart], np.ndarray] = {}
 
     async def get(
@@ -336,19 +362,18 @@ class Batches:
         """
         if part is BatchPart.LABELS and self._masks_labels:
             groups = audited = ()
-        if groups != self._groups.get(part, ()):
-            for old in [key for key in self._ahead if key[1] is part]:
-                self._ahead.pop(old).cancel()
-            self._groups[part] = groups
-        ahead = self._ahead.pop((step, part), None)
-        for old in [key for key in self._ahead if key[0] <= step and key[1] is part]:
-            self._ahead.pop(old).cancel()
-        batch = await ahead if ahead is not None else None
+        other_groups = groups != self._groups.get(part, ())
+        self._groups[part] = groups
+        for old in [one for one in self._ahead[part] if other_groups or one.steps.stop <= step]:
+            self._drop(part, old)
+        batch = await self._fetched(step, part)
         if batch is None:
             batch = await self._fetch(step, part, groups=groups)
-        if step + 1 < self._steps and (step + 1, part) not in self._ahead:
-            fetched = self._try_fetch(step + 1, part, groups)
-            self._ahead[step + 1, part] = self._group.create_task(fetched)
+        if step + 1 < self._steps and not any(step + 1 in one.steps for one in self._ahead[part]):
+            count = steps_at_once(part, *self._rows_and_columns(groups))
+            steps = range(step + 1, min(step + 1 + count, self._steps))
+            fetching = self._group.create_task(self._try_fetch(steps, part, groups))
+            self._ahead[part].append(_Ahead(steps, fetching))
         if groups and audited:
             more = await self._fetch(step, part, groups=audited)
             parts = np.split(np.concatenate([batch, more]), len(groups) + len(audited))
@@ -364,21 +389,48 @@ class Batches:
             self._held_out[batch, part] = found
         return found
 
-    async def _try_fetch(self, step: int, part: BatchPart, groups: tuple[int, ...]) -> np.ndarray | None:
-        """None on failure: `get` fetches again and reports the error."""
+    def _drop(self, part: BatchPart, ahead: "_Ahead") -> None:
+        self._ahead[part].remove(ahead)
+        ahead.fetching.cancel()
+
+    async def _fetched(self, step: int, part: BatchPart) -> np.ndarray | None:
+        """The step's batch if it was fetched before, or is being."""
+        ahead = next((one for one in self._ahead[part] if step in one.steps), None)
+        if ahead is None:
+            return None
+        # The epoch may end meanwhile; later steps need the rest.
+        batches = await asyncio.shield(ahead.fetching)
+        if batches is None:
+            self._drop(part, ahead)
+            return None
+        return batches[ahead.steps.index(step)]
+
+    async def _try_fetch(
+        self, steps: range, part: BatchPart, groups: tuple[int, ...]
+    ) -> Sequence[np.ndarray] | None:
+        """The batches of these steps; None on failure: `get` fetches again and reports the error."""
         try:
-            return await self._fetch(step, part, groups=groups)
+            found = await self._fetch(steps.start, part, groups=groups, steps=len(steps))
         except ThinwireError:
             return None
+        return np.split(found, len(steps))
+
+    def _rows_and_columns(self, groups: tuple[int, ...]) -> tuple[int, int]:
+        """Of a step's batch of these groups, or of all if there are none."""
+        rows, columns = self._shape
+        return rows * len(groups) // self._group_count if groups else rows, columns
 
     async def _fetch(
-        self, step: int, part: BatchPart, held_out: int = 0, groups: tuple[int, ...] = ()
+        self, step: int, part: BatchPart, held_out: int = 0, groups: tuple[int, ...] = (), steps: int = 1
     ) -> np.ndarray:
-        """A step's batch, or with `held_out` rows that held-out batch."""
-        whole = self._shape[0] * len(groups) // self._group_count if groups else self._shape[0]
-        rows, columns = held_out or whole, self._shape[1]
+        """The batch of a step, or those of so many, one under another; or with `held_out` rows that held-out
+        batch."""
+        whole, columns = self._rows_and_columns(groups)
+        rows = held_out or steps * whole
         size = bytes_of(part, rows, columns)
-        data = await self._client.batch(step, part=part, size=size, held_out=held_out > 0, groups=groups)
+        data = await self._client.batch(
+            step, part=part, size=size, held_out=held_out > 0, groups=groups, steps=steps
+        )
         ids = from_bytes(part, data, rows, columns)
         if part is BatchPart.DOCUMENTS:
             return ids

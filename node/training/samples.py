@@ -4,13 +4,13 @@ Torch-free. The held-out text is the end of the training text, or a source of it
 its listing: text, chat with its labels masked, parquet, Arrow, token arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from node.config.schema import RunConfig
-from node.model.labels import IGNORED, BatchPart, label_weight
+from node.model.labels import IGNORED, BatchPart, label_weight, to_bytes
 from node.training.data import document_starts, end_of_text, text_windows
 from node.training.shards import COUNTS, TrainingData, in_shards, open_stream, starts_in
 from node.training.tokenizer import load_tokenizer
@@ -70,6 +70,13 @@ def part_of(
         return whole
     parts = np.split(whole, count)
     return np.concatenate([parts[group] for group in groups])
+
+
+def packed_parts(
+    corpus: TrainingData, steps: Iterable[int], which: BatchPart, groups: Sequence[int] = (), count: int = 1
+) -> bytes:
+    """`part_of` each of these steps, as nodes fetch it, one after another."""
+    return b"".join(to_bytes(which, part_of(corpus, step, which, groups, count)) for step in steps)
 
 
 def held_out_samples(config: RunConfig, corpus: TrainingData) -> Samples:

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from node.coordinator import control_service
 from node.coordinator.control_service import ControlService
 from node.coordinator.sessions import ControlSession
 from node.coordinator.snapshot_handler import UploadPermit
@@ -27,7 +28,7 @@ from wire.identity.enrolment import Refusal
 from wire.messages import CoordinatorMessage, Finish, Heartbeat, NodeMessage
 from wire.messages_proto import coordinator_message_to_proto, node_message_to_proto
 from wire.telemetry import Telemetry
-from wire.v1 import control_pb2_grpc
+from wire.v1 import control_pb2, control_pb2_grpc
 
 AUTHORITY = new_authority()
 NODE, OTHER = new_node(AUTHORITY), new_node(AUTHORITY)
@@ -71,7 +72,14 @@ class FakeHandler:
         raise AssertionError("nobody asks")
 
     async def batch(
-        self, node_id: str, step: int, *, part: BatchPart, held_out: bool = False, groups: Sequence[int] = ()
+        self,
+        node_id: str,
+        step: int,
+        *,
+        part: BatchPart,
+        held_out: bool = False,
+        groups: Sequence[int] = (),
+        steps: int = 1,
     ) -> bytes:
         return b"12345678"
 
@@ -134,6 +142,63 @@ async def test_malformed_bytes_end_only_their_session(junk: bytes) -> None:
         await good.write(node_message_to_proto(Heartbeat(telemetry=Telemetry())).SerializeToString())
         assert await good.read() != grpc.aio.EOF
         assert handler.messages == [Heartbeat(telemetry=Telemetry())]
+
+
+async def test_messages_that_came_together_are_heard_one_after_another() -> None:
+    handler = FakeHandler()
+    said = [Heartbeat(telemetry=Telemetry(epoch=epoch)) for epoch in (3, 1, 2)]
+    several = control_pb2.Several(messages=map(node_message_to_proto, said))
+    async with coordinator(handler) as port, raw_session(port) as session:
+        await session.write(node_message_to_proto(hello(f"127.0.0.1:{port}")).SerializeToString())
+        assert await session.read() != grpc.aio.EOF
+        await session.write(control_pb2.NodeMessage(several=several).SerializeToString())
+        for _ in said:
+            assert await session.read() != grpc.aio.EOF
+        assert handler.messages == said and not handler.refusals
+
+
+async def test_messages_that_wait_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    each, came = control_service._each, list[int]()
+
+    def counted(request: control_pb2.NodeMessage) -> Sequence[control_pb2.NodeMessage]:
+        found = each(request)
+        came.append(len(found))
+        return found
+
+    async def handle(_message: CoordinatorMessage) -> None:
+        if handler.messages == said:
+            all_heard.set()
+
+    monkeypatch.setattr(control_service, "_each", counted)
+    handler, all_heard = FakeHandler(), asyncio.Event()
+    said: list[NodeMessage] = [Heartbeat(telemetry=Telemetry(epoch=epoch)) for epoch in (3, 1, 2)]
+    outbox: asyncio.Queue[NodeMessage] = asyncio.Queue()
+    for message in said:
+        outbox.put_nowait(message)
+    async with coordinator(handler) as port, asyncio.timeout(SECONDS):
+        client = CoordinatorClient(f"127.0.0.1:{port}", lambda: NODE, SECONDS)
+        session = client.session(hello(f"127.0.0.1:{port}"), outbox, handle, lambda: None)
+        running = asyncio.create_task(session)
+        await all_heard.wait()
+        running.cancel()
+        await asyncio.wait([running])
+    assert came == [len(said)]
+
+
+@pytest.mark.parametrize(
+    "messages", [(), (control_pb2.NodeMessage(several=control_pb2.Several()),)], ids=["none", "nested"]
+)
+async def test_several_messages_are_some_and_of_kinds_that_count(
+    messages: tuple[control_pb2.NodeMessage, ...],
+) -> None:
+    handler = FakeHandler()
+    several = control_pb2.NodeMessage(several=control_pb2.Several(messages=messages))
+    async with coordinator(handler) as port, raw_session(port) as session:
+        await session.write(node_message_to_proto(hello(f"127.0.0.1:{port}")).SerializeToString())
+        assert await session.read() != grpc.aio.EOF
+        await session.write(several.SerializeToString())
+        assert await session.read() == grpc.aio.EOF
+        assert handler.refusals == ["a node sent an empty control message"]
 
 
 @pytest.mark.parametrize("junk", NOT_MESSAGES)

@@ -64,7 +64,14 @@ class Handler:
         raise AssertionError("nobody asks")
 
     async def batch(
-        self, node_id: str, step: int, *, part: BatchPart, held_out: bool = False, groups: Sequence[int] = ()
+        self,
+        node_id: str,
+        step: int,
+        *,
+        part: BatchPart,
+        held_out: bool = False,
+        groups: Sequence[int] = (),
+        steps: int = 1,
     ) -> bytes:
         return LAYER[:1000]
 
