@@ -274,16 +274,19 @@ def exponent_of(words: NDArray[np.uint32] | NDArray[np.uint16], constant: float 
     peak = peak_of(words)
     with np.errstate(over="ignore"):
         largest = peak * np.float32(constant)
-    exponent = math.frexp(largest)[1] - NORMAL_BITS if np.isfinite(largest) else NON_FINITE
-    return torch.tensor(exponent, dtype=torch.int32)
+    return _whole(math.frexp(largest)[1] - NORMAL_BITS if np.isfinite(largest) else NON_FINITE)
+
+
+@cache
+def _whole(number: int) -> torch.Tensor:
+    """int32 0-d, for reading: making one takes as long as a loop over a small tensor."""
+    return torch.tensor(number, dtype=torch.int32)
 
 
 @cache
 def two_factors(exponent: int) -> tuple[np.float32, np.float32]:
     """2**exponent as in `kernels.common.tiles.powers_of_two`, always two factors, the nearer to 1 first."""
-    factors = [
-        np.float32(factor.item()) for factor in powers_of_two(torch.tensor(exponent, dtype=torch.int32))
-    ]
+    factors = [np.float32(factor.item()) for factor in powers_of_two(_whole(exponent))]
     return (factors[0], factors[1]) if len(factors) == 2 else (ONE, factors[0])
 
 

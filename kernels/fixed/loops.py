@@ -176,9 +176,9 @@ def encode(x: torch.Tensor, out: FixedSections, *, constant: float) -> torch.Ten
         return fixed.encode(x, out, constant=constant)
     words, width = bits_to_read(x), x.shape[-1]
     exponent = exponent_of(words, constant)
-    if exponent.item() == NON_FINITE:
+    if (power := int(exponent)) == NON_FINITE:
         return exponent
-    near, far = two_factors(-int(exponent))
+    near, far = two_factors(-power)
     scales, planes = out.scales.view(torch.int16).numpy(), out.planes.numpy().view(np.uint64)
 
     def pack(first: int, last: int) -> None:

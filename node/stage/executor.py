@@ -85,7 +85,8 @@ class StageExecutor:
         self._order: StepOrder
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
         self.packing = packing_meter(config, device)
-        self._transfer = TensorTransfer(device_transfer(device), clock.beside, self.packing)
+        here = clock.switch if device.type == "cpu" and not config.pipeline.remembers else None
+        self._transfer = TensorTransfer(device_transfer(device), clock.beside, self.packing, here)
         self._caches = BoundaryCaches(config, windows) if config.pipeline.remembers else None
         self._codecs = StageCodecs(config, self._caches)
         self._newest_step = 0
@@ -530,10 +531,9 @@ class StageExecutor:
 
     def _exchange_tied(self, epoch: int, step: int, io: StageIO) -> None:
         """Set both copies of a tied weight to the sum of both gradients, added in a fixed order."""
-        place = self._place
+        place, model = self._place, self.model
         if not (place.exchanges_tie or (self.config.sums_tied_gradients and place.is_first)):
             return
-        model = self.model
         up = TensorKey(epoch, step, 0, 0, Direction.TIED_SHARE)
         down = TensorKey(epoch, step, 0, 0, Direction.TIED_SUM)
         if place.is_first and place.has_loss:

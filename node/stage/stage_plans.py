@@ -110,7 +110,7 @@ class StageCodecs:
     def _trained(self, key: TensorKey) -> Codec:
         """The run's codec of a tensor, whatever an epoch or a pass has in its place."""
         found = self._planned.get((key.boundary, key.direction), self._codecs[key.direction])
-        return found.salted(_salt(self._config.run.seed, key))
+        return found.salted(_salt(self._config.run.seed, key)) if found.draws else found
 
 
 class StageStorage:

@@ -4,6 +4,8 @@ The compute thread hands over a tensor and continues; the packed tensor goes str
 tensors that the stage needs next are unpacked early. Jobs run one at a time in the order of submission, so
 codecs with a sample cache see their tensors in a fixed order, and no job waits for the network. `settle` ends
 all jobs of a step.
+
+A tensor that is packed or unpacked faster than threads hand it over stays on the compute thread.
 """
 
 import logging
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from torch import Tensor
 from node.stage.device_transfer import DeviceTransfer
 from node.stage.digests import StepDigests
 from node.stage.packing_meter import PackingMeter
-from node.telemetry.clock import WorkKind
+from node.telemetry.clock import TimeKind, WorkKind
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
 from wire.errors import (
@@ -34,8 +36,13 @@ from wire.spec import TensorKey, TensorSpec
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+Unpacked = tuple[Tensor, Mark | None]
+
 TRIALS = 2
 """Of a codec that is timed."""
+AT_ONCE_SECONDS = 3e-4
+"""Of processor time. Handing a tensor over and its result back wakes two threads, which share one lock."""
 
 
 class PackedIO(Protocol):
@@ -86,16 +93,47 @@ Beside = Callable[[str, TensorKey], AbstractContextManager[None]]
 """Records what the thread does for a tensor (`node.telemetry.clock.StageClock.beside`)."""
 
 
+Switch = Callable[[TimeKind, TensorKey], object]
+"""Says what the compute thread does from now on (`node.telemetry.clock.StageClock.switch`)."""
+
+
+class _Later(Generic[Result]):
+    """A job that runs when its result is asked for, on the thread that asks."""
+
+    def __init__(self, job: Callable[[], Result]) -> None:
+        self._job = job
+
+    def result(self) -> Result:
+        return self._job()
+
+    def exception(self) -> None:
+        """It has not run."""
+
+
 class TensorTransfer:
     """The transfer thread of one stage. Call all methods on the compute thread."""
 
-    def __init__(self, device: DeviceTransfer, beside: Beside, packing: PackingMeter | None = None) -> None:
-        """`packing` takes what packing takes, if anybody is to know."""
+    def __init__(
+        self,
+        device: DeviceTransfer,
+        beside: Beside,
+        packing: PackingMeter | None = None,
+        switch: Switch | None = None,
+    ) -> None:
+        """
+        Args:
+            packing: takes what packing takes, if anybody is to know.
+            switch: called before the compute thread packs a tensor itself; without it, it never does. Only
+                for tensors on the CPU and codecs without a sample cache.
+        """
         self._device = device
         self._beside = beside
         self._packing_meter = packing
+        self._switch = switch
+        self._took: dict[tuple[WorkKind, str, int], float] = {}
+        """Processor seconds of the newest tensor, by codec and elements."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer")
-        self._unpacking: dict[TensorKey, Future[tuple[Tensor, Mark | None]]] = {}
+        self._unpacking: dict[TensorKey, Future[Unpacked] | _Later[Unpacked]] = {}
         self._packing: list[Future[None]] = []
         self.digests: StepDigests | None = None
         """Notes what the step that runs sends and receives."""
@@ -146,7 +184,13 @@ class TensorTransfer:
                 digests.note(key, packed, received=False)
             io.send(key, packed, tensor.numel())
 
-        self._packing.append(self._thread.submit(job))
+        # What is packed beside is sent first: neighbours need tensors in their order.
+        if not self._packing and self._at_once(WorkKind.PACK, codec, tensor.numel()):
+            assert self._switch is not None
+            self._switch(TimeKind.ENCODE, key)
+            job()
+        else:
+            self._packing.append(self._thread.submit(job))
 
     def look_ahead(
         self, needed: Sequence[Incoming], codec_of: Callable[[TensorKey], Codec], io: PackedIO
@@ -198,7 +242,7 @@ class TensorTransfer:
         key, packed = needed.key, io.take(needed.key)
         digests = self.digests
 
-        def job() -> tuple[Tensor, Mark | None]:
+        def job() -> Unpacked:
             if digests is not None:
                 digests.note(key, packed, received=True)
             try:
@@ -211,14 +255,22 @@ class TensorTransfer:
             io.release(key)
             return result
 
-        self._unpacking[key] = self._thread.submit(job)
+        at_once = self._at_once(WorkKind.UNPACK, codec, needed.spec.elements)
+        self._unpacking[key] = _Later(job) if at_once else self._thread.submit(job)
+
+    def _at_once(self, kind: WorkKind, codec: Codec, elements: int) -> bool:
+        """Whether the compute thread does this work itself."""
+        took = self._took.get((kind, codec.name, elements))
+        return self._switch is not None and took is not None and took <= AT_ONCE_SECONDS
 
     @contextmanager
     def _working(self, kind: WorkKind, key: TensorKey, codec: Codec, elements: int) -> Iterator[None]:
         meter = self._packing_meter
         counted = nullcontext() if meter is None else meter.spent(kind, codec.name, elements)
+        began = time.thread_time()
         with self._beside(kind, key), counted:
             yield
+        self._took[kind, codec.name, elements] = time.thread_time() - began
 
     def _time(self, meter: PackingMeter, codec: Codec, sample: Tensor) -> None:
         """Without other work of this node beside it; the first of `TRIALS` compiles."""

@@ -80,6 +80,7 @@ class Format(ABC):
         """Bytes after the header, for a shape that the header can describe."""
 
 
+@lru_cache(maxsize=256)
 def check_shape(shape: tuple[int, ...]) -> None:
     """Raise `CodecError` for a shape that the header cannot describe."""
     if not 1 <= len(shape) <= MAX_DIMENSIONS or not all(0 < extent < 2**32 for extent in shape):

@@ -70,39 +70,53 @@ class TahCodec(Codec):
         samples, tiles = samples_and_tiles(tensor.shape)
         layout = _layout(tensor.shape)
         layout.clear_gaps(payload)
+        four = four_bit_tiles(tiles)
+        if tensor.device.type == "cpu":
+            return tah_loops.encode_into(
+                tensor, layout.arrays(payload), samples=samples, four_bit=four, tau=TAU
+            )
         sections = tah.TahSections(*layout.views(payload))
         if dispatch.has_kernels(tensor.device.type):
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
-            ops.encode(tensor, *sections, exponent, samples, four_bit_tiles(tiles), TAU)
+            ops.encode(tensor, *sections, exponent, samples, four, TAU)
             return exponent
-        return tah_loops.encode(tensor, sections, samples=samples, four_bit=four_bit_tiles(tiles), tau=TAU)
+        return tah_loops.encode(tensor, sections, samples=samples, four_bit=four, tau=TAU)
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         samples, tiles = samples_and_tiles(out.shape)
+        if out.device.type == "cpu":
+            arrays = _layout(out.shape).arrays(payload)
+            _refuse(_fault(*arrays[:3], samples, tiles), tiles)
+            tah_loops_decode.decode_from(arrays, out, exponent)
+            return
         sections = tah.TahSections(*_layout(out.shape).views(payload))
         if dispatch.has_kernels(out.device.type):
             device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
             status = ops.decode(*sections, out, device_exponent, samples, four_bit_tiles(tiles))
             _refuse(int(status.max()), tiles)
             return
-        _refuse(_fault(sections, samples, tiles), tiles)
+        scales, zero_points = (part.view(torch.int16).cpu().numpy() for part in sections[:2])
+        _refuse(_fault(scales, zero_points, sections.bit_map.cpu().numpy(), samples, tiles), tiles)
         tah_loops_decode.decode(sections, out, exponent)
 
 
-def _fault(sections: tah.TahSections, samples: int, tiles: int) -> int:
+def _fault(
+    scales: NDArray[np.int16],
+    zero_points: NDArray[np.int16],
+    bit_map: NDArray[np.uint8],
+    samples: int,
+    tiles: int,
+) -> int:
     """The fault, as a code of `kernels.common.dispatch`, that the CPU decoder would not see; 0 if none.
 
     With numpy: for a few bytes a tile torch would wake threads that then keep their cores busy.
     """
-    scales, zero_points = (
-        part.view(torch.int16).cpu().numpy() & HALF_MAGNITUDE
-        for part in (sections.scales, sections.zero_points)
-    )
+    scales, zero_points = scales & HALF_MAGNITUDE, zero_points & HALF_MAGNITUDE
     if max(scales.max(), zero_points.max()) >= HALF_INFINITY:
         return dispatch.NON_FINITE
     if scales.min() == 0:
         return dispatch.BAD_SCALE
-    flags = np.unpackbits(sections.bit_map.cpu().numpy(), count=samples * tiles, bitorder="little")
+    flags = np.unpackbits(bit_map, count=samples * tiles, bitorder="little")
     four = np.count_nonzero(flags.view(np.bool_).reshape(samples, tiles), axis=1)
     return 0 if (four == four_bit_tiles(tiles)).all() else dispatch.BAD_CODE
 

@@ -96,6 +96,8 @@ class DitherCodec(TrellisCodec):
     `salted` gives the codec of one tensor: both ends have its salt. The registry's has salt 0.
     """
 
+    draws = True
+
     def __init__(self, rate: float, salt: int = 0) -> None:
         self._use(DitherFormat(rate), salt)
         self._rate = rate

@@ -4,8 +4,12 @@ Torch goes over a block of tiles again and again. Here a tile is decoded in the 
 once.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels.common.loops import (
     add_plane,
@@ -89,25 +93,26 @@ def decode(sections: TahSections, out: torch.Tensor, exponent: int) -> None:
     if out.device.type != "cpu":
         tah.decode(sections, out, exponent)
         return
-    n, width = sections.scales.numel(), out.shape[-1]
-    four = np.unpackbits(sections.bit_map.numpy(), count=n, bitorder="little").view(np.bool_)
+    scales, zero_points = (part.view(torch.int16).numpy() for part in sections[:2])
+    decode_from((scales, zero_points, *(part.numpy() for part in sections[2:])), out, exponent)
+
+
+def decode_from(sections: Sequence[NDArray[Any]], out: torch.Tensor, exponent: int) -> None:
+    """`decode` into `out` on the CPU of the sections as arrays, those of fp16 as int16."""
+    scales, zero_points, bit_map, pivots, low_planes, fourth_planes = sections
+    n, width = scales.size, out.shape[-1]
+    four = np.unpackbits(bit_map, count=n, bitorder="little").view(np.bool_)
     # With too few planes the loops would read past their end.
-    if np.count_nonzero(four) != sections.fourth_planes.numel():
+    if np.count_nonzero(four) != fourth_planes.size:
         raise ValueError(
             f"the bit-map has {np.count_nonzero(four)} of {n} tiles with 4 bits, but there are "
-            f"{sections.fourth_planes.numel()} fourth planes: check the bit-map before decoding"
+            f"{fourth_planes.size} fourth planes: check the bit-map before decoding"
         )
     near, far = two_factors(exponent)
     limit, half = np.float32(torch.finfo(out.dtype).max), out.dtype == torch.float16
     elements = bits_to_fill(out)
-    arrays = (
-        sections.scales.view(torch.int16).numpy(),
-        sections.zero_points.view(torch.int16).numpy(),
-        four,
-        sections.pivots.numpy(),
-        sections.low_planes.numpy().view(np.uint64),
-        sections.fourth_planes.numpy().view(np.uint64),
-    )
+    planes = low_planes.view(np.uint64), fourth_planes.view(np.uint64)
+    arrays = scales, zero_points, four, pivots, *planes
 
     def unpack(first: int, last: int) -> None:
         before = np.count_nonzero(four[:first])

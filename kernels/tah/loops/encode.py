@@ -7,8 +7,12 @@ For LLVM to vectorize loops over a tile, sums are over integers, extremes of flo
 the same order, and numbers are rounded by adding `ROUND`.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels.common.loops import (
     LEAST_STEP,
@@ -246,19 +250,23 @@ def encode(x: torch.Tensor, out: TahSections, *, samples: int, four_bit: int, ta
     """`kernels.tah.reference.encode`. GPUs run the reference. Writes nothing if x is not finite."""
     if x.device.type != "cpu":
         return tah.encode(x, out, samples=samples, four_bit=four_bit, tau=tau)
-    n, width, words = out.scales.numel(), x.shape[-1], bits_to_read(x)
+    scales, zero_points = out.scales.view(torch.int16).numpy(), out.zero_points.view(torch.int16).numpy()
+    rest = (part.numpy() for part in out[2:])
+    return encode_into(x, (scales, zero_points, *rest), samples=samples, four_bit=four_bit, tau=tau)
+
+
+def encode_into(
+    x: torch.Tensor, sections: Sequence[NDArray[Any]], *, samples: int, four_bit: int, tau: float
+) -> torch.Tensor:
+    """`encode` of x on the CPU into the sections as arrays, those of fp16 as int16."""
+    n, width, words = sections[0].size, x.shape[-1], bits_to_read(x)
     exponent = exponent_of(words)
-    if exponent.item() == NON_FINITE:
+    if (power := int(exponent)) == NON_FINITE:
         return exponent
-    near, far = two_factors(-int(exponent))
+    near, far = two_factors(-power)
     low, high = np.empty(n, dtype=np.float32), np.empty(n, dtype=np.float32)
     outlier, four = np.empty(n, dtype=np.bool_), np.empty(n, dtype=np.bool_)
     rank = np.empty(n, dtype=np.int32)
-    sections = (
-        out.scales.view(torch.int16).numpy(),
-        out.zero_points.view(torch.int16).numpy(),
-        *(part.numpy() for part in out[2:]),
-    )
 
     def measure(first: int, last: int) -> None:
         _measure(words, width, first, last, near, far, np.float32(tau), low, high, outlier, rank)

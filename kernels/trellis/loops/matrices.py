@@ -223,8 +223,8 @@ def normalised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     words = bits_to_read(x)
     exponent = exponent_of(words)
     out = np.empty(words.size, dtype=np.float32)
-    if exponent.item() != NON_FINITE:
-        near, far = two_factors(-int(exponent))
+    if (power := int(exponent)) != NON_FINITE:
+        near, far = two_factors(-power)
         run(
             lambda first, last: _normalise(words, near, far, out, first, last),
             ranges(words.size, 1),

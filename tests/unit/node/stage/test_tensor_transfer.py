@@ -13,10 +13,11 @@ from torch import Tensor
 
 from node.config.schema import PipelineSection, RunConfig
 from node.stage import executor
+from node.stage import tensor_transfer as module
 from node.stage.device_transfer import CpuTransfer, CudaTransfer, DeviceTransfer
 from node.stage.stage_model import StageModel
 from node.stage.tensor_transfer import BadTensorError, Incoming, TensorTransfer
-from node.telemetry.clock import StageClock
+from node.telemetry.clock import StageClock, TimeKind
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
 from wire.codecs.registry import codec
@@ -276,6 +277,72 @@ def test_impossible_frames_count_against_their_sender(refusal: Exception, raised
     with pytest.raises(raised, match=str(refusal)) as caught:
         there.finish(key(0))
     assert type(caught.value) is raised
+
+
+class Threads(CpuTransfer):
+    """Notes on which thread each tensor is packed and unpacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:
+        self.names.append(threading.current_thread().name)
+        return super().pack(codec, tensor, mark)
+
+    def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
+        self.names.append(threading.current_thread().name)
+        return super().unpack(codec, packed, spec)
+
+
+@pytest.mark.parametrize(("seconds", "stays"), [(SECONDS, True), (-1.0, False)])
+def test_what_is_packed_sooner_than_handed_over_stays_on_its_thread(
+    seconds: float, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AT_ONCE_SECONDS", seconds)
+    switched: list[tuple[TimeKind, TensorKey]] = []
+    device, box = Threads(), Box()
+    there = TensorTransfer(
+        device, lambda kind, key: nullcontext(), switch=lambda kind, key: switched.append((kind, key))
+    )
+    for microbatch in range(2):
+        there.send(key(microbatch), codec("tah"), tensor(microbatch), None, box)
+        there.drain()
+    for microbatch in range(2):
+        packed = codec("tah").encode(tensor(microbatch))
+        assert torch.equal(box.sent[key(microbatch)], packed)
+        box.arrived[key(microbatch)] = packed.clone()
+        there.look_ahead([Incoming(key(microbatch), SPEC)], lambda _: codec("tah"), box)
+        assert there.begun(key(microbatch))
+        expected = codec("tah").decode(packed, SPEC)
+        assert torch.equal(there.finish(key(microbatch)), expected)
+    assert box.released == [key(0), key(1)]
+    here = threading.current_thread().name
+    # How long it takes is known from the first of each.
+    assert [name == here for name in device.names] == [False, stays, False, stays]
+    assert switched == ([(TimeKind.ENCODE, key(1))] if stays else [])
+
+
+def test_an_error_at_once_is_the_one_of_the_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AT_ONCE_SECONDS", SECONDS)
+    there, box = TensorTransfer(CpuTransfer(), lambda *_: nullcontext(), switch=lambda *_: None), Box()
+    there.send(key(0), codec("tah"), tensor(0), None, box)
+    there.drain()
+    with pytest.raises(NonFiniteError, match="to be sent over boundary 0, microbatch 1") as raised:
+        there.send(key(1), codec("tah"), torch.full(SPEC.shape, torch.inf), None, box)
+    assert box.interrupted == [raised.value]
+    damaged = codec("tah").encode(tensor(0))
+    for microbatch in (2, 3):
+        box.arrived[key(microbatch)] = damaged.clone()
+        there.begin(Incoming(key(microbatch), SPEC), codec("tah"), box)
+        there.finish(key(microbatch))
+    damaged[-1] ^= 1
+    box.arrived[key(4)] = damaged
+    there.begin(Incoming(key(4), SPEC), codec("tah"), box)
+    with pytest.raises(BadTensorError, match="microbatch 4"):
+        there.finish(key(4))
+    assert box.released == [key(2), key(3)]
+    there.settle()
 
 
 def test_settling_forgets_what_was_begun() -> None:
