@@ -6,6 +6,7 @@ loops run: read and write, bulk and control.
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -48,6 +49,9 @@ class Connection:
         self._ended = asyncio.Event()
         self._greeted = asyncio.Event()
         self._ponged = False
+        self._heard_at = self._wrote_at = math.inf
+        """When the control stream was read last, and when a write that is under way began."""
+        self._silence_watch: asyncio.TimerHandle | None = None
         self._pings: dict[int, float] = {}  # nonce -> when it was sent
         self._pongs: list[int] = []  # nonces to answer
 
@@ -77,6 +81,8 @@ class Connection:
     async def run(self, bulk: ByteStream, control: ByteStream) -> None:
         """Move frames and messages until the connection ends; `error` says why."""
         self._running = True
+        self._heard_at = now()
+        self._watch_silence()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._read_control(control))
@@ -89,6 +95,8 @@ class Connection:
         except* LinkError as failures:
             self.end(_first(failures))
         finally:
+            if self._silence_watch is not None:
+                self._silence_watch.cancel()
             self.end(StreamDroppedError("the connection was closed"))
             self.finished.set()
 
@@ -116,6 +124,7 @@ class Connection:
 
     async def _write_bulk(self, stream: ByteStream) -> None:
         state, keep_alive = self._state, KeepAlive()
+        alarm = Alarm(state.bulk_wake)
         await self._greeted.wait()
         while True:
             state.bulk_wake.clear()
@@ -130,7 +139,7 @@ class Connection:
                     keep_alive.sent(now())
                     continue
                 deadlines = [at for at in (state.sender.deadline, keep_alive_at) if at is not None]
-                await wait_until(state.bulk_wake, min(deadlines, default=None))
+                await alarm.wait(min(deadlines, default=None))
                 continue
             if state.settings.pacer is not None:
                 await state.settings.pacer.pass_through(len(frame))
@@ -161,6 +170,7 @@ class Connection:
         )
         await self._write_message(stream, link_pb2.LinkMessage(hello=hello))
         state.receiver.reconnect(now())
+        alarm = Alarm(state.control_wake)
         ping_at = now()
         while True:
             state.control_wake.clear()
@@ -186,24 +196,19 @@ class Connection:
                     await self._write_message(
                         stream, link_pb2.LinkMessage(send_again=link_pb2.SendAgain(sequences=news.sequences))
                     )
-            await wait_until(state.control_wake, min(ping_at, state.receiver.deadline))
+            await alarm.wait(min(ping_at, state.receiver.deadline))
 
     async def _write_message(self, stream: ByteStream, message: link_pb2.LinkMessage) -> None:
         data = message.SerializeToString()
-        try:
-            async with asyncio.timeout(self._silent_after):
-                await stream.write(data)
-        except TimeoutError as error:
-            raise self._silence() from error
+        self._wrote_at = now()
+        await stream.write(data)
+        self._wrote_at = math.inf
         self._state.stats.bytes_sent += len(data)
 
     async def _read_control(self, stream: ByteStream) -> None:
         while True:
-            try:
-                async with asyncio.timeout(self._silent_after):
-                    data = await stream.read()
-            except TimeoutError as error:
-                raise self._silence() from error
+            data = await stream.read()
+            self._heard_at = now()
             self._state.stats.bytes_received += len(data)
             try:
                 message = link_pb2.LinkMessage.FromString(data)
@@ -220,8 +225,17 @@ class Connection:
             return limit
         return min(limit, max(self._silent_seconds, 4 * self._state.stats.rtt_seconds))
 
-    def _silence(self) -> LinkError:
-        return StreamDroppedError(f"the neighbour was silent for {self._silent_after:g} s")
+    def _watch_silence(self) -> None:
+        """End the connection once the control stream brings or takes nothing for `_silent_after`.
+
+        One timer in all that time: a timeout of each message costs more than the message.
+        """
+        limit = self._silent_after
+        left = min(self._heard_at, self._wrote_at) + limit - now()
+        if left <= 0:
+            self.end(StreamDroppedError(f"the neighbour was silent for {limit:g} s"))
+        else:
+            self._silence_watch = asyncio.get_running_loop().call_later(left, self._watch_silence)
 
     def _handle(self, message: link_pb2.LinkMessage) -> None:
         state = self._state
@@ -242,7 +256,8 @@ class Connection:
                 )
                 if state.transfers is not None:
                     state.transfers.acknowledged(message.acknowledge.next_sequence, now())
-                state.bulk_wake.set()
+                if state.sender.has_more:
+                    state.bulk_wake.set()
             case "send_again":
                 state.sender.send_again(list(message.send_again.sequences))
                 state.bulk_wake.set()
@@ -286,6 +301,31 @@ class Connection:
 def now() -> float:
     """Monotonic seconds, the clock of deadlines. uvloop's `loop.time()` is stale and in milliseconds."""
     return time.monotonic()
+
+
+class Alarm:
+    """Waits for an event that only wakes its waiter, until a deadline at most: the event is set then.
+
+    It may be set sooner, at an earlier call's deadline: one timer serves many waits.
+    """
+
+    def __init__(self, event: asyncio.Event) -> None:
+        self._event = event
+        self._at = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def wait(self, deadline: float | None) -> None:
+        """Return once the event is set."""
+        if deadline is not None and deadline < self._at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._at = deadline
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now()), self._ring)
+        await self._event.wait()
+
+    def _ring(self) -> None:
+        self._at, self._timer = math.inf, None
+        self._event.set()
 
 
 async def wait_until(event: asyncio.Event, deadline: float | None) -> None:

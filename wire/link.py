@@ -133,8 +133,11 @@ class Link(ABC):
         """The consumer is done with a received tensor: free its room in the window."""
         if self._over.is_set():
             return
+        due = self._state.receiver.deadline
         self._state.receiver.release(key, now())
-        self._state.control_wake.set()
+        # Most often the credit goes with the next acknowledgement.
+        if self._state.receiver.deadline < due:
+            self._state.control_wake.set()
 
     def want(self, key: TensorKey | None) -> None:
         """The consumer waits for this tensor and releases nothing until then; None: it stopped waiting.

@@ -23,6 +23,8 @@ STORE_BYTES = 256 * 1024
 """What one direction holds of bytes that were received and not sent; nothing is read beside them."""
 _TURNS = 8
 """Reads of one direction before the loop's other work."""
+_SHORT_BYTES = 16 * 1024
+"""A read of less took all there was, most often: one more would find nothing."""
 _MOST_PIPES = 64
 """Kernel pipes of the process, two descriptors each; a direction has one only while it holds bytes."""
 
@@ -243,7 +245,8 @@ class _Way:
                 self._put_back()
                 self._pipe.closed()
                 return
-            self._pipe.carried += store.held
+            came = store.held
+            self._pipe.carried += came
             if self._pipe.pacer is not None:
                 now = time.monotonic()
                 self._read_from = now + self._pipe.pacer.reserve(store.held, now)
@@ -251,7 +254,7 @@ class _Way:
                 self._loop.remove_reader(self.source)
                 self._loop.add_writer(self._target, self._writable)
                 return
-            if self._over:
+            if self._over or (came < _SHORT_BYTES and self._pipe.pacer is None):
                 return
             if self._pipe.pacer is not None and (wait := self._read_from - time.monotonic()) > 0:
                 self._loop.remove_reader(self.source)

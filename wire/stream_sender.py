@@ -81,6 +81,11 @@ class StreamSender:
         return self._sent - self._acknowledged
 
     @property
+    def has_more(self) -> bool:
+        """Whether frames wait that were not handed out, or must be again."""
+        return self._cursor < self._end or bool(self._again)
+
+    @property
     def deadline(self) -> float | None:
         """When to call `next_frame` again if nothing happens."""
         return self._probe_at
