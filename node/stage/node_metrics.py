@@ -28,19 +28,27 @@ class NodeMetrics(Collector):
     def __init__(self, *, node_id: str, run_id: str, device: str) -> None:
         self._labels = node_id, run_id, device
         self._stage = -1
-        self._newest = Telemetry()
+        self._stages = 0
+        self._newest = self._counted = Telemetry()
         self._ledger = Ledger()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     def report(self, telemetry: Telemetry, stage: int, stages: int) -> None:
         """Add the newest totals; the node has stage `stage` of `stages`, -1 for none."""
-        before = self._newest if self._newest.epoch == telemetry.epoch else Telemetry()
-        self._ledger.add(_SELF, stages, before, telemetry, rows=MOST_ROWS)
-        self._newest, self._stage = telemetry, stage
+        if self._newest.epoch != telemetry.epoch or _codecs(self._newest) != _codecs(telemetry):
+            self._count()
+        self._newest, self._stage, self._stages = telemetry, stage, stages
+
+    def _count(self) -> None:
+        """Add what the newest report has over the one that was counted last: few reports are looked at."""
+        before = self._counted if self._counted.epoch == self._newest.epoch else Telemetry()
+        self._ledger.add(_SELF, self._stages, before, self._newest, rows=MOST_ROWS)
+        self._counted = self._newest
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format, version 0.0.4."""
+        self._count()
         return generate_latest(self._registry)
 
     def describe(self) -> Iterator[Metric]:
@@ -81,6 +89,11 @@ class NodeMetrics(Collector):
             families.set("node_link_capacity_bytes_per_second", link.capacity or None, peer)
             families.set("node_link_round_trip_seconds", link.rtt_seconds or None, peer)
             families.set("node_link_queued_bytes", link.queued_bytes, peer)
+
+
+def _codecs(telemetry: Telemetry) -> list[str]:
+    """Of its flows: bytes are counted by direction, so a change of codec begins to count anew."""
+    return [flow.codec for link in telemetry.links for flow in link.flows]
 
 
 def _peer(replica: int, stage: int) -> str:

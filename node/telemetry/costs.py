@@ -16,6 +16,8 @@ from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts
 from wire.spec import Direction
 from wire.telemetry import LinkReport, Telemetry
 
+_KINDS = tuple(kind.value for kind in TimeKind)
+
 
 class Place(NamedTuple):
     """A place in the grid of a run."""
@@ -141,7 +143,7 @@ class StageSums:
     """One stage's time; `seconds` by kind sum to `wall`."""
 
     wall: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: {kind.value: 0.0 for kind in TimeKind})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_KINDS, 0.0))
 
 
 @dataclass
@@ -212,11 +214,11 @@ class Ledger:
         passed = max(0.0, now.wall_seconds - before.wall_seconds)
         sums.wall += passed
         left = passed
-        for kind in TimeKind:  # known kinds only: a node could invent any
-            spent = now.times.get(kind.value, 0.0) - before.times.get(kind.value, 0.0)
+        for kind in _KINDS:  # known kinds only: a node could invent any
+            spent = now.times.get(kind, 0.0) - before.times.get(kind, 0.0)
             spent = min(max(0.0, spent), left)
             left -= spent
-            sums.seconds[kind.value] += spent
+            sums.seconds[kind] += spent
         earlier = {(link.peer_replica, link.peer_stage): link for link in before.links}
         counted = 0
         for link in now.links:

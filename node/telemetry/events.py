@@ -33,8 +33,12 @@ class Event:
         # The history and `--json` write the same event, one after the other.
         newest = _newest_line[0]
         if newest[0] is not self:
-            newest = _newest_line[0] = self, json.dumps({"event": self.event, **_plain(self)})
+            newest = _newest_line[0] = self, _dumps({"event": self.event, **vars(self)})
         return newest[1]
+
+    def to_line(self, **first: object) -> str:
+        """`to_json` without spaces, after these fields."""
+        return _dumps({**first, "event": self.event, **vars(self)}, (",", ":"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -484,6 +488,18 @@ def read_value(value: Any, hint: Any, name: str) -> Any:
 
 def _optional(one: "Field[Any]") -> bool:
     return one.default is not MISSING or one.default_factory is not MISSING
+
+
+def _dumps(fields: dict[str, Any], separators: tuple[str, str] | None = None) -> str:
+    try:
+        return json.dumps(fields, allow_nan=False, separators=separators, default=_fields)
+    except ValueError:  # there are NaN or infinities, which JSON has not
+        return json.dumps(_plain(fields), separators=separators)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """What JSON's encoder does not know: a dataclass, or a mapping that is no dict."""
+    return vars(value) if is_dataclass(value) else dict(value)
 
 
 def _plain(value: Any) -> Any:

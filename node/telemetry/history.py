@@ -178,9 +178,7 @@ class HistoryWriter:
 
     @staticmethod
     def _line(event: events.Event, now: float, replayed: bool) -> str:
-        fields = json.loads(event.to_json())
-        record = {"at": round(now, 3), **({"replayed": True} if replayed else {}), **fields}
-        return json.dumps(record, separators=(",", ":")) + "\n"
+        return event.to_line(at=round(now, 3), **({"replayed": True} if replayed else {})) + "\n"
 
     def _write_lines(self) -> None:
         assert self._path is not None
