@@ -41,8 +41,10 @@ Unpacked = tuple[Tensor, Mark | None]
 
 TRIALS = 2
 """Of a codec that is timed."""
-AT_ONCE_SECONDS = 3e-4
+AT_ONCE_SECONDS = 6e-4
 """Of processor time. Handing a tensor over and its result back wakes two threads, which share one lock."""
+SLOWER = 1.25
+"""What one tensor took counts up to this many times what the one before did: a busy machine has outliers."""
 
 
 class PackedIO(Protocol):
@@ -131,7 +133,7 @@ class TensorTransfer:
         self._packing_meter = packing
         self._switch = switch
         self._took: dict[tuple[WorkKind, str, int], float] = {}
-        """Processor seconds of the newest tensor, by codec and elements."""
+        """Processor seconds of a tensor, by codec and elements."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer")
         self._unpacking: dict[TensorKey, Future[Unpacked] | _Later[Unpacked]] = {}
         self._packing: list[Future[None]] = []
@@ -270,7 +272,8 @@ class TensorTransfer:
         began = time.thread_time()
         with self._beside(kind, key), counted:
             yield
-        self._took[kind, codec.name, elements] = time.thread_time() - began
+        took, alike = time.thread_time() - began, (kind, codec.name, elements)
+        self._took[alike] = min(took, SLOWER * self._took.get(alike, took))
 
     def _time(self, meter: PackingMeter, codec: Codec, sample: Tensor) -> None:
         """Without other work of this node beside it; the first of `TRIALS` compiles."""
