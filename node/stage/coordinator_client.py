@@ -362,10 +362,11 @@ class Batches:
         """
         if part is BatchPart.LABELS and self._masks_labels:
             groups = audited = ()
-        other_groups = groups != self._groups.get(part, ())
+        if groups != self._groups.get(part, ()):
+            self._ahead[part].clear()
         self._groups[part] = groups
-        for old in [one for one in self._ahead[part] if other_groups or one.steps.stop <= step]:
-            self._drop(part, old)
+        # What is still on its way comes all the same: somebody may wait for it.
+        self._ahead[part] = [one for one in self._ahead[part] if one.steps.stop > step]
         batch = await self._fetched(step, part)
         if batch is None:
             batch = await self._fetch(step, part, groups=groups)
@@ -389,9 +390,9 @@ class Batches:
             self._held_out[batch, part] = found
         return found
 
-    def _drop(self, part: BatchPart, ahead: "_Ahead") -> None:
-        self._ahead[part].remove(ahead)
-        ahead.fetching.cancel()
+    def forget(self) -> None:
+        """Ask for everything again: another process may coordinate the run, with another text."""
+        self._ahead = {part: [] for part in BatchPart}
 
     async def _fetched(self, step: int, part: BatchPart) -> np.ndarray | None:
         """The step's batch if it was fetched before, or is being."""
@@ -400,10 +401,11 @@ class Batches:
             return None
         # The epoch may end meanwhile; later steps need the rest.
         batches = await asyncio.shield(ahead.fetching)
-        if batches is None:
-            self._drop(part, ahead)
-            return None
-        return batches[ahead.steps.index(step)]
+        if batches is not None:
+            return batches[ahead.steps.index(step)]
+        if ahead in self._ahead[part]:
+            self._ahead[part].remove(ahead)
+        return None
 
     async def _try_fetch(
         self, steps: range, part: BatchPart, groups: tuple[int, ...]

@@ -307,6 +307,7 @@ class NodeRuntime:
             if self._member.config_json != welcome.config_json:
                 raise RunError("the coordinator came back with another run file: join again")
             self._member.offer_layers()
+            self._member.batches.forget()
             if self._packing is not None:
                 self._packing.forget_told()
             return

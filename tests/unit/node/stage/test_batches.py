@@ -100,6 +100,17 @@ async def test_an_epoch_that_ends_while_a_batch_is_on_its_way_spoils_it_for_nobo
     assert coordinator.asked == [range(1), range(1, 1 + MOST_STEPS_AT_ONCE)]
 
 
+async def test_what_an_earlier_coordinator_sent_is_forgotten() -> None:
+    coordinator = Coordinator()
+    async with asyncio.TaskGroup() as group:
+        batches = Batches(CONFIG, cast(CoordinatorClient, coordinator), group)
+        await batches.get(0, INPUTS)
+        await batches.get(1, INPUTS)
+        batches.forget()
+        assert np.array_equal(await batches.get(2, INPUTS), batch(2))
+    assert coordinator.asked == [range(1), range(1, 17), range(2, 3), range(3, 19)]
+
+
 def test_large_batches_are_fetched_one_at_a_time() -> None:
     assert steps_at_once(INPUTS, 4, 8) == MOST_STEPS_AT_ONCE
     assert steps_at_once(INPUTS, 64, 128) == 2
