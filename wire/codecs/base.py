@@ -20,7 +20,11 @@ from wire.errors import PackedMismatchError
 from wire.spec import TensorSpec
 
 _SECTION_DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "int64": torch.int64}
-_ARRAY_DTYPES = {"uint8": np.dtype("u1"), "float16": np.dtype("<i2"), "int64": np.dtype("<i8")}
+_ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
+    "uint8": np.dtype("u1"),
+    "float16": np.dtype("<i2"),
+    "int64": np.dtype("<i8"),
+}
 
 
 class Layout(Sections):

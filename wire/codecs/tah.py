@@ -86,7 +86,8 @@ class TahCodec(Codec):
         samples, tiles = samples_and_tiles(out.shape)
         if out.device.type == "cpu":
             arrays = _layout(out.shape).arrays(payload)
-            _refuse(_fault(*arrays[:3], samples, tiles), tiles)
+            scales, zero_points, bit_map = arrays[:3]
+            _refuse(_fault(scales, zero_points, bit_map, samples, tiles), tiles)
             tah_loops_decode.decode_from(arrays, out, exponent)
             return
         sections = tah.TahSections(*_layout(out.shape).views(payload))
