@@ -15,6 +15,7 @@ from kernels.common import dispatch
 from kernels.common.dispatch import Launch
 from kernels.fixed import reference as fixed
 from kernels.tah import reference as tah
+from tests.support.cases import each
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 from wire.codecs import tah as tah_codec
 from wire.codecs.fixed import FixedCodec
@@ -62,7 +63,7 @@ def digest(x: torch.Tensor) -> str:
 
 @inside
 @pytest.mark.usefixtures("kernels_on_the_cpu")
-@pytest.mark.parametrize("name", [name for name in DIGESTS if name.rsplit(".", 1)[1] in CODECS])
+@each("name", [name for name in DIGESTS if name.rsplit(".", 1)[1] in CODECS])
 def test_bytes_and_values_are_the_golden_ones(name: str) -> None:
     which, x = name.rsplit(".", 1)[1], TENSORS[f"input.{name.rsplit('.', 1)[0]}"]
     packed = codec(which).encode(x)
@@ -99,8 +100,8 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 @inside
-@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize(("which", "tau"), [*((which, 2.0) for which in inputs()), ("ties", 0.0)])
+@each("launch", LAUNCHES)
+@each(("which", "tau"), [*((which, 2.0) for which in inputs()), ("ties", 0.0)])
 def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Launch) -> None:
     from kernels.tah.triton import decode as triton_tah_decode
     from kernels.tah.triton import encode as triton_tah
@@ -143,9 +144,9 @@ def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Lau
 
 
 @inside
-@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize("which", inputs())
-@pytest.mark.parametrize(("width", "constant"), [(4, 1.0), (7, 1.0), (9, 3.0)])
+@each("launch", LAUNCHES)
+@each("which", inputs())
+@each(("width", "constant"), [(4, 1.0), (7, 1.0), (9, 3.0)])
 def test_fixed_is_the_reference_for_any_launch(
     which: str, width: int, constant: float, launch: Launch
 ) -> None:
@@ -194,7 +195,7 @@ def test_bits_that_hold_nothing_are_refused_before_kernels_see_them(name: str, o
 
 
 @inside
-@pytest.mark.parametrize(
+@each(
     ("name", "section", "value"),
     [
         ("tah", 0, b"\x00\x7e"),

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
+from tests.support.cases import each
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted(path.relative_to(ROOT) for path in (ROOT / "scripts").rglob("*.py"))
@@ -32,12 +32,12 @@ def is_found(module: str, root: Path) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=str)
+@each("path", SCRIPTS)
 def test_a_script_imports_what_is_found_from_the_root(path: Path) -> None:
     assert lost((ROOT / path).read_text(encoding="utf-8"), ROOT) == []
 
 
-@pytest.mark.parametrize("path", ENTRIES, ids=str)
+@each("path", ENTRIES)
 def test_a_script_gives_the_command_that_runs_it(path: Path) -> None:
     docstring = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8")))
     text = f"{docstring}\n{(ROOT / 'Makefile').read_text(encoding='utf-8')}"

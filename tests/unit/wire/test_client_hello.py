@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import each
 from wire.client_hello import MOST_BYTES, ClientHello, read_client_hello
 
 
@@ -31,9 +32,9 @@ def in_records(data: bytes, size: int) -> bytes:
     return b"".join(b"\x16\x03\x01" + len(piece).to_bytes(2) + piece for piece in pieces)
 
 
-@pytest.mark.parametrize("oldest", [False, True])
-@pytest.mark.parametrize("name", [None, "control.books-abcde", "Coordinator.books-abcde"])
-@pytest.mark.parametrize("protocols", [(), ("h2",), ("h2", "http/1.1")])
+@each("oldest", [False, True])
+@each("name", [None, "control.books-abcde", "Coordinator.books-abcde"])
+@each("protocols", [(), ("h2",), ("h2", "http/1.1")])
 def test_a_real_clients_hello(name: str | None, protocols: tuple[str, ...], oldest: bool) -> None:
     expected = ClientHello((name or "").lower(), protocols)
     data = hello(name, protocols, oldest=oldest)
@@ -52,7 +53,7 @@ def test_a_hello_says_how_many_bytes_it_takes(size: int) -> None:
         assert length < needed <= len(data)
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         b"GET / HTTP/1.1\r\n",

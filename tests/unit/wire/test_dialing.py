@@ -5,13 +5,14 @@ import socket
 
 import pytest
 
+from tests.support.cases import each
 from wire.dialing import Proxy, first_to_answer, in_turn, proxy_for, proxy_options
 from wire.errors import UserError
 
 PROXY = "http://proxy.example:3128"
 
 
-@pytest.mark.parametrize(
+@each(
     ("address", "exceptions", "proxied"),
     [
         ("203.0.113.7:7700", "", True),

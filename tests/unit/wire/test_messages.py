@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import each
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.names import MOST_NAME, clean_name
@@ -374,7 +375,7 @@ def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
     assert repr(vote.loss) == repr(loss)
 
 
-@pytest.mark.parametrize(
+@each(
     "message",
     [
         control_pb2.NodeMessage(),
@@ -454,7 +455,7 @@ def test_impossible_node_messages_are_refused(message: control_pb2.NodeMessage) 
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@each(
     "message",
     [
         control_pb2.CoordinatorMessage(),

@@ -9,6 +9,7 @@ from functools import partial
 import google_crc32c
 import pytest
 
+from tests.support.cases import each
 from wire.errors import LinkError, ProtocolViolationError
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES, Frame, pack_frame, parse_frame, run_tag
 from wire.spec import Direction, TensorKey
@@ -341,7 +342,7 @@ def test_tensor_larger_than_the_window_passes() -> None:
     assert receiver.peak_held_bytes == 101 * PIECE
 
 
-@pytest.mark.parametrize("seed", range(30))
+@each("seed", range(30))
 def test_consumer_in_another_order_never_deadlocks(seed: int) -> None:
     """It takes tensors in its own order and releases each before it looks for the next."""
     rng = random.Random(seed)

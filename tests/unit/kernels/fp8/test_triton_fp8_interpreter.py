@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import fp8_cases as cases
+from tests.support.cases import each
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
 pytestmark = [
@@ -28,10 +29,10 @@ def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
 
 
 @inside
-@pytest.mark.parametrize("rows", [1, 4, 8])
-@pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("scale", [1e-40, 1e-5, 1e30])
-@pytest.mark.parametrize("stochastic", [False, True])
+@each("rows", [1, 4, 8])
+@each("count", SIZES)
+@each("scale", [1e-40, 1e-5, 1e30])
+@each("stochastic", [False, True])
 def test_accumulation_gives_the_references_bits(
     count: int, scale: float, rows: int, stochastic: bool
 ) -> None:
@@ -65,8 +66,8 @@ def test_the_salt_is_read_when_the_kernel_runs() -> None:
 
 
 @inside
-@pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("many", [1, 2, 5])
+@each("count", SIZES)
+@each("many", [1, 2, 5])
 def test_sums_give_the_references_bits(count: int, many: int) -> None:
     from kernels.fp8 import triton as triton_fp8
 
@@ -74,9 +75,9 @@ def test_sums_give_the_references_bits(count: int, many: int) -> None:
 
 
 @inside
-@pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("packed", [False, True])
+@each("count", SIZES)
+@each("weights", [torch.float32, torch.bfloat16])
+@each("packed", [False, True])
 def test_adamw_is_the_references_but_for_logarithms(count: int, weights: torch.dtype, packed: bool) -> None:
     from kernels.fp8 import triton as triton_fp8
 

@@ -9,6 +9,7 @@ import torch
 
 from kernels.trellis import reference as trellis
 from kernels.trellis.factors import Factors
+from tests.support.cases import each
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 
 pytestmark = needs_triton
@@ -41,12 +42,11 @@ def factors(rows: int, columns: int, rank: int) -> Factors:
 
 
 @inside
-@pytest.mark.parametrize(("rank", "salt"), [(0, None), (1, None), (7, 2**31 + 9), (32, None), (0, 0)])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 19), (16, 64), (37, 131)])
-@pytest.mark.parametrize(
+@each(("rank", "salt"), [(0, None), (1, None), (7, 2**31 + 9), (32, None), (0, 0)])
+@each(("rows", "columns"), [(1, 1), (3, 19), (16, 64), (37, 131)])
+@each(
     ("dtype", "exponent"),
     [(torch.float32, 0), (torch.float32, -149), (torch.bfloat16, 60), (torch.float16, 3)],
-    ids=str,
 )
 def test_values_are_the_cpus(
     rank: int, salt: int | None, rows: int, columns: int, dtype: torch.dtype, exponent: int

@@ -6,6 +6,7 @@ import pytest
 
 from node.config.schema import TrainingSection
 from node.training.schedule import SCHEDULES, clip_coefficient, learning_rate
+from tests.support.cases import each
 from wire.errors import NonFiniteError
 
 TRAINING = TrainingSection(lr=1.0, min_lr_ratio=0.1, warmup_steps=10)
@@ -61,8 +62,8 @@ def test_the_other_schedules() -> None:
     assert rates(schedule="wsd")[87] == 1.0 and rates(schedule="wsd")[89] < 1.0, "a fifth of the run"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("steps", [1, 2, 5, 6])
+@each("schedule", SCHEDULES)
+@each("steps", [1, 2, 5, 6])
 def test_short_runs_of_every_schedule(schedule: str, steps: int) -> None:
     training = TrainingSection(lr=1.0, warmup_steps=min(2, steps), schedule=schedule)
     assert all(0 < learning_rate(step, training, steps) <= 1.0 for step in range(steps))

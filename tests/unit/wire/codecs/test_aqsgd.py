@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.cases import each
 from wire.codecs.aqsgd import AqsgdCodec, SampleBatch
 from wire.codecs.header import HEADER_BYTES, seal
 from wire.codecs.host_copies import HostCopies
@@ -61,9 +62,9 @@ class Boundary:
         assert torch.equal(left.view(torch.int16), right.view(torch.int16))
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each("bits", range(2, 9))
+@each("shape", SHAPES)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_first_pass_is_bf16_then_changes_by_the_definition(
     bits: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -303,8 +304,8 @@ def test_a_state_that_does_not_fit_is_refused(state: dict[str, torch.Tensor]) ->
     assert not any(map(cache.knows, range(6)))
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, BIGGEST])
-@pytest.mark.parametrize("known", [False, True])
+@each("bad", [torch.inf, -torch.inf, torch.nan, BIGGEST])
+@each("known", [False, True])
 def test_non_finite_values_are_refused(bad: float, known: bool) -> None:
     boundary = Boundary(4, (3, 64))
     x = activations((3, 64), 1, 2)

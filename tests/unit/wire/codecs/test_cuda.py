@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.cases import each
 from wire.codecs.header import seal
 from wire.codecs.registry import codec, codec_names
 from wire.errors import NonFiniteError
@@ -28,8 +29,8 @@ def inputs() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("which", inputs())
-@pytest.mark.parametrize("name", codec_names())
+@each("which", inputs())
+@each("name", codec_names())
 def test_a_gpu_gives_a_cpus_bits(name: str, which: str) -> None:
     x = inputs()[which]
     spec = TensorSpec(x.dtype, tuple(x.shape))
@@ -40,7 +41,7 @@ def test_a_gpu_gives_a_cpus_bits(name: str, which: str) -> None:
     assert decoded.is_cuda and torch.equal(decoded.cpu(), codec(name).decode(expected, spec))
 
 
-@pytest.mark.parametrize("name", codec_names())
+@each("name", codec_names())
 def test_non_finite_values_are_refused_when_sealed(name: str) -> None:
     x = torch.randn(2, 100, device="cuda")
     x[1, 50] = float("nan")

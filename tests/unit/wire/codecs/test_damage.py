@@ -1,11 +1,14 @@
 """Packed bytes that are damaged, cut, swapped or forged never crash a decoder or pass for a tensor."""
 
+from functools import cache
+
 import google_crc32c
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.cases import each
 from tests.support.examples import examples
 from wire.codecs.header import HEADER_BYTES, seal
 from wire.codecs.registry import codec, codec_names
@@ -14,19 +17,24 @@ from wire.spec import TensorSpec
 
 SPEC = TensorSpec(torch.float32, (2, 5, 70))
 SOURCE = torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(3))
-PACKED = {name: codec(name).encode(SOURCE) for name in codec_names()}
 
 names = st.sampled_from(codec_names())
 offsets = st.integers(0, 2**31)
 
 
+@cache
+def intact(name: str) -> torch.Tensor:
+    """`SOURCE` by this codec; tests change copies of it."""
+    return codec(name).encode(SOURCE)
+
+
 @settings(max_examples=examples(2000))
 @given(name=names, changes=st.lists(st.tuples(offsets, st.integers(1, 255)), min_size=1, max_size=8))
 def test_changed_bytes_are_refused(name: str, changes: list[tuple[int, int]]) -> None:
-    damaged = PACKED[name].clone()
+    damaged = intact(name).clone()
     for offset, change in changes:
         damaged[offset % damaged.numel()] ^= change
-    if torch.equal(damaged, PACKED[name]):
+    if torch.equal(damaged, intact(name)):
         return  # two changes of one byte undid each other
     with pytest.raises(PackedMismatchError):
         codec(name).decode(damaged, SPEC)
@@ -35,9 +43,9 @@ def test_changed_bytes_are_refused(name: str, changes: list[tuple[int, int]]) ->
 @settings(max_examples=examples(300))
 @given(name=names, keep=offsets, more=st.binary(max_size=80))
 def test_other_lengths_are_refused(name: str, keep: int, more: bytes) -> None:
-    start = PACKED[name][: keep % PACKED[name].numel()]
+    start = intact(name)[: keep % intact(name).numel()]
     damaged = torch.cat((start, torch.tensor(list(more), dtype=torch.uint8)))
-    if torch.equal(damaged, PACKED[name]):
+    if torch.equal(damaged, intact(name)):
         return
     with pytest.raises(PackedMismatchError):
         codec(name).decode(damaged, SPEC)
@@ -56,7 +64,7 @@ def test_other_lengths_are_refused(name: str, keep: int, more: bytes) -> None:
 )
 def test_forged_bytes_give_a_finite_tensor_or_a_refusal(name: str, start: int, content: bytes) -> None:
     """A peer may send any payload with a right checksum: then values are wrong, but form is not."""
-    forged = PACKED[name].clone()
+    forged = intact(name).clone()
     start %= forged.numel()
     content = content[: forged.numel() - start]
     forged[start : start + len(content)] = torch.tensor(list(content), dtype=torch.uint8)
@@ -75,7 +83,7 @@ def reseal(packed: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-@pytest.mark.parametrize(
+@each(
     ("offset", "value", "field"),
     [
         (0, 0, "magic"),
@@ -101,7 +109,7 @@ def reseal(packed: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_wrong_field_is_named_even_with_a_right_checksum(offset: int, value: int, field: str) -> None:
-    forged = PACKED["tah"].clone()
+    forged = intact("tah").clone()
     forged[offset] = value
     with pytest.raises(PackedMismatchError, match=field) as caught:
         codec("tah").decode(reseal(forged), SPEC)
@@ -110,16 +118,16 @@ def test_a_wrong_field_is_named_even_with_a_right_checksum(offset: int, value: i
 
 @pytest.mark.parametrize("exponent", [-162, 116, 2**31 - 1, -(2**31)])
 def test_exponents_that_no_finite_tensor_has_are_refused(exponent: int) -> None:
-    forged = PACKED["fixed-8"].clone()
+    forged = intact("fixed-8").clone()
     forged[48:52].view(torch.int32).fill_(exponent)
     with pytest.raises(PackedMismatchError, match="exponent"):
         codec("fixed-8").decode(reseal(forged), SPEC)
 
 
-@pytest.mark.parametrize("half", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize(("name", "offset"), [("tah", 64), ("tah", 112), ("fixed-8", 64)])
+@each("half", [float("nan"), float("inf"), float("-inf")])
+@each(("name", "offset"), [("tah", 64), ("tah", 112), ("fixed-8", 64)])
 def test_scales_and_zero_points_that_are_not_finite_are_refused(name: str, offset: int, half: float) -> None:
-    forged = PACKED[name].clone()
+    forged = intact(name).clone()
     forged[offset : offset + 2].view(torch.float16).fill_(half)
     with pytest.raises((NonFiniteError, PackedMismatchError), match=r"not finite|below"):
         codec(name).decode(reseal(forged), SPEC)
@@ -127,28 +135,28 @@ def test_scales_and_zero_points_that_are_not_finite_are_refused(name: str, offse
 
 @pytest.mark.parametrize("name", ["tah", "fixed-8"])
 def test_a_scale_of_zero_is_refused(name: str) -> None:
-    forged = PACKED[name].clone()
+    forged = intact(name).clone()
     forged[64:66] = 0
     with pytest.raises(PackedMismatchError, match="scale of zero"):
         codec(name).decode(reseal(forged), SPEC)
 
 
 def test_a_negative_scale_of_a_fixed_point_codec_is_refused() -> None:
-    forged = PACKED["fixed-8"].clone()
+    forged = intact("fixed-8").clone()
     forged[65] |= 0x80
     with pytest.raises(PackedMismatchError, match="below"):
         codec("fixed-8").decode(reseal(forged), SPEC)
 
 
 def test_a_bit_map_with_another_count_is_refused() -> None:
-    forged = PACKED["tah"].clone()
+    forged = intact("tah").clone()
     forged[64 + 48 + 48] ^= 1
     with pytest.raises(PackedMismatchError, match="bit-map"):
         codec("tah").decode(reseal(forged), SPEC)
 
 
 def test_the_worst_of_several_tah_faults_is_named() -> None:
-    forged = PACKED["tah"].clone()
+    forged = intact("tah").clone()
     forged[64 + 48 + 48] ^= 1
     forged[66:68].view(torch.float16).fill_(-0.0)
     with pytest.raises(PackedMismatchError, match="scale of zero"):
@@ -158,10 +166,10 @@ def test_the_worst_of_several_tah_faults_is_named() -> None:
         codec("tah").decode(reseal(forged), SPEC)
 
 
-@pytest.mark.parametrize("bits", range(2, 11))
+@each("bits", range(2, 11))
 def test_a_code_beyond_the_range_is_refused(bits: int) -> None:
     name = f"fixed-{bits}"
-    forged = PACKED[name].clone()
+    forged = intact(name).clone()
     for plane in range(bits):
         forged[64 + 48 + plane * 20 * 8] |= 1
     with pytest.raises(PackedMismatchError, match="code beyond"):
@@ -192,7 +200,7 @@ def test_every_bit_of_a_payload_counts_or_is_refused(name: str, width: int) -> N
 
 @pytest.mark.parametrize("name", ["tah", "fixed-8"])
 def test_filling_that_holds_something_is_named(name: str) -> None:
-    forged = PACKED[name].clone()
+    forged = intact(name).clone()
     forged[64 + 40] = 1  # behind the scales of 20 tiles
     with pytest.raises(PackedMismatchError, match=f"{name} tensor has bits set in its padding"):
         codec(name).decode(reseal(forged), SPEC)
@@ -200,7 +208,7 @@ def test_filling_that_holds_something_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_raw_values_that_are_not_finite_are_refused(name: str) -> None:
-    forged = PACKED[name].clone()
+    forged = intact(name).clone()
     forged[64:68] = 0xFF
     with pytest.raises(NonFiniteError):
         codec(name).decode(reseal(forged), SPEC)
@@ -228,15 +236,15 @@ def test_another_spec_is_refused_before_anything_is_allocated(monkeypatch: pytes
         TensorSpec(torch.float32, (10, 70)),
     ):
         with pytest.raises(PackedMismatchError):
-            codec("tah").decode(PACKED["tah"], spec)
+            codec("tah").decode(intact("tah"), spec)
 
 
-@pytest.mark.parametrize("sender", codec_names())
-@pytest.mark.parametrize("receiver", codec_names())
+@each("sender", codec_names())
+@each("receiver", codec_names())
 def test_no_codec_reads_anothers_bytes(sender: str, receiver: str) -> None:
     if sender != receiver:
         with pytest.raises(PackedMismatchError):
-            codec(receiver).decode(PACKED[sender], SPEC)
+            codec(receiver).decode(intact(sender), SPEC)
 
 
 @pytest.mark.parametrize("packed", [torch.zeros(80), torch.zeros(8, 10, dtype=torch.uint8)])
@@ -252,10 +260,10 @@ def test_split_packing_gives_the_same_bytes() -> None:
     assert packed[60:64].tolist() == [0, 0, 0, 0]
     buffer = bytearray(packed.numpy().tobytes())
     seal(buffer)
-    assert bytes(buffer) == PACKED["tah"].numpy().tobytes()
+    assert bytes(buffer) == intact("tah").numpy().tobytes()
     checksum = google_crc32c.value(bytes(buffer[:60] + buffer[HEADER_BYTES:]))
     assert int.from_bytes(buffer[60:64], "little") == checksum
     for received in (bytes(buffer), buffer, memoryview(buffer)):
         header = which.open(received, SPEC)
         unpacked = which.unpack(torch.frombuffer(buffer, dtype=torch.uint8), SPEC, header)
-        assert torch.equal(unpacked, which.decode(PACKED["tah"], SPEC))
+        assert torch.equal(unpacked, which.decode(intact("tah"), SPEC))

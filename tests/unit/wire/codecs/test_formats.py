@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.cases import each
 from tests.support.examples import examples
 from wire.codecs.aqsgd import AqsgdCodec, SampleBatch
 from wire.codecs.formats import (
@@ -38,8 +39,8 @@ def test_a_format_has_its_codecs_name_parameters_and_sizes(name: str, shape: tup
     assert known.packed_bytes(shape) == which.packed_bytes(TensorSpec(torch.bfloat16, shape))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(AqsgdFormat.PREFIX)])
+@each("shape", SHAPES)
+@each("name", [name for name in NAMES if not name.startswith(AqsgdFormat.PREFIX)])
 def test_a_format_counts_the_bytes_that_come_out(name: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     assert codec(name).encode(x).numel() == codec_format(name).packed_bytes(shape)
@@ -72,8 +73,8 @@ def test_a_constant_equals_torchs_fp32_value(constant: float) -> None:
     assert FixedFormat(8, constant).parameters.constant == rounded
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,) * 6, (2**32,)], ids=str)
-@pytest.mark.parametrize("name", ["fp32", "fixed-8", "tah", "trellis-4", "aqsgd-4"])
+@each("shape", [(), (0,), (3, 0), (1,) * 6, (2**32,)])
+@each("name", ["fp32", "fixed-8", "tah", "trellis-4", "aqsgd-4"])
 def test_shapes_that_no_header_can_say_are_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(CodecError, match="cannot be packed: it needs 1 to 5 dimensions"):
         codec_format(name).packed_bytes(shape)

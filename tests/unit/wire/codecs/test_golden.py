@@ -4,10 +4,10 @@ import hashlib
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.cases import each
 from wire.codecs.registry import codec, codec_names
 from wire.spec import TensorSpec
 
@@ -24,7 +24,7 @@ def test_every_codec_has_golden_vectors() -> None:
     assert {name.rsplit(".", 1)[1] for name in DIGESTS} == set(codec_names())
 
 
-@pytest.mark.parametrize("name", DIGESTS)
+@each("name", DIGESTS)
 def test_bytes_and_values_are_the_golden_ones(name: str) -> None:
     which, x = name.rsplit(".", 1)[1], TENSORS[f"input.{name.rsplit('.', 1)[0]}"]
     packed = codec(which).encode(x)

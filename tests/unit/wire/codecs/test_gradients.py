@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.cases import each
 from wire.codecs.fixed import FixedCodec
 from wire.codecs.header import HEADER_BYTES
 from wire.codecs.registry import codec
@@ -26,8 +27,8 @@ def error(y: torch.Tensor, x: torch.Tensor) -> float:
     return float((y.double() - x.double()).norm() / x.double().norm())
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("size", [1e-38, 1e-30, 1e-12, 1e-5, 1.0, 1e5, 1e30])
+@each("name", CODECS)
+@each("size", [1e-38, 1e-30, 1e-12, 1e-5, 1.0, 1e5, 1e30])
 def test_error_does_not_depend_on_size(name: str, size: float) -> None:
     """Paper, appendix G: gradients near 1e-5. A scale in fp16 alone ends at 6e-8, and at zero for 1e-30."""
     x = gradients() * size
@@ -37,8 +38,8 @@ def test_error_does_not_depend_on_size(name: str, size: float) -> None:
     assert error(y, x) == pytest.approx(error(decoded(name, gradients()), gradients()), rel=0.02)
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("exponent", [-100, -17, 17, 100])
+@each("name", CODECS)
+@each("exponent", [-100, -17, 17, 100])
 def test_powers_of_two_change_no_code(name: str, exponent: int) -> None:
     """All that such a constant could do, the exponent of the tensor does."""
     x = gradients()

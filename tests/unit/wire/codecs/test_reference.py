@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kernels.tah.reference import entropy_bits
+from tests.support.cases import each
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
@@ -205,8 +206,8 @@ def inputs() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", inputs())
-@pytest.mark.parametrize("which", ["tah", "fixed-2", "fixed-4", "fixed-8", "fixed-9", "fixed-10"])
+@each("name", inputs())
+@each("which", ["tah", "fixed-2", "fixed-4", "fixed-8", "fixed-9", "fixed-10"])
 def test_bytes_and_values_equal_the_reference(name: str, which: str) -> None:
     x = inputs()[name]
     expected, values = reference_tah(x) if which == "tah" else reference_fixed(x, int(which[6:]))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.common import tiles
+from tests.support.cases import each
 from wire.codecs.fixed import FixedCodec
 from wire.codecs.registry import codec, codec_names
 from wire.codecs.tah import TahCodec, four_bit_tiles
@@ -50,9 +51,9 @@ def error_bound(name: str, x: torch.Tensor) -> torch.Tensor:
     return largest / limit / 2 * (1 + 2.0**-9) + rounding
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", codec_names())
+@each("dtype", DTYPES)
+@each("shape", SHAPES)
+@each("name", codec_names())
 def test_shapes_and_dtypes(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = normal(*shape).to(dtype)
     decoded = round_trip(name, x)
@@ -91,8 +92,8 @@ def extremes() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", TILED)
-@pytest.mark.parametrize("which", extremes())
+@each("name", TILED)
+@each("which", extremes())
 def test_extreme_values(name: str, which: str) -> None:
     x = extremes()[which]
     decoded = round_trip(name, x)
@@ -102,9 +103,9 @@ def test_extreme_values(name: str, which: str) -> None:
         assert (decoded == 0).all()
 
 
-@pytest.mark.parametrize("name", codec_names())
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("name", codec_names())
+@each("bad", [float("nan"), float("inf"), float("-inf")])
+@each("dtype", DTYPES)
 def test_non_finite_values_are_refused(name: str, bad: float, dtype: torch.dtype) -> None:
     x = normal(2, 3, 100).to(dtype)
     x[1, 2, 99] = bad
@@ -137,8 +138,8 @@ def test_values_beyond_a_raw_codecs_range_are_refused() -> None:
         codec("bf16").encode(torch.tensor([3.4028235e38]))
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (), (1, 1, 1, 1, 1, 1)])
-@pytest.mark.parametrize("name", codec_names())
+@each("shape", [(0,), (3, 0), (), (1, 1, 1, 1, 1, 1)])
+@each("name", codec_names())
 def test_shapes_that_no_header_describes_are_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(CodecError, match="1 to 5 dimensions"):
         codec(name).encode(torch.zeros(shape))
@@ -150,7 +151,7 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
         codec("tah").encode(torch.ones(4, dtype=dtype))
 
 
-@pytest.mark.parametrize("name", codec_names())
+@each("name", codec_names())
 def test_memory_layout_and_autograd_do_not_matter(name: str) -> None:
     x = normal(2, 96, 70)
     expected = codec(name).encode(x)
@@ -160,7 +161,7 @@ def test_memory_layout_and_autograd_do_not_matter(name: str) -> None:
     assert torch.equal(codec(name).encode(x[:1].expand(2, -1, -1)), codec(name).encode(x[:1].repeat(2, 1, 1)))
 
 
-@pytest.mark.parametrize("name", codec_names())
+@each("name", codec_names())
 def test_the_input_is_left_as_it_was(name: str) -> None:
     x = normal(2, 8, 128)
     x[..., 3] *= 100
@@ -171,7 +172,7 @@ def test_the_input_is_left_as_it_was(name: str) -> None:
     assert torch.equal(x, before) and torch.equal(packed, packed_before)
 
 
-@pytest.mark.parametrize("name", codec_names())
+@each("name", codec_names())
 def test_packed_bytes_at_any_address_decode(name: str) -> None:
     x = normal(2, 8, 70)
     packed = codec(name).encode(x)
@@ -181,8 +182,8 @@ def test_packed_bytes_at_any_address_decode(name: str) -> None:
         assert torch.equal(codec(name).decode(moved, spec_of(x)), expected)
 
 
-@pytest.mark.parametrize("name", codec_names())
-@pytest.mark.parametrize("shape", [(2, 9, 192), (2, 9, 70)])
+@each("name", codec_names())
+@each("shape", [(2, 9, 192), (2, 9, 70)])
 def test_every_byte_and_element_is_written(
     name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,8 +206,8 @@ def test_every_byte_and_element_is_written(
     assert torch.equal(codec(name).decode(clean, spec_of(x)), decoded)
 
 
-@pytest.mark.parametrize("name", TILED)
-@pytest.mark.parametrize("width", [192, 100])
+@each("name", TILED)
+@each("width", [192, 100])
 def test_blocks_and_threads_do_not_change_a_bit(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,8 +227,8 @@ def test_blocks_and_threads_do_not_change_a_bit(
     assert torch.equal(codec(name).decode(packed, spec_of(x)), decoded)
 
 
-@pytest.mark.parametrize("exponent", [-140, -60, -3, 40, 100])
-@pytest.mark.parametrize("name", TILED)
+@each("exponent", [-140, -60, -3, 40, 100])
+@each("name", TILED)
 def test_powers_of_two_pass_through(name: str, exponent: int) -> None:
     # Normalisation makes the codec blind to scale: only the header's exponent differs.
     x = normal(2, 4, 128)
@@ -268,7 +269,7 @@ def test_scale_constants_out_of_range_are_refused(constant: float) -> None:
         FixedCodec(8, constant)
 
 
-@pytest.mark.parametrize("tiles_a_sample", range(1, 60))
+@each("tiles_a_sample", range(1, 60))
 def test_exactly_four_fifths_of_each_samples_tiles_get_four_bits(tiles_a_sample: int) -> None:
     x = normal(3, tiles_a_sample, 64, seed=tiles_a_sample)
     assert four_bit_tiles(tiles_a_sample) == round(0.8 * tiles_a_sample)

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.support.cases import each
 from tests.support.examples import examples
 from wire.codecs.header import seal
 from wire.codecs.registry import codec, codec_names
@@ -173,8 +175,8 @@ def test_silent_rows_cost_their_neighbours_nothing() -> None:
     assert relative_error(TrellisCodec(4.41), x) < dense / 4
 
 
-@pytest.mark.parametrize("rate", [2.0, 4.41, 10.0])
-@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-30, 1e30, 3e37])
+@each("rate", [2.0, 4.41, 10.0])
+@each("scale", [1e-44, 1e-38, 1e-30, 1e30, 3e37])
 def test_size_of_the_numbers_does_not_matter(rate: float, scale: float) -> None:
     x = normal(3, 40, 70) * scale
     plain = relative_error(TrellisCodec(rate), normal(3, 40, 70))
@@ -191,8 +193,8 @@ def test_powers_of_two_change_the_header_alone(exponent: int) -> None:
     assert moved[48:52].view(torch.int32).item() - plain[48:52].view(torch.int32).item() == exponent
 
 
-@pytest.mark.parametrize("value", [1.0, -7.25, 1e-30, 3e38, 65504.0])
-@pytest.mark.parametrize("shape", [(1,), (3,), (1, 100), (100, 1), (2, 64, 96)])
+@each("value", [1.0, -7.25, 1e-30, 3e38, 65504.0])
+@each("shape", [(1,), (3,), (1, 100), (100, 1), (2, 64, 96)])
 def test_equal_elements(value: float, shape: tuple[int, ...]) -> None:
     x = torch.full(shape, value)
     assert relative_error(TrellisCodec(4.41), x) < 0.05
@@ -272,7 +274,13 @@ FORGEABLE = {
     "long": ("trellis-8.125", INPUTS["outliers"][0, :16, :32].contiguous()),
     "peaked": ("trellis-4.41", INPUTS["peaked"][:8]),
 }
-PACKED = {name: codec(which).encode(x) for name, (which, x) in FORGEABLE.items()}
+
+
+@cache
+def intact(name: str) -> torch.Tensor:
+    """What the codec makes of a tensor of `FORGEABLE`; tests change copies of it."""
+    which, x = FORGEABLE[name]
+    return codec(which).encode(x)
 
 
 @settings(max_examples=examples(2000))
@@ -287,7 +295,7 @@ PACKED = {name: codec(which).encode(x) for name, (which, x) in FORGEABLE.items()
 @pytest.mark.timeout(240)
 def test_forged_payloads_give_a_finite_tensor_or_a_refusal(name: str, changes: list[tuple[int, int]]) -> None:
     which, x = FORGEABLE[name]
-    forged = PACKED[name].clone()
+    forged = intact(name).clone()
     for offset, change in changes:
         forged[64 + offset % (forged.numel() - 64)] ^= change
     seal(forged.numpy())
@@ -303,7 +311,7 @@ def test_forged_payloads_give_a_finite_tensor_or_a_refusal(name: str, changes: l
 @given(name=st.sampled_from(tuple(FORGEABLE)), seed=st.integers(0, 2**32 - 1), keep=st.integers(0, 400))
 def test_payloads_of_noise_are_refused(name: str, seed: int, keep: int) -> None:
     which, x = FORGEABLE[name]
-    forged = PACKED[name].clone()
+    forged = intact(name).clone()
     noise = np.random.default_rng(seed).integers(0, 256, forged.numel() - 64 - keep, dtype=np.uint8)
     forged[64 + keep :] = torch.from_numpy(noise)
     seal(forged.numpy())
@@ -311,7 +319,7 @@ def test_payloads_of_noise_are_refused(name: str, seed: int, keep: int) -> None:
         codec(which).decode(forged, spec_of(x))
 
 
-@pytest.mark.parametrize(
+@each(
     ("offset", "value", "what"),
     [
         (0, 2, "prefix"),
@@ -336,7 +344,7 @@ def test_payloads_of_noise_are_refused(name: str, seed: int, keep: int) -> None:
 )
 def test_a_wrong_field_is_refused(offset: int, value: int, what: str) -> None:
     which, x = FORGEABLE["predicted"]
-    forged = PACKED["predicted"].clone()
+    forged = intact("predicted").clone()
     assert forged[64 + offset] != value
     forged[64 + offset] = value
     seal(forged.numpy())

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from tests.support.cases import each
 from wire.errors import LinkError, Refused, UserError
 from wire.identity.authority import (
     ISSUER_CERTIFICATE_OID,
@@ -345,7 +346,7 @@ def test_addresses_are_split_and_joined(address: str, expected: tuple[str, int])
     assert join_address(*expected) == address
 
 
-@pytest.mark.parametrize(
+@each(
     "address",
     [
         *("", "host", "host:", ":1", "host:0", "host:65536", "::1:7700", "h:1x", "h:²"),
