@@ -14,10 +14,15 @@ from wire.spec import TensorSpec
 SPEC = TensorSpec(torch.float32, (2, 32, 64))
 
 
+def use(name: str) -> None:
+    """Pack a tensor and unpack it again, so that the codec's loops are compiled and loaded."""
+    chosen = codec(name)
+    chosen.decode(chosen.encode(torch.linspace(-1, 1, SPEC.elements).view(SPEC.shape)), SPEC)
+
+
 def main() -> int:
     for name in sys.argv[1:]:
-        chosen = codec(name)
-        chosen.decode(chosen.encode(torch.linspace(-1, 1, SPEC.elements).view(SPEC.shape)), SPEC)
+        use(name)
     return 0
 
 

@@ -28,6 +28,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+import torch
+
+from tests.support.compile_codecs import use
 from tests.support.paths import ROOT, python_path
 
 PROGRAMS = (
@@ -301,8 +304,17 @@ def _import_everything() -> None:
     import node.parallel.worker
     import node.processes.coordinator
     import node.processes.node
+    from node.stage import machine_info
 
     node.cli.main.build_parser()  # imports every command
+    # Hundreds of nodes start: each would multiply large matrices for a quarter of a second.
+    machine_info.MEASURE_SECONDS, machine_info.MATRIX = 0.01, 256
+    # Many of them pack, and would each load the compiled loops. A second thread would be lost in the fork.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for name in ("tah", "fixed-8"):
+        use(name)
+    torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":
