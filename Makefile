@@ -66,15 +66,22 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kernels wire node tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps are older than what they were made from when it changes, so the next command installs again.
+# The stamps are older than what they were made from when it changes, so the next command installs again. Most modules of
+# what is installed are never imported, and pip would compile all of them for a minute: only what a node imports is compiled.
+PIP_INSTALL = .venv/bin/python -m pip install --disable-pip-version-check --no-compile
+COMPILE = .venv/bin/python -c 'import node.processes.coordinator, node.processes.node'
+unexport PYTHONDONTWRITEBYTECODE
+
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/pip
-	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e .
+	$(PIP_INSTALL) -c constraints.txt -e .
+	$(COMPILE)
 	touch $@
 
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/pip
-	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	[ "`uname -s`" != Linux ] || .venv/bin/python -c 'import triton' 2>/dev/null || \
-	  .venv/bin/python -m pip install --disable-pip-version-check --no-deps $(TRITON)
+	  $(PIP_INSTALL) --no-deps $(TRITON)
+	$(COMPILE)
 	touch .venv/installed $@
 
 # pip comes last into a new environment, so it is there only if the environment is whole.

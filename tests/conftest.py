@@ -23,6 +23,12 @@ if INTERPRETED:
     skip_overflow_checks()
     accept_loop_bounds()
 
+LONGEST = (
+    *("interpreter", "test_attacks.py", "test_lab_reach.py", "test_fault_matrix.py", "test_run_rows.py"),
+    *("test_lab_run.py", "test_lab_network.py", "test_cli_demo_run.py", "test_run_resume.py"),
+)
+"""Files of minutes, longest first: begun late, one of them would run alone at the end."""
+
 # No deadline for an example: a busy machine is slow at times, and pytest-timeout bounds each test.
 settings.register_profile(
     "thinwire",
@@ -42,7 +48,11 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run each file's tests on one worker, and all `_interpreter.py` files on one: they share fixtures."""
+    """Run each file's tests on one worker, and all `_interpreter.py` files on one: they share fixtures.
+
+    Tests in `integration` mostly wait for processes, the others compute. The first worker takes the others as
+    long as there are any, so that both cores of a small machine have work from beginning to end.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
@@ -50,12 +60,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             return "interpreter" if file.endswith("_interpreter.py") else file
 
+        def _assign_work_unit(self, node: Any) -> None:
+            computes = node is min(self.nodes, key=lambda worker: str(worker.gateway.id))
+            scope = min(self.workqueue, key=lambda scope: _turn(scope, computes=computes))
+            self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
+
     return ByFile(config, log)
+
+
+def _turn(scope: str, *, computes: bool) -> tuple[bool, int]:
+    """By this a worker chooses among the files that are left: the least, and the first of equals."""
+    waits, name = "/integration/" in scope, scope.rpartition("/")[2]
+    return waits == computes, (*LONGEST, name).index(name)
+
+
+def pytest_collectstart() -> None:
+    # Modules and tests are made and kept: there is no garbage to look for.
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:
     # Keep the garbage collector from scanning the imported modules again.
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
