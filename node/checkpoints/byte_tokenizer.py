@@ -2,7 +2,7 @@
 
 `tokenizer.json` is for transformers and vLLM. llama.cpp's converter knows tables of byte-pair encodings by a
 hash of published ones alone, but takes any SentencePiece model, so the same vocabulary is in
-`tokenizer.model` too, for families whose tokenizer it looks for there (Llama, Mistral, Qwen, Gemma).
+`tokenizer.model` too, where it looks first for all families but GPT-2 and OLMo 2.
 """
 
 import struct

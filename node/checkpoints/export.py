@@ -51,6 +51,7 @@ from node.training.snapshot import (
     read_unit,
     snapshot_directory,
 )
+from node.training.tokenizer import of_tables
 from node.training.unit_state import parameters_of, read_tensors
 from wire.errors import RunError, UserError
 
@@ -58,6 +59,7 @@ DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 SHARD_BYTES = 4 << 30
 """Longest safetensors file, unless one tensor is longer."""
 BYTES = "bytes"
+SETTINGS = "tokenizer_config.json"
 SNAPSHOT_TRIES = 5
 """Snapshots that may be removed while they are read, one after the other."""
 
@@ -140,6 +142,9 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_tokenizer(config, partial)
+        template = Path(config.data.chat_template).expanduser()
+        if config.data.chat_template and template.is_file():
+            shutil.copyfile(template, partial / "chat_template.jinja")
         if adapters and merge is None:
             entries = list(_adapter_entries(config, manifest))
             _write_file(partial / ADAPTER_WEIGHTS, entries, dtype, lambda unit: _parameters(directory, unit))
@@ -292,18 +297,27 @@ def _dtype_of(original: Mapping[str, Any] | None) -> str:
 
 
 def _write_tokenizer(config: RunConfig, out: Path) -> None:
-    name = config.data.tokenizer
+    """The run's tokenizer as a `tokenizer.json` with what belongs to it.
+
+    If it is not on this machine, the one of the checkpoint that the run started from.
+    """
+    name, start = config.data.tokenizer, config.model.from_
     if name == BYTES:
         _write_json(out / TOKENIZER, byte_tokenizer())
-        _write_json(out / "tokenizer_config.json", BYTE_SETTINGS)
+        _write_json(out / SETTINGS, BYTE_SETTINGS)
         (out / SENTENCEPIECE).write_bytes(byte_pieces())
         return
-    path = Path(name)
+    path = Path(name).expanduser()
     folder = path if path.is_dir() else path.parent
+    if (tables := of_tables(name)) is not None:
+        (out / TOKENIZER).write_text(tables.to_json(), encoding="utf-8")
+        end = {"eos_token": tables.end_of_text} if tables.end_of_text else {}
+        _write_json(out / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **end})
+        return
     for file in (TOKENIZER, *OTHER_FILES):
-        source: Path | None = folder / file
+        source: Path | None = path if file == TOKENIZER and path.is_file() else folder / file
         if source is None or not source.is_file():
-            source = original_file(config.model.from_, file)
+            source = original_file(start, file)
         if source is not None:
             shutil.copyfile(source, out / file)
 

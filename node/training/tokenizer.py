@@ -120,6 +120,15 @@ class BpeTokenizer(Tokenizer):
         finally:
             self._bpe.encode_special_tokens = True
 
+    def to_json(self) -> str:
+        """As a `tokenizer.json`."""
+        return str(self._bpe.to_str(pretty=True))
+
+    @property
+    def end_of_text(self) -> str:
+        """`END_OF_TEXT` if the vocabulary has it, else empty."""
+        return END_OF_TEXT if self._bpe.token_to_id(END_OF_TEXT) is not None else ""
+
     def decode(self, ids: np.ndarray) -> str:
         return str(self._bpe.decode(ids.tolist(), skip_special_tokens=False))
 
@@ -168,6 +177,18 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise DataError(f"the tokenizer in {path} cannot be read ({error}); copy its files again") from error
     _check_bytes(made, path)
     return made
+
+
+def of_tables(name: str) -> BpeTokenizer | None:
+    """The tokenizer if `name` names tables in two files on this machine; None for a `tokenizer.json`.
+
+    Raises as `load_tokenizer`.
+    """
+    path = expanded(name, "data.tokenizer")
+    if not path.exists() or len(_find(path)) == 1:
+        return None
+    made = load_tokenizer(name)
+    return made if isinstance(made, BpeTokenizer) else None
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

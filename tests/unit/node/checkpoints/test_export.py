@@ -26,7 +26,9 @@ from node.telemetry.events import HeldOutLoss
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit
 from node.training.snapshot import SnapshotWriter, prune, read_unit
+from node.training.tokenizer import load_tokenizer
 from node.training.whole_model import WholeModel
+from tests.support.chat_data import TEMPLATE, write_tokenizer
 from tests.support.recorded_run import append
 from tests.support.run_events import done
 from tests.unit.node.checkpoints.test_families import CONFIGS, make, section
@@ -181,6 +183,31 @@ def pieces(data: bytes) -> list[tuple[str, int]]:
             inside = {one: (first, last) for one, first, last in fields(start, end)}
             found.append((data[slice(*inside[1])].decode(), inside[3][0]))
     return found
+
+
+@pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")])
+def test_tables_of_a_byte_pair_encoding_become_a_tokenizer_that_transformers_loads(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "tables")
+    made = json.loads((folder / "tokenizer.json").read_text())["model"]
+    for file in folder.iterdir():
+        file.unlink()
+    vocabulary = made["vocab"] | {"<|endoftext|>": 0}
+    (folder / names[0]).write_text(json.dumps(vocabulary))
+    merges = (pair if isinstance(pair, str) else " ".join(pair) for pair in made["merges"])
+    (folder / names[1]).write_text("#version: 0.2\n" + "\n".join(merges))
+    model = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16, vocab=400)
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    data = DataSection(tokenizer=str(folder), chat_template=str(tmp_path / "own.jinja"))
+    config = replace(RunConfig(), model=model, data=data)
+    snapshot(tmp_path / "run", config)
+    export(tmp_path / "run", tmp_path / "out")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(str(folder))
+    text = "question 7: river seven? \u4e2d\u6587 nobody answers"
+    assert theirs(text)["input_ids"] == ours.prompt(text) != []
+    assert theirs.chat_template == TEMPLATE
+    assert theirs.eos_token_id == 0 and theirs.decode(theirs(text)["input_ids"]) == text
 
 
 def test_the_card_says_how_the_model_was_made(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 
 from node.checkpoints import hub as module
 from node.checkpoints.hub import Repository, hub_files
-from node.checkpoints.start import open_source, read_units
+from node.checkpoints.start import check_weights, open_source, read_units
 from node.checkpoints.weights import Checkpoint
 from node.config.schema import ModelSection
 from node.model.units import unit_names
@@ -179,7 +179,7 @@ async def test_a_stage_reads_its_own_bytes_over_a_bad_network(
 
 READ = """
 import asyncio, hashlib, logging, sys
-from node.checkpoints.start import open_source, read_units
+from node.checkpoints.start import check_weights, open_source, read_units
 from node.config.schema import ModelSection
 from node.model.units import unit_names
 logging.basicConfig(level=logging.DEBUG)
@@ -269,7 +269,9 @@ async def test_a_hub_that_does_not_answer_is_not_missed_where_all_is_in_the_cach
 async def test_a_run_file_names_a_model_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(hub, monkeypatch):
         source = await asyncio.to_thread(open_source, f"hf://{NAME}@main", {"sequence": 64})
+        await check_weights(ModelSection(**{**source.model, "from_": source.name}))
     assert source.name == f"hf://{NAME}@{COMMIT}"
+    assert 0 < hub.sent < 0.02 * (hub.folder / FILE).stat().st_size, "headers alone"
     assert source.model == open_source(str(hub.folder), {"sequence": 64}).model
     assert source.tokenizer == ""
 
