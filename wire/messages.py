@@ -29,6 +29,10 @@ NODES = "nodes"
 """The place of a snapshot whose layers stay on the nodes' disks."""
 
 
+MOST_HELD = 200
+"""Layers of one report of what a node holds and lacks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeldLayer:
     """A layer unit's file that a node has on its disk, or has put into the run's object store."""

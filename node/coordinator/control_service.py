@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from node.coordinator.sessions import ControlSession, Measured, MessageLimits
+from node.coordinator.sessions import LEAST_PROBE_BYTES, ControlSession, Measured, MessageLimits
 from node.coordinator.snapshot_handler import UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
 from node.training.manifest import UnitEntry
@@ -31,7 +31,7 @@ from wire.front import Front
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
 from wire.identity.names import join_address, split_address
-from wire.messages import HeldLayer, Hello, NodeMessage, PlacedStage
+from wire.messages import MOST_HELD, HeldLayer, Hello, NodeMessage, PlacedStage
 from wire.messages_proto import coordinator_message_to_proto, node_message_from_proto
 from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
 from wire.version import PROTOCOL, VERSION
@@ -43,6 +43,8 @@ HELLO_SECONDS = 10.0
 REACH_SECONDS = 5.0
 RECONNECT_SECONDS = 2.0
 """A node that connects too often is held up for this."""
+TURN_SECONDS = 0.1
+"""Between two looks whether a call that waits is served."""
 MOST_LOOKUPS = 16
 """Concurrent DNS look-ups. A node chooses the name, and its name server may take minutes to answer."""
 
@@ -61,8 +63,8 @@ class Handler(Protocol):
 
     def heard(self, session: ControlSession, message: NodeMessage) -> None: ...
 
-    def refused(self, session: ControlSession, why: str) -> None:
-        """The node sent what no correct node sends; its session closes."""
+    def refused(self, node_id: str, why: str) -> None:
+        """The node sent what no correct node sends."""
         ...
 
     def closed(self, session: ControlSession) -> None: ...
@@ -209,10 +211,8 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
 
     async def _wait_to_connect(self, node_id: str) -> None:
         """Hold a node up that connects again and again, and have it try later: TimeoutError."""
-        if self._make_limits is None:
-            return
-        limits = self._limits.setdefault(node_id, self._make_limits())
-        if not limits.connections.take(time.monotonic()):
+        limits = self._limits_of(node_id)
+        if limits is not None and not limits.connections.take(time.monotonic()):
             await asyncio.sleep(RECONNECT_SECONDS)
             raise TimeoutError
 
@@ -250,7 +250,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
     ) -> None:
         async def read() -> None:
             try:
-                limits = self._limits.get(session.node_id)
+                limits = self._limits_of(session.node_id)
                 async for request in requests:
                     for one in _each(request):
                         why = None if limits is None else limits.refusal(measured(one), time.monotonic())
@@ -259,7 +259,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                         self._handler.heard(session, node_message_from_proto(one))
             except ProtocolViolationError as error:
                 log.warning("closed the session of %s: %s", session.node_id, error)
-                self._handler.refused(session, str(error))
+                self._handler.refused(session.node_id, str(error))
             session.close()
 
         async with asyncio.TaskGroup() as group:
@@ -269,7 +269,9 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             reader.cancel()
 
     async def Renew(self, request: control_pb2.RenewRequest, context: Context) -> control_pb2.RenewReply:
-        outcome = await self._handler.renew(await self._member(context), request.csr_der)
+        node_id = await self._member(context)
+        async with self._turn(node_id, "renew"):
+            outcome = await self._handler.renew(node_id, request.csr_der)
         if isinstance(outcome, Refusal):
             refused = enrolment_pb2.Refusal(code=outcome.code.value, message=outcome.message)
             return control_pb2.RenewReply(refusal=refused)
@@ -284,13 +286,13 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             await _abort(
                 context, grpc.StatusCode.INVALID_ARGUMENT, f"a probe has at most {MOST_PROBE_BYTES} bytes"
             )
-        async with self._calls.turn(node_id, "probe"):
+        async with self._turn(node_id, "probe", max(size, LEAST_PROBE_BYTES)):
             digest = await asyncio.to_thread(zeros_sha256, size)
             await _write(context, size, digest, zeros(size))
 
     async def GetBatch(self, request: control_pb2.GetBatchRequest, context: Context) -> None:
         node_id = await self._member(context)
-        async with self._calls.turn(node_id, "batch"):
+        async with self._turn(node_id, "batch"):
             try:
                 part = BatchPart.LABELS if request.labels else BatchPart.INPUTS
                 data = await self._handler.batch(
@@ -310,7 +312,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
 
     async def GetLayer(self, request: control_pb2.GetLayerRequest, context: Context) -> None:
         node_id = await self._member(context)
-        async with self._calls.turn(node_id, "get layer"):
+        async with self._turn(node_id, "get layer"):
             try:
                 placed = self._handler.layer_holders(node_id, request.step, request.unit, request.bad_holders)
                 if placed is not None:
@@ -332,6 +334,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         self, request: control_pb2.HoldLayersRequest, context: Context
     ) -> control_pb2.HoldLayersReply:
         node_id = await self._member(context)
+        if (count := len(request.layers) + len(request.missing)) > MOST_HELD:
+            why = f"a report of {count} layers, more than {MOST_HELD}"
+            self._handler.refused(node_id, why)
+            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
         layers = [
             HeldLayer(
                 step=one.step,
@@ -344,7 +350,8 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         ]
         missing = [(one.step, one.unit) for one in request.missing]
         try:
-            unknown = self._handler.hold_layers(node_id, layers, missing)
+            async with self._turn(node_id, "hold layers"):
+                unknown = self._handler.hold_layers(node_id, layers, missing)
         except ThinwireError as error:
             await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return control_pb2.HoldLayersReply(
@@ -356,7 +363,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
     ) -> control_pb2.PutLayerReply:
         node_id = await self._member(context)
         try:
-            async with self._calls.turn(node_id, "put layer"):
+            async with self._turn(node_id, "put layer"):
                 await self._receive(node_id, _parsed(requests))
         except RunError as error:
             return control_pb2.PutLayerReply(stored=False, message=str(error))
@@ -389,6 +396,20 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             raise ProtocolViolationError("the upload is incomplete")
         if permit is not None:
             await self._handler.store_layer(permit, bytes(data), first.sha256)
+
+    def _limits_of(self, node_id: str) -> MessageLimits | None:
+        if self._make_limits is not None and node_id not in self._limits:
+            self._limits[node_id] = self._make_limits()
+        return self._limits.get(node_id)
+
+    @asynccontextmanager
+    async def _turn(self, node_id: str, kind: str, size: int = 1) -> AsyncIterator[None]:
+        """Hold one of the node's places for calls of this kind inside the block; who asks too much waits."""
+        async with self._calls.turn(node_id, kind):
+            limits = self._limits_of(node_id)
+            while limits is not None and not limits.serves(kind, size, time.monotonic()):  # noqa: ASYNC110
+                await asyncio.sleep(TURN_SECONDS)
+            yield
 
     def _source(self, context: Context) -> str:
         """The IP address that a call comes from."""

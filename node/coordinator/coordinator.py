@@ -509,8 +509,8 @@ class Coordinator:
                     faults.reach_coordinator(faults.Phase.APPLY, step=message.step)
                 self._post(lambda now: self._machine.message(node_id, message, now))
 
-    def refused(self, session: ControlSession, why: str) -> None:
-        self._post(lambda now: self._machine.refused(session.node_id, why, now))
+    def refused(self, node_id: str, why: str) -> None:
+        self._post(lambda now: self._machine.refused(node_id, why, now))
 
     def closed(self, session: ControlSession) -> None:
         node_id = session.node_id

@@ -20,6 +20,8 @@ REACH_SECONDS = 4.0
 """For a dial back."""
 MOST_RELAYS = 3
 """Volunteers whose addresses are told."""
+MOST_SENTENCES, MOST_CHARACTERS = 20, 1000
+"""About the run's links: a reply has at most 64 KiB."""
 PADDING = bytes(60_000)
 """A message by which a rate is measured."""
 PADDINGS = 32
@@ -51,6 +53,8 @@ class Looks:
         """host:port of volunteers that relay, the fastest first."""
         self.relayed = False
         """Whether the coordinator relays."""
+        self.links: Callable[[], list[str]] = list
+        """Which paths the run's links take, in sentences."""
         self._first = first
         self._refuse = refuse
         self._would_refuse = would_refuse
@@ -118,6 +122,7 @@ class Looks:
             mapped_reached=mapped,
             relayed=self.relayed,
             relays=self.relays()[:MOST_RELAYS],
+            links=[sentence[:MOST_CHARACTERS] for sentence in self.links()[:MOST_SENTENCES]],
             refusal=refusal,
         )
 

@@ -147,6 +147,10 @@ SPANS_BYTES = 512 * 1024
 """Of one message: `wire.telemetry.MOST_SPANS`, with room."""
 SPANS_A_SECOND, SPANS_AT_ONCE = 20_000.0, 50_000.0
 CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE = 0.5, 20.0
+CALLS = {"renew": (0.2, 10.0), "hold layers": (50.0, 500.0), "probe": (2.0**20, 2.0**26)}
+"""By kind: calls a second and at once, of probes bytes. Of other kinds only a few are served at a time."""
+LEAST_PROBE_BYTES = 16 * 1024
+"""A smaller probe counts as this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +182,7 @@ class MessageLimits:
         self._heartbeats = RateLimit(HEARTBEAT_TIMES / config.coordinator.heartbeat_seconds, HEARTBEATS_KEPT)
         self._others = RateLimit(OTHERS_A_SECOND, HEARTBEATS_KEPT)
         self._spans = RateLimit(SPANS_A_SECOND, SPANS_AT_ONCE)
+        self._calls = {kind: RateLimit(*limit) for kind, limit in CALLS.items()}
 
     def refusal(self, message: Measured, now: float) -> str | None:
         """Why this message is refused at `now` (seconds on any monotonic clock); None if it is not."""
@@ -194,3 +199,8 @@ class MessageLimits:
             return f"a {kind} that names {message.links} links, more than {self._most_links}"
         limit = self._heartbeats if kind == "heartbeat" else self._others
         return None if limit.take(now) else f"more {kind} messages than a node has reason to send"
+
+    def serves(self, kind: str, size: int, now: float) -> bool:
+        """Whether a call is answered at `now`, or has to wait. `size`: what it counts as."""
+        limit = self._calls.get(kind)
+        return limit is None or limit.take(now, size)

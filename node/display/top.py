@@ -1,10 +1,11 @@
 """Print a run's view on a terminal: all of it, or one line a step."""
 
 import textwrap
+from collections import Counter
 
 from node.analysis.run_view import HeldOutView, LinkView, RunView, StageView
 from node.telemetry.format import bytes_text, count_text, duration_text, named, printable, table_lines
-from wire.telemetry import DIRECT, RELAY, is_relayed
+from wire.telemetry import RELAY, is_relayed
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 48
@@ -150,20 +151,24 @@ def _link_table(links: tuple[LinkView, ...]) -> list[str]:
 
 
 def path_sentences(view: RunView, *, relayed_only: bool = False) -> list[str]:
-    """Which path each link takes, and why not the direct one; of both directions together."""
+    """Which path each link takes, what it carries, and why not the direct one; both directions together.
+
+    `relayed_only`: only links with a reason, without rates, for beside a table of links.
+    """
     ways: dict[tuple[tuple[int, int], ...], LinkView] = {}
+    rates: Counter[tuple[tuple[int, int], ...]] = Counter()
     for link in view.links:
         ends = (link.source_replica, link.source), (link.target_replica, link.target)
         # The end that dials comes first in `links`.
         if link.path:
             ways.setdefault(tuple(sorted(ends)), link)
+            rates[tuple(sorted(ends))] += link.mbit
     found: dict[tuple[str, str], list[str]] = {}
     for (lower, upper), link in ways.items():
         names = place_text(*lower, view.rows), place_text(*upper, view.rows)
         why = "; ".join(filter(None, (link.why_not_direct, link.why_not_together)))
-        found.setdefault((_path(link), why), []).append(" and ".join(names))
-    if not relayed_only and len(found) == 1 and next(iter(ways.values())).path == DIRECT:
-        return ["every link is direct"]
+        rate = "" if relayed_only else f" ({rates[lower, upper]:.1f} Mbit/s)"
+        found.setdefault((_path(link), why), []).append(" and ".join(names) + rate)
     return [
         f"{', '.join(names)}: {path}{f', as {why}' if why else ''}"
         for (path, why), names in found.items()

@@ -46,6 +46,7 @@ from node.coordinator.store import StepRecord, Store
 from node.dashboard.feed import Feed
 from node.dashboard.pages import listen_address, live_page, reading_past, shares_port
 from node.display.terminal import ending_signals
+from node.display.top import path_sentences
 from node.model.units import ends_in_blocks
 from node.pipeline.device_memory import devices_of
 from node.pipeline.placement import block_counts, check_cache, head_share, with_head_place
@@ -446,6 +447,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
             metrics.relay = ports.relay
             ports.looks.relays = coordinator.relays.addresses
             ports.looks.relayed = True
+        ports.looks.links = lambda: path_sentences(feed.view())
         addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
         run.store.set_addresses(addresses)
         emit(_started(config, directory, run))

@@ -35,6 +35,8 @@ class SeenThere:
     """The coordinator relays."""
     relays: tuple[str, ...]
     """host:port of volunteers that do, some of them."""
+    links: tuple[str, ...]
+    """Which paths the run's links take, in sentences."""
     refusal: str
     """Why a join with this token would be refused; empty if it would not."""
     down: float
@@ -92,6 +94,7 @@ async def look(
                 mapped_reached=seen.mapped_reached,
                 relayed=seen.relayed,
                 relays=tuple(seen.relays),
+                links=tuple(seen.links),
                 refusal=seen.refusal,
                 down=down,
                 up=sent / max(1e-6, time.monotonic() - began),

@@ -64,6 +64,8 @@ class Findings:
     """The coordinator relays."""
     relays: tuple[tuple[str, float], ...] = ()
     """Volunteers that relay and answer, and the round trip in seconds."""
+    links: tuple[str, ...] = ()
+    """Which paths the run's links take, in sentences."""
     round_trip: float = 0.0
     """To the coordinator."""
     down: float = 0.0
@@ -127,6 +129,8 @@ def judged(found: Findings) -> Iterator[Check]:
     yield Check(name="simultaneous open", status=Status.OK, detail=_together_words(found))
     yield _relay(found)
     yield _line(found)
+    if found.links:
+        yield Check(name="links", status=Status.OK, detail=printable("; ".join(found.links)))
 
 
 def nat_words(found: Findings) -> str:
@@ -182,7 +186,9 @@ def _together_words(found: Findings) -> str:
     if len(outside) > 1:
         return "does not work: this NAT has another port for each target"
     if len(found.seen) > 1 or found.seen[0].here[1] == found.seen[0].there[1]:
-        return "likely works with nodes whose NAT does as this one"
+        ports = {seen.target.rpartition(":")[2] for seen in found.seen}
+        more = f", if the network lets out more than port {min(ports)}" if len(ports) == 1 else ""
+        return f"likely works with nodes whose NAT does as this one{more}"
     return "not known"
 
 
@@ -260,6 +266,7 @@ async def find(token: JoinToken, address: str, authority: x509.Certificate) -> F
         not_mapped="" if why_not == "not asked" else why_not,
         relayed=seen.relayed,
         relays=await _nearness(seen.relays),
+        links=seen.links,
         round_trip=round_trip,
         down=seen.down,
         up=seen.up,

@@ -34,6 +34,7 @@ from node.training.unit_state import (
 )
 from wire.errors import DataError, LinkError, RunError, ThinwireError, UserError
 from wire.messages import (
+    MOST_HELD,
     NODES,
     FailureKind,
     HeldLayer,
@@ -50,8 +51,6 @@ log = logging.getLogger(__name__)
 
 MOST_ASKED = 4
 """How often the coordinator is asked where a layer is before a fetch fails."""
-OFFERED = 200
-"""Files named in one message."""
 STORE_TRIES, STORE_SECONDS = 13, 5.0
 """How often an object store is tried, and how long after each failure."""
 CHUNK_BYTES = 256 * 1024
@@ -339,8 +338,8 @@ class SnapshotTransfer:
 
     async def _offer(self) -> None:
         names = await asyncio.to_thread(self._cache.names)
-        for first in range(0, len(names), OFFERED):
-            layers = [HeldLayer(**name._asdict()) for name in names[first : first + OFFERED]]
+        for first in range(0, len(names), MOST_HELD):
+            layers = [HeldLayer(**name._asdict()) for name in names[first : first + MOST_HELD]]
             for step, unit in await self._client.hold_layers(layers):
                 await asyncio.to_thread(self._cache.drop, step, unit)
         # Then look whether they are still what they were; a damaged one is removed.

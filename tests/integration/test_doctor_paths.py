@@ -63,6 +63,7 @@ async def findings(token: JoinToken) -> Findings:
 async def test_the_coordinator_says_what_it_sees_and_the_token_stays_unused(tmp_path: Path) -> None:
     async with open_desk(tmp_path / "run") as desk:
         desk.ports.looks.relayed, desk.ports.looks.relays = True, lambda: [desk.address] * 5
+        desk.ports.looks.links = lambda: ["x" * 2000] * 100
         token = desk.token()
         before = desk.store.list_tokens()
         found = await findings(token)
@@ -71,6 +72,7 @@ async def test_the_coordinator_says_what_it_sees_and_the_token_stays_unused(tmp_
         assert [seen.target for seen in found.seen] == [desk.address]
         assert found.seen[0].here == found.seen[0].there
         assert [address for address, _ in found.relays] == [desk.address] * 3
+        assert found.links == ("x" * 1000,) * 20
         assert found.down > 0 and found.up > 0 and found.round_trip > 0
         assert (found.mapped_port, found.not_mapped) == (0, "")
 

@@ -1,5 +1,6 @@
 """A run of nodes that open no port: neighbours come by the coordinator's relay, and the bits are the same."""
 
+import asyncio
 import re
 import urllib.request
 from dataclasses import replace
@@ -8,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from node.display.watch import HistoryWatch
+from node.processes.reach_check import _find_by
 from node.telemetry.events import NodeJoined, PageServed, StepAborted, StepCosts
 from tests.support.fault_prefork import Prefork
 from tests.support.faulty_relay import faulty_port
 from tests.support.memory_pipeline import reference_run
 from tests.support.ports import free_port, listening
 from tests.support.run_harness import SMALL, TINY, Run, Still
+from wire.identity.token import JoinToken
 
 CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=3))
 
@@ -72,6 +75,10 @@ def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(prefork: Prefork, 
         still.go_on()
         path = f"relay {run.node_id(2)}"
         by_relay = coordinator.wait_event(StepCosts, lambda costs: path in paths(costs))
+        doctor = asyncio.run(_find_by(JoinToken.parse(coordinator.token)))
+        assert doctor is not None
+        (sentence,) = doctor.links
+        assert re.match(r"0 and 1 \(\d+\.\d Mbit/s\): relay \(.+\), as the node of stage 0 opens", sentence)
         relay.kill()
         coordinator.wait_event(
             StepCosts, lambda costs: costs.step > by_relay.step and paths(costs) == {"relay"}

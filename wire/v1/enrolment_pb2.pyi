@@ -91,20 +91,22 @@ class LookRequest(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., token_id: _Optional[str] = ..., secret: _Optional[bytes] = ..., port: _Optional[int] = ..., mapped_port: _Optional[int] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class Seen(_message.Message):
-    __slots__ = ("host", "reached", "mapped_reached", "relayed", "relays", "refusal")
+    __slots__ = ("host", "reached", "mapped_reached", "relayed", "relays", "refusal", "links")
     HOST_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     MAPPED_REACHED_FIELD_NUMBER: _ClassVar[int]
     RELAYED_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     host: str
     reached: bool
     mapped_reached: bool
     relayed: bool
     relays: _containers.RepeatedScalarFieldContainer[str]
     refusal: str
-    def __init__(self, host: _Optional[str] = ..., reached: bool = ..., mapped_reached: bool = ..., relayed: bool = ..., relays: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ...) -> None: ...
+    links: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, host: _Optional[str] = ..., reached: bool = ..., mapped_reached: bool = ..., relayed: bool = ..., relays: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., links: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LookReply(_message.Message):
     __slots__ = ("refusal", "seen", "padding", "done")

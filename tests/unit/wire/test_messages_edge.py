@@ -62,7 +62,7 @@ class FakeHandler:
         self.messages.append(message)
         session.send(Finish(reason="heard", failed=False))
 
-    def refused(self, session: ControlSession, why: str) -> None:
+    def refused(self, node_id: str, why: str) -> None:
         self.refusals.append(why)
 
     def closed(self, session: ControlSession) -> None:

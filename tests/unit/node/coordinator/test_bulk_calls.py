@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from datetime import timedelta
 from hashlib import sha256
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,8 +23,10 @@ from node.coordinator.control_service import (
     zeros,
     zeros_sha256,
 )
+from node.coordinator.sessions import CALLS, MessageLimits
 from node.coordinator.snapshot_handler import UploadPermit
 from node.model.labels import BatchPart
+from node.run_file.loader import default_config
 from node.stage.coordinator_client import CoordinatorClient
 from node.training.manifest import UnitEntry
 from tests.support.pki import new_authority, new_node
@@ -31,7 +34,7 @@ from wire.channels import make_server, open_channel
 from wire.errors import RunError
 from wire.identity.credentials import NodeIdentity, mutual_tls
 from wire.identity.enrolment import Refusal
-from wire.messages import HeldLayer, NodeMessage, PlacedStage
+from wire.messages import MOST_HELD, HeldLayer, NodeMessage, PlacedStage
 from wire.v1 import control_pb2, control_pb2_grpc
 
 AUTHORITY = new_authority()
@@ -47,6 +50,8 @@ class Handler:
         self.asked = 0
         self.permit: UploadPermit | None = None
         self.stored: list[bytes] = []
+        self.renewed: list[str] = []
+        self.refusals: list[tuple[str, str]] = []
 
     async def refusal_for(self, node_id: str) -> Refusal | None:
         return None
@@ -60,8 +65,12 @@ class Handler:
     def closed(self, session: ControlSession) -> None:
         raise AssertionError("nobody asks")
 
+    def refused(self, node_id: str, why: str) -> None:
+        self.refusals.append((node_id, why))
+
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
-        raise AssertionError("nobody asks")
+        self.renewed.append(node_id)
+        return b"certificate"
 
     async def batch(
         self,
@@ -83,7 +92,7 @@ class Handler:
     def hold_layers(
         self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
     ) -> list[tuple[int, str]]:
-        raise AssertionError("nobody asks")
+        return [(layer.step, layer.unit) for layer in layers]
 
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
         return UnitEntry(unit, "file", len(LAYER), sha256(LAYER).hexdigest(), "")
@@ -100,8 +109,10 @@ class Handler:
 
 
 @contextlib.asynccontextmanager
-async def coordinator(handler: Handler) -> AsyncIterator[tuple[int, ControlService]]:
-    server, service = make_server([]), ControlService(handler)
+async def coordinator(
+    handler: Handler, limits: Callable[[], MessageLimits] | None = None
+) -> AsyncIterator[tuple[int, ControlService]]:
+    server, service = make_server([]), ControlService(handler, limits=limits)
     control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
     credentials = AUTHORITY.coordinator_credentials(timedelta(hours=1), time.time())
     port = server.add_secure_port("127.0.0.1:0", mutual_tls(lambda: credentials, AUTHORITY.certificate_pem))
@@ -174,6 +185,36 @@ async def test_one_node_waits_for_itself_alone() -> None:
         assert await one.layer(4, "embed", len(LAYER)) == LAYER
         await one.close()
         await other.close()
+
+
+async def test_who_calls_too_often_waits_and_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler, clock = Handler(), [0.0]
+    monkeypatch.setattr(control_service, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    rate, burst = CALLS["renew"]
+    async with coordinator(handler, lambda: MessageLimits(default_config())) as (port, _):
+        one, other = client(port, NODE), client(port, OTHER)
+        for _ in range(int(burst)):
+            assert await one.renew(b"request") == b"certificate"
+        late = asyncio.create_task(one.renew(b"request"))
+        assert await other.renew(b"request") == b"certificate"
+        assert await one.batch(4, part=BatchPart.INPUTS, size=1000) == LAYER[:1000]
+        assert handler.renewed == [NODE.node_id] * int(burst) + [OTHER.node_id] and not late.done()
+        clock[0] = 1.1 / rate
+        assert await late == b"certificate"
+        await one.close()
+        await other.close()
+
+
+async def test_a_report_of_more_layers_than_a_node_names_is_held_against_it() -> None:
+    handler, layer = Handler(), HeldLayer(step=4, unit="embed", bytes=1, sha256="00")
+    async with coordinator(handler) as (port, _):
+        node = client(port, NODE)
+        assert len(await node.hold_layers([layer] * MOST_HELD)) == MOST_HELD
+        assert handler.refusals == []
+        with pytest.raises(RunError, match="a report of 201 layers, more than 200"):
+            await node.hold_layers([layer] * MOST_HELD, [(4, "embed")])
+        assert handler.refusals == [(NODE.node_id, "a report of 201 layers, more than 200")]
+        await node.close()
 
 
 async def test_an_upload_that_nobody_needs_any_more_counts_as_stored() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from node.coordinator.control_service import measured
-from node.coordinator.sessions import MOST_LINKS, MessageLimits
+from node.coordinator.sessions import CALLS, MOST_LINKS, MessageLimits
 from node.run_file.loader import default_config
 from wire.messages import Heartbeat, NodeMessage, Ready, Vote
 from wire.messages_proto import node_message_to_proto
@@ -80,3 +80,13 @@ def test_connections_are_held_up_when_they_come_too_often() -> None:
     limits = MessageLimits(CONFIG)
     taken = [limits.connections.take(0.1 * at) for at in range(100)]
     assert 20 <= sum(taken) <= 30
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_calls_of_a_kind_are_served_at_its_rate(kind: str) -> None:
+    limits, (rate, burst) = MessageLimits(CONFIG), CALLS[kind]
+    size = max(1, int(burst / 10))
+    assert [limits.serves(kind, size, 0.0) for _ in range(11)] == [True] * 10 + [False]
+    assert not limits.serves(kind, size, 0.9 * size / rate)
+    assert limits.serves(kind, size, 1.1 * size / rate)
+    assert limits.serves("batch", 1, 0.0)

@@ -105,11 +105,11 @@ def test_links_say_which_path_they_take_and_why() -> None:
         sum(line.endswith(f"  {path}") for line in lines) for path in ("direct", "relay (coordinator)")
     ] == [2, 2]
     assert path_sentences(seen) == [
-        "0 and 1: direct",
-        f"1 and 2: relay (coordinator), as {why}",
+        "0 and 1 (16.0 Mbit/s): direct",
+        f"1 and 2 (16.0 Mbit/s): relay (coordinator), as {why}",
     ]
     direct = replace(seen, links=seen.links[:2])
-    assert path_sentences(direct) == ["every link is direct"]
+    assert path_sentences(direct) == ["0 and 1 (16.0 Mbit/s): direct"]
     assert path_sentences(direct, relayed_only=True) == path_sentences(replace(seen, links=())) == []
 
 

@@ -69,7 +69,10 @@ def test_each_path_has_a_line() -> None:
         "only with nodes that can be dialled: this machine cannot, as its router leads no port here "
         "(NAT-PMP: the gateway does not answer)"
     )
-    assert words["simultaneous open"] == "likely works with nodes whose NAT does as this one"
+    likely = "likely works with nodes whose NAT does as this one"
+    assert words["simultaneous open"] == f"{likely}, if the network lets out more than port 443"
+    others = (FOUND.seen[0], replace(FOUND.seen[1], target="198.51.100.1:7710"))
+    assert said(replace(FOUND, seen=others))["simultaneous open"] == likely
     assert words["relay"] == (
         "the coordinator relays, 20 ms away; 2 volunteers relay, the nearest 12 ms away"
     )
@@ -113,6 +116,12 @@ def test_a_slow_line_and_a_token_that_is_used_up_are_said() -> None:
     slow = {check.name: check for check in judged(replace(FOUND, up=1e5, refusal="it is used up"))}
     assert slow["line"].status is Status.WARN and "0.8 Mbit/s up" in slow["line"].detail
     assert slow["token"].status is Status.FAIL and slow["token"].detail == "it is used up"
+
+
+def test_the_paths_of_the_runs_links_are_said() -> None:
+    relayed = "1 and 2 (3.0 Mbit/s): relay (coordinator), as the node of stage 1 opens no port"
+    found = replace(FOUND, links=("0 and 1 (8.0 Mbit/s): direct", relayed))
+    assert said(found)["links"] == f"0 and 1 (8.0 Mbit/s): direct; {relayed}"
 
 
 def test_a_token_that_cannot_be_read_is_left_to_its_own_check() -> None:
