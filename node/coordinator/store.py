@@ -412,6 +412,12 @@ class Store:
             rows = db.execute("SELECT * FROM steps WHERE step > ? ORDER BY step", (after,))
             return [_step(row) for row in rows]
 
+    def steps_with_clip(self, clip: float) -> list[int]:
+        """The numbers of the committed steps that have this clip coefficient, in order."""
+        query = "SELECT step FROM steps WHERE clip = ? ORDER BY step"
+        with self.reading() as db:
+            return [row[0] for row in db.execute(query, (clip,))]
+
     def unit_norms(self, after: int) -> dict[int, dict[int, float]]:
         """Squared gradient norms of the committed steps above `after`, by step and layer unit."""
         found: dict[int, dict[int, float]] = {}

@@ -277,7 +277,7 @@ def _scales(
     directory = snapshot_directory(snapshots, newest)
     here = [read_manifest(directory)] if (directory / MANIFEST_NAME).exists() else []
     found = [one.loss_scale for one in (*kept, *here) if one.step == newest and one.loss_scale is not None]
-    skipped = [one.step for one in store.steps() if one.clip == SKIPPED]
+    skipped = store.steps_with_clip(SKIPPED)
     return loss_scales(config.training, skipped, (newest, found[0]) if found else None)
 
 

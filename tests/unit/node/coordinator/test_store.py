@@ -231,6 +231,8 @@ def test_steps_are_kept_in_order(store: Store) -> None:
     assert store.steps() == records
     assert store.steps(after=2) == records[3:]
     assert store.last_step() == records[-1]
+    store.record_step(replace(STEP, step=5, clip=0.0))
+    assert (store.steps_with_clip(0.0), store.steps_with_clip(STEP.clip)) == ([5], [0, 1, 2, 3, 4])
 
 
 def test_a_replayed_step_keeps_the_first_and_compares_bits(store: Store) -> None:
