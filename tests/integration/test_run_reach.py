@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from node.display.watch import HistoryWatch
-from node.processes.reach_check import _find_by
+from node.processes import reach_check
 from node.telemetry.events import NodeJoined, PageServed, StepAborted, StepCosts
 from tests.support.fault_prefork import Prefork
 from tests.support.faulty_relay import faulty_port
@@ -56,9 +56,12 @@ def test_nodes_that_open_no_port_train_the_same_weights(prefork: Prefork, tmp_pa
         }
 
 
-def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(prefork: Prefork, tmp_path: Path) -> None:
+def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(
+    prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It joins in mid-run and carries the link from then on; after its death the coordinator's relay does.
     No step is lost or run again."""
+    monkeypatch.setattr(reach_check, "CONTACT_SECONDS", 60.0)
     config = replace(
         CONFIG,
         model=TINY,
@@ -75,7 +78,7 @@ def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(prefork: Prefork, 
         still.go_on()
         path = f"relay {run.node_id(2)}"
         by_relay = coordinator.wait_event(StepCosts, lambda costs: path in paths(costs))
-        doctor = asyncio.run(_find_by(JoinToken.parse(coordinator.token)))
+        doctor = asyncio.run(reach_check._find_by(JoinToken.parse(coordinator.token)))
         assert doctor is not None
         (sentence,) = doctor.links
         assert re.match(r"0 and 1 \(\d+\.\d Mbit/s\): relay \(.+\), as the node of stage 0 opens", sentence)
