@@ -1,7 +1,7 @@
 """Print a run's view on a terminal: all of it, or one line a step."""
 
 import textwrap
-from collections import Counter
+from collections import defaultdict
 
 from node.analysis.run_view import HeldOutView, LinkView, RunView, StageView
 from node.telemetry.format import bytes_text, count_text, duration_text, named, printable, table_lines
@@ -156,7 +156,7 @@ def path_sentences(view: RunView, *, relayed_only: bool = False) -> list[str]:
     `relayed_only`: only links with a reason, without rates, for beside a table of links.
     """
     ways: dict[tuple[tuple[int, int], ...], LinkView] = {}
-    rates: Counter[tuple[tuple[int, int], ...]] = Counter()
+    rates: dict[tuple[tuple[int, int], ...], float] = defaultdict(float)
     for link in view.links:
         ends = (link.source_replica, link.source), (link.target_replica, link.target)
         # The end that dials comes first in `links`.
