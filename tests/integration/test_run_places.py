@@ -1,4 +1,4 @@
-"""A run whose places are measured: a plan on record is carried out, and changes no bit that it should not."""
+"""A run whose places are measured: plans are made, carried out, and change no bit that they should not."""
 
 import re
 from dataclasses import replace
@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from node.coordinator.decisions import record_places, recorded_splits
+from node.coordinator.decisions import record_places, recorded_places, recorded_splits
 from node.coordinator.store import Store
 from node.pipeline.places import Grid, PlacePlan
 from node.telemetry.events import Notice, PlacementMade, RunStarted
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, Run, Still, undisturbed
+from tests.support.memory_pipeline import reference_run
+from tests.support.run_harness import SMALL, TINY, Coordinator, Run, Still, undisturbed
 
 CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2, placement="measured"))
+SLOW = replace(CONFIG, model=replace(TINY, layers=5), run=replace(CONFIG.run, steps=200))
+"""A run of nodes that compute almost nothing, so that `tests.support.slow_node` is the slow one."""
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -59,6 +62,50 @@ def test_nodes_that_wait_for_others_measure_themselves_and_the_line_between_them
         assert coordinator.wait_exit() == 0
         assert node.wait_exit() == 0
         assert run.losses == undisturbed(config).losses
+
+
+def start_with_a_slow_node(run: Run) -> Coordinator:
+    """The second of two nodes is slow."""
+    coordinator = run.start()
+    run.add_node()
+    run.program = ("tests.support.slow_node",)
+    run.add_node()
+    return coordinator
+
+
+def test_a_node_that_steps_show_to_be_slow_gets_fewer_blocks(prefork: Prefork, tmp_path: Path) -> None:
+    with Run(tmp_path, SLOW, launch=prefork.popen) as run:
+        coordinator = start_with_a_slow_node(run)
+        moved = coordinator.wait_event(PlacementMade, lambda placed: placed.blocks != (3, 2))
+        coordinator.wait_step(moved.resume_step + 3)
+        coordinator.interrupt()
+        assert coordinator.wait_exit() == 130
+        fast, slow = run.node_id(0), run.node_id(1)
+        assert dict(zip(moved.nodes, moved.blocks, strict=True)) == {fast: 4, slow: 1}
+        with Store.open(run.run_dir) as store:
+            assert recorded_splits(store).changes == ((0, (3, 2)), (moved.resume_step, moved.blocks))
+            recorded = recorded_places(store)
+        assert recorded is not None
+        _, plan, count = recorded
+        assert count == 1
+        assert slow is not None and fast is not None
+        assert plan.shown[slow] > 2 * plan.shown[fast]
+        losses = run.losses
+        assert len(losses) >= moved.resume_step + 3
+        same, _ = reference_run(SLOW, len(losses))
+        assert [losses[step] for step in sorted(losses)] == [step.loss for step in same]
+
+
+def test_no_block_moves_in_a_run_too_short_to_pay_the_move_back(prefork: Prefork, tmp_path: Path) -> None:
+    """It plans all the same: the slow node is known after some steps, and lines are measured before."""
+    config = replace(SLOW, run=replace(SLOW.run, steps=14))
+    with Run(tmp_path, config, launch=prefork.popen) as run:
+        coordinator = start_with_a_slow_node(run)
+        assert coordinator.wait_exit() == 0
+        assert [placed.blocks for placed in coordinator.all(PlacementMade)] == [(3, 2)]
+        with Store.open(run.run_dir) as store:
+            assert recorded_places(store) is None
+        run.assert_undisturbed()
 
 
 def test_steps_that_run_again_have_the_split_that_they_had(prefork: Prefork, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ PROGRAMS = (
     "tests.support.hasty",
     "tests.support.impatient_node",
     "tests.support.liar",
+    "tests.support.slow_node",
     "tests.support.strangers",
 )
 """Modules that `-m` can start: their `main` reads `sys.argv` and returns an exit code."""
