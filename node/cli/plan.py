@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from node.cli.parser import add_run_file
 
 if TYPE_CHECKING:
-    from node.pipeline.memory_plan import MemoryPlan
+    from node.pipeline.memory_choice import MemoryPlan
 
 HOST_TIMES = 4
 """Main memory of a machine, in memories of its card."""
@@ -149,7 +149,10 @@ def _as_json(plan: "MemoryPlan") -> dict[str, object]:
         "fits": plan.fits,
         "added_time": plan.added,
         "host_bytes": plan.host_bytes,
-        "moments_in_host_memory": plan.moments_moved,
+        "moments_in_host_memory": bool(plan.state.moments),
+        "weights_in_host_memory": plan.state.weights,
+        "gradients_in_host_memory": plan.state.gradients,
+        "codes_in_host_memory": plan.state.codes,
         "cuda_graphs": plan.graphs,
         "blocks": [str(choice) for choice in plan.choices],
         "state": memory.state,

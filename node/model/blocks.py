@@ -201,6 +201,11 @@ class Block(nn.Module, ABC):
             # In place: captured passes read these addresses.
             way.coded.write(stacked([one.weight for one in together], together[0].weight.dtype))
 
+    def codes(self) -> list[Tensor]:
+        """The tensors that `code_weights` writes."""
+        coded = [one for way in self._ways if way.coded for one in (way.coded.forward, way.coded.back)]
+        return [part for one in coded for part in (one.codes, one.scales)]
+
     @torch.no_grad()
     def lay_weights_together(self) -> None:
         """Move weights that are multiplied as one under one another in memory."""

@@ -1,7 +1,7 @@
 """A chunk: the contiguous layer units that one pipeline stage runs in one go, as one module."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -28,6 +28,7 @@ from node.model.rng import generator
 from node.model.shard_shapes import shard_shape
 from node.model.shards import shard
 from node.model.storage import Storage, head_piece
+from node.model.streamed import Streaming
 from node.model.tensor_rank import TensorRank
 from node.model.units import (
     EMBED,
@@ -74,6 +75,8 @@ class Chunk(nn.Module):
         """Labels may be `IGNORED`, which counts as a loss of 0."""
         self.offload: Offload | None = None
         """Moves what blocks keep, if their storage says so."""
+        self.streaming = Streaming()
+        """Brings blocks' weights and main gradients, where they are in host memory."""
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Run the units in order.
@@ -117,12 +120,15 @@ class Chunk(nn.Module):
     ) -> tuple[Tensor, Passing | None]:
         grads = torch.is_grad_enabled()
         passing = None if self.offload is None or not grads else self.offload.passing(x)
-        for layer in layers:
+        for unit, layer in zip(self.units, layers, strict=False):
             run = layer if isinstance(layer, Head) else partial(layer, documents=documents)
             storage = layer.storage if isinstance(layer, Block) and grads else Storage()
             if storage.again:
                 run = partial(_keeping_input, layer, documents=documents)
+            self.streaming.begin_forward(unit)
             x = run(x) if passing is None else passing.through(layer, run, x, frozenset(storage.offload))
+            if grads:
+                self.streaming.end_forward(unit, x)
         return x, passing
 
     def unit_parameters(self, unit: str) -> dict[str, nn.Parameter]:
@@ -180,13 +186,14 @@ def build_chunk(
     storage: Storage | Mapping[str, Storage] | None = None,
     rank: TensorRank | None = None,
     lora: LoraSection | None = None,
+    built: Callable[[str, nn.Module], None] | None = None,
 ) -> Chunk:
     """The chunk of these units with its initial weights: matrices in `weights_in`, vectors in float32.
 
     Each weight is a function of (seed, unit, parameter name), so every split builds the same bits. `storage`
     says what blocks keep for backward, or by unit what each keeps; off by default. With a `rank`, the chunk
     holds that rank's shards. With `lora` its weights are frozen and its parameters are adapters, in
-    `weights_in`.
+    `weights_in`. `built` is called with each unit once it is on the device.
 
     Raises:
         ConfigError: units that the model does not have, or that are not contiguous and in order.
@@ -243,6 +250,8 @@ def build_chunk(
                 module.fuses = False  # a fused half calls no projection, so it would miss the adapters
         elif isinstance(module, Block) and dispatch.has_kernels(device.type) and weights_in != torch.float32:
             module.lay_weights_together()
+        if built is not None:
+            built(unit, module)
         modules.append(module)
     return Chunk(model, wanted, modules, lora, source if lora.dropout else None, rank.count)
 

@@ -13,6 +13,7 @@ from math import prod
 from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
 from node.model.lora_shapes import WHOLE, largest_projection, targets, trained_specs
+from node.model.page_locked import in_pieces, page_locked
 from node.model.shard_shapes import frozen_bytes, pieces, shard_shape
 from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, head_piece, kv_width
 from node.model.units import EMBED, HEAD, block_name, is_block
@@ -82,11 +83,6 @@ def devices_of(hardware: Hardware) -> Devices:
         tensor_parallel=hardware.tensor_parallel,
         on_cpu=hardware.device == CPU,
     )
-
-
-def page_locked(size: int) -> int:
-    """What page-locked memory for a tensor of this size takes: torch rounds it up to a power of two."""
-    return 1 << max(0, size - 1).bit_length() if size else 0
 
 
 class Share:
@@ -162,6 +158,29 @@ class Share:
             + 4 * int(n * small)
             for n in matrices
         )
+
+    def block_weights(self, block: str) -> int:
+        """Those of a block's matrices, which may be in host memory instead."""
+        return (2 if self._training.weights == "bfloat16" else 4) * sum(self._matrices(block))
+
+    def block_gradients(self, block: str) -> int:
+        """The main gradients of these."""
+        gradient = _GRADIENT_BYTES if self._training.gradients == "fp8" else 4
+        return int(gradient * sum(self._matrices(block)))
+
+    def block_codes(self, block: str) -> int:
+        """Codes of these for products in FP8, one for each way."""
+        return 2 * sum(self._matrices(block)) if self._coded else 0
+
+    def in_host_pieces(self, size: int, block: str) -> int:
+        """What `size` bytes of a block's matrices take in host memory, at most."""
+        # Codes of a weight, with their scales, are four tensors.
+        return size + 4 * len(self._matrices(block)) * in_pieces(0)
+
+    @property
+    def holds_copies(self) -> bool:
+        """Whether autocast holds a copy of every weight in half precision while a forward runs."""
+        return self.plain and self._half and self._training.weights != "bfloat16"
 
     def gradients(self, units: Sequence[str]) -> int:
         """A copy of these units' main gradients."""

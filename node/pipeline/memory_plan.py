@@ -3,8 +3,8 @@
 Nothing here changes a bit, so every node decides for itself: a small card and a large one may host stages of
 one run. For each kind of tensor that a block keeps for backward there is a choice: it stays on the device,
 backward computes it again, or it waits in host memory (`node.model.offload`). A block may also keep its input
-alone, here or in host memory, and run again. The optimizer's moments may be in host memory too
-(`node.training.host_moments`).
+alone, here or in host memory, and run again. State may be in host memory too: the optimizer's moments, then
+blocks' weights, then their main gradients (`node.pipeline.state_moves`).
 
 `plan_stage` takes what adds the least time among what fits (`node.pipeline.memory_program`), by the times of
 `node.pipeline.block_times`.
@@ -12,19 +12,21 @@ alone, here or in host memory, and run again. The optimizer's moments may be in 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import permutations, product
 from operator import mul
-from typing import ClassVar
 
 from node.config.schema import RunConfig
+from node.model.page_locked import page_locked
 from node.model.storage import AS_COMPUTED, KINDS, RECOMPUTE, Storage, StoredBytes, stored_bytes
 from node.model.units import HEAD, block_name, is_block, unit_cost
 from node.pipeline.block_times import BlockTimes, assumed_times
-from node.pipeline.device_memory import RUNS_AT_WORK, RUNS_KEPT, Devices, Share, page_locked
+from node.pipeline.device_memory import RUNS_AT_WORK, RUNS_KEPT, Devices, Share
 from node.pipeline.memory import StageMemory, block_bytes, stage_memory, stage_storages
-from node.pipeline.memory_program import Column, Program, solve, spread
+from node.pipeline.memory_choice import Choice, MemoryPlan
+from node.pipeline.memory_program import Column, Program, StateMove, solve, spread
 from node.pipeline.placement import chunk_units, held_blocks, of_chunk, stage_orders
 from node.pipeline.schedule import Order, held_activations
+from node.pipeline.state_moves import STAYS, Moved, state_moves
 
 GRAPHS_GAIN = 0.02
 """The share of a step that CUDA graphs are taken to save."""
@@ -35,90 +37,6 @@ _FROM = {
     "attention_output": ("norm_input", "attention", "attention_output"),
 }
 """Kinds that have to be kept as computed for this one to be computed again with the same bits."""
-ALL = "all"
-"""As `node.model.offload.ALL`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What a block does with what it keeps for backward."""
-
-    KEPT: ClassVar["Choice"]
-    FFN: ClassVar["Choice"]
-    AGAIN: ClassVar["Choice"]
-    MOVED: ClassVar["Choice"]
-    INPUT_MOVED: ClassVar["Choice"]
-    again: bool = False
-    """Keep the block's input alone, and run the block again in backward."""
-    recomputed: tuple[str, ...] = ()
-    """Kinds (`node.model.storage.KINDS`) that backward computes again."""
-    moved: tuple[str, ...] = ()
-    """Kinds that wait in host memory, or `all`."""
-
-    def storage(self, base: Storage) -> Storage:
-        """How a block keeps its activations, where `base` is the run's storage at this stage."""
-        forms = dict.fromkeys(self.recomputed, RECOMPUTE)
-        return replace(base, again=self.again, offload=self.moved, **forms)
-
-    def __str__(self) -> str:
-        if self.again:
-            return "computed again in backward" + (", input in host memory" if self.moved else "")
-        parts = [f"{kind} again" for kind in self.recomputed]
-        parts += [f"{kind} in host memory" for kind in self.moved]
-        return ", ".join(parts) or "kept"
-
-
-Choice.KEPT = Choice()
-Choice.FFN = Choice(recomputed=("ffn_input",))
-Choice.AGAIN = Choice(again=True)
-Choice.MOVED = Choice(moved=(ALL,))
-Choice.INPUT_MOVED = Choice(again=True, moved=(ALL,))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """What one stage does, and what that takes."""
-
-    choices: tuple[Choice, ...]
-    """Of its blocks, in the order of its units."""
-    moments_moved: bool = False
-    """The optimizer's moments of matrices are in host memory."""
-    graphs: bool = True
-    """CUDA graphs stay, if the run has them."""
-    memory: StageMemory
-    host_bytes: int = 0
-    """Host memory that takes."""
-    added: float
-    """Time over that of forward and backward with everything kept."""
-    seconds: float = 0.0
-    """Of forward and backward of a microbatch, by the times that it was planned with."""
-    fits: bool
-
-    @property
-    def again(self) -> int:
-        """Blocks that compute something again."""
-        return sum(choice.again or bool(choice.recomputed) for choice in self.choices)
-
-    @property
-    def moves(self) -> bool:
-        """Whether any block's tensors wait in host memory."""
-        return any(choice.moved for choice in self.choices)
-
-    def storages(self, base: Storage) -> tuple[Storage, ...]:
-        """How each block keeps its activations, where `base` is the run's storage at this stage."""
-        return tuple(choice.storage(base) for choice in self.choices)
-
-    def text(self) -> str:
-        """What is done to fit, in words; empty if nothing is."""
-        counts: dict[str, int] = {}
-        for choice in self.choices:
-            counts[str(choice)] = counts.get(str(choice), 0) + 1
-        parts = [
-            f"{count} of {len(self.choices)} blocks: {words}"
-            for words, count in counts.items()
-            if words != str(Choice.KEPT)
-        ]
-        return "; ".join(parts + ["the optimizer's moments in host memory"] * self.moments_moved)
 
 
 class _Stage:
@@ -159,10 +77,7 @@ class _Stage:
         self._input = share.residual
         work = share.block_at_work() + share.new_gradients(everything)
         self._block_work, self._block_work_pages = work, share.pages(work, RUNS_AT_WORK)
-        self._moments = share.moments(everything)
-        self._moments_on_host = share.moments_on_host(everything)
-        self._streamed = share.applying_streamed(everything)
-        self._microbatches = config.microbatches
+        self._state = state_moves(config, devices, share, everything, times)
         self.columns = self._columns(config, devices, storage, share)
         blocks = sum(self.blocks)
         self._forward, self._backward = blocks * times.forward, blocks * times.backward
@@ -237,11 +152,15 @@ class _Stage:
         """All blocks with this choice."""
         return (choice,) * sum(self.blocks)
 
-    def memory(self, choices: Sequence[Choice], moments_moved: bool = False) -> StageMemory:
+    def memory(self, choices: Sequence[Choice], state: Moved = STAYS) -> StageMemory:
         """The estimate with these choices, in the order of the stage's blocks, where it peaks."""
         base = self._kept
-        if moments_moved:
-            base = replace(base, state=base.state - self._moments, applying=self._streamed)
+        for move, count in self._moved(state):
+            base = replace(
+                base,
+                state=base.state - count * move.freed + move.there,
+                applying=base.applying + move.applying,
+            )
         if all(choice == Choice.KEPT for choice in choices):
             return base
         taken = [self.columns[choice] for choice in choices]
@@ -292,42 +211,51 @@ class _Stage:
         """The block that runs again, and its input's copy."""
         return self._block + self._input
 
-    def host_bytes(self, choices: Sequence[Choice], moments_moved: bool) -> int:
+    def _moved(self, state: Moved) -> list[tuple[StateMove, int]]:
+        """Kinds of state that move, and how many parts."""
+        return [(move, count) for move, count in zip(self._state, state, strict=False) if count]
+
+    def host_bytes(self, choices: Sequence[Choice], state: Moved) -> int:
         """Host memory that these take."""
         held = [count for count, blocks in zip(self._held, self.blocks, strict=True) for _ in range(blocks)]
         moved = sum(n * self.columns[one].host for n, one in zip(held, choices, strict=True))
-        return moved + (self._moments_on_host if moments_moved else 0)
+        return moved + self._state_host(state)
 
-    def added(self, choices: Sequence[Choice], moments_moved: bool = False) -> float:
-        taken = [self.columns[choice] for choice in choices]
-        moved, times = sum(column.moved for column in taken), self._times
-        seconds = sum(column.seconds for column in taken)
-        # Copies hide behind compute, up to a point.
-        seconds += max(0.0, moved / times.out_rate - self._forward)
-        seconds += max(0.0, moved / times.in_rate - self._backward)
-        seconds += self._moments_seconds if moments_moved else 0.0
+    def _state_host(self, state: Moved) -> int:
+        return sum(count * move.host for move, count in self._moved(state))
+
+    def added(self, choices: Sequence[Choice], state: Moved = STAYS) -> float:
+        seconds = self._pass_seconds(choices, state)
+        seconds += sum(count * move.seconds for move, count in self._moved(state))
         return seconds / self._whole + (0.0 if self._graphs else GRAPHS_GAIN)
 
-    @property
-    def _moments_seconds(self) -> float:
-        """A microbatch's share of their way in and out, which nothing hides."""
-        rate = min(self._times.out_rate, self._times.in_rate)
-        return self._moments / rate / self._microbatches
+    def _pass_seconds(self, choices: Sequence[Choice], state: Moved) -> float:
+        """What forward and backward of a microbatch take longer."""
+        taken, moves, times = [self.columns[choice] for choice in choices], self._moved(state), self._times
+        moved, again = sum(column.moved for column in taken), sum(column.seconds for column in taken)
+        # Copies hide behind compute, up to a point. The engines copy both ways at a time.
+        forward = max(
+            moved / times.out_rate, sum(count * move.forward_in for move, count in moves) / times.in_rate
+        )
+        backward = max(
+            (moved + sum(count * move.backward_in for move, count in moves)) / times.in_rate,
+            sum(count * move.backward_out for move, count in moves) / times.out_rate,
+        )
+        return again + max(0.0, forward - self._forward) + max(0.0, backward - self._backward - again)
 
-    def plan(
-        self, choices: tuple[Choice, ...], memory_bytes: int = 0, *, moments_moved: bool = False
-    ) -> MemoryPlan:
+    def plan(self, choices: tuple[Choice, ...], memory_bytes: int = 0, *, state: Moved = STAYS) -> MemoryPlan:
         """These choices on a node with so much memory; 0 is without a limit."""
-        memory = self.memory(choices, moments_moved)
-        host = self.host_bytes(choices, moments_moved)
+        memory = self.memory(choices, state)
+        host = self.host_bytes(choices, state)
+        graphs = 0.0 if self._graphs else GRAPHS_GAIN
         return MemoryPlan(
             choices=choices,
-            moments_moved=moments_moved,
+            state=state,
             graphs=self._graphs,
             memory=memory,
             host_bytes=host,
-            added=self.added(choices, moments_moved),
-            seconds=self._whole * (1 + self.added(choices)),
+            added=self.added(choices, state),
+            seconds=self._whole * (1 + graphs) + self._pass_seconds(choices, state),
             fits=(memory_bytes == 0 or memory.total <= memory_bytes) and host <= self._host,
         )
 
@@ -338,18 +266,32 @@ class _Stage:
         if solution is None:
             return None
         choices = [names[k] for counts in solution.blocks for k in spread(columns, counts)]
-        return self.plan(tuple(choices), memory_bytes, moments_moved=solution.state > 0)
+        return self.plan(tuple(choices), memory_bytes, state=Moved(*solution.state))
 
     def least(self) -> MemoryPlan:
         """The plan that takes the least memory, of all blocks alike or, where host memory does not do for
         all, of as many as it does for and the others alike: what a choice saves grows with their number."""
         plans = [
-            self.plan(choices, moments_moved=moved)
-            for moved in ((False, True) if self._host else (False,))
-            for choices in self._alike_or_mixed(self._host - (self._moments_on_host if moved else 0))
+            self.plan(choices, state=state)
+            for state in self._most_state()
+            for choices in self._alike_or_mixed(self._host - self._state_host(state))
         ]
         fitting = [plan for plan in plans if plan.host_bytes <= self._host]
         return min(fitting, key=lambda plan: (plan.memory.total, plan.added))
+
+    def _most_state(self) -> Iterator[Moved]:
+        """For each set of kinds of state, as much as there is host memory for: kinds get what is left by
+        those before them, in any order."""
+        yield STAYS
+        kinds = len(self._state)
+        for order in (one for length in range(kinds) for one in permutations(range(1, kinds), length)):
+            counts, host = [0] * kinds, self._host
+            for kind in (0, *order):
+                move = self._state[kind]
+                counts[kind] = min(move.most, host // max(1, move.host))
+                host -= counts[kind] * move.host
+            if counts[0]:
+                yield Moved(*counts)
 
     def _alike_or_mixed(self, host: int) -> Iterator[tuple[Choice, ...]]:
         names, columns = tuple(self.columns), tuple(self.columns.values())
@@ -382,12 +324,6 @@ class _Stage:
         working, pages = kept.working, self._work_pages
         if not kept.captured:
             working, pages = self._block_work, self._block_work_pages
-        moments = self._host > 0
-        after = [room if kept.captured else room - kept.applying]
-        if moments:
-            after.append(room + self._moments - (0 if kept.captured else self._streamed))
-        # With graphs the step's memory comes on top of theirs.
-        freed = self._moments + (kept.applying - self._streamed if kept.captured else 0)
         return Program(
             columns=tuple(self.columns.values()),
             blocks=tuple(self.blocks),
@@ -400,10 +336,8 @@ class _Stage:
             out_rate=times.out_rate,
             in_rate=times.in_rate,
             host=self._host,
-            state_moved=(freed,) if moments else (),
-            state_host=(self._moments_on_host,) if moments else (),
-            state_seconds=(self._moments_seconds,) if moments else (),
-            applying=tuple(after),
+            state=self._state,
+            applying=None if kept.captured else room - kept.applying,
         )
 
 
@@ -514,7 +448,7 @@ def planned_again(
     """What `plan` does, with the memory and the times of now; other arguments as for `plan_stage`."""
     ones = [one for (one,) in _variants(config, stages, devices, windows, stage, times)]
     one = ones[0] if plan.graphs else ones[-1]
-    return one.plan(plan.choices, memory_bytes, moments_moved=plan.moments_moved)
+    return one.plan(plan.choices, memory_bytes, state=plan.state)
 
 
 def _fastest(ones: Sequence[_Stage], memory_bytes: int) -> MemoryPlan:

@@ -43,6 +43,30 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateMove:
+    """One kind of state that may be in host memory. Bytes are those of one device."""
+
+    most: int
+    """Parts that can move: blocks, or 1 for all of it."""
+    freed: int
+    """That a part frees on the device."""
+    there: int = 0
+    """On the device as soon as a part has moved: parts at work, and on their way."""
+    applying: int = 0
+    """That the optimizer's step then takes more, or less, beside the state."""
+    host: int
+    """That a part takes in host memory."""
+    seconds: float
+    """A microbatch's share of the copies of a part for norms and the optimizer's step; nothing hides them."""
+    forward_in: int = 0
+    """Of a part, what a microbatch's forward brings in beside compute,"""
+    backward_in: int = 0
+    """and its backward,"""
+    backward_out: int = 0
+    """and what backward sends out."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """One stage. Bytes are those of one device."""
 
@@ -64,14 +88,11 @@ class Program:
     in_rate: float
     host: int = 0
     """Bytes of host memory."""
-    state_moved: tuple[int, ...] = ()
-    """Bytes that each step of moving state frees, in the order in which they may be taken."""
-    state_host: tuple[int, ...] = ()
-    """Bytes of host memory that each takes."""
-    state_seconds: tuple[float, ...] = ()
-    """That each adds a microbatch."""
-    applying: tuple[int, ...] = (0,)
-    """Room that is left in the optimizer's step after 0, 1, ... of them: below 0 it does not fit."""
+    state: tuple[StateMove, ...] = ()
+    """Kinds that may move; those after the first only with all of it."""
+    applying: int | None = None
+    """Room that the optimizer's step leaves beside the state; below 0 it does not fit. None where it counts
+    in `room`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +101,8 @@ class Counts:
 
     blocks: tuple[tuple[int, ...], ...]
     """Of each chunk, how many take each column."""
-    state: int
-    """How many steps of moving state."""
+    state: tuple[int, ...]
+    """Of each kind of state, how many parts move."""
 
 
 def solve(program: Program) -> Counts | None:
@@ -89,18 +110,19 @@ def solve(program: Program) -> Counts | None:
     # Loading it takes a while, and most nodes keep everything.
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    chunks, columns, states = len(program.blocks), program.columns, len(program.state_moved)
+    chunks, columns, states = len(program.blocks), program.columns, len(program.state)
     width = len(columns)
     unit = float(max(1, *(column.there + column.moved for column in columns)))
     second = max(program.forward, 1e-12)
     # Variables: counts by chunk and column; whether a column is used; whether a chunk runs any block again;
-    # the moved state's steps; the most that comes back or is worked on; what forward and backward wait for
-    # copies.
+    # whether state of a kind moves, and how many parts; the most that comes back or is worked on; what
+    # forward and backward wait for copies.
     used = chunks * width
     runs_again = used + width
-    state = runs_again + chunks
-    coming, working, wait_out, wait_in = range(state + states, state + states + 4)
-    count = wait_in + 1
+    moves = runs_again + chunks
+    state = moves + states
+    coming, working, waits_forward, waits_back = range(state + states, state + states + 4)
+    count = waits_back + 1
     rows: list[tuple[dict[int, float], float, float]] = []
 
     def limit(terms: dict[int, float], most: float) -> None:
@@ -122,8 +144,11 @@ def solve(program: Program) -> Counts | None:
         for chunk in range(chunks)
         for k, column in enumerate(columns)
     }
-    freed = {state + index: -size / unit for index, size in enumerate(program.state_moved)}
-    passes = held | freed | {coming: 1.0, working: 1.0}
+    freed = {state + k: -one.freed / unit for k, one in enumerate(program.state)}
+    freed |= {moves + k: one.there / unit for k, one in enumerate(program.state)}
+    applying = {moves + k: (one.there + one.applying) / unit for k, one in enumerate(program.state)}
+    # Where the step's memory is not that of the passes, it comes on top of theirs.
+    passes = held | freed | (applying if program.applying is None else {}) | {coming: 1.0, working: 1.0}
     limit(passes, program.room / unit)
     if any(column.again for column in columns):
         much = (sum(program.held) * total + 4) * 2.0 + abs(program.room - program.room_again) / unit
@@ -134,32 +159,39 @@ def solve(program: Program) -> Counts | None:
                 if not column.again
             }
             limit(passes | later | {runs_again + chunk: much}, program.room_again / unit + much)
-    for index in range(1, states):
-        limit({state + index: 1.0, state + index - 1: -1.0}, 0)
-    applying = {
-        state + index: -(after - before) / unit
-        for index, (before, after) in enumerate(zip(program.applying, program.applying[1:], strict=False))
-    }
-    limit(applying, program.applying[0] / unit)
+    for k, one in enumerate(program.state):
+        limit({state + k: 1.0, moves + k: -float(one.most)}, 0)
+        limit({moves + k: 1.0, state + k: -1.0}, 0)
+        limit({moves + k: 1.0, moves: -1.0} if k else {}, 0)
+    if program.applying is not None:
+        limit(freed | applying, program.applying / unit)
     host = {
         chunk * width + k: program.held[chunk] * column.host / unit
         for chunk in range(chunks)
         for k, column in enumerate(columns)
     }
-    host |= {state + index: size / unit for index, size in enumerate(program.state_host)}
+    host |= {state + k: one.host / unit for k, one in enumerate(program.state)}
     limit(host, program.host / unit)
-    moved = {chunk * width + k: column.moved for chunk in range(chunks) for k, column in enumerate(columns)}
-    for wait, rate, hides in (
-        (wait_out, program.out_rate, program.forward),
-        (wait_in, program.in_rate, program.backward),
-    ):
-        limit({at: size / rate / second for at, size in moved.items()} | {wait: -1.0}, hides / second)
+    places = [(chunk * width + k, column) for chunk in range(chunks) for k, column in enumerate(columns)]
+    parts = [(state + k, one) for k, one in enumerate(program.state)]
+    out_rate, in_rate = program.out_rate * second, program.in_rate * second
+    # Both engines copy at a time; what is computed again hides copies too.
+    forward_out = {at: column.moved / out_rate for at, column in places}
+    forward_in = {at: one.forward_in / in_rate for at, one in parts}
+    back_in = {at: column.moved / in_rate - column.seconds / second for at, column in places}
+    back_in |= {at: one.backward_in / in_rate for at, one in parts}
+    back_out = {at: -column.seconds / second for at, column in places}
+    back_out |= {at: one.backward_out / out_rate for at, one in parts}
+    limit(forward_out | {waits_forward: -1.0}, program.forward / second)
+    limit(forward_in | {waits_forward: -1.0}, program.forward / second)
+    limit(back_in | {waits_back: -1.0}, program.backward / second)
+    limit(back_out | {waits_back: -1.0}, program.backward / second)
     cost = np.zeros(count)
     for chunk in range(chunks):
         for k, column in enumerate(columns):
             cost[chunk * width + k] = column.seconds / second
-    cost[state : state + states] = [seconds / second for seconds in program.state_seconds]
-    cost[[wait_out, wait_in]] = 1.0
+    cost[state : state + states] = [one.seconds / second for one in program.state]
+    cost[[waits_forward, waits_back]] = 1.0
     matrix = np.zeros((len(rows), count))
     for number, (terms, _, _) in enumerate(rows):
         for at, value in terms.items():
@@ -167,7 +199,7 @@ def solve(program: Program) -> Counts | None:
     whole = np.ones(count)
     whole[coming:] = 0
     high = np.full(count, np.inf)
-    high[used:coming] = 1
+    high[used:state] = 1
     found = milp(
         cost,
         constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
@@ -180,7 +212,7 @@ def solve(program: Program) -> Counts | None:
     counts = [round(value) for value in found.x[:used]]
     return Counts(
         blocks=tuple(tuple(counts[chunk * width : (chunk + 1) * width]) for chunk in range(chunks)),
-        state=sum(round(value) for value in found.x[state:coming]),
+        state=tuple(round(value) for value in found.x[state:coming]),
     )
 
 

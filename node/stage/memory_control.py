@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from node.config.schema import RunConfig
 from node.pipeline.block_times import BlockTimes, assumed_times
 from node.pipeline.memory import FIXED_BYTES
-from node.pipeline.memory_plan import MemoryPlan, Room, planned_again
+from node.pipeline.memory_choice import MemoryPlan
+from node.pipeline.memory_plan import Room, planned_again
 
 OFF = 0.05
 """What is off by a larger share is planned with anew."""
@@ -91,11 +92,8 @@ class MemoryControl:
         if now.fits and now.added == 0:
             return None
         plan = self._planned(self._limit)
-        same = (plan.choices, plan.moments_moved, plan.graphs) == (
-            self.plan.choices,
-            self.plan.moments_moved,
-            self.plan.graphs,
-        )
+        before = self.plan
+        same = (plan.choices, plan.state, plan.graphs) == (before.choices, before.state, before.graphs)
         if same or (now.fits and (not plan.fits or plan.added > now.added - GAIN)):
             return None
         self.plan = plan

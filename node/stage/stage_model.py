@@ -19,11 +19,14 @@ from node.model.chunk import Chunk, build_chunk, weight_dtype
 from node.model.host_memory import HostMemory, host_memory
 from node.model.offload import Offload
 from node.model.storage import Storage
+from node.model.streamed import Streaming
 from node.model.tensor_rank import TensorRank
 from node.model.units import is_block
 from node.pipeline.memory import stage_storages
-from node.pipeline.memory_plan import MemoryPlan, Room
+from node.pipeline.memory_choice import MemoryPlan
+from node.pipeline.memory_plan import Room
 from node.pipeline.placement import chunk_units
+from node.pipeline.state_moves import moved_blocks
 from node.pipeline.storage_choice import allowed_storages, chosen_config
 from node.stage.allocator import begin_peak, most_allocated
 from node.stage.captured_passes import CapturedPasses, CudaRecorder
@@ -188,6 +191,10 @@ class StageModel:
         plan = self._control.plan
         blocks = [unit for units in own for unit in units if is_block(unit)]
         storages = dict(zip(blocks, plan.storages(self._storage), strict=True))
+        self._move(plan)
+        streaming = Streaming()
+        if self._host is not None:
+            streaming.move_weights(self._host, moved_blocks(blocks, plan.state.weights))
         self._chunks = [
             build_chunk(
                 config.model,
@@ -198,24 +205,29 @@ class StageModel:
                 storages,
                 self.tensor_rank,
                 config.lora,
+                streaming.built,
             )
             for units in own
         ]
         for chunk in self._chunks:
+            chunk.streaming = streaming
             chunk.masks_labels = config.data.masks_labels
             if chunk.dropout is not None:
                 chunk.dropout.row = self.rank // self.tensor_rank.count
         self._move(plan)
         captured = self.ranks == 1 and config.training.cuda_graphs and self.device.type == "cuda"
         # Copies to the host are ordered by events of passes that run operation by operation.
-        captured = captured and plan.graphs and not plan.moves
+        captured = captured and plan.graphs and not plan.moves and not plan.streams
         self._optimizer = StageOptimizer(
             self._chunks,
             config.training,
             config.run.seed,
             self.tensor_rank,
             gradients_in_place=captured,
-            host=self._host if plan.moments_moved else None,
+            host=self._host if plan.state.moments else None,
+            streaming=streaming,
+            gradients_away=moved_blocks(blocks, plan.state.gradients),
+            codes_away=moved_blocks(blocks, plan.state.codes),
         )
         self._local = LocalSteps(config, self._optimizer)
         self._captured = captured
@@ -241,7 +253,7 @@ class StageModel:
 
     def _move(self, plan: MemoryPlan) -> None:
         """Have host memory for what this plan keeps there."""
-        if plan.moves or plan.moments_moved:
+        if plan.moves or plan.state.moments:
             self._host = self._host or host_memory(self.device)
         if plan.moves and self._offload is None and self._host is not None:
             self._offload = Offload(self._host)
@@ -285,13 +297,22 @@ class StageModel:
     def _change(self, plan: MemoryPlan) -> None:
         """Go on with another plan, between two steps."""
         self._store(plan)
-        self.optimizer.move_moments(self._host if plan.moments_moved else None)
+        self._move_state(plan)
         if self._captured:
             # Graphs have the old plan in them; one that changes is rarely so small that they matter.
             self._captured = False
             self._passes = self._make_passes()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _move_state(self, plan: MemoryPlan) -> None:
+        """Between two steps: have on the host, or on the device, what this plan has there."""
+        optimizer, blocks = self.optimizer, [unit for unit in self.optimizer.units if is_block(unit)]
+        optimizer.move_moments(self._host if plan.state.moments else None)
+        if self._host is not None:
+            optimizer.move_weights(self._host, moved_blocks(blocks, plan.state.weights))
+            optimizer.move_gradients(self._host, moved_blocks(blocks, plan.state.gradients))
+            optimizer.move_codes(self._host, moved_blocks(blocks, plan.state.codes))
 
     def _store(self, plan: MemoryPlan) -> None:
         """Blocks keep what this plan says, from their next forward on."""
@@ -306,8 +327,9 @@ class StageModel:
         self._passes = []
         self._chunks = []
         self._optimizer = self._local = None
-        if self._offload is not None:
-            self._offload.begin_step()
+        if self._host is not None:
+            # Copies may still read or write what is freed now.
+            self._host.settle()
         self._offload = None
 
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None:
@@ -336,8 +358,8 @@ class StageModel:
             self._offload.begin_step()
         self.optimizer.zero_grad()
         if self._control is not None:
-            # A plan that was made in a step could not move them.
-            self.optimizer.move_moments(self._host if self._control.plan.moments_moved else None)
+            # A plan that was made in a step could not move any of it.
+            self._move_state(self._control.plan)
         begin_peak(self.device)
 
     def forward(
@@ -373,7 +395,7 @@ class StageModel:
                 raise failed
 
     def _relieve_forward(self) -> bool:
-        """In a step: keep less of the forwards to come; moments stay where they are."""
+        """In a step: keep less of the forwards to come; state stays where it is."""
         plan = None if self._control is None else self._control.ran_short()
         if plan is None:
             return False
@@ -428,8 +450,9 @@ class StageModel:
 
     def any_gradient(self) -> Tensor | None:
         """Some gradient, for injected faults to spoil."""
-        # Matrices' gradients may be kept elsewhere, in e4m3.
-        return next((p.grad for p in self._chunks[0].parameters() if p.grad is not None), None)
+        # Matrices' gradients may be kept elsewhere, in e4m3, or be in host memory.
+        found = (p.grad for p in self._chunks[0].parameters() if p.grad is not None)
+        return next((gradient for gradient in found if gradient.untyped_storage().nbytes()), None)
 
     @property
     def optimizer(self) -> StageOptimizer:

@@ -10,7 +10,7 @@ stochastically.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -92,6 +92,14 @@ class Gradients(Protocol):
 
     def unpacked(self, parameter: nn.Parameter) -> Tensor | None:
         """The fp32 gradient in place; None if it is in e4m3 or missing."""
+        ...
+
+    def kept(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """The tensors that hold these parameters' gradients; none for those that are missing."""
+        ...
+
+    def make_zero(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Write 0 over what `kept` gives."""
         ...
 
     @property
@@ -223,6 +231,14 @@ class PlainGradients:
     def unpacked(self, parameter: nn.Parameter) -> Tensor | None:
         return self._main.get(parameter, parameter.grad)
 
+    def kept(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        found = (self.unpacked(parameter) for parameter in parameters)
+        return [gradient for gradient in found if gradient is not None]
+
+    def make_zero(self, parameters: Iterable[nn.Parameter]) -> None:
+        for gradient in self.kept(parameters):
+            gradient.zero_()
+
     @property
     def nbytes(self) -> int:
         own = sum(0 if p.grad is None else p.grad.nbytes for p in self._own)
@@ -249,15 +265,23 @@ class Fp8Gradients:
         *,
         in_place: bool = False,
         salts: Mapping[nn.Parameter, int] | None = None,
+        away: Collection[nn.Parameter] = (),
     ) -> None:
         """
         Args:
             in_place: as for `PlainGradients`; those of matrices never move.
             salts: 32 bits a matrix, by which additions round stochastically; without, they round to nearest.
+            away: matrices whose gradients begin without memory (`node.model.streamed`).
         """
         everything = tuple(parameters)
         self._vectors = PlainGradients((p for p in everything if p.ndim < 2), in_place=in_place)
-        self._main = {p: Fp8Gradient.zeros(p.numel(), p.device) for p in everything if p.ndim >= 2}
+        self._main: dict[nn.Parameter, Fp8Gradient] = {}
+        for parameter in everything:
+            if parameter.ndim >= 2:
+                main = self._main[parameter] = Fp8Gradient.zeros(parameter.numel(), parameter.device)
+                if parameter in away:
+                    main.codes.untyped_storage().resize_(0)
+                    main.exponents.untyped_storage().resize_(0)
         self._reached: set[nn.Parameter] = set()
         # On the device, and always there: captured additions read it at each replay.
         self._microbatch = {
@@ -273,7 +297,9 @@ class Fp8Gradients:
     def clear(self) -> None:
         for parameter, main in self._main.items():
             parameter.grad = None
-            main.clear()
+            # What is in host memory is made 0 when it comes (`node.model.streamed.Streamed.blank`).
+            if main.codes.untyped_storage().nbytes():
+                main.clear()
         self._reached.clear()
         self._vectors.clear()
 
@@ -349,6 +375,15 @@ class Fp8Gradients:
 
     def unpacked(self, parameter: nn.Parameter) -> Tensor | None:
         return None if parameter in self._main else self._vectors.unpacked(parameter)
+
+    def kept(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        mains = (self._main[parameter] for parameter in parameters if parameter in self._main)
+        return [part for main in mains for part in (main.codes, main.exponents)]
+
+    def make_zero(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter in self._main:
+                self._main[parameter].clear()
 
     @property
     def nbytes(self) -> int:

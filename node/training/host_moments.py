@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as adamw_of
 
 from kernels.fp8.layout import BLOCK, blocks
-from kernels.fp8.reference import POWER_UNIT, Moment
+from kernels.fp8.reference import POWER_UNIT, AdamWStep, Fp8Gradient, Moment, unpack_gradient
 from node.model.host_memory import HostMemory
 from node.pipeline.device_memory import STATE_PIECE
 
@@ -120,3 +121,24 @@ class HostMoments:
 
     def _new(self, count: int, dtype: torch.dtype) -> Tensor:
         return self._memory.empty(count * dtype.itemsize).view(dtype)
+
+
+def step_piece(weight: Tensor, gradient: Tensor | Fp8Gradient, piece: Piece, step: AdamWStep) -> None:
+    """torch's AdamW on a part of a matrix, in place."""
+    values = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient
+    mean, square = piece.moments
+    adamw_of(
+        [weight],
+        [values.mul_(step.clip_coefficient)],
+        [mean],
+        [square],
+        [],
+        [torch.tensor(float(step.step - 1))],
+        amsgrad=False,
+        beta1=step.beta1,
+        beta2=step.beta2,
+        lr=step.lr,
+        weight_decay=step.weight_decay,
+        eps=step.eps,
+        maximize=False,
+    )

@@ -44,10 +44,12 @@ class LocalSteps:
             self._restore()
         else:
             self._steps = optimizer.steps_taken
-            for parameter in optimizer.parameters:
-                weight = parameter.detach().to("cpu", copy=True)
-                mean, square = optimizer.moments_of(parameter)
-                self._kept[parameter] = weight, mean, square
+            for unit, named in optimizer.named.items():
+                optimizer.streaming.use_weights(unit)
+                for parameter in named.values():
+                    weight = parameter.detach().to("cpu", copy=True)
+                    mean, square = optimizer.moments_of(parameter)
+                    self._kept[parameter] = weight, mean, square
         for parameter, (_, mean, square) in self._kept.items():
             optimizer.put_moments(parameter, torch.zeros_like(mean), square)
         self._taken = 0
@@ -69,15 +71,16 @@ class LocalSteps:
         Under the parameter's name what was taken off its weights; under those of `model_pieces` the means of
         its second moment.
         """
+        found: dict[str, dict[str, Tensor]] = {}
         with torch.no_grad():
-            return {
-                unit: {
+            for unit, named in self._optimizer.named.items():
+                self._optimizer.streaming.use_weights(unit)
+                found[unit] = {
                     name: part.div_(self._groups)
                     for parameter_name, parameter in named.items()
                     for name, part in self._change(parameter_name, parameter).items()
                 }
-                for unit, named in self._optimizer.named.items()
-            }
+        return found
 
     def end(self) -> None:
         """Put back what the round began with. All of it is as it was, also after a failure in between."""
@@ -97,14 +100,17 @@ class LocalSteps:
     def apply(self) -> None:
         """Commit: one step of the outer optimizer; drop the gradients."""
         optimizer, lr, momentum = self._optimizer, self._sync.outer_lr, self._sync.outer_momentum
-        for parameter in optimizer.parameters:
-            change = optimizer.gradients.get(parameter)
-            held = optimizer.outer.get(parameter)
-            velocity = change.clone() if held is None else change + momentum * held.to(change.device)
-            optimizer.outer[parameter] = velocity.cpu()
-            parameter.add_(change.add(velocity, alpha=momentum), alpha=-lr)
-            square = self._squares.pop(parameter)
-            optimizer.put_moments(parameter, torch.zeros_like(square), square)
+        for unit, named in optimizer.named.items():
+            optimizer.streaming.use_weights(unit, changed=True)
+            optimizer.streaming.use_gradients(unit)
+            for parameter in named.values():
+                change = optimizer.gradients.get(parameter)
+                held = optimizer.outer.get(parameter)
+                velocity = change.clone() if held is None else change + momentum * held.to(change.device)
+                optimizer.outer[parameter] = velocity.cpu()
+                parameter.add_(change.add(velocity, alpha=momentum), alpha=-lr)
+                square = self._squares.pop(parameter)
+                optimizer.put_moments(parameter, torch.zeros_like(square), square)
         optimizer.steps_taken = {
             unit: steps + self._sync.every for unit, steps in optimizer.steps_taken.items()
         }
@@ -128,9 +134,12 @@ class LocalSteps:
     @torch.no_grad()
     def _restore(self) -> None:
         optimizer = self._optimizer
-        for parameter, (weight, mean, square) in self._kept.items():
-            parameter.copy_(weight)
-            optimizer.put_moments(parameter, mean, square)
+        for unit, named in optimizer.named.items():
+            optimizer.streaming.use_weights(unit, changed=True)
+            for parameter in named.values():
+                weight, mean, square = self._kept[parameter]
+                parameter.copy_(weight)
+                optimizer.put_moments(parameter, mean, square)
         optimizer.steps_taken = self._steps
         optimizer.weights_changed()
         optimizer.zero_grad()

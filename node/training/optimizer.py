@@ -6,17 +6,15 @@ split. Moments are float32, or e4m3 for matrices (`[training] moments`, design s
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch._dynamo  # AdamW's constructor imports it, which takes over a second: do it before the run waits
 from torch import Tensor, nn
-from torch.optim.adamw import adamw as adamw_of
 
 from kernels.common import dispatch
-from kernels.fp8.layout import blocks
 from kernels.fp8.ops import adamw_step
-from kernels.fp8.reference import AdamWStep, Fp8Gradient, Moment, unpack_gradient
+from kernels.fp8.reference import AdamWStep, Fp8Gradient, Moment
 from kernels.fp8.rows import Coded
 from node.config.schema import TrainingSection
 from node.model.blocks import Block
@@ -26,22 +24,24 @@ from node.model.lora import DropoutSource
 from node.model.products import AddProduct
 from node.model.rng import salt
 from node.model.shard_shapes import pieces
+from node.model.streamed import Streaming
 from node.model.tensor_rank import TensorRank
 from node.model.units import HEAD, tied_parameter
 from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients, norms
-from node.training.host_moments import HostMoments, Piece
+from node.training.host_moments import HostMoments, step_piece
+from node.training.loaded_state import (
+    MOMENTS,
+    OUTER,
+    PARAMETER,
+    POWER,
+    SCALE,
+    STEP,
+    check_loaded,
+    expected_state,
+)
 from node.training.loss_scale import SKIPPED
 from node.training.schedule import clip_coefficient
-from wire.errors import NonFiniteError, RunError
-
-PARAMETER = "parameter"
-"""Prefix of weights in a unit's state; the moments' prefixes are AdamW's own names for them."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_SCALE, _POWER = "_scale", "_power"
-"""Added to a moment's prefix: what its e4m3 codes stand for."""
-STEP = "step"
-OUTER = "outer"
-"""Prefix of the outer optimizer's momentum in a unit's state, from the end of a run's first round on."""
+from wire.errors import NonFiniteError
 
 
 class StageOptimizer:
@@ -56,6 +56,9 @@ class StageOptimizer:
         *,
         gradients_in_place: bool = False,
         host: HostMemory | None = None,
+        streaming: Streaming | None = None,
+        gradients_away: Collection[str] = (),
+        codes_away: Collection[str] = (),
     ) -> None:
         """
         Args:
@@ -63,6 +66,10 @@ class StageOptimizer:
             rank: that of the chunks' shards.
             gradients_in_place: gradients never move in memory.
             host: keeps the matrices' moments there; the step is the same bits.
+            streaming: the chunks', whose weights may be in host memory.
+            gradients_away: blocks the main gradients of whose matrices begin in `host`,
+            codes_away: and blocks whose codes for products in FP8 do. These, weights and gradients may be
+                there only with the moments.
         """
         self._units: dict[str, dict[str, nn.Parameter]] = {}
         # Both copies of a tied weight have the same gradient; the global norm counts the embedding's.
@@ -94,10 +101,17 @@ class StageOptimizer:
         vectors = [parameter for parameter in everything if parameter.ndim < 2]
         self._training = training
         self._seed = seed
+        self.streaming = streaming or Streaming()
+        self._in_blocks = {
+            unit: [parameter for parameter in self._units[unit].values() if parameter.ndim >= 2]
+            for unit in blocks_by_unit
+        }
+        """Matrices of blocks by unit, in model order."""
         self.gradients: Gradients
         if training.gradients == "fp8":
             salts = self._gradient_salts() if self._rounds_stochastically else None
-            self.gradients = Fp8Gradients(everything, in_place=gradients_in_place, salts=salts)
+            away = {one for unit in gradients_away for one in self._in_blocks[unit]}
+            self.gradients = Fp8Gradients(everything, in_place=gradients_in_place, salts=salts, away=away)
         else:
             self.gradients = PlainGradients(everything, in_place=gradients_in_place)
         if training.precision != "float32" and any(dispatch.has_kernels(p.device.type) for p in everything):
@@ -109,6 +123,10 @@ class StageOptimizer:
                 block.code_weight_gradients()
         self._coded = blocks_by_unit if training.compute == "fp8" else {}
         """Blocks whose products are in FP8."""
+        self.streaming.coded = bool(self._coded)
+        if host is not None:
+            self.move_gradients(host, gradients_away, away=training.gradients == "fp8")
+            self.streaming.move_codes(host, codes_away, self._coded)
         self.weights_changed()
         self._steps = dict.fromkeys(self._units, 0)
         self._vectors = _adamw(vectors, training, 0.0)
@@ -121,7 +139,7 @@ class StageOptimizer:
         self._on_host = None if host is None else HostMoments(host, matrices, packed=packed)
         there = matrices if host is None else ()
         for parameter in there if packed else ():
-            mean, square = (Moment.zeros(parameter.numel(), parameter.device) for _ in _MOMENTS)
+            mean, square = (Moment.zeros(parameter.numel(), parameter.device) for _ in MOMENTS)
             self._packed[parameter] = mean, square
         unpacked = [parameter for parameter in there if parameter not in self._packed]
         # Two, because matrices whose gradients are in e4m3 step one at a time.
@@ -150,6 +168,18 @@ class StageOptimizer:
                 part.copy_(value.view(part.shape))
             if parameter in self._moments:
                 self._moments[parameter][STEP].fill_(steps[parameter])
+
+    def move_weights(self, host: HostMemory, blocks: Collection[str]) -> None:
+        """Have the weights of these blocks' matrices in `host`, and those of others on the device."""
+        self.streaming.move_weights(host, blocks, self._in_blocks)
+
+    def move_codes(self, host: HostMemory, blocks: Collection[str]) -> None:
+        """As `move_weights`, of their codes for products in FP8."""
+        self.streaming.move_codes(host, blocks, self._coded)
+
+    def move_gradients(self, host: HostMemory, blocks: Collection[str], *, away: bool = False) -> None:
+        """As `move_weights`, of their main gradients. `away`: these have no memory yet."""
+        self.streaming.move_gradients(host, blocks, self._in_blocks, self.gradients, away=away)
 
     def _adding_to(self, weights: Sequence[nn.Parameter]) -> AddProduct:
         gradients = self.gradients
@@ -181,17 +211,20 @@ class StageOptimizer:
     def moment_bytes(self) -> int:
         """Memory that the moments take, without those in host memory."""
         packed = [moment.nbytes for pair in self._packed.values() for moment in pair]
-        plain: list[int] = [state[moment].nbytes for state in self._moments.values() for moment in _MOMENTS]
+        plain: list[int] = [state[moment].nbytes for state in self._moments.values() for moment in MOMENTS]
         return sum(packed) + sum(plain)
 
     def zero_grad(self) -> None:
         """Drop all gradients: before a step, and when one is aborted."""
+        self.streaming.begin_passes()
         self.gradients.clear()
 
     def weights_changed(self) -> None:
         """Code the weights of products in FP8 again."""
-        for block in self._coded.values():
-            block.code_weights()
+        if self.streaming.codes is not None:
+            self.streaming.codes.blank()
+        for unit, block in self._coded.items():
+            self.streaming.code(unit, block)
 
     def begin_forward(self, microbatch: int) -> None:
         """The next forward is this microbatch's: adapters drop elements by its salt, on every rank."""
@@ -244,12 +277,15 @@ class StageOptimizer:
 
     def parameter_squared_norms(self) -> list[float]:
         """Squared gradient norm of each counted parameter, or of this rank's shard of it, in model order."""
-        counted = [parameter for parameters in self._counted.values() for parameter in parameters]
+        counted = [(unit, parameter) for unit, named in self._counted.items() for parameter in named]
         return [_sum_of_squares(pieces) for pieces in self._norms_of(counted)]
 
-    def _norms_of(self, parameters: Sequence[nn.Parameter]) -> list[list[float]]:
-        """Norms of the pieces of each parameter's gradient, as `norms` gives them."""
-        made = [norms(self.gradients.stored(parameter)) for parameter in parameters]
+    def _norms_of(self, places: Iterable[tuple[str, nn.Parameter]]) -> list[list[float]]:
+        """Norms of the pieces of each parameter's gradient, as `norms` gives them, by unit and parameter."""
+        made = []
+        for unit, parameter in places:
+            self.streaming.use_gradients(unit)
+            made.append(norms(self.gradients.stored(parameter)))
         if not made:
             return []
         # One wait for the device, for all of them.
@@ -278,11 +314,13 @@ class StageOptimizer:
         Raises RunError if a parameter has none.
         """
         with torch.no_grad():
+            self.streaming.use_gradients(unit, changed=True)
             return {name: self.gradients.take(one) for name, one in self._units[unit].items()}
 
     def put_gradients(self, unit: str, values: Mapping[str, Tensor]) -> None:
         """Replace all of a unit's gradients by copies of these, float32 [elements] by parameter."""
         with torch.no_grad():
+            self.streaming.use_gradients(unit, changed=True)
             for name, parameter in self._units[unit].items():
                 self.gradients.put(parameter, values[name].view(parameter.shape))
 
@@ -310,7 +348,7 @@ class StageOptimizer:
         """
         coefficients: dict[nn.Parameter, float] = {}
         places = [(unit, name, one) for unit, named in self._units.items() for name, one in named.items()]
-        found = self._norms_of([parameter for *_, parameter in places])
+        found = self._norms_of((unit, parameter) for unit, _, parameter in places)
         for (unit, name, parameter), pieces_of in zip(places, found, strict=True):
             norm = scale * math.sqrt(_sum_of_squares(pieces_of))
             if not math.isfinite(norm):
@@ -338,7 +376,7 @@ class StageOptimizer:
         """Copies of both moments on the CPU, float32 of the parameter's shape; never of those in e4m3."""
         if self._on_host is not None and parameter in self._on_host:
             return self._on_host.whole(parameter)
-        return [_copy(self._moments[parameter][moment]) for moment in _MOMENTS]
+        return [_copy(self._moments[parameter][moment]) for moment in MOMENTS]
 
     @torch.no_grad()
     def put_moments(self, parameter: nn.Parameter, mean: Tensor, square: Tensor) -> None:
@@ -346,7 +384,7 @@ class StageOptimizer:
         if self._on_host is not None and parameter in self._on_host:
             self._on_host.load(parameter, [mean, square])
             return
-        for moment, value in zip(_MOMENTS, (mean, square), strict=True):
+        for moment, value in zip(MOMENTS, (mean, square), strict=True):
             self._moments[parameter][moment].copy_(value)
 
     @torch.no_grad()
@@ -384,6 +422,7 @@ class StageOptimizer:
         After a round "outer.NAME" (float32) too.
         """
         state: dict[str, Tensor] = {STEP: torch.tensor(self._steps[unit], dtype=torch.int64)}
+        self.streaming.use_weights(unit)
         for name, parameter in self._units[unit].items():
             state[f"{PARAMETER}.{name}"] = _copy(parameter.float())
             parts = self._state_parts(parameter, name)
@@ -391,7 +430,7 @@ class StageOptimizer:
                 found = dict(zip(parts, self._on_host.whole(parameter), strict=True))
             else:
                 found = {key: _copy(part) for key, part in parts.items()}
-            state |= {key: part.float() if _SCALE in key else part for key, part in found.items()}
+            state |= {key: part.float() if SCALE in key else part for key, part in found.items()}
             if parameter in self.outer:
                 state[f"{OUTER}.{name}"] = _copy(self.outer[parameter])
         return state
@@ -404,8 +443,11 @@ class StageOptimizer:
             RunError: a tensor is missing, unknown, or of another shape or dtype.
         """
         after_round = any(key.startswith(f"{OUTER}.") for key in tensors)
-        _check_state(unit, self._expected_state(unit, after_round=after_round), tensors)
+        packed = self._training.moments == "fp8"
+        expected = expected_state(self._units[unit], packed=packed, after_round=after_round)
+        check_loaded(unit, expected, tensors)
         self._steps[unit] = int(tensors[STEP].item())
+        self.streaming.use_weights(unit, changed=True)
         for name, parameter in self._units[unit].items():
             parameter.copy_(tensors[f"{PARAMETER}.{name}"])
             self.outer.pop(parameter, None)
@@ -420,39 +462,23 @@ class StageOptimizer:
             if parameter in self._moments:
                 self._moments[parameter][STEP].fill_(self._steps[unit])
         if unit in self._coded:
-            self._coded[unit].code_weights()
+            self.streaming.code(unit, self._coded[unit])
 
     def _state_parts(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
         """The tensors of a parameter's moments by their keys in a unit's state; empty ones for those in host
         memory."""
         if self._on_host is not None and parameter in self._on_host:
             empty = torch.empty(0)
-            kinds = ("", _SCALE, _POWER) if self._training.moments == "fp8" else ("",)
-            return {f"{moment}{kind}.{name}": empty for moment in _MOMENTS for kind in kinds}
+            kinds = ("", SCALE, POWER) if self._training.moments == "fp8" else ("",)
+            return {f"{moment}{kind}.{name}": empty for moment in MOMENTS for kind in kinds}
         if parameter not in self._packed:
-            return {f"{moment}.{name}": self._moments[parameter][moment] for moment in _MOMENTS}
+            return {f"{moment}.{name}": self._moments[parameter][moment] for moment in MOMENTS}
         parts = {}
-        for moment, packed in zip(_MOMENTS, self._packed[parameter], strict=True):
+        for moment, packed in zip(MOMENTS, self._packed[parameter], strict=True):
             parts[f"{moment}.{name}"] = packed.codes
-            parts[f"{moment}{_SCALE}.{name}"] = packed.scales
-            parts[f"{moment}{_POWER}.{name}"] = packed.powers
+            parts[f"{moment}{SCALE}.{name}"] = packed.scales
+            parts[f"{moment}{POWER}.{name}"] = packed.powers
         return parts
-
-    def _expected_state(self, unit: str, *, after_round: bool) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        expected: dict[str, tuple[torch.dtype, torch.Size]] = {STEP: (torch.int64, torch.Size(()))}
-        for name, parameter in self._units[unit].items():
-            expected[f"{PARAMETER}.{name}"] = torch.float32, parameter.shape
-            if after_round:
-                expected[f"{OUTER}.{name}"] = torch.float32, parameter.shape
-            count = torch.Size((blocks(parameter.numel()),))
-            for moment in _MOMENTS:
-                if self._training.moments == "fp8" and parameter.ndim >= 2:
-                    expected[f"{moment}.{name}"] = torch.uint8, torch.Size((parameter.numel(),))
-                    expected[f"{moment}{_SCALE}.{name}"] = torch.float32, count
-                    expected[f"{moment}{_POWER}.{name}"] = torch.uint8, count
-                else:
-                    expected[f"{moment}.{name}"] = torch.float32, parameter.shape
-        return expected
 
     def _apply_streamed(
         self, moments: HostMoments, lr: float, scale_of: Callable[[nn.Parameter], float], ramp: float
@@ -461,6 +487,8 @@ class StageOptimizer:
         places = {one: (unit, name) for unit, named in self._units.items() for name, one in named.items()}
         for piece in moments.stream():
             unit, name = places[piece.parameter]
+            self.streaming.use_weights(unit, changed=True)
+            self.streaming.use_gradients(unit)
             scale = scale_of(piece.parameter)
             step = self._adamw_step(unit, name, piece.parameter, lr, scale, ramp, piece.first)
             weight = piece.parameter.view(-1)[piece.first : piece.first + piece.count]
@@ -468,7 +496,7 @@ class StageOptimizer:
             if self._training.moments == "fp8":
                 adamw_step(weight, gradient, *piece.packed, step)
             else:
-                _adamw_piece(weight, gradient, piece, step)
+                step_piece(weight, gradient, piece, step)
 
     def _adamw_step(
         self,
@@ -511,30 +539,9 @@ def _adamw(
         # What AdamW would create on its first step; made here so that there is always a state to save.
         optimizer.state[parameter] = {
             STEP: torch.tensor(0.0),
-            **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
+            **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
         }
     return optimizer
-
-
-def _adamw_piece(weight: Tensor, gradient: Tensor | Fp8Gradient, piece: Piece, step: AdamWStep) -> None:
-    """torch's AdamW on a part of a matrix, in place."""
-    values = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient
-    mean, square = piece.moments
-    adamw_of(
-        [weight],
-        [values.mul_(step.clip_coefficient)],
-        [mean],
-        [square],
-        [],
-        [torch.tensor(float(step.step - 1))],
-        amsgrad=False,
-        beta1=step.beta1,
-        beta2=step.beta2,
-        lr=step.lr,
-        weight_decay=step.weight_decay,
-        eps=step.eps,
-        maximize=False,
-    )
 
 
 def sum_tied_gradients(head: Tensor, embed: Tensor) -> Tensor:
@@ -555,21 +562,3 @@ def _sum_of_squares(norms: Iterable[float]) -> float:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _check_state(
-    unit: str, expected: Mapping[str, tuple[torch.dtype, torch.Size]], tensors: Mapping[str, Tensor]
-) -> None:
-    advice = "the snapshot is of another model; resume with the run's own config"
-    missing = sorted(expected.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - expected.keys())
-    if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"holds unknown {unknown[0]}"
-        raise RunError(f"state of unit {unit} {what}; {advice}")
-    for name, (dtype, shape) in expected.items():
-        tensor = tensors[name]
-        if tensor.dtype != dtype or tensor.shape != shape:
-            raise RunError(
-                f"state of unit {unit}: {name} is {tensor.dtype} {list(tensor.shape)}, "
-                f"expected {dtype} {list(shape)}; {advice}"
-            )

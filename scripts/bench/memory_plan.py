@@ -45,7 +45,8 @@ from node.model.blocks import Block
 from node.model.units import Initial, ParameterSpec
 from node.pipeline.block_times import BlockTimes
 from node.pipeline.device_memory import Devices
-from node.pipeline.memory_plan import Choice, MemoryPlan, Room
+from node.pipeline.memory_choice import Choice, MemoryPlan
+from node.pipeline.memory_plan import Room
 from node.pipeline.storage_choice import choose, chosen_config, words_of
 from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
 from node.stage.block_measure import measured_times

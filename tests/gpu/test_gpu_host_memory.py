@@ -11,7 +11,9 @@ from node.model.chunk import build_chunk, weight_dtype
 from node.model.host_memory import CudaHostMemory
 from node.model.units import unit_names
 from node.pipeline.device_memory import Devices
-from node.pipeline.memory_plan import Choice, MemoryPlan, Room
+from node.pipeline.memory_choice import Choice
+from node.pipeline.memory_plan import Room, least_stage_bytes
+from node.pipeline.state_moves import Moved
 from node.stage.passes import AutogradPasses
 from node.stage.stage_model import StageModel
 from node.training import host_moments
@@ -31,11 +33,12 @@ def every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
 
 
-class Moving(Forced):
-    """Forced choices, with the optimizer's moments in host memory too."""
-
-    def plan(self, config: RunConfig, stages: int, stage: int) -> MemoryPlan:
-        return replace(super().plan(config, stages, stage), moments_moved=True)
+MOMENTS = Moved(moments=1)
+STATES = (
+    Moved(moments=1, weights=4, gradients=4),
+    Moved(moments=1, weights=3),
+    Moved(moments=1, gradients=3),
+)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -43,7 +46,7 @@ class Moving(Forced):
 def test_a_stage_that_moves_has_the_bits_of_one_that_keeps(case: str, stage: int) -> None:
     wanted, _ = steps(run_file(case, "llama", graphs=False), stage)
     for choices in FORMS:
-        found, model = steps(run_file(case, "llama", graphs=True), stage, room=Moving(choices))
+        found, model = steps(run_file(case, "llama", graphs=True), stage, room=Forced(choices, MOMENTS))
         assert_same(found, wanted)
         assert all(isinstance(passes, AutogradPasses) for passes in model._passes)
 
@@ -54,9 +57,23 @@ def test_one_kind_may_move_and_another_be_computed_again() -> None:
     assert_same(found, wanted)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("case", [case for case, (_, _, lora) in CASES.items() if lora.rank == 0])
+def test_weights_and_gradients_stream_with_the_same_bits(case: str, stage: int) -> None:
+    plain, graphs = (run_file(case, "llama", graphs=on) for on in (False, True))
+    plain, graphs = (replace(one, model=replace(one.model, layers=8)) for one in (plain, graphs))
+    wanted, _ = steps(plain, stage)
+    for state, choice in zip(STATES, (Choice.INPUT_MOVED, Choice.AGAIN, Choice.KEPT), strict=True):
+        if graphs.training.compute == "fp8":
+            state = state._replace(codes=state.weights)
+        found, model = steps(graphs, stage, room=Forced((choice,) * 4, state))
+        assert_same(found, wanted)
+        assert all(isinstance(passes, AutogradPasses) for passes in model._passes)
+
+
 def test_moments_alone_move_beside_graphs() -> None:
     wanted, _ = steps(run_file("autocast", "llama", graphs=True), 0)
-    found, _ = steps(run_file("autocast", "llama", graphs=True), 0, room=Moving((Choice.KEPT,) * 2))
+    found, _ = steps(run_file("autocast", "llama", graphs=True), 0, room=Forced((Choice.KEPT,) * 2, MOMENTS))
     assert_same(found, wanted)
 
 
@@ -93,7 +110,8 @@ def test_a_plan_for_less_memory_takes_less_and_no_more_than_it_says() -> None:
     devices = Devices(on_cpu=False, host_bytes=1 << 38)
     whole = Room(devices=devices).plan(config, 1, 0)
     peaks, results = [], []
-    for budget in (0, int(0.7 * whole.memory.total), int(0.5 * whole.memory.total)):
+    least = least_stage_bytes(config, 1, devices)[0]
+    for budget in (0, int(0.7 * whole.memory.total), int(0.5 * whole.memory.total), int(1.02 * least)):
         room = Room(devices=devices, memory_bytes=budget)
         plan = room.plan(config, 1, 0)
         assert plan.fits
@@ -115,5 +133,6 @@ def test_a_plan_for_less_memory_takes_less_and_no_more_than_it_says() -> None:
         assert peaks[-1] <= memory.total - memory.fixed + 2 * WORKSPACE, str(plan.text())
         del model
         torch.cuda.empty_cache()
-    assert results[0] == results[1] == results[2]
-    assert peaks[0] > peaks[1] > peaks[2]
+    assert plan.state.weights and plan.state.gradients
+    assert all(result == results[0] for result in results)
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < 0.5 * peaks[0]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model import storage
-from node.pipeline.memory_plan import Choice, Room
+from node.pipeline.memory_choice import Choice
+from node.pipeline.memory_plan import Room
 from node.stage.captured_passes import CapturedPasses, CudaRecorder, Work
 from node.stage.stage_model import StageModel
 from tests.support.passes import CASES, Forced
@@ -56,13 +57,13 @@ def act(model: StageModel, stage: int, step: int, action: str) -> Tensor | None:
 
 
 def run_step(model: StageModel, stage: int, step: int) -> list[Tensor]:
-    """The step's outputs and input gradients, its squared norms, and the weights after it."""
+    """The step's outputs and input gradients, its squared norms, and the state after it."""
     model.begin_step()
     made = [act(model, stage, step, action) for action in ORDER]
     norms = torch.tensor(list(model.squared_norms().values()))
     model.apply(1e-2, 0.5)
-    weights = [parameter.detach().clone() for parameter in model.optimizer.parameters]
-    return [*(tensor for tensor in made if tensor is not None), norms, *weights]
+    state = [tensor for unit in model.optimizer.units for tensor in model.unit_state(unit).values()]
+    return [*(tensor for tensor in made if tensor is not None), norms, *state]
 
 
 def steps(

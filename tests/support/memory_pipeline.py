@@ -19,6 +19,7 @@ from node.config.schema import RunConfig
 from node.model.labels import from_bytes, to_bytes
 from node.model.units import unit_names
 from node.pipeline.gradient_groups import RowShare
+from node.pipeline.memory_plan import Room
 from node.pipeline.routing import BETWEEN_ROWS, source_stage, target_stage
 from node.stage.executor import StageExecutor, UnitState
 from node.stage.inbox import Inbox, StepInterrupted
@@ -26,12 +27,13 @@ from node.stage.stage_model import StageModel
 from node.stage.step_order import StepOutcome
 from node.telemetry.clock import StageClock
 from node.training.data import Corpus
+from node.training.loaded_state import PARAMETER
 from node.training.loss_scale import LEAST, SKIPPED, loss_scales
 from node.training.manifest import unit_weights_sha256, weights_sha256
-from node.training.optimizer import PARAMETER
 from node.training.reference import Boundary, ReferenceTrainer, Step
 from node.training.samples import part_of
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
+from tests.support.host_memory import LateHostMemory
 from wire.codecs.registry import codec
 from wire.spec import Direction, TensorKey, TensorSpec
 
@@ -125,9 +127,10 @@ class MemoryPipeline:
         data: Corpus | None = None,
         fetch: Callable[[str], UnitState] | None = None,
         rows: Sequence[Sequence[int]] | None = None,
+        room: Room | None = None,
     ) -> None:
         """`data` defaults to `corpus(config)`; `fetch` gives the weights of a checkpoint that the run starts
-        from. `rows`: the gradient groups of each row; by default one row has all."""
+        from. `rows`: the gradient groups of each row; by default one row has all. `room`: of every stage."""
         stages = config.pipeline.stages
         groups = rows or [range(config.pipeline.groups)]
         self.rows = len(groups)
@@ -135,7 +138,13 @@ class MemoryPipeline:
         self.step = 0
         self._corpus = data or corpus(config)
         self.executors = [
-            StageExecutor(config, CPU, StageClock(), StageModel(config, CPU), windows=self._corpus.windows)
+            StageExecutor(
+                config,
+                CPU,
+                StageClock(),
+                StageModel(config, CPU, room=room, host=None if room is None else LateHostMemory()),
+                windows=self._corpus.windows,
+            )
             for _ in range(self.rows * stages)
         ]
         self.inboxes = [Inbox() for _ in self.executors]

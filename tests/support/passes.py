@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 from node.config.schema import LoraSection, RunConfig, StorageSection, TrainingSection
-from node.pipeline.memory_plan import Choice, MemoryPlan, Room
+from node.pipeline.memory_choice import Choice, MemoryPlan
+from node.pipeline.memory_plan import Room
+from node.pipeline.state_moves import STAYS, Moved
 
 PLAIN = TrainingSection(global_batch=8, microbatch=2, warmup_steps=0, precision="bfloat16")
 FP8 = replace(PLAIN, gradients="fp8", moments="fp8")
@@ -31,11 +33,12 @@ CASES = {name: (*sections, LoraSection()) for name, sections in _WHOLE.items()} 
 
 
 class Forced(Room):
-    """Takes these choices whatever the memory is."""
+    """Takes these choices, with this state in host memory, whatever the memory is."""
 
-    def __init__(self, choices: tuple[Choice, ...]) -> None:
+    def __init__(self, choices: tuple[Choice, ...], state: Moved = STAYS) -> None:
         super().__init__()
         self._choices = choices
+        self._state = state
 
     def plan(self, config: RunConfig, stages: int, stage: int) -> MemoryPlan:
-        return replace(super().plan(config, stages, stage), choices=self._choices)
+        return replace(super().plan(config, stages, stage), choices=self._choices, state=self._state)

@@ -1,5 +1,6 @@
 """What waits in host memory comes back with the same bits, in time, and no more of it than two blocks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor
 from node.config.schema import ModelSection, RunConfig
 from node.model import offload
 from node.model.host_memory import CudaHostMemory
-from node.pipeline.memory_plan import Choice
+from node.pipeline.memory_choice import Choice
+from node.pipeline.state_moves import STAYS, Moved
 from node.stage.stage_model import StageModel
 from tests.support.host_memory import LateHostMemory
 from tests.support.passes import CASES, Forced
@@ -44,12 +46,19 @@ def steps(
     stage: int = 1,
     order: str = "two in flight",
     count: int = 2,
+    states: Sequence[Moved] = (STAYS,),
 ) -> list[Tensor]:
-    """All that two steps give to others, and the weights after them."""
-    model = StageModel(run, CPU, room=Forced(choices), host=host)
+    """All that two steps give to others, and the stage's state after them.
+
+    `states`: what is in host memory in the first step, and in those after it, again from the begin.
+    """
+    model = StageModel(run, CPU, room=Forced(choices, states[0]), host=host)
     model.build(stage, 2)
     found: list[Tensor] = []
     for step in range(count):
+        control = model._control
+        assert control is not None
+        control.plan = replace(control.plan, state=states[step % len(states)])
         model.begin_step()
         for action in ORDERS[order]:
             microbatch = int(action[1])
@@ -64,7 +73,7 @@ def steps(
         model.finish_step()
         found.append(torch.tensor(list(model.squared_norms().values())))
         model.apply(1e-2, 0.5)
-    return found + [parameter.detach().clone() for parameter in model.optimizer.parameters]
+    return found + [tensor for unit in model.optimizer.units for tensor in model.unit_state(unit).values()]
 
 
 def same(found: list[Tensor], wanted: list[Tensor]) -> bool:

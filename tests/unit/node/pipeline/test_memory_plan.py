@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,8 @@ from node.model.storage import RECOMPUTE, Storage
 from node.pipeline.block_times import assumed_times
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory import stage_memory
+from node.pipeline.memory_choice import Choice, MemoryPlan
 from node.pipeline.memory_plan import (
-    Choice,
-    MemoryPlan,
     Room,
     _Stage,
     _stages,
@@ -27,6 +27,7 @@ from node.pipeline.memory_plan import (
 )
 from node.pipeline.memory_program import Column, spread
 from node.pipeline.placement import held_blocks
+from node.pipeline.state_moves import Moved
 from node.stage.stage_model import StageModel
 from tests.support.memory_meter import measured
 from tests.support.passes import Forced
@@ -64,8 +65,9 @@ def every_way(one: _Stage, blocks: int) -> Iterator[MemoryPlan]:
 
     for counts in splits(blocks, len(columns)):
         choices = tuple(names[k] for k in spread(columns, counts))
-        for moments_moved in (False, True):
-            yield one.plan(choices, moments_moved=moments_moved)
+        for parts in product(*(range(move.most + 1) for move in one._state)):
+            if parts[:1] != (0,) or not any(parts):
+                yield one.plan(choices, state=Moved(*parts))
 
 
 HOSTS = replace(GPU, host_bytes=1 << 40)
@@ -98,6 +100,26 @@ def test_a_plan_fits_and_no_other_adds_less_time(form: str, kind: str) -> None:
     least = least_stage_bytes(config, 2, devices)[0]
     assert least <= min(way.memory.total for way in ways)
     assert not plan_stage(config, 2, 0, devices, least - 1).fits
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e9, 1e12])
+def test_weights_or_gradients_of_some_blocks_move_where_that_adds_the_least_time(rate: float) -> None:
+    config = deep("plain", layers=10)
+    config = replace(config, training=replace(config.training, cuda_graphs=False))
+    times = replace(assumed_times(config, HOSTS), out_rate=rate, in_rate=rate)
+    (one,) = _stages(config, 2, HOSTS, only=0, times=times)
+    assert [move.most for move in one._state] == [1, 5, 5]
+    ways = list(every_way(one, 5))
+    least = min(way.memory.total for way in ways)
+    assert least_stage_bytes(config, 2, HOSTS)[0] == least
+    found = set()
+    for budget in np.linspace(least, stage_memory(config, 2, HOSTS)[0].total, 12):
+        plan = plan_stage(config, 2, 0, HOSTS, int(budget), times=times)
+        best = min(way.added for way in ways if way.memory.total <= int(budget))
+        assert plan.fits and plan.added == pytest.approx(best, rel=2e-3, abs=1e-9)
+        found.add(plan.state)
+    assert Moved() in found and Moved(1, 5, 5) in found
+    assert any(0 < state.weights < 5 or 0 < state.gradients < 5 for state in found)
 
 
 def test_with_host_memory_a_stage_fits_in_less_and_slow_copies_are_not_hidden() -> None:

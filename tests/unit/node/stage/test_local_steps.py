@@ -22,8 +22,8 @@ from node.pipeline.gradient_groups import RowShare, model_pieces, parts_of_group
 from node.stage.executor import StageExecutor
 from node.stage.stage_model import StageModel
 from node.telemetry.clock import StageClock
+from node.training.loaded_state import OUTER, PARAMETER
 from node.training.local_steps import LocalSteps
-from node.training.optimizer import OUTER, PARAMETER
 from node.training.reference import ReferenceTrainer, Step
 from node.training.serialization import deserialize_unit, serialize_unit
 from node.training.unit_state import check_state

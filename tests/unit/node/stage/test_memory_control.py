@@ -11,7 +11,8 @@ from node.config.schema import RunConfig, StorageSection
 from node.pipeline.block_times import assumed_times
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory import FIXED_BYTES, stage_memory
-from node.pipeline.memory_plan import MemoryPlan, Room, least_stage_bytes
+from node.pipeline.memory_choice import MemoryPlan
+from node.pipeline.memory_plan import Room, least_stage_bytes
 from node.stage import stage_model
 from node.stage.memory_control import MOST_STEPS, MemoryControl, Taken
 from node.stage.stage_model import StageModel
