@@ -182,7 +182,6 @@ class Streamed:
     def _leave(self, name: str) -> None:
         self._let_go()
         unit = self._units[name]
-        del self._there[name]
         self._arrived(unit)
         if unit.changed:
             unit.lay()
@@ -192,10 +191,11 @@ class Streamed:
             unit.sent = (self._memory.copy_out(zip(unit.on_device, unit.on_host, strict=True)),)
             unit.changed = False
             self._leaving = unit
-            return
-        if unit.blank:
-            unit.lay()
-        self._free(unit)
+        else:
+            if unit.blank:
+                unit.lay()
+            self._free(unit)
+        del self._there[name]
 
     def _let_go(self) -> None:
         """What was copied out frees the device."""
@@ -213,22 +213,27 @@ class Streamed:
         unit = self._units[name]
         if name in self._there:
             return
-        self._there[name] = None
         if unit is self._leaving:
             self._memory.wait(unit.sent[0])
             self._leaving = None
+            self._there[name] = None
             return
         if unit.blank:
             unit.lay_blank()
-        for storage, size in zip(unit.storages, unit.sizes, strict=True):
-            storage.resize_(size)
+        try:
+            for storage, size in zip(unit.storages, unit.sizes, strict=True):
+                storage.resize_(size)
+            if not unit.blank:
+                unit.on_device = unit.pieces(self._memory.device)
+                unit.coming = (self._memory.copy_in(zip(unit.on_host, unit.on_device, strict=True)),)
+        except Exception:  # memory may run out, and another plan follows: what is on the host still counts
+            self._free(unit)
+            raise
+        self._there[name] = None
         if unit.blank:
             unit.forget()
             if unit.zero is not None:
                 unit.zero()
-            return
-        unit.on_device = unit.pieces(self._memory.device)
-        unit.coming = (self._memory.copy_in(zip(unit.on_host, unit.on_device, strict=True)),)
 
     def _arrived(self, unit: _Unit) -> None:
         if unit.coming is not None:

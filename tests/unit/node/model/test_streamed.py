@@ -1,5 +1,6 @@
 """Weights and main gradients that wait in host memory: the same bits, and two blocks' on the device."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, SyncSection, TrainingSection
 from node.model import offload
+from node.model.host_memory import Copy
 from node.model.page_locked import in_pieces, page_locked, pieces_of
 from node.pipeline.memory_choice import Choice
 from node.pipeline.state_moves import STAYS, Moved, moved_blocks
@@ -107,6 +109,46 @@ def test_a_step_that_is_dropped_leaves_nothing_behind() -> None:
     plain.build(1, 2)
     assert same(after_another(model), after_another(plain))
     model.drop()
+
+
+class Short(LateHostMemory):
+    """A device that has no memory for what comes, at one of the copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = -1
+        """Copies until then."""
+
+    def copy_in(self, copies: Iterable[Copy]) -> int:
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().copy_in(copies)
+
+
+def test_a_step_in_which_memory_runs_short_is_repeated_with_the_same_bits() -> None:
+    run = config("fp8")
+    hidden, tokens = torch.ones(*SHAPE, HIDDEN), torch.zeros(SHAPE, dtype=torch.int64)
+    found: list[list[Tensor]] = []
+    for number in (0, 1, 2, 5, 7):  # 0 is never reached
+        host = Short()
+        model = StageModel(run, CPU, room=Forced(KEPT3, BOTH if number else STAYS), host=host)
+        model.build(1, 2)
+        host.left = number
+
+        def passes(model: StageModel = model) -> None:
+            model.begin_step()
+            for microbatch in range(2):
+                model.forward(0, microbatch, hidden.clone(), tokens)
+                model.backward(0, microbatch, None)
+
+        if number:
+            with pytest.raises(torch.OutOfMemoryError):
+                passes()
+        passes()
+        model.apply(1e-2, 1.0)
+        found.append([t for unit in model.optimizer.units for t in model.unit_state(unit).values()])
+    assert all(same(one, found[0]) for one in found[1:])
 
 
 @pytest.mark.parametrize("case", ["float32", "bf16 weights", "fp8"])

@@ -118,7 +118,7 @@ def test_a_device_that_runs_short_gets_plans_for_less_until_none_takes_less() ->
 
 
 def steps(model: StageModel, count: int = 3) -> Iterator[list[Tensor]]:
-    """Results of each step's passes, and weights after it; between steps the model may adapt."""
+    """Results of each step's passes, and the state after it; between steps the model may adapt."""
     training, sizes = CONFIG.training, CONFIG.model
     random = torch.Generator().manual_seed(5)
     for _ in range(count):
@@ -133,7 +133,8 @@ def steps(model: StageModel, count: int = 3) -> Iterator[list[Tensor]]:
         model.finish_step()
         model.squared_norms()
         model.apply(1e-2, 0.5)
-        yield [*found, *(parameter.detach().clone() for parameter in model.optimizer.parameters)]
+        state = [tensor for unit in model.optimizer.units for tensor in model.unit_state(unit).values()]
+        yield [*found, *state]
         model.adapt(1.0)
 
 
