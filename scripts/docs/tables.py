@@ -10,13 +10,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.docs import codecs, fine_tuning, losses, memory, network, passes, program, rows, summary
+from scripts.docs import (
+    codecs,
+    fine_tuning,
+    losses,
+    memory,
+    network,
+    passes,
+    program,
+    rows,
+    small_cards,
+    summary,
+)
 from scripts.docs.markdown import Tables
 from scripts.report import ROOT
 
 FOLDERS = ("kernels", "wire", "node", "deploy", "scripts", "tests")
 BLOCK = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-SUBJECTS = (program, summary, codecs, fine_tuning, losses, memory, network, passes, rows)
+SUBJECTS = (program, summary, codecs, fine_tuning, losses, memory, network, passes, rows, small_cards)
 TABLES: Tables = {name: make for subject in SUBJECTS for name, make in subject.TABLES.items()}
 
 

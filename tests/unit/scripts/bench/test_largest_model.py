@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench.largest_model import main
-from scripts.docs import memory
+from scripts.docs import small_cards
 
 
 def test_a_small_model_goes_the_same_path_on_a_cpu_and_into_the_table(
@@ -28,7 +28,7 @@ def test_a_small_model_goes_the_same_path_on_a_cpu_and_into_the_table(
     for row in report["rows"]:
         row["peak_bytes"] = 22_500_000_000  # of a GPU
     out.write_text(json.dumps(report), encoding="utf-8")
-    monkeypatch.setattr(memory, "LARGEST_MODEL", out)
-    table = memory.largest_model()
+    monkeypatch.setattr(small_cards, "LARGEST_MODEL", out)
+    table = small_cards.largest_model()
     assert table.count("thinwire, a CPU") == 2 and table.count("LLMQ, RTX 4090") == 4
     assert f"{report['rows'][0]['tokens_a_second']:,.0f} |" in table and "| 22.5 |" in table
