@@ -113,7 +113,8 @@ def test_weights_or_gradients_of_some_blocks_move_where_that_adds_the_least_time
     least = min(way.memory.total for way in ways)
     assert least_stage_bytes(config, 2, HOSTS)[0] == least
     found = set()
-    for budget in np.linspace(least, stage_memory(config, 2, HOSTS)[0].total, 12):
+    most, few = stage_memory(config, 2, HOSTS)[0].total, one._state[0].freed // 2
+    for budget in (*np.linspace(least, least + few, 10), (least + most) / 2, most):
         plan = plan_stage(config, 2, 0, HOSTS, int(budget), times=times)
         best = min(way.added for way in ways if way.memory.total <= int(budget))
         assert plan.fits and plan.added == pytest.approx(best, rel=2e-3, abs=1e-9)
