@@ -11,7 +11,7 @@ A tensor that is packed or unpacked faster than threads hand it over stays on th
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -221,7 +221,11 @@ class TensorTransfer:
         Raises BadTensorError for a tensor that no encoder makes, and CacheMismatchError if the two ends'
         sample caches differ, which is no evidence against either.
         """
-        tensor, mark = self._unpacking.pop(key).result()
+        found = self._unpacking.pop(key)
+        others = [one for one in self._unpacking.values() if isinstance(one, Future) and not one.done()]
+        if isinstance(found, _Later) and others:
+            wait(others)  # one at a time, on whichever thread
+        tensor, mark = found.result()
         self._device.wait(tensor, mark)
         return tensor
 

@@ -323,6 +323,37 @@ def test_what_is_packed_sooner_than_handed_over_stays_on_its_thread(
     assert switched == ([(TimeKind.ENCODE, key(1))] if stays else [])
 
 
+def test_tensors_are_unpacked_one_at_a_time_on_whichever_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AT_ONCE_SECONDS", SECONDS)
+    gate, busy = threading.Event(), threading.Lock()
+
+    class Slow(CpuTransfer):
+        def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
+            assert busy.acquire(blocking=False), "two at a time"
+            try:
+                assert codec.name == "tah" or gate.wait(SECONDS)
+                return super().unpack(codec, packed, spec)
+            finally:
+                busy.release()
+
+    def waits(others: list[Any]) -> None:
+        gate.set()
+        others[0].result(SECONDS)
+
+    there, box = TensorTransfer(Slow(), lambda *_: nullcontext(), switch=lambda *_: None), Box()
+    names = ["tah", "fixed-3", "tah"]
+    for microbatch, name in enumerate(names):
+        box.arrived[key(microbatch)] = codec(name).encode(tensor(microbatch))
+    there.begin(Incoming(key(0), SPEC), codec("tah"), box)
+    there.finish(key(0))
+    there.begin(Incoming(key(1), SPEC), codec("fixed-3"), box)
+    there.begin(Incoming(key(2), SPEC), codec("tah"), box)
+    monkeypatch.setattr(module, "wait", waits)
+    there.finish(key(2))
+    there.finish(key(1))
+    assert box.released == [key(0), key(1), key(2)]
+
+
 def test_an_error_at_once_is_the_one_of_the_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AT_ONCE_SECONDS", SECONDS)
     there, box = TensorTransfer(CpuTransfer(), lambda *_: nullcontext(), switch=lambda *_: None), Box()
