@@ -1,12 +1,20 @@
 """Tables of a stage's passes on GPUs: compute, CUDA graphs, and the outcomes of tests/gpu."""
 
 import math
+from textwrap import fill
 
 from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
 from scripts.report import RESULTS, markdown
 
 COMPUTE = RESULTS / "compute.json"
 COMPILED = RESULTS / "compute_compiled.json"
+COMPUTE_FP8 = RESULTS / "compute_h100.json"
+FP8_LOSS = RESULTS / "fp8_loss.json"
+FP8_WAYS = {
+    "plain": "bf16",
+    "fp8": "FP8, gradients of weights in bf16",
+    "fp8-three": "the same, with `agoq`, gradients and moments in FP8",
+}
 WHOLE_MODEL = RESULTS / "whole_model.json"
 CAPTURED_PASSES = RESULTS / "captured_passes.json"
 GPU_TESTS = RESULTS / "gpu_tests.json"
@@ -128,6 +136,56 @@ ways, of all that a third step gives and leaves: {different}. {report["hardware"
 {report["torch"]}, commit {commit(report)}."""
 
 
+def fp8_compute() -> str:
+    """A stage's products in FP8 beside torchao's: scripts/bench/compute.py on another card."""
+    report = read_report(COMPUTE_FP8)
+    ways = ("plain", "plain, any order", "agoq", "fp8", "fp8, agoq", "fp8, all products")
+    ways += ("compiled, torchao", "compiled, fixed order")
+    rows = []
+    for row in report["rows"]:
+        compiled = row["seconds"]["compiled, fastest"]
+        rows.append([row["name"], f"{1e3 * compiled:.1f}"])
+        rows[-1] += [_number(row["seconds"].get(way, math.nan) / compiled, 2) for way in ways]
+    columns = [("stage of", "left"), ("compiled, ms", "right"), *((way, "right") for way in ways)]
+    commits = ", ".join(dict.fromkeys(row["commit"][:12] for row in report["rows"]))
+    caption = (
+        "Times over that of transformers' layers under `torch.compile`, a microbatch of 8,192 tokens forward "
+        'and backward, four blocks. *All products*: also `training.weight_gradients = "fp8"`. *Torchao*: '
+        "the compiled layers with its recipe `tensorwise`, all products in FP8, one scale a tensor. "
+        f"{report['hardware']}, median of {report['rows'][0]['runs']}, torch {report['torch']}, commits "
+        f"{commits}."
+    )
+    return f"{markdown(columns, rows)}\n\n{fill(caption, 118)}"
+
+
+def fp8_loss() -> str:
+    """Losses with products in FP8: the suite `compute` of scripts/experiments/convergence.py."""
+    report = read_report(FP8_LOSS)
+    found = {(run["memory"], run["seed"]): run["loss_valid"] for run in report["runs"]}
+    seeds = sorted({seed for _, seed in found})
+    rows = []
+    for way, words in FP8_WAYS.items():
+        cells, changes = [], []
+        for seed in seeds:
+            loss, plain = found.get((way, seed)), found["plain", seed]
+            cells.append("-" if loss is None else f"{loss:.4f}")
+            if loss is not None and way != "plain":
+                changes.append(loss / plain - 1)
+        change = f"{100 * sum(changes) / len(changes):+.2f} %" if changes else ""
+        rows.append([words, *cells, change])
+    columns = [("products", "left"), *((f"held-out loss, seed {seed}", "right") for seed in seeds)]
+    columns += [("mean change", "right")]
+    plain = [found["plain", seed] for seed in seeds]
+    tokens = report["runs"][0]["steps"] * report["tokens_a_step"] / 1e6
+    commits = ", ".join(dict.fromkeys(run["commit"][:12] for run in report["runs"]))
+    caption = (
+        f"124 million parameters, {tokens:.0f} million tokens of books, one stage as a node computes it. "
+        f"Seeds of bf16 lie {100 * (max(plain) / min(plain) - 1):.2f} % apart. {report['hardware']}, torch "
+        f"{report['versions']['torch']}, commits {commits}."
+    )
+    return f"{markdown(columns, rows)}\n\n{fill(caption, 118)}"
+
+
 def gpu_tests() -> str:
     """GPUs that share a stage against one GPU, and all outcomes (scripts/checks/gpu_tests.py)."""
     report = read_report(GPU_TESTS)
@@ -170,5 +228,7 @@ TABLES: Tables = {
     "stage_compute": stage_compute,
     "captured_passes": captured_passes,
     **if_recorded(WHOLE_MODEL, "whole_model", whole_model),
+    "fp8_compute": fp8_compute,
+    "fp8_loss": fp8_loss,
     **if_recorded(GPU_TESTS, "gpu_tests", gpu_tests),
 }

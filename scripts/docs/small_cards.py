@@ -1,9 +1,12 @@
-"""The table of the largest model on a small card, beside what LLMQ's paper reports."""
+"""Tables of small cards: plans by their memory, and the largest model, beside what LLMQ's paper reports."""
 
-from scripts.docs.markdown import Tables, commit, if_recorded, read_report
+from textwrap import fill
+
+from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
 from scripts.report import RESULTS, markdown
 
 LARGEST_MODEL = RESULTS / "largest_model.json"
+MEMORY_PLAN = RESULTS / "memory_plan.json"
 
 
 def largest_model() -> str:
@@ -49,4 +52,43 @@ def largest_model() -> str:
     return f"{markdown(columns, rows)}\n\n{caption}"
 
 
-TABLES: Tables = if_recorded(LARGEST_MODEL, "largest_model", largest_model)
+def memory_plan() -> str:
+    """A node's plan beside fixed ways, by the memory of its card (scripts/bench/memory_plan.py)."""
+    report = read_report(MEMORY_PLAN)
+    ways = ("plan", "plan, few bits", "plain", "again", "selective", "budget", "agoq", "compact")
+    lines, plans = [], []
+    for row in sorted(report["rows"], key=lambda row: (row["tokens"], row["gb"])):
+        cells = []
+        for way in ways:
+            found = row["ways"].get(way)
+            if found is None:
+                cells.append("-")
+            else:
+                cells.append("" if "failed" in found else f"{1e3 * found['microbatch_seconds']:.1f}")
+        held = row["ways"]["plan"].get("reserved_bytes")
+        over = "" if held is None else f"{row['estimate_without_process'] / held:.2f}"
+        lines.append([row["tokens"], str(row["gb"]), *cells, over, f"{row['solve_seconds']:.2f}"])
+        plans.append(f"- {row['gb']} GB: {row['plan']}.")
+        if second := row.get("again"):
+            seconds = second["ways"]["plan"]["microbatch_seconds"]
+            later = f"at commit {second['commit'][:12]}, {1e3 * seconds:.1f} ms"
+            plans.append(f"- {row['gb']} GB, {later}: {second['plan']}.")
+    columns = [("tokens", "left"), ("GB", "right"), *((f"{way}, ms", "right") for way in ways)]
+    columns += [("estimate over peak", "right"), ("solved in, s", "right")]
+    caption = (
+        "Milliseconds of a microbatch, forward and backward, of a stage of 8 blocks of Llama 8B's shape, the "
+        "middle one of three, on a GPU whose memory is capped; a way without a figure ran out of memory. "
+        "*Plan*: what a node with so much memory does, by times that it measures; it changes no bit. *Plan, "
+        "few bits*: where the run file allows 8 and 4 bits. *Again*: every block runs again; *selective*: "
+        "torch's selective checkpointing; *budget*: torch.compile with the largest memory budget of "
+        "activations that fits; `agoq` and `compact` are presets of few bits, with everything else kept. "
+        f"*Estimate over peak*: of what torch reserved. {spaced(report['gpu'])}, torch {report['torch']}, "
+        f"commit {commit(report)}; *few bits* at a later one."
+    )
+    return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}\n\nThe plans:\n\n" + "\n".join(plans)
+
+
+TABLES: Tables = {
+    "memory_plan": memory_plan,
+    **if_recorded(LARGEST_MODEL, "largest_model", largest_model),
+}
