@@ -228,7 +228,7 @@ TABLES: Tables = {
     "stage_compute": stage_compute,
     "captured_passes": captured_passes,
     **if_recorded(WHOLE_MODEL, "whole_model", whole_model),
-    "fp8_compute": fp8_compute,
-    "fp8_loss": fp8_loss,
+    "coded_products": fp8_compute,
+    "coded_loss": fp8_loss,
     **if_recorded(GPU_TESTS, "gpu_tests", gpu_tests),
 }
