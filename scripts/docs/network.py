@@ -322,7 +322,14 @@ def four_links() -> str:
     """Codec auto against fixed ones on unlike links (scripts/experiments/four_links.py)."""
     report = read_report(FOUR_LINKS)
     best = min(one["step_seconds"] for one in report["results"] if one["codec"] != "auto")
-    trained = report["losses"]
+    trained = report["losses"] or {"held_out": {}}
+    learned = ""
+    if trained["held_out"]:
+        learned = (
+            "Loss by seed of a small model with these codecs at its boundaries, after "
+            f"{trained['steps']} steps of {trained['batch']} windows; without codecs "
+            f"{_losses_of(trained['held_out'], 'none')}. "
+        )
     rows = [
         [
             f"`{one['codec']}`",
@@ -341,9 +348,7 @@ def four_links() -> str:
         f"Links of {rates} Mbit/s and {report['round_trip_ms']:g} ms, {report['microbatches']} microbatches "
         f"of {report['elements']:,} elements, blocks that wait {1000 * report['compute_seconds']:.0f} ms "
         f"a microbatch in place of computing. Median of {len(report['results'][0]['steps'])} steps, in "
-        "brackets the least and the most. Loss by seed of a small model with these codecs at its boundaries, "
-        f"after {trained['steps']} steps of {trained['batch']} windows; without codecs "
-        f"{_losses_of(trained['held_out'], 'none')}. {report['runs']} run, {spaced(report['hardware'])}, "
+        f"brackets the least and the most. {learned}{report['runs']} run, {spaced(report['hardware'])}, "
         f"torch {report['torch']}, commit {commit(report)}."
     )
     return f"{markdown(columns, rows)}\n\n{caption}"
