@@ -335,14 +335,15 @@ def four_links() -> str:
             f"`{one['codec']}`",
             f"{one['step_seconds']:.2f} ({min(one['steps']):.2f} to {max(one['steps']):.2f})",
             f"{best / one['step_seconds']:.2f}",
-            _losses_of(trained["held_out"], one["codec"]),
+            *([_losses_of(trained["held_out"], one["codec"])] if learned else []),
             _bits_of(one["activation_codecs"]),
             _bits_of(one["gradient_codecs"]),
         ]
         for one in report["results"]
     ]
     columns = [("codec", "left"), ("s a step", "right"), ("speed over the best fixed one's", "right")]
-    columns += [("held-out loss", "right"), ("activations by link", "left"), ("gradients by link", "left")]
+    columns += [("held-out loss", "right")] if learned else []
+    columns += [("activations by link", "left"), ("gradients by link", "left")]
     rates = ", ".join(f"{rate:g}" for rate in report["rates_mbit"])
     caption = (
         f"Links of {rates} Mbit/s and {report['round_trip_ms']:g} ms, {report['microbatches']} microbatches "
