@@ -61,7 +61,8 @@ def test_a_killed_coordinator_finds_its_nodes_again(kill: Fault, tmp_path: Path,
         before, after = run.all(PlacementMade)
         assert after.nodes == before.nodes
         recorded = [record.step for record in run.records if record.epoch == before.epoch]
-        assert after.resume_step == max(recorded) + 1
+        # Small batches come several steps at a time, so the kill may come before a step is recorded.
+        assert after.resume_step == max(recorded, default=-1) + 1
 
 
 def test_a_coordinator_killed_while_it_admits_a_node(tmp_path: Path, prefork: Prefork) -> None:
