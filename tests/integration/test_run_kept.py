@@ -17,7 +17,7 @@ from tests.support.run_harness import SMALL, TINY, Run, Still
 
 CONFIG = replace(
     SMALL,
-    run=replace(SMALL.run, steps=10, snapshot_every=3),
+    run=replace(SMALL.run, steps=14, snapshot_every=6),
     model=TINY,
     pipeline=replace(SMALL.pipeline, stages=3),
     snapshots=SnapshotsSection(keep="nodes"),
@@ -38,7 +38,7 @@ def recorded(state_dir: Path) -> int:
 
 def test_losing_a_machine_with_its_disk_keeps_the_weights(prefork: Prefork, tmp_path: Path) -> None:
     """It held the newest copy of its stage; a newcomer gets the other one from the node that has it."""
-    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=8)) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=11)) as run:
         coordinator = run.start()
         run.add_nodes(3)
         frozen = run.wait_still()
@@ -50,7 +50,7 @@ def test_losing_a_machine_with_its_disk_keeps_the_weights(prefork: Prefork, tmp_
         run.add_node(run.new_token())
         assert coordinator.wait_exit() == 0
         run.assert_undisturbed()
-        assert run.snapshots[-1] == 10
+        assert run.snapshots[-1] == 14
 
 
 def test_a_run_resumes_from_what_its_nodes_hold_and_a_damaged_copy_is_fetched_again(
@@ -80,7 +80,7 @@ def test_a_run_resumes_from_what_its_nodes_hold_and_a_damaged_copy_is_fetched_ag
 def test_a_run_whose_coordinator_lost_its_disk_is_recovered_from_its_nodes(
     prefork: Prefork, tmp_path: Path
 ) -> None:
-    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=8)) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=11)) as run:
         lost = run.start()
         run.add_nodes(3)
         number = 1 if run.wait_still() is run.nodes[0] else 0
