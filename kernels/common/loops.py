@@ -77,8 +77,8 @@ class LoopCache(FunctionCache):
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, SOURCES)
 
     def load_overload(self, sig: object, target_context: object) -> object:
-        """As numba's. What is not there may be once other processes have compiled: this one looks again when
-        it is its turn."""
+        """As numba's, but a process waits for its turn before it compiles, and looks again: another one may
+        have compiled this meanwhile."""
         found = super().load_overload(sig, target_context)
         if found is None and _TURN is not None:
             _TURN.take()

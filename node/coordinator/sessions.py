@@ -201,6 +201,6 @@ class MessageLimits:
         return None if limit.take(now) else f"more {kind} messages than a node has reason to send"
 
     def serves(self, kind: str, size: int, now: float) -> bool:
-        """Whether a call is answered at `now`, or has to wait. `size`: what it counts as."""
+        """Whether a call may be answered at `now`; if not, it waits. `size`: calls, or bytes of a probe."""
         limit = self._calls.get(kind)
         return limit is None or limit.take(now, size)

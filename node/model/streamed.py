@@ -1,12 +1,11 @@
 """Weights and main gradients of blocks in host memory, on the device while their block is at work.
 
-The device holds those of two blocks, the one at work and the next, which comes while that one computes, and
-what has changed of a third until it is out (double buffering: LLMQ, papers/llmq.txt, section 3.1). Forward
-goes through the blocks in their order, backward in the other, and so do norms and the optimizer's step.
+The device holds those of two blocks: the one at work, and the next, which is copied in meanwhile. What has
+changed of a third stays until it is copied out (double buffering: LLMQ, section 3.1). Forward goes through
+the blocks in order, backward in reverse; norms and the optimizer's step go through them too.
 
-Whole storages leave, and the same tensors get them back: every operation reads what it would have read, so
-no bit changes. A tensor whose storage is away still has its shape, but no memory: who reads it must have said
-`use` before.
+Whole storages are moved, and the same tensors get them back, so no bit changes. A tensor whose storage is on
+the host still has its shape, but no memory: call `use` before reading it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -150,8 +149,8 @@ class Streamed:
             unit.forget()
 
     def blank(self) -> None:
-        """What they hold no longer counts: at their next use they are 0. What is on the device now, the
-        caller makes 0, or drops, after this."""
+        """Forget what they hold: at their next use they are 0. The caller then zeroes or drops what is on the
+        device."""
         self._let_go()
         for name in self._there:
             self._arrived(self._units[name])
