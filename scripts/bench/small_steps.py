@@ -6,6 +6,8 @@ program takes beyond plain torch are its messages, its writes to disk and its wa
 
 Checkouts of the program take turns, so that a busy machine is as busy for each. The coordinator's events time
 the steps; processor time is what the processes of the coordinator and the nodes used in these steps.
+
+Trees without git: `--commit NAME=COMMIT` says which one each is, and THINWIRE_COMMIT that of this one.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
@@ -51,6 +54,7 @@ CONFIG = RunConfig(
     coordinator=CoordinatorSection(listen="127.0.0.1:0"),
 )
 TICKS = os.sysconf("SC_CLK_TCK")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -163,10 +167,13 @@ def main() -> None:
     parser.add_argument(
         "--checkout", action="append", default=[], metavar="NAME=PATH", help="a tree; repeat it"
     )
+    parser.add_argument("--commit", action="append", default=[], metavar="NAME=COMMIT", help="of a checkout")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each, of which the median counts")
     parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args()
     checkouts = dict(one.split("=", 1) for one in args.checkout) or {"this": str(Path.cwd())}
+    commits = {name: commit_of(Path(path).resolve()) for name, path in checkouts.items()}
+    commits |= dict(one.split("=", 1) for one in args.commit)
     found: dict[tuple[str, int], list[Timed]] = {}
     torch_seconds = []
     for _ in range(args.rounds):
@@ -182,10 +189,11 @@ def main() -> None:
         "checkouts": {
             name: {str(stages): report(found[name, stages]) for stages in STAGES} for name in checkouts
         },
-        "commits": {name: commit_of(Path(path)) for name, path in checkouts.items()},
+        "commits": commits,
         "steps": STEPS - 1 - WARM,
         "rounds": args.rounds,
         "hardware": processor(),
+        "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": commit(),
@@ -197,10 +205,12 @@ def main() -> None:
 
 
 def commit_of(checkout: Path) -> str:
-    found = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    )
-    return found.stdout.strip()
+    """A tree's commit; "unknown" if it is neither under git nor this one."""
+    if checkout == ROOT:
+        return commit()
+    command = ("git", "-C", str(checkout), "rev-parse", "HEAD")
+    found = subprocess.run(command, capture_output=True, text=True, check=False) if which("git") else None
+    return found.stdout.strip() if found is not None and found.returncode == 0 else "unknown"
 
 
 if __name__ == "__main__":

@@ -571,7 +571,8 @@ def small_steps() -> str:
     caption = (
         f"Plain torch, one thread: {1e3 * report['plain_torch_seconds_per_step']:.1f} ms. Median of "
         f"{report['rounds']} runs of {report['steps']} steps of 256 tokens each, in turn. "
-        f"{spaced(report['hardware'])}, 2 cores, torch {report['torch']}, Python {report['python']}."
+        f"{spaced(report['hardware'])}, {report['cores']} cores, torch {report['torch']}, "
+        f"Python {report['python']}."
     )
     return f"{markdown(columns, rows)}\n\n{caption}"
 
