@@ -51,9 +51,9 @@ from node.training.snapshot import (
     read_unit,
     snapshot_directory,
 )
-from node.training.tokenizer import of_tables
+from node.training.tokenizer import load_tokenizer, of_tables
 from node.training.unit_state import parameters_of, read_tensors
-from wire.errors import RunError, UserError
+from wire.errors import DataError, RunError, UserError
 
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 SHARD_BYTES = 4 << 30
@@ -160,6 +160,8 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
             _write_json(partial / CONFIG, described)
             if not (partial / "generation_config.json").exists():
                 tokens = {key: value for key, value in described.items() if key.endswith("_token_id")}
+                if tokens.get("eos_token_id") is None:
+                    tokens["eos_token_id"] = _ends(config)
                 _write_json(partial / "generation_config.json", tokens)
         library = "peft" if adapters and merge is None else "transformers"
         card = model_card(run_directory, manifest, config, dtype, library)
@@ -320,6 +322,15 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
             source = original_file(start, file)
         if source is not None:
             shutil.copyfile(source, out / file)
+
+
+def _ends(config: RunConfig) -> int | list[int] | None:
+    """At which ids a text ends, as `generation_config.json` has them; None if the tokenizer is not here."""
+    try:
+        ends = sorted(load_tokenizer(config.data.tokenizer).ends)
+    except DataError:
+        return None
+    return ends[0] if len(ends) == 1 else ends or None
 
 
 def _write_json(path: Path, values: Mapping[str, Any] | Sequence[Any]) -> None:

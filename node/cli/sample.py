@@ -16,7 +16,10 @@ def add_parser(commands: Any) -> None:
     add_arguments(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
     parser.add_argument(
-        "--tokens", type=int, default=200, metavar="N", help="tokens to generate (default: 200)"
+        "--chat", action="store_true", help="give PROMPT to the chat template as a user's message"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: 200)"
     )
     parser.add_argument(
         "--temperature",
@@ -40,16 +43,27 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name} must be at least {least}, got {value}")
     import numpy as np
 
-    from node.training.tokenizer import load_tokenizer
+    from node.training.chat import load_chat_encoder
+    from node.training.tokenizer import BYTES, load_tokenizer
 
     config, _, _ = open_snapshot(args)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    prompt = tokenizer.prompt(args.prompt)
+    if args.chat and config.data.tokenizer == BYTES:
+        raise UsageError("--chat needs a tokenizer with a chat template; the run's tokens are bytes")
+    if args.chat:
+        prompt = load_chat_encoder(config.data.tokenizer, config.data.chat_template).question(args.prompt)
+    else:
+        prompt = tokenizer.prompt(args.prompt)
     _, model = load_model(args)
     made = model.generate(
-        prompt, tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
+        prompt,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+        ends=tokenizer.ends,
     )
-    sys.stdout.write(args.prompt)
+    sys.stdout.write("" if args.chat else args.prompt)
     ids: list[int] = []
     shown = 0
     for token in made:

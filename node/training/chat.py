@@ -114,6 +114,10 @@ class ChatTemplate:
             spans.append((len(before), len(after)))
         return Rendered(text, tuple(spans))
 
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """The conversation up to where the assistant's next message begins. Raises Dropped."""
+        return self._text(messages, {}, prompt=True)
+
     def _text(self, messages: Sequence[Message], extra: Mapping[str, Any], *, prompt: bool) -> str:
         self._spans.clear()
         self._blocks.clear()
@@ -148,6 +152,15 @@ class ChatEncoder:
         if not mask.any():
             raise Dropped("no token of the assistant")
         return ids, mask
+
+    def question(self, text: str) -> list[int]:
+        """Ids of a conversation whose only message is the user's `text`, up to the answer. Raises
+        DataError."""
+        try:
+            rendered = self._template.prompt([{"role": "user", "content": text}])
+        except Dropped as error:
+            raise DataError(f"the chat template cannot render the prompt: {error}") from error
+        return list(self._bpe.encode(rendered, add_special_tokens=False).ids)
 
 
 def load_chat_encoder(tokenizer: str, template: str) -> ChatEncoder:

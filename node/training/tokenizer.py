@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class Tokenizer(ABC):
     """Ids lie below this."""
     fingerprint: str
     """Changes whenever the same text might give other ids."""
+    ends: frozenset[int]
+    """Each of these ids ends a text."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -65,6 +67,7 @@ class ByteTokenizer(Tokenizer):
 
     vocabulary = 256
     fingerprint = BYTES
+    ends = frozenset(SEPARATOR)
 
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
@@ -80,9 +83,15 @@ class BpeTokenizer(Tokenizer):
     """Byte-pair encoding. Text that looks like a special token is encoded as the text that it is."""
 
     def __init__(
-        self, bpe: "tokenizers.Tokenizer", tables: Sequence[bytes], where: str, end_of_text: str = ""
+        self,
+        bpe: "tokenizers.Tokenizer",
+        tables: Sequence[bytes],
+        where: str,
+        end_of_text: str = "",
+        ends: Sequence[int] = (),
     ) -> None:
-        """`end_of_text` stands between documents if the vocabulary lacks `END_OF_TEXT`."""
+        """`end_of_text` stands between documents if the vocabulary lacks `END_OF_TEXT`. `ends` are more ids
+        that end a text."""
         import tokenizers
 
         self._bpe = bpe
@@ -92,16 +101,17 @@ class BpeTokenizer(Tokenizer):
         self.vocabulary = 1 + max(bpe.get_vocab().values(), default=0)
         parts = [BPE_FORMAT.encode(), tokenizers.__version__.encode(), *tables]
         self.fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
-        ends = (bpe.token_to_id(name) for name in (END_OF_TEXT, end_of_text) if name)
-        end = next((found for found in ends if found is not None), None)
+        named = (bpe.token_to_id(name) for name in (END_OF_TEXT, end_of_text) if name)
+        known = [found for found in named if found is not None]
         # Tables without an end of text may still know the zero byte.
-        between = [end] if end is not None else bpe.encode("\0", add_special_tokens=False).ids
+        between = known[:1] or bpe.encode("\0", add_special_tokens=False).ids
         if not between:
             raise DataError(
                 f"the tokenizer in {where} has neither {END_OF_TEXT} nor an eos_token in "
                 "tokenizer_config.json to put between documents: add one"
             )
         self._between = np.array(between, dtype=self.dtype)
+        self.ends = frozenset([*known, *ends, *(between if len(between) == 1 else ())])
 
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         texts = [piece for piece in pieces if piece != SEPARATOR]
@@ -170,7 +180,9 @@ def load_tokenizer(name: str) -> Tokenizer:
             bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(found[0]), str(found[1])))
             bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
             bpe.decoder = tokenizers.decoders.ByteLevel()
-        made = BpeTokenizer(bpe, tables, str(path), special_tokens(found[0].parent).get("eos_token", ""))
+        folder = found[0].parent
+        end_of_text = special_tokens(folder).get("eos_token", "")
+        made = BpeTokenizer(bpe, tables, str(path), end_of_text, _generation_ends(folder))
     except DataError:
         raise
     except Exception as error:  # what is wrong with tables comes as bare Exception from the package
@@ -196,19 +208,29 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
     Raises DataError if that cannot be read.
     """
-    path = folder / "tokenizer_config.json"
+    found = {}
+    for name, value in _json_object(folder / "tokenizer_config.json").items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _generation_ends(folder: Path) -> list[int]:
+    """The ids at which transformers ends a text of the model in `folder`. Raises DataError."""
+    found = _json_object(folder / "generation_config.json").get("eos_token_id")
+    return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)]
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """The object in a file; empty without the file. Raises DataError if it cannot be read."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}); copy it again") from error
-    found = {}
-    for name, value in raw.items() if isinstance(raw, dict) else ():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+    return raw if isinstance(raw, dict) else {}
 
 
 def pieces_of(text: bytes) -> Iterator[bytes]:

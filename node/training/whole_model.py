@@ -3,7 +3,7 @@
 Layers are read one file at a time, so loading takes the memory of the model and one layer's state.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -84,15 +84,24 @@ class WholeModel:
         return logits_bsv[0, -1].float()
 
     def generate(
-        self, prompt: Sequence[int], *, tokens: int, temperature: float, top_k: int, seed: int
+        self,
+        prompt: Sequence[int],
+        *,
+        tokens: int,
+        temperature: float,
+        top_k: int,
+        seed: int,
+        ends: Collection[int] = (),
     ) -> Iterator[int]:
         """Token ids that follow `prompt`, computed from the start for each token.
 
         Args:
             prompt: at least one id.
+            tokens: at most so many.
             temperature: 0 takes the likeliest token each time.
             top_k: sample from this many likeliest tokens; 0 from all.
             seed: of the draws; the same seed gives the same text on like hardware.
+            ends: ids that end the text; they are not given.
         """
         if not prompt:
             raise UserError("the prompt is empty: give at least one character")
@@ -100,6 +109,8 @@ class WholeModel:
         ids = list(prompt)
         for _ in range(tokens):
             found = pick(self.logits(ids).cpu(), temperature=temperature, top_k=top_k, random=random)
+            if found in ends:
+                return
             ids.append(found)
             yield found
 

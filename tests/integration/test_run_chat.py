@@ -72,3 +72,6 @@ def test_a_run_on_conversations_is_the_unsplit_model(
             assert main(["eval", str(run.run_dir), "--step", "12", "--json", *text]) == 0
             said = json.loads(capsys.readouterr().out)
             assert said["samples"] == 6 and said["loss"] == pytest.approx(losses[12], abs=1e-5)
+        assert main(["sample", str(run.run_dir), "why?", "--chat", "--tokens", "4"]) == 0
+        answer = capsys.readouterr().out
+        assert "why?" not in answer and "<|im_start|>user" not in answer, "only the answer is shown"

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,16 @@ def test_import_then_export_gives_the_same_bytes(family: str, dtype: torch.dtype
         assert sampled(tmp_path / "run", config, tokens[0].tolist()) == continued(loaded, tokens)
 
 
-def sampled(run_directory: Path, config: RunConfig, prompt: list[int], tokens: int = 12) -> list[int]:
+def sampled(
+    run_directory: Path,
+    config: RunConfig,
+    prompt: list[int],
+    tokens: int = 12,
+    ends: Collection[int] = (),
+) -> list[int]:
     """As `thinwire sample --temperature 0` continues a prompt."""
     model = WholeModel(config, run_directory / "snapshots" / "step-00000004", CPU)
-    return list(model.generate(prompt, tokens=tokens, temperature=0.0, top_k=0, seed=0))
+    return list(model.generate(prompt, tokens=tokens, temperature=0.0, top_k=0, seed=0, ends=ends))
 
 
 def continued(model: Any, prompt: torch.Tensor, tokens: int = 12) -> list[int]:
@@ -131,10 +137,14 @@ def test_a_model_of_ours_generates_the_same_tokens_in_transformers(
     tokens = tokenizer(text, return_tensors="pt")["input_ids"]
     assert tokens[0].tolist() == list(text.encode())
     assert tokenizer.decode(tokens[0]) == text
-    assert continued(loaded, tokens) == sampled(tmp_path / "run", config, tokens[0].tolist())
+    made = sampled(tmp_path / "run", config, tokens[0].tolist())
+    assert continued(loaded, tokens) == made
+    end = made[6]
+    short = sampled(tmp_path / "run", config, tokens[0].tolist(), ends=(end,))
+    assert short == made[: made.index(end)], "the text stops before the id that ends it"
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
         "bos_token_id": None,
-        "eos_token_id": None,
+        "eos_token_id": 0,
         **({} if model.family == "gpt2" else {"pad_token_id": None}),
     }
 

@@ -69,6 +69,19 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, row: dict[str
     assert mask.astype(int).tolist() == expected["assistant_masks"]
 
 
+def test_a_question_is_encoded_up_to_the_answer(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "plain", TEMPLATE)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), chat_template=TEMPLATE
+    )
+    messages = [{"role": "user", "content": "why is the river blue?"}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert load_chat_encoder(str(folder), "").question("why is the river blue?") == expected
+    refusing = write_tokenizer(tmp_path / "refusing", "{{ raise_exception('no system message') }}")
+    with pytest.raises(DataError, match="cannot render the prompt: the template refuses it: no system"):
+        load_chat_encoder(str(refusing), "").question("why?")
+
+
 def test_a_template_without_marks_gives_the_assistants_turns(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "plain")
     encoder = load_chat_encoder(str(folder), "")

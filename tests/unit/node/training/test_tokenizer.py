@@ -1,6 +1,7 @@
 """Byte-pair encoding from the user's tables, and token files on disk."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -229,6 +230,23 @@ def test_a_prompt_is_encoded_as_transformers_does(tables: Path, tmp_path: Path) 
     assert ours.prompt(text) == expected and expected[0] == begin and 0 in expected
     assert 0 not in as_text and ours.encode([text.encode()])[0].tolist() == as_text.tolist()
     assert load_tokenizer("bytes").prompt("\u4e2d") == list("\u4e2d".encode())
+
+
+def test_what_ends_a_text(tables: Path, tmp_path: Path) -> None:
+    """Ends of documents, and the ids at which the model's own settings end a text."""
+    assert load_tokenizer("bytes").ends == {0}
+    folder = tmp_path / "chat"
+    shutil.copytree(tables / "hugging-face", folder)
+    (end,) = load_tokenizer(str(folder)).ends
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "the"}')
+    word = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("the")
+    assert load_tokenizer(str(folder)).ends == {end, word}
+    for ids, more in (("7", {7}), ("[7, 8]", {7, 8}), ("null", set())):
+        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ids}}}')
+        assert load_tokenizer(str(folder)).ends == {end, word} | more
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"generation_config.json cannot be read"):
+        load_tokenizer(str(folder))
 
 
 def test_what_is_no_tokenizer_is_refused_in_one_line(
