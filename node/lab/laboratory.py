@@ -255,6 +255,7 @@ class _Run:
             directory=scratch,
             logs=logs,
             device=section.device,
+            gpus=section.gpus,
             threads=section.threads,
             port=FIRST_PORT + PORTS * (self.number % 1000),
         )

@@ -61,7 +61,8 @@ class RunProcesses:
     Args:
         directory: existing directory for the run's and the nodes' state.
         logs: existing directory for the processes' output.
-        device: `cpu`, or `cuda`: stage i on GPU i.
+        device: `cpu`, or `cuda`: stage i on GPU i modulo `gpus`.
+        gpus: 0 is one a stage.
         threads: CPU threads of each node; 0 is torch's own choice.
         port: the coordinator's first port; it also uses the next one.
     """
@@ -73,6 +74,7 @@ class RunProcesses:
         directory: Path,
         logs: Path,
         device: str,
+        gpus: int = 0,
         threads: int,
         port: int = 7700,
     ) -> None:
@@ -83,6 +85,7 @@ class RunProcesses:
         """The coordinator's."""
         self._logs = logs
         self._device = device
+        self._gpus = gpus or config.pipeline.stages
         self._threads = threads
         self._stages = config.pipeline.stages
         self._children: dict[str, Process] = {}
@@ -205,7 +208,7 @@ class RunProcesses:
             )
 
     def _device_of(self, stage: int) -> str:
-        return f"cuda:{stage}" if self._device == "cuda" else "cpu"
+        return f"cuda:{stage % self._gpus}" if self._device == "cuda" else "cpu"
 
     # ---- events
 

@@ -50,6 +50,9 @@ class LabSection:
     do); 0 is all of it."""
     device: str = "cpu"
     """`cpu`, or `cuda`: stage i computes on GPU i."""
+    gpus: int = 0
+    """With `device = "cuda"`: stage i computes on GPU i modulo this, for links so slow that stages can take
+    turns on a GPU; 0 gives each its own."""
     threads: int = 1
     """CPU threads of each node; 0 is torch's default."""
     time_limit_seconds: float = 0.0
@@ -277,7 +280,7 @@ def read_run_sections(
 
 def _check_lab(lab: LabSection, where: str) -> None:
     least = {"steps": 1, "warmup_steps": 1, "warmup_round_trips": 0}
-    least |= {"unthrottled_steps": 0, "threads": 0, "text_bytes": 0}
+    least |= {"unthrottled_steps": 0, "gpus": 0, "threads": 0, "text_bytes": 0}
     for key, value in least.items():
         if getattr(lab, key) < value:
             raise ConfigError(f"{where}: lab.{key} must be at least {value}, got {getattr(lab, key)}")

@@ -64,10 +64,11 @@ def check_devices(profile: Profile) -> None:
         return
     import torch
 
-    here = torch.cuda.device_count()
-    if here < stages:
+    here, needed = torch.cuda.device_count(), profile.lab.gpus or stages
+    if here < needed:
+        many = "a GPU" if needed == 1 else f"{needed} GPUs{', one a stage' if needed == stages else ''}"
         raise UserError(
-            f"{profile.file} needs {stages} GPUs, one a stage, and torch {torch.__version__} sees "
+            f"{profile.file} needs {many}, and torch {torch.__version__} sees "
             f'{here or "none"} here: use a machine that has them, or a profile with lab.device = "cpu"'
         )
 

@@ -90,7 +90,10 @@ def thinwire(*arguments: str, where: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "node.cli.main", *arguments],
         cwd=where,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        },
         stdout=subprocess.PIPE,
         text=True,
         timeout=600,

@@ -9,7 +9,12 @@ the scale of each row and column; a controller keeps every boundary's step where
 way G.
 
 FOLDER holds `books-train.npy` and `books-valid.npy`, token ids in uint16. The held-out loss is measured
-without quantizers. Runs end with the budget of seconds; each is written when it ends.
+without quantizers. Runs end with the budget of seconds; each is written when it ends, and the same command
+goes on with those that `--out` lacks. Several processes may share a GPU, each with its seeds and its `--out`;
+`--join` makes one report of theirs. `gradient_rates.json` is such a report:
+
+    python3 -m scripts.experiments.gradient_bias --tokens FOLDER --steps 400 --held-out 256 --seeds SEED \\
+        --ways none codec:trellis-3/codec:dither-3 codec:trellis-4.41/codec:dither-4.41 ... --out SEED.json
 
 A way is a name and a rate:
 
@@ -46,11 +51,14 @@ from node.model.chunk import Chunk, build_chunk, compute_precision
 from node.model.head_loss import head_loss
 from node.model.units import unit_names
 from scripts.report import RESULTS, write
+from wire.codecs import header as wire_header
 from wire.codecs.registry import codec
+from wire.errors import NonFiniteError
 from wire.spec import TensorSpec
 
 OUT = RESULTS / "gradient_bias.json"
 WAYS = ("none", "lowrankdither-3", "dither-3", "plain-3", "dither-2", "lowrank-3", "token-3", "stochastic-3")
+SETTINGS = ("layers", "width", "sequence", "vocab", "steps", "batch", "microbatch", "held_out", "lr")
 RANK = 32
 """Dimensions of a prediction."""
 FACTOR_BITS = 5
@@ -59,6 +67,8 @@ SAMPLED = 8
 DITHERS = 4
 CLASSES = 128
 LONGEST = 128
+ERRORS_EVERY = 8
+"""A codec's error is measured on one of so many tensors."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +110,17 @@ class Quantizer:
         self.calls += 1
         if self.way.kind.startswith("codec:"):
             which = codec(self.way.kind.removeprefix("codec:")).salted(mixed(self.salt + 7919 * self.calls))
-            whole = x.contiguous()
-            packed = which.encode(whole)
-            got = which.decode(packed, TensorSpec(x.dtype, tuple(x.shape)))
+            # As the two ends do, without the copies through host memory and the checksum of these.
+            spec = TensorSpec(x.dtype, tuple(x.shape))
+            packed = which.pack(x.contiguous())
+            exponent = int(packed[wire_header.EXPONENT].view(torch.int32).item())
+            if exponent not in which.exponents:
+                raise NonFiniteError(f"a tensor of {self.way.kind} is not finite")
+            size = packed.numel() - wire_header.HEADER_BYTES
+            got = which.unpack(packed, spec, wire_header.Header(which.parameters, spec, size, exponent))
             self.bits.append(torch.tensor(8.0 * packed.numel() / x.numel()))
-            self.errors.append((got - x).float().norm() / x.float().norm())
+            if self.calls % ERRORS_EVERY == 0:
+                self.errors.append((got - x).float().norm() / x.float().norm())
             return got
         rows = x.reshape(-1, x.shape[-1]).float()
         unit = rows.square().mean().sqrt().clamp_min(1e-30)
@@ -283,13 +299,28 @@ def train(name: str, seed: int, model: ModelSection, arguments: argparse.Namespa
         measured = [pair[side] for pair in crossings if pair[side] is not None]
         if measured:
             row[f"{kind}_bits"] = [round(float(torch.stack(q.bits).mean()), 3) for q in measured]
-            row[f"{kind}_error"] = [round(float(torch.stack(q.errors[-10:]).mean()), 4) for q in measured]
+            # A short run of a codec has none.
+            row[f"{kind}_error"] = [
+                round(float(torch.stack(q.errors[-10:]).mean()), 4) for q in measured if q.errors
+            ]
     return row
+
+
+def joined(paths: Sequence[Path]) -> dict[str, Any]:
+    """One report of several with the same settings. SystemExit if they differ."""
+    first, *others = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    for other in others:
+        if {**other, "runs": []} != {**first, "runs": []}:
+            raise SystemExit("these reports are of different settings, machines or commits")
+        first["runs"] += other["runs"]
+    first["runs"].sort(key=lambda run: run["seed"])
+    return dict(first)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what quantizing gradients costs in loss, and why.")
-    parser.add_argument("--tokens", type=Path, required=True, help="folder of books-*.npy")
+    parser.add_argument("--tokens", type=Path, help="folder of books-*.npy")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="REPORT", help="only join these in --out")
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=200)
@@ -300,10 +331,16 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=50304, help="a multiple of 64 is much faster on a GPU")
     parser.add_argument("--seconds", type=float, default=240.0, help="no run begins if it might end later")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
+    if arguments.join:
+        write(arguments.out, joined(arguments.join))
+        return 0
+    if arguments.tokens is None:
+        parser.error("give --tokens, or --join")
     heads = max(1, arguments.width // 128)
     model = ModelSection(
         layers=arguments.layers,
@@ -311,7 +348,7 @@ def main() -> int:
         heads=heads,
         kv_heads=heads,
         ffn=arguments.width * 11 // 4,
-        vocab=50257,
+        vocab=arguments.vocab,
         sequence=arguments.sequence,
     )
     on_gpu = arguments.device.startswith("cuda")
@@ -320,16 +357,21 @@ def main() -> int:
         "commit": commit(),
         "hardware": torch.cuda.get_device_name() if on_gpu else "CPU",
         "torch": torch.__version__,
-        "settings": {
-            key: getattr(arguments, key)
-            for key in ("layers", "width", "sequence", "steps", "batch", "microbatch", "held_out", "lr")
-        },
+        "settings": {key: getattr(arguments, key) for key in SETTINGS},
         "runs": [],
     }
+    if arguments.out.exists():
+        before = json.loads(arguments.out.read_text(encoding="utf-8"))
+        # Another report is replaced.
+        if {**before, "runs": []} == report:
+            report = before
+    made = {(run["way"], run["seed"]) for run in report["runs"]}
     end = time.monotonic() + arguments.seconds
     longest = 0.0
     for seed in arguments.seeds:
         for name in arguments.ways:
+            if (name, seed) in made:
+                continue
             began = time.monotonic()
             if began + longest > end:
                 print(f"no time for {name}, seed {seed}", flush=True)

@@ -100,6 +100,18 @@ def test_graphs_give_autograds_bits(case: str, family: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_graphs_in_float16_give_autograds_bits(family: str, stage: int) -> None:
+    plain, graphs = (run_file("autocast", family, graphs=on) for on in (False, True))
+    plain, graphs = (
+        replace(one, training=replace(one.training, precision="float16")) for one in (plain, graphs)
+    )
+    wanted, _ = steps(plain, stage)
+    assert all(tensor.isfinite().all() for made in wanted for tensor in made)
+    assert_same(steps(graphs, stage)[0], wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("case", [case for case, (_, _, lora) in CASES.items() if not lora.dropout])
 def test_blocks_that_run_again_and_a_head_in_pieces_give_the_same_bits(
     case: str, stage: int, monkeypatch: pytest.MonkeyPatch

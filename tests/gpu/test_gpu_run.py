@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.config.schema import ModelSection, PipelineSection, RunSection, TrainingSection, Window
+from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection, Window
 from node.telemetry.events import StepAborted
 from tests.support.run_harness import SMALL, Run
 
@@ -19,12 +19,14 @@ CONFIG = replace(
 )
 
 
-def losses(directory: Path, codecs: tuple[str, str], window: Window) -> dict[int, float]:
+def losses(
+    directory: Path, codecs: tuple[str, str], window: Window, config: RunConfig = CONFIG
+) -> dict[int, float]:
     """The losses by step of a run that ends by itself; stderr has only log lines."""
     pipeline = PipelineSection(
         stages=STAGES, window=window, forward_codec=codecs[0], backward_codec=codecs[1]
     )
-    with Run(directory, replace(CONFIG, pipeline=pipeline)) as run:
+    with Run(directory, replace(config, pipeline=pipeline)) as run:
         coordinator = run.start()
         for number in range(STAGES):
             run.command(
@@ -45,3 +47,15 @@ def test_the_window_and_the_run_change_no_bit(tmp_path: Path, codecs: tuple[str,
     assert narrow[CONFIG.run.steps] < narrow[1]
     assert losses(tmp_path / "wide", codecs, 3) == narrow
     assert losses(tmp_path / "auto", codecs, "auto") == narrow
+
+
+def test_a_run_in_float16_follows_one_in_bfloat16(tmp_path: Path) -> None:
+    """For cards without bfloat16. With this factor nothing overflows, so no step is skipped."""
+    found = []
+    for precision in ("float16", "bfloat16"):
+        training = replace(CONFIG.training, precision=precision, loss_scale=1024.0)
+        config = replace(CONFIG, run=replace(CONFIG.run, steps=20, snapshot_every=20), training=training)
+        found.append(losses(tmp_path / precision, ("tah", "fixed-8"), "auto", config))
+    half, brain = found
+    assert list(half) == list(brain) == list(range(1, 21))
+    assert half == pytest.approx(brain, rel=2e-2) and half[20] < 0.9 * half[1]

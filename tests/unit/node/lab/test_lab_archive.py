@@ -21,7 +21,7 @@ from node.lab.profile import load_profile
 from node.telemetry.history import read_history
 from node.telemetry.trace_files import TraceWriter, read_batches
 from tests.support.recorded_run import write_run
-from wire.errors import RunError
+from wire.errors import ConfigError, RunError, UserError
 from wire.telemetry import Span, StepSpans
 
 LAB = Path(__file__).parents[4] / "deploy" / "lab"
@@ -111,6 +111,17 @@ def test_a_profile_for_gpus_begins_only_where_every_stage_has_one(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     support.check_devices(load_profile(LAB / "gpt2-xl-4gpu.toml"))
     support.check_devices(load_profile(LAB / "smoke.toml"))
+
+
+def test_stages_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = load_profile(LAB / "nanogpt.toml")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    support.check_devices(shared)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(UserError, match=r"nanogpt\.toml needs a GPU, and .* sees none here"):
+        support.check_devices(shared)
+    with pytest.raises(ConfigError, match=r"lab\.gpus must be at least 0"):
+        load_profile(LAB / "nanogpt.toml", ["lab.gpus=-1"])
 
 
 @pytest.mark.parametrize(("writes", "left"), [(False, []), (True, ["lab", "lab/smoke", "lab/smoke/raw"])])
