@@ -1,6 +1,7 @@
 """`thinwire plan RUN.toml`: what each stage needs, and what it does to fit in less memory."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from node.cli.parser import add_run_file
 
 if TYPE_CHECKING:
+    from node.config.schema import RunConfig
+    from node.pipeline.block_times import BlockTimes
     from node.pipeline.memory_choice import MemoryPlan
 
 HOST_TIMES = 4
@@ -34,12 +37,18 @@ def add_parser(commands: Any) -> None:
         default=0.0,
         help="main memory that a GPU may move to (default: 4 times --gb)",
     )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="plan by times that are measured on this machine's device, as a node does when it joins",
+    )
     parser.add_argument("--curve", action="store_true", help="each stage's time for every memory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from node.pipeline.block_times import assumed_times
     from node.pipeline.device_memory import Devices
     from node.pipeline.memory_plan import frontier, plan_stage
     from node.pipeline.storage_choice import choose, chosen_config, kept_bytes, remedies, words_of
@@ -56,8 +65,11 @@ def run(args: argparse.Namespace) -> int:
     memory = int(args.gb * 1e9)
     storages = [choose(config, stages, stage, devices, memory) for stage in range(stages)]
     configs = [chosen_config(config, storage) for storage in storages]
-    plans = [plan_stage(one, stages, stage, devices, memory) for stage, one in enumerate(configs)]
-    curves = [frontier(one, stages, stage, devices) for stage, one in enumerate(configs)]
+    times = _measured(config, args.device) if args.measure else assumed_times(config, devices)
+    plans = [
+        plan_stage(one, stages, stage, devices, memory, times=times) for stage, one in enumerate(configs)
+    ]
+    curves = [frontier(one, stages, stage, devices, times) for stage, one in enumerate(configs)]
     fits = all(plan.fits for plan in plans)
     changes = [] if fits else remedies(config, stages, devices, memory)
     if args.json:
@@ -70,10 +82,16 @@ def run(args: argparse.Namespace) -> int:
             }
             for stage, (storage, plan, curve) in enumerate(zip(storages, plans, curves, strict=True))
         ]
-        whole = {"memory_bytes": memory, "stages": found, "what_fits": changes}
+        whole = {
+            "memory_bytes": memory,
+            "stages": found,
+            "what_fits": changes,
+            "times": dataclasses.asdict(times),
+        }
         sys.stdout.write(json.dumps(whole, indent=1) + "\n")
         return 0 if fits else 1
     lines = _text(plans, curves, args.device, args.gb, curve=args.curve)
+    lines += ["", *_times_text(times, on_cpu=on_cpu)]
     if config.storage.allow:
         lines += ["", "stored as the coordinator would choose (storage.allow):"]
         for stage, storage in enumerate(storages):
@@ -83,6 +101,47 @@ def run(args: argparse.Namespace) -> int:
         lines += ["", f"what fits: {' or '.join(changes) or IN_GENERAL}"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0 if fits else 1
+
+
+def _measured(config: "RunConfig", device: str) -> "BlockTimes":
+    """Raises UserError where this machine has no such device, or cannot compute a block of the run."""
+    import torch
+
+    from node.stage.block_measure import measured_times
+    from node.stage.machine_info import fix_order
+    from wire.errors import UserError
+
+    if device == "gpu" and not torch.cuda.is_available():
+        raise UserError("--measure: torch finds no GPU here: measure this machine's CPU with --device cpu")
+    one = torch.device("cuda" if device == "gpu" else "cpu", 0)
+    fix_order(one)
+    times = measured_times(config, one)
+    if times is None:
+        raise UserError(f"--measure: a block of this run could not be computed on this machine's {device}")
+    return times
+
+
+def _times_text(times: "BlockTimes", *, on_cpu: bool) -> list[str]:
+    """What the plan weighs, of a block and a microbatch."""
+    known = "measured here" if times.measured else "assumed (--measure measures them)"
+    lines = [
+        f"times of a block, {known}: forward {_ms(times.forward)}, backward {_ms(times.backward)}",
+        f"  again: attention {_ms(times.attention)}, attention_output {_ms(times.attention_output)}, "
+        f"ffn_input {_ms(times.ffn_input)}",
+    ]
+    if not on_cpu:
+        slower = f", compute beside them {1e12 * times.slowing:.2f} ms a GB longer" if times.slowing else ""
+        lines.append(f"  copies: {times.out_rate / 1e9:.1f} GB/s out, {times.in_rate / 1e9:.1f} in{slower}")
+    lines += [
+        f"  {one.kind} in {one.form if one.form == 'bf16' else f'{one.form} bits'}: "
+        f"packed in {_ms(one.pack)}, unpacked in {_ms(one.unpack)}"
+        for one in times.packing
+    ]
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def _text(

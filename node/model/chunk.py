@@ -129,6 +129,8 @@ class Chunk(nn.Module):
             x = run(x) if passing is None else passing.through(layer, run, x, frozenset(storage.offload))
             if grads:
                 self.streaming.end_forward(unit, x)
+        if passing is not None:
+            passing.ask_last(x)
         return x, passing
 
     def unit_parameters(self, unit: str) -> dict[str, nn.Parameter]:

@@ -7,6 +7,7 @@ What a copy reads or writes must stay in memory until then.
 On a CPU there is nothing to move to: copies are made at once, to another buffer. Tests of bits run there.
 """
 
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -49,6 +50,15 @@ class HostMemory(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Block until all copies so far are done: the host may read what was copied out."""
+
+    def wait_device(self, *, copies: bool = True) -> None:
+        """Block until the device's work so far is done, and all copies unless `copies` is False."""
+        if copies:
+            self.finish()
+
+    def clock(self) -> float:
+        """Seconds, as the host has them."""
+        return time.perf_counter()
 
     @abstractmethod
     def _allocate(self, count: int) -> Tensor: ...
@@ -114,6 +124,11 @@ class CudaHostMemory(HostMemory):
     def finish(self) -> None:
         for stream in (self._out, self._in):
             stream.synchronize()
+
+    def wait_device(self, *, copies: bool = True) -> None:
+        self._current.synchronize()
+        if copies:
+            self.finish()
 
     def _allocate(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, pin_memory=self._page_locked)

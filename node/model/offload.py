@@ -1,9 +1,10 @@
 """What blocks keep for backward, in host memory until backward needs it.
 
-Forward copies a block's saved tensors out while the next block computes, and frees them when that one is
-done. Backward asks for a block's tensors when the block above it begins, so that they come back while that
-one computes. So the device holds at most two moved blocks of all microbatches in flight (double buffering:
-LLMQ, papers/llmq.txt, section 3.1).
+Forward copies a block's saved tensors out while the next blocks compute, and frees them when the next one
+that moves is done. Backward asks for a block's tensors when the next one above it that moves begins, so that
+they come back while that one and those between compute. So the device holds at most two moved blocks of all
+microbatches in flight (double buffering: LLMQ, papers/llmq.txt, section 3.1).
+`node.pipeline.copy_waits` says how long compute waits for that.
 
 Whole storages are copied, and come back with the same strides and offsets: every kernel reads what it would
 have read, so no bit changes. Weights, tables and the chunk's input stay, because they are in memory anyway.
@@ -174,13 +175,11 @@ class Passing:
         self, layer: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, moves: frozenset[str]
     ) -> Tensor:
         """`run(x)`, the forward of `layer`; what it keeps is moved if it is of the kinds `moves`."""
-        below, here = self._below, None
-        if moves:
-            made, block = self._moving(layer, run, x, moves)
-            here = weakref.ref(block)
-        else:
-            made = run(x)
-        self.ask_above(made, here, below)
+        if not moves:
+            return run(x)
+        made, block = self._moving(layer, run, x, moves)
+        here = weakref.ref(block)
+        self.ask_above(made, here, self._below)
         self._below = here
         return made
 
@@ -200,7 +199,8 @@ class Passing:
         made.register_hook(ask)  # type: ignore[no-untyped-call]  # torch's
 
     def ask_last(self, made: Tensor) -> None:
-        """Ask for the last layer's tensors once backward has come to `made`, which follows from it."""
+        """Ask for the tensors of the last layer that moves once backward has come to `made`, which follows
+        from it."""
         self.ask_above(made, self._below)
 
     def _moving(

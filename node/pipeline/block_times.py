@@ -4,17 +4,19 @@
 at a speed that is typical, which keeps their order and ratio.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from node.config.schema import ModelSection, RunConfig
-from node.model.storage import kv_width
+from node.model.storage import KINDS, Storage, kv_width
 from node.model.units import block_name, unit_cost
 from node.pipeline.device_memory import Devices
+from node.pipeline.pack_times import PackTime, assumed_packing
 
 GPU_FLOPS, CPU_FLOPS = 100e12, 100e9
 """Assumed operations a second."""
 COPY_RATE = 12e9
 """Assumed bytes a second between a GPU and page-locked memory, each way: PCIe 3 with 16 lanes."""
+AS_COMPUTED = Storage()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class BlockTimes:
 
     forward: float
     backward: float
+    """Of a block in the storage `stored`."""
     attention: float
     """The projections into attention: what recomputing queries, keys and values takes."""
     attention_output: float
@@ -33,11 +36,35 @@ class BlockTimes:
     """Bytes a second from the device to host memory, beside compute,"""
     in_rate: float
     """and back."""
+    slowing: float = 0.0
+    """Seconds that a byte which is copied adds to what is computed beside it."""
+    stored: Storage = AS_COMPUTED
+    packing: tuple[PackTime, ...] = ()
+    """Of the kinds and forms that the run file allows."""
+    measured: bool = False
+    """On the card; else assumed."""
 
     def recomputing(self, kind: str) -> float:
         """What backward takes longer if it computes this kind again."""
         seconds: float = getattr(self, kind)
         return seconds
+
+    def of_storage(self, storage: Storage) -> "BlockTimes":
+        """The same of a block that stores its activations in another way: what its packing takes in place of
+        the present one's. Packing whose time is not known counts as free."""
+        pack = self._packing(storage, "pack") - self._packing(self.stored, "pack")
+        unpack = self._packing(storage, "unpack") - self._packing(self.stored, "unpack")
+        # Measured one by one, parts may add up to more than the whole.
+        return replace(
+            self,
+            forward=max(self.forward + pack, self.forward / 2),
+            backward=max(self.backward + unpack, self.backward / 2),
+            stored=storage,
+        )
+
+    def _packing(self, storage: Storage, part: str) -> float:
+        known = {(one.kind, one.form): float(getattr(one, part)) for one in self.packing}
+        return sum(known.get((kind, getattr(storage, kind)), 0.0) for kind in KINDS)
 
 
 def assumed_times(config: RunConfig, devices: Devices) -> BlockTimes:
@@ -55,6 +82,7 @@ def assumed_times(config: RunConfig, devices: Devices) -> BlockTimes:
         ffn_input=into_ffn,
         out_rate=COPY_RATE,
         in_rate=COPY_RATE,
+        packing=assumed_packing(config, tokens, on_cpu=devices.on_cpu),
     )
 
 

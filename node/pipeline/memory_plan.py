@@ -10,9 +10,10 @@ blocks' weights, then their main gradients (`node.pipeline.state_moves`).
 `node.pipeline.block_times`.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations, product
+from itertools import islice, permutations, product
 from operator import mul
 
 from node.config.schema import RunConfig
@@ -20,8 +21,9 @@ from node.model.page_locked import page_locked
 from node.model.storage import AS_COMPUTED, KINDS, RECOMPUTE, Storage, StoredBytes, stored_bytes
 from node.model.units import HEAD, block_name, is_block, unit_cost
 from node.pipeline.block_times import BlockTimes, assumed_times
+from node.pipeline.copy_waits import Copied, CopyClock, Waits
 from node.pipeline.device_memory import RUNS_AT_WORK, RUNS_KEPT, Devices, Share
-from node.pipeline.memory import StageMemory, block_bytes, stage_memory, stage_storages
+from node.pipeline.memory import StageMemory, block_bytes, stage_bytes, stage_memory, stage_storages
 from node.pipeline.memory_choice import Choice, MemoryPlan
 from node.pipeline.memory_program import Column, Program, StateMove, solve, spread
 from node.pipeline.placement import chunk_units, held_blocks, of_chunk, stage_orders
@@ -83,6 +85,22 @@ class _Stage:
         self._forward, self._backward = blocks * times.forward, blocks * times.backward
         head = unit_cost(model, HEAD) / unit_cost(model, block_name(0)) if HEAD in everything else 0.0
         self._whole = (blocks + head) * (times.forward + times.backward)
+        heads = [head if HEAD in own else 0.0 for own in units]
+        self._clocks = tuple(
+            CopyClock(
+                forward=times.forward,
+                backward=times.backward,
+                head_forward=own * times.forward,
+                head_backward=own * times.backward,
+                out_rate=times.out_rate,
+                in_rate=times.in_rate,
+            )
+            for own in heads
+        )
+        movable = [column.moved for column in self.columns.values() if column.moved and not column.again]
+        self._windows = [
+            clock.windows(movable, own) for clock, own in zip(self._clocks, self.blocks, strict=True)
+        ]
 
     def _columns(
         self, config: RunConfig, devices: Devices, storage: Storage, share: Share
@@ -144,6 +162,7 @@ class _Stage:
             moved=sum(moved),
             host=sum(map(page_locked, moved)),
             seconds=seconds,
+            slowing=2 * sum(moved) * self._times.slowing,  # out and back
             working=working,
             again=again,
         )
@@ -232,8 +251,10 @@ class _Stage:
     def _pass_seconds(self, choices: Sequence[Choice], state: Moved) -> float:
         """What forward and backward of a microbatch take longer."""
         taken, moves, times = [self.columns[choice] for choice in choices], self._moved(state), self._times
+        slowing = sum(column.slowing for column in taken) + sum(count * move.slowing for move, count in moves)
+        waits = self._waits(taken)
         moved, again = sum(column.moved for column in taken), sum(column.seconds for column in taken)
-        # Copies hide behind compute, up to a point. The engines copy both ways at a time.
+        # In all, copies hide behind compute up to a point. The engines copy both ways at a time.
         forward = max(
             moved / times.out_rate, sum(count * move.forward_in for move, count in moves) / times.in_rate
         )
@@ -241,7 +262,18 @@ class _Stage:
             (moved + sum(count * move.backward_in for move, count in moves)) / times.in_rate,
             sum(count * move.backward_out for move, count in moves) / times.out_rate,
         )
-        return again + max(0.0, forward - self._forward) + max(0.0, backward - self._backward - again)
+        forward = max(0.0, forward - self._forward, sum(one.forward for one in waits))
+        backward = max(0.0, backward - self._backward - again, sum(one.backward for one in waits))
+        return again + slowing + forward + backward
+
+    def _waits(self, taken: Sequence[Column]) -> list[Waits]:
+        """Of each chunk, between use and use."""
+        found, left = [], iter(taken)
+        for clock, windows, count in zip(self._clocks, self._windows, self.blocks, strict=True):
+            parts = Counter((column.moved, column.again) for column in islice(left, count))
+            copied = [Copied(count=n, moved=moved, again=again) for (moved, again), n in parts.items()]
+            found.append(clock.waits(copied, windows))
+        return found
 
     def plan(self, choices: tuple[Choice, ...], memory_bytes: int = 0, *, state: Moved = STAYS) -> MemoryPlan:
         """These choices on a node with so much memory; 0 is without a limit."""
@@ -318,7 +350,7 @@ class _Stage:
                 yield tuple(found)
 
     def _program(self, memory_bytes: int) -> Program:
-        kept, times = self._kept, self._times
+        kept = self._kept
         room = memory_bytes - kept.fixed - kept.state - kept.snapshot
         passes = room - self._base_kept - (kept.applying if kept.captured else 0)
         working, pages = kept.working, self._work_pages
@@ -333,8 +365,7 @@ class _Stage:
             apart=kept.captured,
             forward=self._forward,
             backward=self._backward,
-            out_rate=times.out_rate,
-            in_rate=times.in_rate,
+            clocks=self._clocks,
             host=self._host,
             state=self._state,
             applying=None if kept.captured else room - kept.applying,
@@ -387,7 +418,7 @@ def _stages(
             order=orders[stage],
             together=together[stage],
             kept=kept[stage],
-            times=times,
+            times=times.of_storage(storages[stage]),
             graphs=graphs,
         )
         for stage in (range(stages) if only is None else (only,))
@@ -432,6 +463,11 @@ def plan_stage(
     """
     ones = [one for (one,) in _variants(config, stages, devices, windows, stage, times)]
     return _fastest(ones, memory_bytes)
+
+
+def short_of_memory(config: RunConfig, devices: Devices, memory_bytes: int) -> bool:
+    """Whether a node with so much memory may get a stage that does not fit with everything kept."""
+    return 0 < memory_bytes < max(stage_bytes(config, config.pipeline.stages, devices))
 
 
 def planned_again(

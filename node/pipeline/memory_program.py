@@ -3,7 +3,8 @@
 Adacc (Chen et al. 2025, equations 4 to 8) chooses for each tensor of one block and repeats that for all. Here
 a *column* is one way to treat the tensors of a block, by kind, and the program counts how many blocks of each
 chunk take it: identical blocks are one variable. Beyond Adacc it moves tensors to host memory, bounds the
-peak where backward begins and where the first block runs again, and bounds copies by the engines' time.
+peak where backward begins and where the first block runs again, and bounds copies by the engines' time: in
+all, and between use and use (`node.pipeline.copy_waits`).
 """
 
 from collections.abc import Sequence
@@ -11,10 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from node.pipeline.copy_waits import CopyClock, Waits
+
 ENOUGH = 1e-3
 """Of an optimum: a plan may be worse by this share."""
-MOST_NODES = 1000
-"""Of the search tree; five times as many find nothing that adds 0.1 % less. A limit of time would let the
+MOST_NODES = 500
+"""Of the search tree; twice as many find nothing that adds 0.1 % less. A limit of time would let the
 processes of one node find different plans."""
 
 
@@ -32,6 +35,8 @@ class Column:
     """and what they take there."""
     seconds: float
     """That it adds to forward and backward."""
+    slowing: float = 0.0
+    """That its copies add to what they run beside."""
     working: int
     """Bytes that its backward takes beyond a block's with everything kept, without tensors that come back."""
     again: bool
@@ -65,6 +70,8 @@ class StateMove:
     """and its backward,"""
     backward_out: int = 0
     """and what backward sends out."""
+    slowing: float = 0.0
+    """That copies of a part add to a microbatch's passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +92,8 @@ class Program:
     forward: float
     """Seconds of the stage's blocks for one microbatch,"""
     backward: float
-    out_rate: float
-    in_rate: float
+    clocks: tuple[CopyClock, ...]
+    """Of each chunk."""
     host: int = 0
     """Bytes of host memory."""
     state: tuple[StateMove, ...] = ()
@@ -123,7 +130,10 @@ def solve(program: Program) -> Counts | None:
     moves = runs_again + chunks
     state = moves + states
     coming, working, waits_forward, waits_back = range(state + states, state + states + 4)
+    between = [_BetweenUses(program, chunk) for chunk in range(chunks)]
     count = waits_back + 1
+    for each in between:
+        count = each.number(count)
     rows: list[tuple[dict[int, float], float, float]] = []
 
     def limit(terms: dict[int, float], most: float) -> None:
@@ -175,7 +185,7 @@ def solve(program: Program) -> Counts | None:
     limit(host, program.host / unit)
     places = [(chunk * width + k, column) for chunk in range(chunks) for k, column in enumerate(columns)]
     parts = [(state + k, one) for k, one in enumerate(program.state)]
-    out_rate, in_rate = program.out_rate * second, program.in_rate * second
+    out_rate, in_rate = (rate * second for rate in (program.clocks[0].out_rate, program.clocks[0].in_rate))
     # Both engines copy at a time; what is computed again hides copies too.
     forward_out = {at: column.moved / out_rate for at, column in places}
     forward_in = {at: one.forward_in / in_rate for at, one in parts}
@@ -187,11 +197,18 @@ def solve(program: Program) -> Counts | None:
     limit(forward_in | {waits_forward: -1.0}, program.forward / second)
     limit(back_in | {waits_back: -1.0}, program.backward / second)
     limit(back_out | {waits_back: -1.0}, program.backward / second)
+    for each in between:
+        rows += each.rows(second)
+    for waits, own_waits in (
+        (waits_forward, [each.forward for each in between if each.matters]),
+        (waits_back, [each.backward for each in between if each.matters]),
+    ):
+        limit(dict.fromkeys(own_waits, 1.0) | {waits: -1.0}, 0)
     cost = np.zeros(count)
     for chunk in range(chunks):
         for k, column in enumerate(columns):
-            cost[chunk * width + k] = column.seconds / second
-    cost[state : state + states] = [one.seconds / second for one in program.state]
+            cost[chunk * width + k] = (column.seconds + column.slowing) / second
+    cost[state : state + states] = [(one.seconds + one.slowing) / second for one in program.state]
     cost[[waits_forward, waits_back]] = 1.0
     matrix = np.zeros((len(rows), count))
     for number, (terms, _, _) in enumerate(rows):
@@ -202,6 +219,9 @@ def solve(program: Program) -> Counts | None:
     high = np.full(count, np.inf)
     high[used:state] = 1
     high[state : state + states] = [one.most for one in program.state]
+    for each in between:
+        whole[list(each.yes_or_no)] = 1
+        high[[*each.yes_or_no, *each.last.values()]] = 1
     found = milp(
         cost,
         constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
@@ -218,14 +238,106 @@ def solve(program: Program) -> Counts | None:
     )
 
 
+class _BetweenUses:
+    """Variables and rows that say how long one chunk's passes wait, as `CopyClock.waits` does: which window
+    its blocks have, and which column its last block takes if all of them move."""
+
+    def __init__(self, program: Program, chunk: int) -> None:
+        columns = program.columns
+        self._clock, self._blocks = program.clocks[chunk], program.blocks[chunk]
+        self._columns = {chunk * len(columns) + k: column for k, column in enumerate(columns)}
+        self._again = [at for at, column in self._columns.items() if column.again and column.moved]
+        self._moving = [at for at, column in self._columns.items() if not column.again and column.moved]
+        sizes = [self._columns[at].moved for at in self._moving]
+        self._windows = self._clock.windows(sizes, self._blocks)
+        self.matters = bool(self._again or self._moving)
+        self.forward = self.backward = -1
+        """Variables: seconds that the passes wait."""
+        self._none = self._end = -1
+        self._of_window: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        """By the variable of a column: whether the last block takes it, where all move."""
+        self.yes_or_no: tuple[int, ...] = ()
+
+    def number(self, first: int) -> int:
+        """Take variables from `first` on; returns the next free one."""
+        if not self.matters:
+            return first
+        self.forward, self.backward, self._none, self._end = range(first, first + 4)
+        self._of_window = {window: first + 4 + k for k, window in enumerate(self._windows)}
+        first += 4 + len(self._windows)
+        self.last = {at: first + k for k, at in enumerate((*self._moving, *self._again))}
+        chosen = [self._none, self._end, *self._of_window.values()]
+        # What a block that runs again has of its place follows only where that is 0 or 1.
+        self.yes_or_no = (*chosen, *(self.last[at] for at in self._again))
+        return first + len(self.last)
+
+    def rows(self, second: float) -> list[tuple[dict[int, float], float, float]]:
+        """Seconds are counted in `second`."""
+        if not self.matters:
+            return []
+        blocks, least = float(self._blocks), -np.inf
+        found: list[tuple[dict[int, float], float, float]] = []
+        ways = (self._none, self._end, *self._of_window.values())
+        found.append((dict.fromkeys(ways, 1.0), 1.0, 1.0))
+        # Nothing moves, but inputs of blocks that run again below one that does not move.
+        found.append((dict.fromkeys(self._moving, 1.0) | {self._none: blocks}, least, blocks))
+        found.append((dict.fromkeys(self._again, 1.0) | {self._none: 1.0}, least, blocks))
+        # Between two that move, and behind the last, there is a window's number of blocks.
+        runs_again = {at: 1.0 for at, column in self._columns.items() if column.again}
+        for window, chosen in self._of_window.items():
+            much = window * blocks + 1
+            terms = runs_again | dict.fromkeys(self._moving, float(window)) | {chosen: much}
+            found.append((terms, least, blocks - 1 + much))
+        found.append((dict.fromkeys(self.last.values(), 1.0) | {self._end: -1.0}, 0.0, 0.0))
+        for at, last in self.last.items():
+            found.append(({last: blocks if at in self._again else 1.0, at: -1.0}, least, 0.0))
+        for pick, waits in ((_forward, self.forward), (_backward, self.backward)):
+            again = {at: pick(self._clock.again(self._columns[at].moved)) / second for at in self._again}
+            found.append((again | {waits: -1.0}, least, 0.0))
+            for window, chosen in ((1, self._end), *self._of_window.items()):
+                moving = {
+                    at: pick(self._clock.within(self._columns[at].moved, window)) / second
+                    for at in self._moving
+                }
+                much = blocks * max(moving.values(), default=0.0)
+                terms = again | moving | {waits: -1.0, chosen: much}
+                if chosen == self._end:
+                    for at, last in self.last.items():
+                        own = self._clock.last(self._columns[at].moved, again=at in self._again)
+                        terms[last] = pick(own) / second
+                found.append((terms, least, much))
+        return found
+
+
+def _forward(waits: Waits) -> float:
+    return waits.forward
+
+
+def _backward(waits: Waits) -> float:
+    return waits.backward
+
+
 def spread(columns: Sequence[Column], counts: Sequence[int]) -> list[int]:
-    """A chunk's columns in the order of its blocks: those that run again first, the others spread evenly, so
-    that copies of one block have the compute of several to hide behind."""
-    order = [k for k, column in enumerate(columns) if column.again for _ in range(counts[k])]
-    places = [
-        ((number + 0.5) / counts[k], -columns[k].moved, k)
+    """A chunk's columns in the order of its blocks: those that run again first, and of the others those that
+    move spread evenly, so that copies of one have the compute of several to hide behind. The last block moves
+    only if all do, and of these it has the least to move."""
+    moving = sorted(
+        (k for k, column in enumerate(columns) for _ in range(counts[k]) if _moves(column)),
+        key=lambda k: (-columns[k].moved, k),
+    )
+    staying = [
+        k
         for k, column in enumerate(columns)
-        if not column.again
-        for number in range(counts[k])
+        for _ in range(counts[k])
+        if not column.again and not _moves(column)
     ]
-    return order + [k for _, _, k in sorted(places)]
+    again = [k for k, column in enumerate(columns) for _ in range(counts[k]) if column.again]
+    blocks, left = len(moving) + len(staying), iter(staying)
+    places = {number * blocks // len(moving): k for number, k in enumerate(moving)}
+    again.sort(key=lambda k: -columns[k].moved)
+    return again + [places[at] if at in places else next(left) for at in range(blocks)]
+
+
+def _moves(column: Column) -> bool:
+    return not column.again and column.moved > 0

@@ -85,8 +85,11 @@ def state_moves(
             seconds=(2 * weights if codes else weights) / rate,
             forward_in=in_passes,
             backward_in=in_passes,
+            slowing=2 * in_passes * times.slowing,
         )
     )
+    # The first microbatch of a step begins at 0.
+    gradients_in = gradients * (config.microbatches - 1) // config.microbatches
     found.append(
         StateMove(
             most=len(blocks),
@@ -95,9 +98,9 @@ def state_moves(
             host=share.in_host_pieces(gradients, blocks[0]),
             # For the norms, and again for the step.
             seconds=2 * gradients / rate,
-            # The first microbatch of a step begins at 0.
-            backward_in=gradients * (config.microbatches - 1) // config.microbatches,
+            backward_in=gradients_in,
             backward_out=gradients,
+            slowing=(gradients_in + gradients) * times.slowing,
         )
     )
     if codes:
@@ -111,6 +114,7 @@ def state_moves(
                 seconds=codes / rate,
                 forward_in=codes,
                 backward_in=codes,
+                slowing=2 * codes * times.slowing,
             )
         )
     return tuple(found)

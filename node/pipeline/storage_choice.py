@@ -14,10 +14,11 @@ from itertools import product
 from math import ceil
 
 from node.config.schema import RunConfig, StorageSection
-from node.model.storage import AS_COMPUTED, KINDS, PACKED, Storage, configured
+from node.model.storage import AS_COMPUTED, KINDS, Storage, configured
 from node.pipeline.device_memory import Devices, Share
 from node.pipeline.memory import MEMORY_SHARE, block_bytes, stage_memory
 from node.pipeline.memory_plan import least_stage_bytes
+from node.pipeline.pack_times import allowed_forms
 from node.pipeline.step_history import StepHistory
 from wire.errors import ConfigError, RunError
 
@@ -76,26 +77,6 @@ def allowed_storages(config: RunConfig) -> tuple[Storage, ...]:
         return -block_bytes(config, Share(config, gpu, storage), storage, gpu), name_of(storage)
 
     return tuple(sorted(found, key=bits))
-
-
-def allowed_forms(section: StorageSection) -> list[tuple[str, str]]:
-    """Kinds and forms of `storage.allow`: `kind:form`, or a form alone for both inputs of norms and of
-    feed-forwards. Raises ConfigError."""
-    found = []
-    for entry in section.allow:
-        kind, colon, form = entry.rpartition(":")
-        kinds = (kind,) if colon else ("norm_input", "ffn_input")
-        for one in kinds:
-            if one not in KINDS:
-                raise ConfigError(f"storage.allow names {one!r}, which is none of {', '.join(KINDS)}")
-            packed = [known for known in KINDS[one] if known in PACKED]
-            if form not in packed:
-                raise ConfigError(
-                    f"storage.allow names {entry!r}: {one} may be stored in {', '.join(packed)}; recompute "
-                    "and host memory change no bit, so each node decides on them for itself"
-                )
-            found.append((one, form))
-    return found
 
 
 def chosen_config(config: RunConfig, storage: Storage) -> RunConfig:

@@ -1,33 +1,34 @@
-"""Measures what a memory plan weighs on this node's own card: a block's passes, its parts, and copies to the
-host and back beside compute. Takes a second or two, once a run."""
+"""Measures what a memory plan weighs on this node's own device: a block's passes, its parts, packing, copies
+to the host and back beside compute, and compute beside copies. Takes a second or two, once a run."""
 
 import logging
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from math import ceil
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from kernels.attention.ops import attention
 from node.config.schema import RunConfig
 from node.model.chunk import HALVES, Chunk, build_chunk, compute_precision, weight_dtype
-from node.model.host_memory import host_memory
+from node.model.host_memory import Copy, HostMemory, host_memory
 from node.model.storage import configured, kv_width
 from node.model.units import block_name
 from node.pipeline.block_times import BlockTimes, assumed_times
 from node.pipeline.device_memory import Devices
+from node.stage.pack_measure import pack_times
+from node.stage.stopwatch import seconds_of
 
 log = logging.getLogger(__name__)
 
-RUNS = 3
-ENOUGH_SECONDS = 2.0
-"""Of measured passes on a CPU."""
 COPIED = 1 << 28
-"""Bytes."""
+"""Bytes of a copy that is measured."""
+MOST_COPIES = 64
+"""Of these, beside a block's passes."""
+ROUNDS = 3
+MEASURED_SECONDS = 0.02
+"""Of work beside copies."""
 
 
 def block_seconds(config: RunConfig, device: torch.device) -> float:
@@ -36,137 +37,160 @@ def block_seconds(config: RunConfig, device: torch.device) -> float:
 
     It says how fast this node is beside others, so that stages are given out by it; it decides no bit.
     """
-    if (times := measured_times(config, device)) is not None:
+    if device.type == "cuda" and (times := measured_times(config, device)) is not None:
         return times.forward + times.backward
-    model, training = config.model, config.training
     try:
-        chunk = _one_block(config, device)
-        shape = (training.microbatch, model.sequence, model.hidden)
-        fed, above = torch.zeros(shape, device=device).requires_grad_(), torch.ones(shape, device=device)
-        taken: list[float] = []
-        # The first one compiles. A slow machine is known after one more.
-        while len(taken) <= RUNS and sum(taken[1:]) < ENOUGH_SECONDS:
-            began = time.perf_counter()
-            with compute_precision(training.precision, device):
-                made = chunk(fed)
-            made.backward(above)
-            taken.append(time.perf_counter() - began)
-            chunk.zero_grad(set_to_none=True)
+        passes = _Passes(config, device, config.training.microbatch)
+        return sum(seconds_of(device, passes.forward, passes.backward))
     except RuntimeError as error:
-        log.warning("a block could not be measured on %s (%s)", device, str(error).strip().split("\n")[0])
+        log.warning("a block could not be measured on %s (%s)", device, _reason(error))
         return 0.0
-    return statistics.median(taken[1:])
 
 
 def measured_times(config: RunConfig, device: torch.device) -> BlockTimes | None:
-    """Of a GPU that computes a stage alone; None elsewhere, and where that fails.
+    """Of a device that computes a stage alone; None where that fails.
 
     What takes a whole microbatch is measured on one that is as long but has a single sample.
     """
-    if device.type != "cuda":
-        return None
-    # Triton launches on the thread's current device.
-    torch.cuda.set_device(device)
+    if device.type == "cuda":
+        # Triton launches on the thread's current device.
+        torch.cuda.set_device(device)
     try:
         return _measure(config, device)
     except RuntimeError as error:
         # Times only decide how fast a plan is, never whether it is right.
-        reason = str(error).strip().split("\n")[0]
-        log.warning("a block could not be measured on %s (%s): its times are assumed", device, reason)
+        log.warning("a block could not be measured on %s (%s): its times are assumed", device, _reason(error))
         return None
     finally:
-        torch.cuda.empty_cache()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def _one_block(config: RunConfig, device: torch.device) -> Chunk:
-    return build_chunk(
-        config.model,
-        (block_name(0),),
-        config.run.seed,
-        device,
-        weight_dtype(config.training.weights),
-        configured(config.storage),
-        lora=config.lora,
-    )
+def _reason(error: RuntimeError) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+class _Passes:
+    """Forward and backward of one of the run's blocks."""
+
+    def __init__(self, config: RunConfig, device: torch.device, samples: int) -> None:
+        model = config.model
+        shape = (samples, model.sequence, model.hidden)
+        self._chunk: Chunk = build_chunk(
+            model,
+            (block_name(0),),
+            config.run.seed,
+            device,
+            weight_dtype(config.training.weights),
+            configured(config.storage),
+            lora=config.lora,
+        )
+        self._precision, self._device = config.training.precision, device
+        self.fed = torch.randn(shape, device=device).requires_grad_()
+        self._above = torch.randn(shape, device=device)
+        self._made = self.fed
+
+    def forward(self) -> None:
+        self._chunk.zero_grad(set_to_none=True)
+        with compute_precision(self._precision, self._device):
+            self._made = self._chunk(self.fed)
+
+    def backward(self) -> None:
+        torch.autograd.backward(self._made, self._above)
+
+    def both(self) -> None:
+        self.forward()
+        self.backward()
 
 
 def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
     model, training = config.model, config.training
-    chunk = _one_block(config, device)
     samples = float(training.microbatch)
-    shape = (1, model.sequence, model.hidden)
-    fed = torch.randn(shape, device=device).requires_grad_()
-    above = torch.randn(shape, device=device)
-    taken: list[tuple[float, float]] = []
-    for _ in range(1 + RUNS):
-        marks = [_event() for _ in range(3)]
-        marks[0].record()
-        with compute_precision(training.precision, device):
-            made = chunk(fed)
-        marks[1].record()
-        made.backward(above)
-        marks[2].record()
-        marks[2].synchronize()
-        taken.append((marks[0].elapsed_time(marks[1]) / 1e3, marks[1].elapsed_time(marks[2]) / 1e3))
-        chunk.zero_grad(set_to_none=True)
-    # The first one compiles.
-    forward, backward = (statistics.median(one) for one in zip(*taken[1:], strict=True))
-    del chunk, made
+    passes = _Passes(config, device, 1)
+    forward, backward = seconds_of(device, passes.forward, passes.backward)
     dtype = HALVES.get(training.precision, torch.float32)
-    x = fed.detach().to(dtype)
+    x = passes.fed.detach().to(dtype)
 
     def product(outputs: int) -> float:
         weight = torch.randn(outputs, model.hidden, device=device, dtype=dtype)
-        return _seconds(lambda: F.linear(x, weight))
+        return seconds_of(device, lambda: F.linear(x, weight))[0]
 
     query, key = (
         torch.randn(1, heads, model.sequence, model.width, device=device, dtype=dtype)
         for heads in (model.heads, kv_width(model) // model.width)
     )
     times = replace(
-        assumed_times(config, Devices(on_cpu=False)),
+        assumed_times(config, Devices(on_cpu=device.type != "cuda")),
         forward=samples * forward,
         backward=samples * backward,
         attention=samples * product(model.q_width + 2 * kv_width(model)),
-        attention_output=samples * _seconds(lambda: attention(query, key, key)),
+        attention_output=samples * seconds_of(device, lambda: attention(query, key, key))[0],
         ffn_input=samples * product((2 if model.family == "llama" else 1) * model.ffn),
+        stored=configured(config.storage),
+        packing=pack_times(config, device),
+        measured=True,
     )
-    out_rate, in_rate = _copy_rates(device, x)
-    return replace(times, out_rate=out_rate, in_rate=in_rate)
-
-
-def _copy_rates(device: torch.device, x: Tensor) -> tuple[float, float]:
-    """Bytes a second out and in, both at a time and beside matrix products."""
+    if device.type != "cuda":
+        return times  # there is nowhere to move to
     memory = host_memory(device)
-    size = COPIED
-    there, back = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    host, other = memory.empty(size), memory.empty(size)
     square = x.reshape(-1, x.shape[-1])
-    rates = []
+    rate = copy_rate(memory, lambda: [square.t() @ square for _ in range(8)])
+    slowing = slowed_by_copies(memory, passes.both, rate)
+    return replace(times, out_rate=rate, in_rate=rate, slowing=slowing)
+
+
+def copy_rate(memory: HostMemory, work: Callable[[], object], size: int = COPIED) -> float:
+    """Bytes a second each way, both ways at a time and beside `work`: each alone has at least as much."""
+    out, into = _buffers(memory, size)
+    rate = 0.0
+    # Pages are touched for the first time in the first round.
     for _ in range(2):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        memory.copy_out([(there, host)])
-        memory.copy_in([(other, back)])
-        for _ in range(8):
-            square.t() @ square
         memory.finish()
-        rates.append(size / (time.perf_counter() - began))
-    torch.cuda.synchronize(device)
-    # Pages are touched for the first time in the first round. Each way has at least the rate of both.
-    return rates[-1], rates[-1]
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    work()
-    start, end = _event(), _event()
-    start.record()
-    for _ in range(RUNS):
+        began = memory.clock()
+        memory.copy_out([out])
+        memory.copy_in([into])
         work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / RUNS
+        memory.finish()
+        rate = size / (memory.clock() - began)
+    memory.wait_device()
+    return rate
 
 
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+def slowed_by_copies(
+    memory: HostMemory, work: Callable[[], object], rate: float, size: int = COPIED
+) -> float:
+    """Seconds that a byte which is copied adds to work beside it: how much longer `work` takes beside copies
+    both ways, which share the device's memory, and launches, with it.
+
+    Args:
+        rate: of copies, bytes a second each way (`copy_rate`).
+    """
+    out, into = _buffers(memory, size)
+
+    def took(copies: int, repeats: int = 1) -> float:
+        memory.wait_device()
+        for _ in range(copies):
+            memory.copy_out([out])
+            memory.copy_in([into])
+        began = memory.clock()
+        for _ in range(repeats):
+            work()
+        memory.wait_device(copies=False)
+        seconds = memory.clock() - began
+        memory.wait_device()
+        return seconds
+
+    took(0)
+    repeats = max(1, min(MOST_COPIES, ceil(MEASURED_SECONDS / max(took(0), 1e-9))))
+    alone = min(took(0, repeats) for _ in range(ROUNDS))
+    # For as long as the work takes, and a half more.
+    copies = min(MOST_COPIES, max(1, ceil(1.5 * alone * rate / size)))
+    beside = min(took(copies, repeats) for _ in range(ROUNDS))
+    copied = min(2 * copies * size, 2 * rate * beside)
+    return max(0.0, beside - alone) / copied
+
+
+def _buffers(memory: HostMemory, size: int) -> tuple[Copy, Copy]:
+    """For a copy out, and one in."""
+    there, back = (torch.empty(size, dtype=torch.uint8, device=memory.device) for _ in range(2))
+    return (there, memory.empty(size)), (memory.empty(size), back)

@@ -129,4 +129,7 @@ def _scaled(times: BlockTimes, factor: float) -> BlockTimes:
         attention=factor * times.attention,
         attention_output=factor * times.attention_output,
         ffn_input=factor * times.ffn_input,
+        packing=tuple(
+            replace(one, pack=factor * one.pack, unpack=factor * one.unpack) for one in times.packing
+        ),
     )

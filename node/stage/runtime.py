@@ -17,7 +17,7 @@ from node import faults
 from node.config.schema import RunConfig
 from node.pipeline.block_times import BlockTimes
 from node.pipeline.device_memory import devices_of
-from node.pipeline.memory_plan import Room
+from node.pipeline.memory_plan import Room, short_of_memory
 from node.run_file.loader import from_json
 from node.stage.block_measure import block_seconds, measured_times
 from node.stage.coordinator_client import CoordinatorClient
@@ -328,7 +328,10 @@ class NodeRuntime:
         self._tasks.append(group.create_task(self._heartbeats(welcome.heartbeat_seconds)))
         hardware = self._settings.hardware
         times = None
-        if hardware.devices == 1 and self._settings.devices.first.type == "cuda":
+        on_gpu = self._settings.devices.first.type == "cuda"
+        # Main memory does for most stages, and then there is nothing to weigh.
+        chooses = on_gpu or short_of_memory(config, devices_of(hardware), hardware.memory_bytes)
+        if hardware.devices == 1 and chooses:
             # Of several, each would measure other times and plan another stage.
             self.progress.doing("measuring a block")
             times = await self._compute.run(lambda: measured_times(config, self._settings.devices.first))

@@ -1,0 +1,123 @@
+"""What packing a block's tensors takes on this node's own device, operator by operator."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.blockfloat import ops
+from kernels.layers import ops as layers
+from node.config.schema import RunConfig
+from node.model.chunk import HALVES
+from node.model.storage import PACKED
+from node.pipeline.pack_times import PackTime, packed_widths, stored_forms
+from node.stage.stopwatch import seconds_of
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """One way through forward, and through backward."""
+
+    forward: Callable[[], object]
+    backward: Callable[[], object]
+
+
+def pack_times(config: RunConfig, device: torch.device) -> tuple[PackTime, ...]:
+    """Of each kind and form that blocks of this run may be stored in (`stored_forms`), for a microbatch; what
+    takes a whole one is measured on a single sample.
+
+    Kernels of norms and activations pack what they make: of these it is what they take longer than those that
+    pack nothing.
+    """
+    samples = config.training.microbatch
+    plain: dict[str, tuple[float, float]] = {}
+    found = []
+    for kind, form in stored_forms(config):
+        work = _Kinds(config, device)
+        with torch.no_grad():
+            if kind not in plain:
+                plain[kind] = _timed(device, work.of(kind, 0))
+            packed = _timed(device, work.of(kind, PACKED[form]))
+        pack, unpack = (
+            samples * max(0.0, one - other) for one, other in zip(packed, plain[kind], strict=True)
+        )
+        found.append(PackTime(kind=kind, form=form, pack=pack, unpack=unpack))
+    return tuple(found)
+
+
+def _timed(device: torch.device, works: list[_Work]) -> tuple[float, float]:
+    """Seconds of forward and backward of all of these."""
+    totals = [seconds_of(device, work.forward, work.backward) for work in works]
+    return sum(one for one, _ in totals), sum(one for _, one in totals)
+
+
+class _Kinds:
+    """Tensors of one sample, as a block has them."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self._dtype = HALVES.get(config.training.precision, torch.float32)
+
+    def of(self, kind: str, bits: int) -> list[_Work]:
+        """What one kind of tensor goes through, kept in so many bits; 0 as computed."""
+        widths = packed_widths(self._config.model)[kind]
+        if kind == "norm_input":
+            return [self._norm(width, bits) for width in widths]
+        if kind == "ffn_input":
+            return [self._feed_forward(len(widths), bits)]
+        return [self._store(width, bits) for width in widths]
+
+    def _tensor(self, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(1, self._config.model.sequence, width, device=self._device).to(dtype)
+
+    def _store(self, width: int, bits: int) -> _Work:
+        x, dtype = self._tensor(width, self._dtype), self._dtype
+        if not bits:
+            return _Work(forward=lambda: None, backward=lambda: None)
+        packed = ops.store(x, bits)
+        return _Work(
+            forward=lambda: ops.store(x, bits),
+            backward=lambda: ops.restore(packed, list(x.shape), bits, dtype),
+        )
+
+    def _norm(self, width: int, bits: int) -> _Work:
+        x, grad = self._tensor(width, torch.float32), self._tensor(width, self._dtype)
+        weight, dtype = torch.ones(width, device=self._device), self._dtype
+        bias = torch.zeros_like(weight) if self._config.model.family == "gpt2" else None
+        if not bits:
+            return _Work(
+                forward=lambda: layers.norm(x, weight, bias, EPS, dtype),
+                backward=lambda: (
+                    layers.norm(x, weight, bias, EPS, dtype),
+                    layers.norm_backward(grad, x, x, weight, bias, EPS),
+                ),
+            )
+        packed = ops.store(x, bits)
+        return _Work(
+            forward=lambda: ops.norm_store(x, weight, bias, EPS, bits, dtype),
+            backward=lambda: (
+                ops.norm_from_stored(packed, list(x.shape), weight, bias, EPS, bits, dtype),
+                ops.norm_backward(grad, packed, x, weight, bias, EPS, bits),
+            ),
+        )
+
+    def _feed_forward(self, inputs: int, bits: int) -> _Work:
+        model = self._config.model
+        gelu = model.activation == "gelu"
+        gate, up = (self._tensor(model.ffn, self._dtype) for _ in range(2))
+        both = (gate, up if inputs == 2 else None)
+        # Each call overwrites it.
+        grad = self._tensor(model.ffn, self._dtype)
+        if not bits:
+            return _Work(
+                forward=lambda: layers.activation(*both, gelu),
+                backward=lambda: layers.activation_backward(grad, *both, gelu),
+            )
+        packed = [None if one is None else ops.store(one, bits) for one in both]
+        return _Work(
+            forward=lambda: ops.ffn_store(*both, bits, gelu),
+            backward=lambda: ops.ffn_backward(grad, *packed, bits, gelu),
+        )
