@@ -4,7 +4,8 @@
 at a speed that is typical, which keeps their order and ratio.
 """
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 
 from node.config.schema import ModelSection, RunConfig
 from node.model.storage import KINDS, Storage, kv_width
@@ -61,6 +62,18 @@ class BlockTimes:
             backward=max(self.backward + unpack, self.backward / 2),
             stored=storage,
         )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "BlockTimes":
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        stored = {**fields.pop("stored")}
+        stored["offload"] = tuple(stored["offload"])
+        packing = tuple(PackTime(**one) for one in fields.pop("packing"))
+        return cls(**fields, stored=Storage(**stored), packing=packing)
 
     def _packing(self, storage: Storage, part: str) -> float:
         known = {(one.kind, one.form): float(getattr(one, part)) for one in self.packing}

@@ -73,3 +73,17 @@ def test_a_plan_says_in_how_many_bits_stages_store_and_what_would_let_one_fit(
     least = max(stage["curve"][-1]["bytes"] for stage in found["stages"])
     _, out = plan(capsys, *allowed, "--gb", f"{0.98 * least / 1e9:.3f}", "--device", "cpu")
     assert "what fits: pipeline.stages = " in out
+
+
+def test_a_plan_by_measured_times_says_what_packing_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("model.sequence=16", "training.microbatch=1", 'storage.allow=["4"]')
+    assert main(["plan", "demo", "--device", "cpu", "--measure", "--json", *small]) == 0
+    times = json.loads(capsys.readouterr().out)["times"]
+    assert times["measured"] and times["forward"] > 0
+    assert [(one["kind"], one["form"]) for one in times["packing"]] == [
+        ("norm_input", "4"),
+        ("ffn_input", "4"),
+    ]
+    assert main(["plan", "demo", "--device", "cpu", *small]) == 0
+    out = capsys.readouterr().out
+    assert "times of a block, assumed" in out and "norm_input in 4 bits: packed in" in out

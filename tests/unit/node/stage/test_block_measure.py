@@ -11,6 +11,7 @@ from torch import Tensor
 from node.config.schema import StorageSection
 from node.model.host_memory import Copy, HostMemory
 from node.model.storage import KINDS, PACKED, Storage, configured
+from node.pipeline.block_times import BlockTimes
 from node.pipeline.pack_times import stored_forms
 from node.stage.block_measure import block_seconds, copy_rate, measured_times, slowed_by_copies
 from tests.unit.node.pipeline.test_memory import CPU, run
@@ -115,7 +116,7 @@ def test_a_stage_in_another_storage_takes_its_packing_in_place_of_the_measured_o
     config = replace(run("plain"), storage=StorageSection(preset="compact", allow=("norm_input:8",)))
     times = measured_times(config, CPU)
     assert times is not None and times.stored == configured(config.storage)
-    assert times.of_storage(times.stored) == times
+    assert times.of_storage(times.stored) == times and BlockTimes.from_json(times.to_json()) == times
     known = {(one.kind, one.form): one for one in times.packing}
     wide = replace(times.stored, norm_input="8")
     before, after = known["norm_input", "4"], known["norm_input", "8"]
