@@ -22,6 +22,8 @@ from wire.stream_receiver import Acknowledge
 from wire.v1 import link_pb2
 
 MAX_OPEN_PINGS = 8
+JUST_NOW = 1000
+"""Microseconds."""
 
 
 class _Ended(Exception):
@@ -52,6 +54,7 @@ class Connection:
         self._heard_at = self._wrote_at = math.inf
         """When the control stream was read last, and when a write that is under way began."""
         self._silence_watch: asyncio.TimerHandle | None = None
+        self._control_alarm = Alarm(state.control_wake)
         self._pings: dict[int, float] = {}  # nonce -> when it was sent
         self._pongs: list[int] = []  # nonces to answer
 
@@ -114,11 +117,14 @@ class Connection:
             if data == KEEP_ALIVE:
                 continue
             state.stats.frames_received += 1
+            due = state.receiver.deadline
             completed = state.receiver.receive(data, now())
             if state.transfers is not None:
                 state.transfers.received(data, completed.key if completed else None, now())
-            if state.receiver.deadline <= now():
+            if (at := state.receiver.deadline) <= now():
                 state.control_wake.set()
+            elif at < due:
+                self._control_alarm.by(at)
             if completed is not None:
                 state.on_tensor(completed.key, completed.buffer)
 
@@ -170,7 +176,6 @@ class Connection:
         )
         await self._write_message(stream, link_pb2.LinkMessage(hello=hello))
         state.receiver.reconnect(now())
-        alarm = Alarm(state.control_wake)
         ping_at = now()
         while True:
             state.control_wake.clear()
@@ -188,15 +193,13 @@ class Connection:
                 await self._write_message(stream, link_pb2.LinkMessage(pong=pong))
             for news in state.receiver.poll(now()):
                 if isinstance(news, Acknowledge):
-                    acknowledge = link_pb2.Acknowledge(
-                        next_sequence=news.next_sequence, credit_limit=news.credit_limit
-                    )
+                    acknowledge = acknowledge_to_proto(news, now())
                     await self._write_message(stream, link_pb2.LinkMessage(acknowledge=acknowledge))
                 else:
                     await self._write_message(
                         stream, link_pb2.LinkMessage(send_again=link_pb2.SendAgain(sequences=news.sequences))
                     )
-            await alarm.wait(min(ping_at, state.receiver.deadline))
+            await self._control_alarm.wait(min(ping_at, state.receiver.deadline))
 
     async def _write_message(self, stream: ByteStream, message: link_pb2.LinkMessage) -> None:
         data = message.SerializeToString()
@@ -247,15 +250,13 @@ class Connection:
             case "hello":
                 self._greet(message.hello)
             case "acknowledge":
-                before = state.sender.unacknowledged
-                state.sender.acknowledge(message.acknowledge.next_sequence, message.acknowledge.credit_limit)
+                before, told = state.sender.unacknowledged, message.acknowledge
+                for one in told.arrived:
+                    at = now() - 1e-6 * one.microseconds_ago
+                    self._acknowledged(one.next_sequence, told.credit_limit, at)
+                self._acknowledged(told.next_sequence, told.credit_limit, now())
                 if (left := state.sender.unacknowledged) < before:
                     state.delivery.acknowledged(all_of_it=left == 0, now=now())
-                state.meter.acknowledged(
-                    state.sender.acknowledged_bytes, round_trip=state.stats.least_rtt_seconds, now=now()
-                )
-                if state.transfers is not None:
-                    state.transfers.acknowledged(message.acknowledge.next_sequence, now())
                 if state.sender.has_more:
                     state.bulk_wake.set()
             case "send_again":
@@ -269,6 +270,16 @@ class Connection:
                 self._measure(message.pong.nonce)
             case _:
                 raise ProtocolViolationError("the neighbour sent a control message of an unknown kind")
+
+    def _acknowledged(self, next_sequence: int, credit_limit: int, at: float) -> None:
+        """The neighbour has had every frame below since this time, plus its answer's way here."""
+        state = self._state
+        state.sender.acknowledge(next_sequence, credit_limit)
+        state.meter.acknowledged(
+            state.sender.acknowledged_bytes, round_trip=state.stats.least_rtt_seconds, now=at
+        )
+        if state.transfers is not None:
+            state.transfers.acknowledged(next_sequence, at)
 
     def _greet(self, hello: link_pb2.LinkHello) -> None:
         state = self._state
@@ -316,16 +327,34 @@ class Alarm:
 
     async def wait(self, deadline: float | None) -> None:
         """Return once the event is set."""
-        if deadline is not None and deadline < self._at:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._at = deadline
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now()), self._ring)
+        if deadline is not None:
+            self.by(deadline)
         await self._event.wait()
+
+    def by(self, deadline: float) -> None:
+        """Set the event at this time, if not sooner."""
+        if deadline >= self._at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._at = deadline
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now()), self._ring)
 
     def _ring(self) -> None:
         self._at, self._timer = math.inf, None
         self._event.set()
+
+
+def acknowledge_to_proto(news: Acknowledge, at: float) -> link_pb2.Acknowledge:
+    """As it is sent at this time. What has just arrived needs no word of its own."""
+    arrived = [(one.next_sequence, min(round(1e6 * (at - one.at)), 2**32 - 1)) for one in news.arrived]
+    while arrived and arrived[-1][1] < JUST_NOW:
+        arrived.pop()
+    return link_pb2.Acknowledge(
+        next_sequence=news.next_sequence,
+        credit_limit=news.credit_limit,
+        arrived=[link_pb2.Arrival(next_sequence=end, microseconds_ago=ago) for end, ago in arrived],
+    )
 
 
 async def wait_until(event: asyncio.Event, deadline: float | None) -> None:

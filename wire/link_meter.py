@@ -49,7 +49,7 @@ class LinkMeter:
     """One direction of a link. `now` is seconds on any clock; bytes are totals since the link was made."""
 
     def __init__(self) -> None:
-        self._busy_seconds = 0.0
+        self._busy_seconds = self._told_busy = 0.0
         self._busy_since: float | None = None
         self._waiting: deque[tuple[int, float]] = deque()  # (total bytes at its end, when it was queued)
         self._counted = 0  # total bytes at the end of the last tensor that was measured
@@ -60,8 +60,11 @@ class LinkMeter:
         self._other = _Rate()
 
     def busy_seconds(self, now: float) -> float:
-        """Time in which anything waited to be sent or acknowledged."""
-        return self._busy_seconds + (0.0 if self._busy_since is None else max(0.0, now - self._busy_since))
+        """Time in which anything waited to be sent or acknowledged. It never becomes less, though what is
+        acknowledged late may have arrived before `now`."""
+        running = 0.0 if self._busy_since is None else max(0.0, now - self._busy_since)
+        self._told_busy = max(self._told_busy, self._busy_seconds + running)
+        return self._told_busy
 
     @property
     def capacity(self) -> float:
@@ -80,7 +83,11 @@ class LinkMeter:
         self._waiting.append((end_bytes, now))
 
     def acknowledged(self, total_bytes: int, *, round_trip: float, now: float) -> None:
-        """The receiver has `total_bytes`; `round_trip` is the least one seen, seconds."""
+        """The receiver has `total_bytes`; `round_trip` is the least one seen, seconds.
+
+        `now` is when this would have been known if it had been said at once: it may be a while ago.
+        """
+        now = max(now, self._last_news)
         queued_at = None
         end_bytes = self._counted
         while self._waiting and self._waiting[0][0] <= total_bytes:
@@ -99,9 +106,9 @@ class LinkMeter:
         # A line at twice the bucket's rate empties it in this time; a faster one sooner.
         self._saved_seconds = max(0.0, self._saved_seconds - seconds)
         self._counted, self._last_news = end_bytes, now
-        if not self._waiting:
-            self._busy_seconds = self.busy_seconds(now)
-            self._busy_since = None
+        if not self._waiting or self._waiting[0][1] > now:
+            self._busy_seconds += max(0.0, now - (now if self._busy_since is None else self._busy_since))
+            self._busy_since = self._waiting[0][1] if self._waiting else None
 
     def interrupted(self, now: float) -> None:
         """The connection broke or came back: time until now says nothing about capacity."""

@@ -34,6 +34,8 @@ longer checked for repeats.
 """
 
 MAX_DAMAGED_IN_A_ROW = 64
+SMALL_BYTES = 64 * 1024
+"""Smaller tensors are acknowledged together: a message costs both ends more than the tensor."""
 MOST_SPARE = 8
 """Released buffers to keep for reuse, so that a busy link with tensors of several sizes allocates nothing."""
 
@@ -45,12 +47,22 @@ class Completed(NamedTuple):
     buffer: bytearray
 
 
+class Arrival(NamedTuple):
+    """A tensor is complete."""
+
+    next_sequence: int
+    """One past its last frame."""
+    at: float
+
+
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
     """Every frame below `next_sequence` has arrived; frames below `credit_limit` may be sent."""
 
     next_sequence: int
     credit_limit: int
+    arrived: tuple[Arrival, ...] = ()
+    """What was complete since the last acknowledgement, in order: the sender measures the link by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +86,8 @@ class StreamReceiver:
     """Receives the tensors of one link.
 
     After every call, `poll` returns the messages that are due, and `deadline` says when the next one will be.
-    Acknowledgements are collected for `ack_seconds`, and repeated every `repeat_seconds` so that a lost one
-    cannot hang the link.
+    Acknowledgements of frames and of small tensors are collected for `ack_seconds`, and repeated every
+    `repeat_seconds` so that a lost one cannot hang the link.
 
     The link sets `session` before the first frame arrives.
     """
@@ -109,7 +121,8 @@ class StreamReceiver:
         self._next = 0  # every frame below has arrived
         self._beyond: set[int] = set()  # arrived, above `_next`
         self._highest = 0  # one past the newest that arrived
-        self._complete = 0  # one past the last frame of the newest complete tensor
+        self._arrived: list[Arrival] = []  # complete tensors that the sender has not been told of
+        self._large = 0  # one past the last frame of the newest complete tensor that is not small
         self._retired = 0  # frames whose room in the window is free again
         self._limit = self._window
         self._incoming: dict[int, _Incoming] = {}  # by first sequence
@@ -172,7 +185,9 @@ class StreamReceiver:
             memoryview(tensor.buffer)[frame.offset : frame.offset + len(frame.payload)] = frame.payload
         if tensor.missing == 0:
             del self._incoming[tensor.first]
-            self._complete = max(self._complete, tensor.end)
+            self._arrived.append(Arrival(tensor.end, now))
+            if tensor.total >= SMALL_BYTES:
+                self._large = max(self._large, tensor.end)
             if tensor.key == self._wanted:
                 self._wanted = None
         self._update(now)
@@ -212,10 +227,21 @@ class StreamReceiver:
             self._asked.update(dict.fromkeys(due, now + self._resend_seconds))
             messages.append(SendAgain(due))
         if now >= self._ack_at:
-            self._told = Acknowledge(self._next, self._limit)
+            self._told = Acknowledge(self._next, self._limit, self._take_arrived())
             self._ack_at = now + self._repeat_seconds
             messages.append(self._told)
         return messages
+
+    def _take_arrived(self) -> tuple[Arrival, ...]:
+        """Complete tensors below the lowest missing frame, each with when nothing below its end was missing."""
+        taken: list[Arrival] = []
+        at = 0.0
+        for end, complete_at in sorted(self._arrived):
+            if end <= self._next:
+                at = max(at, complete_at)
+                taken.append(Arrival(end, at))
+        self._arrived = [one for one in self._arrived if one.next_sequence > self._next]
+        return tuple(taken)
 
     def forget(self) -> None:
         """Drop all buffers; no frame will arrive any more."""
@@ -315,12 +341,12 @@ class StreamReceiver:
         arrived, credit = self._next - self._told.next_sequence, self._limit - self._told.credit_limit
         if not arrived and not credit:
             return
-        # The sender must learn in time to keep the window full, and it measures the link by when a tensor is
-        # complete: both go at once. Other acknowledgements are collected.
+        # The sender must learn in time to keep the window full, and keeps a tensor until it is acknowledged:
+        # both go at once. Other acknowledgements are collected.
         low = self._told.credit_limit - self._highest < self._window // 4
-        complete = self._complete > self._told.next_sequence
+        large = self._large > self._told.next_sequence
         many = max(1, self._window // 4)
-        urgent = low or complete or max(arrived, credit) >= many
+        urgent = low or large or max(arrived, credit) >= many
         if not arrived and not urgent:
             return  # the sender has credit for a while; more goes with the next arrival
         self._ack_at = min(self._ack_at, now if urgent else now + self._ack_seconds)

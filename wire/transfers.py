@@ -56,10 +56,10 @@ class TransferLog:
         self._on_transfer(TransferKind.SEND, key, began, now)
 
     def acknowledged(self, next_sequence: int, now: float) -> None:
-        """Every frame below has arrived."""
+        """Every frame below has arrived, at a time that may be before `sent` was called for it."""
         while self._unacknowledged and self._unacknowledged[0][0] < next_sequence:
             _, key, began = self._unacknowledged.popleft()
-            self._on_transfer(TransferKind.IN_FLIGHT, key, began, now)
+            self._on_transfer(TransferKind.IN_FLIGHT, key, began, max(began, now))
 
     def received(self, frame: bytes, completed: TensorKey | None, now: float) -> None:
         """A frame arrived; `completed` is the tensor that it completed."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12wire/v1/link.proto\x12\x10thinwire.wire.v1\"Q\n\tLinkHello\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\x15\n\rnext_sequence\x18\x04 \x01(\x04\":\n\x0b\x41\x63knowledge\x12\x15\n\rnext_sequence\x18\x01 \x01(\x04\x12\x14\n\x0c\x63redit_limit\x18\x02 \x01(\x04\"\x1e\n\tSendAgain\x12\x11\n\tsequences\x18\x01 \x03(\x04\"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\"\x15\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\"\xfc\x01\n\x0bLinkMessage\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.thinwire.wire.v1.LinkHelloH\x00\x12\x34\n\x0b\x61\x63knowledge\x18\x02 \x01(\x0b\x32\x1d.thinwire.wire.v1.AcknowledgeH\x00\x12\x31\n\nsend_again\x18\x03 \x01(\x0b\x32\x1b.thinwire.wire.v1.SendAgainH\x00\x12&\n\x04ping\x18\x04 \x01(\x0b\x32\x16.thinwire.wire.v1.PingH\x00\x12&\n\x04pong\x18\x05 \x01(\x0b\x32\x16.thinwire.wire.v1.PongH\x00\x42\x06\n\x04\x62ody2S\n\x04Link\x12K\n\x07\x43ontrol\x12\x1d.thinwire.wire.v1.LinkMessage\x1a\x1d.thinwire.wire.v1.LinkMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12wire/v1/link.proto\x12\x10thinwire.wire.v1\"Q\n\tLinkHello\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\x15\n\rnext_sequence\x18\x04 \x01(\x04\":\n\x07\x41rrival\x12\x15\n\rnext_sequence\x18\x01 \x01(\x04\x12\x18\n\x10microseconds_ago\x18\x02 \x01(\r\"f\n\x0b\x41\x63knowledge\x12\x15\n\rnext_sequence\x18\x01 \x01(\x04\x12\x14\n\x0c\x63redit_limit\x18\x02 \x01(\x04\x12*\n\x07\x61rrived\x18\x03 \x03(\x0b\x32\x19.thinwire.wire.v1.Arrival\"\x1e\n\tSendAgain\x12\x11\n\tsequences\x18\x01 \x03(\x04\"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\"\x15\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\"\xfc\x01\n\x0bLinkMessage\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.thinwire.wire.v1.LinkHelloH\x00\x12\x34\n\x0b\x61\x63knowledge\x18\x02 \x01(\x0b\x32\x1d.thinwire.wire.v1.AcknowledgeH\x00\x12\x31\n\nsend_again\x18\x03 \x01(\x0b\x32\x1b.thinwire.wire.v1.SendAgainH\x00\x12&\n\x04ping\x18\x04 \x01(\x0b\x32\x16.thinwire.wire.v1.PingH\x00\x12&\n\x04pong\x18\x05 \x01(\x0b\x32\x16.thinwire.wire.v1.PongH\x00\x42\x06\n\x04\x62ody2S\n\x04Link\x12K\n\x07\x43ontrol\x12\x1d.thinwire.wire.v1.LinkMessage\x1a\x1d.thinwire.wire.v1.LinkMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +33,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LINKHELLO']._serialized_start=40
   _globals['_LINKHELLO']._serialized_end=121
-  _globals['_ACKNOWLEDGE']._serialized_start=123
-  _globals['_ACKNOWLEDGE']._serialized_end=181
-  _globals['_SENDAGAIN']._serialized_start=183
-  _globals['_SENDAGAIN']._serialized_end=213
-  _globals['_PING']._serialized_start=215
-  _globals['_PING']._serialized_end=236
-  _globals['_PONG']._serialized_start=238
-  _globals['_PONG']._serialized_end=259
-  _globals['_LINKMESSAGE']._serialized_start=262
-  _globals['_LINKMESSAGE']._serialized_end=514
-  _globals['_LINK']._serialized_start=516
-  _globals['_LINK']._serialized_end=599
+  _globals['_ARRIVAL']._serialized_start=123
+  _globals['_ARRIVAL']._serialized_end=181
+  _globals['_ACKNOWLEDGE']._serialized_start=183
+  _globals['_ACKNOWLEDGE']._serialized_end=285
+  _globals['_SENDAGAIN']._serialized_start=287
+  _globals['_SENDAGAIN']._serialized_end=317
+  _globals['_PING']._serialized_start=319
+  _globals['_PING']._serialized_end=340
+  _globals['_PONG']._serialized_start=342
+  _globals['_PONG']._serialized_end=363
+  _globals['_LINKMESSAGE']._serialized_start=366
+  _globals['_LINKMESSAGE']._serialized_end=618
+  _globals['_LINK']._serialized_start=620
+  _globals['_LINK']._serialized_end=703
 # @@protoc_insertion_point(module_scope)

@@ -18,13 +18,23 @@ class LinkHello(_message.Message):
     next_sequence: int
     def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., session: _Optional[int] = ..., next_sequence: _Optional[int] = ...) -> None: ...
 
+class Arrival(_message.Message):
+    __slots__ = ("next_sequence", "microseconds_ago")
+    NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    MICROSECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    next_sequence: int
+    microseconds_ago: int
+    def __init__(self, next_sequence: _Optional[int] = ..., microseconds_ago: _Optional[int] = ...) -> None: ...
+
 class Acknowledge(_message.Message):
-    __slots__ = ("next_sequence", "credit_limit")
+    __slots__ = ("next_sequence", "credit_limit", "arrived")
     NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CREDIT_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
     next_sequence: int
     credit_limit: int
-    def __init__(self, next_sequence: _Optional[int] = ..., credit_limit: _Optional[int] = ...) -> None: ...
+    arrived: _containers.RepeatedCompositeFieldContainer[Arrival]
+    def __init__(self, next_sequence: _Optional[int] = ..., credit_limit: _Optional[int] = ..., arrived: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ...) -> None: ...
 
 class SendAgain(_message.Message):
     __slots__ = ("sequences",)

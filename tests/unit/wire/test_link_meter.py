@@ -67,6 +67,30 @@ def test_busy_time_is_that_in_which_something_waits() -> None:
     assert meter.busy_seconds(end + 65) == pytest.approx(3 * (2.0 + ROUND_TRIP) + 5)
 
 
+def test_what_is_acknowledged_late_counts_from_when_it_had_arrived() -> None:
+    at_once, late = LinkMeter(), LinkMeter()
+    for meter in (at_once, late):
+        meter.queued(500, 0.0)
+    arrived = [(500, 0.5 + ROUND_TRIP), (1500, 4.0 + ROUND_TRIP), (2500, 5.0 + ROUND_TRIP)]
+    at_once.acknowledged(*arrived[0][:1], round_trip=ROUND_TRIP, now=arrived[0][1])
+    for meter in (at_once, late):
+        meter.queued(1500, 3.0)
+        meter.queued(2500, 3.0)
+    seen = late.busy_seconds(5.0)
+    for end, now in arrived[1:]:
+        at_once.acknowledged(end, round_trip=ROUND_TRIP, now=now)
+    for end, now in arrived:
+        late.acknowledged(end, round_trip=ROUND_TRIP, now=now)
+    assert late.capacity == at_once.capacity == pytest.approx(RATE)
+    assert at_once.busy_seconds(9.0) == pytest.approx(0.5 + 2.0 + 2 * ROUND_TRIP)
+    assert late.busy_seconds(9.0) == seen == 5.0, "never less than was said before"
+    for meter in (at_once, late):
+        meter.queued(3500, 20.0)
+        meter.acknowledged(3500, round_trip=ROUND_TRIP, now=21.0 + ROUND_TRIP)
+    gain = at_once.busy_seconds(30.0) - (0.5 + 2.0 + 2 * ROUND_TRIP)
+    assert gain == pytest.approx(1.0 + ROUND_TRIP)
+
+
 def test_a_link_that_changes_is_followed() -> None:
     meter = LinkMeter()
     end = carry(meter, [(0.0, 1000)] * 20)

@@ -17,6 +17,7 @@ from wire.stream_receiver import (
     MAX_DAMAGED_IN_A_ROW,
     MOST_SPARE,
     Acknowledge,
+    Arrival,
     Completed,
     SendAgain,
     StreamReceiver,
@@ -216,12 +217,12 @@ def test_credit_goes_with_the_next_arrival_while_the_sender_has_some_left() -> N
     receiver.poll(0.0)
     for i in range(3):
         receiver.receive(frame(i, i, 0, bytes(PIECE), PIECE), 0.1)
-    assert receiver.poll(0.1) == [Acknowledge(3, 16)]
+    assert told(receiver.poll(0.15)) == [(3, 16)]
     for i in range(3):
         receiver.release(key(i), 0.2)
     assert receiver.poll(0.5) == []
     receiver.receive(frame(3, 3, 0, bytes(PIECE), PIECE), 0.6)
-    assert receiver.poll(0.6) == [Acknowledge(4, 19)]
+    assert told(receiver.poll(0.65)) == [(4, 19)]
     receiver.release(key(3), 0.7)
     assert receiver.poll(0.7) == []
     for i in range(4, 8):
@@ -230,6 +231,31 @@ def test_credit_goes_with_the_next_arrival_while_the_sender_has_some_left() -> N
     for i in range(4, 8):
         receiver.release(key(i), 0.9)
     assert receiver.poll(0.9) == [Acknowledge(8, 24)], "a quarter of the window is due at once"
+
+
+def told(messages: list[Acknowledge | SendAgain]) -> list[tuple[int, int]]:
+    return [(one.next_sequence, one.credit_limit) for one in messages if isinstance(one, Acknowledge)]
+
+
+def test_small_tensors_are_acknowledged_together_with_the_time_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("wire.stream_receiver.SMALL_BYTES", 3 * PIECE)
+    receiver = make_receiver({key(0): PIECE, key(1): 2 * PIECE, key(2): PIECE, key(3): 3 * PIECE}, window=64)
+    receiver.poll(0.0)
+    receiver.receive(frame(0, 0, 0, bytes(PIECE), PIECE), 0.100)
+    assert receiver.deadline == pytest.approx(0.12) and receiver.poll(0.100) == []
+    # The second tensor lacks its first frame, so the third is no part of the answer.
+    receiver.receive(frame(2, 1, PIECE, bytes(PIECE), 2 * PIECE), 0.105)
+    receiver.receive(frame(3, 2, 0, bytes(PIECE), PIECE), 0.110)
+    messages = receiver.poll(0.121)
+    assert messages == [SendAgain((1,)), Acknowledge(1, 64, (Arrival(1, 0.100),))]
+    receiver.receive(frame(1, 1, 0, bytes(PIECE), 2 * PIECE), 0.130)
+    assert receiver.poll(0.151) == [Acknowledge(4, 64, (Arrival(3, 0.130), Arrival(4, 0.130)))]
+    for i in range(3):
+        assert receiver.poll(0.200) == []
+        receiver.receive(frame(4 + i, 3, i * PIECE, bytes(PIECE), 3 * PIECE), 0.200)
+    assert receiver.poll(0.200) == [Acknowledge(7, 64, (Arrival(7, 0.200),))], "a large one at once"
 
 
 def test_stale_tensor_is_acknowledged_and_dropped() -> None:
