@@ -323,6 +323,7 @@ class EpochTask:
             return None
 
         outcome = await services.compute(attempt)
+        io.flush()
         if outcome is None:
             raise RunError("it ran short of memory, and plans with less from now on")
         faults.reach(faults.Phase.VOTING, stage=self.stage, step=step)
@@ -351,6 +352,7 @@ class EpochTask:
                 return executor.validate(self.number, command.number, command.microbatches, io, found)
 
             loss = await services.compute(work)
+            io.flush()
             done = self._validated = Validated(
                 epoch=self.number,
                 step=command.step,

@@ -17,11 +17,15 @@ from torch import Tensor
 from node.pipeline.routing import BETWEEN_ROWS, source_stage, target_stage
 from wire.errors import LinkError, LinkLostError
 from wire.spec import Direction, TensorKey
+from wire.stream_receiver import SMALL_BYTES
 
 STALL_SECONDS = 600.0
 """A neighbour that answers pings but sends no tensor for this long counts as stuck."""
 WANT_SECONDS = 0.02
 """A tensor that comes within this time is not asked for: a full window is the exception."""
+MOST_WAITING = 8
+"""Releases of small tensors that wait for a call that wakes the event loop anyway: most often a tensor is
+sent soon, and a wake-up costs both threads more than the release."""
 
 
 class StepInterrupted(Exception):
@@ -142,6 +146,8 @@ class LoopIO:
         self._over = over
         self._calls: deque[Callable[[], None]] = deque()
         self._scheduled = False
+        self._large: set[TensorKey] = set()
+        """Taken and not released: neighbours may wait for the room of these."""
 
     def holds(self, key: TensorKey) -> bool:
         return self._inbox.holds(key)
@@ -168,10 +174,25 @@ class LoopIO:
         # Tensors between rows have their credit back when they arrive: nothing waits for one to be taken.
         if source_stage(key, self._stages) != BETWEEN_ROWS and not self._inbox.holds(key):
             self._call(self._links[source_stage(key, self._stages)].want, key)
-        return torch.frombuffer(self._inbox.take(key), dtype=torch.uint8)
+        buffer = self._inbox.take(key)
+        if len(buffer) >= SMALL_BYTES:
+            self._large.add(key)
+        return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def release(self, key: TensorKey) -> None:
-        self._call(self._links[source_stage(key, self._stages)].release, key)
+        release = self._links[source_stage(key, self._stages)].release
+        if key in self._large:
+            self._large.discard(key)
+            self._call(release, key)
+            return
+        self._calls.append(functools.partial(release, key))
+        if len(self._calls) >= MOST_WAITING:
+            self._wake()
+
+    def flush(self) -> None:
+        """Called on the event loop, once the compute thread is done: run what waits."""
+        if self._calls:
+            self._loop.call_soon(self._run_calls)
 
     def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
         payload = memoryview(packed.numpy().data)
@@ -191,6 +212,9 @@ class LoopIO:
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         """Call on the event loop, in order. Calls that come before it runs wake it once."""
         self._calls.append(functools.partial(function, *arguments))
+        self._wake()
+
+    def _wake(self) -> None:
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon_threadsafe(self._run_calls)

@@ -10,9 +10,10 @@ from typing import cast
 import pytest
 
 from node.pipeline.routing import neighbours, source_stage, target_stage
-from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
+from node.stage.inbox import MOST_WAITING, Inbox, LoopIO, StepInterrupted, TensorLink
 from wire.errors import LinkLostError
 from wire.spec import Direction, TensorKey
+from wire.stream_receiver import SMALL_BYTES
 
 SECONDS = 20.0
 
@@ -95,16 +96,25 @@ async def test_calls_of_a_stage_wake_the_event_loop_once_and_keep_their_order() 
     )
     for microbatch in range(3):
         io.release(key(microbatch))
-    assert made == []
+    assert made == woken == [], "room of small tensors wakes nobody"
+    io.flush()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert made == [("release", key(0)), ("release", key(2))]
     assert [str(error) for error in failed] == ["not held"]
-    assert len(woken) == 1
+    for microbatch in range(10, 10 + MOST_WAITING + 1):
+        io.release(key(microbatch))
+    await asyncio.sleep(0)
+    assert len(woken) == 1 and made[-1] == ("release", key(10 + MOST_WAITING))
+    inbox.put(key(2), bytearray(SMALL_BYTES))
+    io.take(key(2))
+    io.release(key(2))
+    await asyncio.sleep(0)
+    assert len(woken) == 2 and made[-1] == ("release", key(2))
 
     inbox.put(key(3), bytearray(1))
     io.wait_any([key(3)])
-    assert len(woken) == 1, "what is here is not asked for"
+    assert len(woken) == 2, "what is here is not asked for"
     waiting = asyncio.to_thread(io.wait_any, [key(4)])
     async with asyncio.TaskGroup() as group:
         task = group.create_task(waiting)
