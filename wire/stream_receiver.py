@@ -233,7 +233,7 @@ class StreamReceiver:
         return messages
 
     def _take_arrived(self) -> tuple[Arrival, ...]:
-        """Complete tensors below the lowest missing frame, each with when nothing below its end was missing."""
+        """Complete tensors below the lowest missing frame, and since when nothing below each one's end is."""
         taken: list[Arrival] = []
         at = 0.0
         for end, complete_at in sorted(self._arrived):

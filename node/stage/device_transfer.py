@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from node.stage.host_buffers import HostBuffers
+from node.stage.host_buffers import LEAST_BYTES, HostBuffers
 from wire.codecs import header, host_copies
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import HostCopies, Mark
@@ -61,6 +61,8 @@ class CpuTransfer(DeviceTransfer):
         pass
 
     def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:
+        if tensor.nbytes < LEAST_BYTES:
+            return codec.encode(tensor)
         size = codec.packed_bytes(TensorSpec(tensor.dtype, tuple(tensor.shape)))
         return codec.encode(tensor, self._buffers.empty((size,), torch.uint8))
 

@@ -67,9 +67,10 @@ class FixedCodec(Codec):
         # With numpy: for a few bytes a tile torch would wake threads that then keep their cores busy.
         scales = sections.scales.view(torch.int16).cpu().numpy()
         # Minus infinity is refused as a scale below zero.
-        if scales.max() >= HALF_INFINITY or (scales & HALF_MAGNITUDE).max() > HALF_INFINITY:
+        infinite = (scales >= HALF_INFINITY) | (scales & HALF_MAGNITUDE > HALF_INFINITY)
+        if np.count_nonzero(infinite):
             self._refuse(dispatch.NON_FINITE)
-        if scales.min() <= 0:
+        if np.count_nonzero(scales <= 0):
             self._refuse(dispatch.BAD_SCALE)
         if not fixed_loops.decode(sections, out, exponent, constant=self._constant):
             self._refuse(dispatch.BAD_CODE)

@@ -26,7 +26,7 @@ and never relies on it.
 """
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import google_crc32c
 import numpy as np
@@ -135,12 +135,14 @@ def seal(buffer: bytearray | memoryview | NDArray[np.uint8]) -> None:
     packed[CHECKSUM] = np.frombuffer(_checksum(packed).to_bytes(4, "little"), dtype=np.uint8)
 
 
-def check(buffer: PackedBytes, expected: Header, exponents: range) -> Header:
+def check(buffer: PackedBytes, expected: Header, exponents: range, agreed: bytes | None = None) -> Header:
     """Compare a received packed tensor with what was negotiated; return its header with the exponent.
 
     Checks length, every field, the exponent's range, the checksum and the sample cache, in this order, before
     anything is allocated. `PackedMismatchError` names the first that is wrong; for the sample cache it is a
     `CacheMismatchError`.
+
+    `agreed`: the bytes of `expected`, where the caller has them.
     """
     packed = np.frombuffer(buffer, dtype=np.uint8)
     length = HEADER_BYTES + expected.payload_bytes
@@ -149,7 +151,7 @@ def check(buffer: PackedBytes, expected: Header, exponents: range) -> Header:
             f"a packed tensor has {packed.size} bytes, not the {length} agreed: refused"
         )
     header = packed[:HEADER_BYTES].tobytes()
-    agreed = expected.to_bytes()
+    agreed = agreed or expected.to_bytes()
     if header[: EXPONENT.start] != agreed[: EXPONENT.start]:
         pairs = zip(_NAMES, _STRUCT.unpack(header), _STRUCT.unpack(agreed), strict=False)
         # A zero that became negative differs in its bytes, not in its value.
@@ -170,7 +172,7 @@ def check(buffer: PackedBytes, expected: Header, exponents: range) -> Header:
             f"{crc:08x}, this stage's since step {expected.cache[0]}, {expected.cache[1]:08x}: refused; this "
             "stage goes back to the newest snapshot"
         )
-    return replace(expected, exponent=exponent)
+    return Header(expected.parameters, expected.spec, expected.payload_bytes, exponent, expected.cache)
 
 
 def _checksum(packed: NDArray[np.uint8]) -> int:
