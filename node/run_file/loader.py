@@ -213,9 +213,10 @@ def toml_value(value: object) -> str:
     return repr(value)
 
 
-def section_types() -> dict[str, type]:
+@cache
+def section_types() -> Mapping[str, type]:
     """The schema's sections: name to dataclass, in order."""
-    return {name: hint for name, hint in get_type_hints(RunConfig).items()}
+    return get_type_hints(RunConfig)
 
 
 @cache

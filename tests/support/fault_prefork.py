@@ -24,6 +24,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -296,18 +297,31 @@ def _execute(words: list[str]) -> int:
 
 
 def _import_everything() -> None:
-    import grpc.aio  # noqa: F401  # imported for the processes to be forked
+    import encodings.idna  # noqa: F401  # imported for the processes to be forked
+
+    import grpc.aio  # noqa: F401
+    from cryptography.hazmat.primitives.asymmetric import ec
 
     import node.cli.coordinator
     import node.cli.join
     import node.cli.main
+    import node.cli.run_directory
     import node.display.render
     import node.parallel.worker
     import node.processes.coordinator
     import node.processes.node
+    from node.config.schema import RunConfig
+    from node.processes import doctor
+    from node.run_file import loader
     from node.stage import machine_info
+    from wire.identity.credentials import key_to_pem, make_csr
 
     node.cli.main.build_parser()  # imports every command
+    # What every process would read and import first: its packages, a run's settings, how to sign a request.
+    node.processes.node.package_owners = cache(doctor.package_owners)
+    node.processes.node.package_owners()
+    loader.from_json(loader.to_json(RunConfig()))
+    make_csr(key_to_pem(ec.generate_private_key(ec.SECP256R1())))
     # Hundreds of nodes start: each would multiply large matrices for a quarter of a second.
     machine_info.MEASURE_SECONDS, machine_info.MATRIX = 0.01, 256
     # Many of them pack, and would each load the compiled loops. A second thread would be lost in the fork.
