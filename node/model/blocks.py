@@ -461,6 +461,11 @@ class Gpt2Block(Block):
         return F.gelu(up_bsf, approximate="tanh")
 
 
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    """Without initial weights: to draw them on the meta device torch imports its compiler, for seconds."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+
+
 class Embedding(nn.Module):
     """Token ids [B, S] int64 to hidden [B, S, C]; GPT-2 adds learned positions, which begin again with each
     of `documents`."""
@@ -468,8 +473,8 @@ class Embedding(nn.Module):
     def __init__(self, model: ModelSection, rank: TensorRank) -> None:
         super().__init__()
         self.rank = rank
-        self.tokens = nn.Embedding(model.vocab, model.hidden)
-        self.positions = nn.Embedding(model.sequence, model.hidden) if model.family == "gpt2" else None
+        self.tokens = _embedding(model.vocab, model.hidden)
+        self.positions = _embedding(model.sequence, model.hidden) if model.family == "gpt2" else None
         self.scale = sqrt(model.hidden) if model.scaled_embedding else 1.0
 
     def forward(self, tokens_bs: Tensor, documents: Documents | None = None) -> Tensor:

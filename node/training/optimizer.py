@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
-import torch._dynamo  # AdamW's constructor imports it, which takes over a second: do it before the run waits
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as adamw_of
 
 from kernels.common import dispatch
 from kernels.fp8.ops import adamw_step
@@ -129,7 +129,7 @@ class StageOptimizer:
             self.streaming.move_codes(host, codes_away, self._coded)
         self.weights_changed()
         self._steps = dict.fromkeys(self._units, 0)
-        self._vectors = _adamw(vectors, training, 0.0)
+        self._vectors = _AdamW(vectors, training)
         self._place_moments(matrices, host)
 
     def _place_moments(self, matrices: Sequence[nn.Parameter], host: HostMemory | None) -> None:
@@ -143,7 +143,7 @@ class StageOptimizer:
             self._packed[parameter] = mean, square
         unpacked = [parameter for parameter in there if parameter not in self._packed]
         # Two, because matrices whose gradients are in e4m3 step one at a time.
-        self._matrices = _adamw(unpacked, self._training, self._training.weight_decay)
+        self._matrices = _AdamW(unpacked, self._training)
         self._moments = {**self._matrices.state, **self._vectors.state}
         self.outer: dict[nn.Parameter, Tensor] = {}
         """The momentum of all parameters, float32 on the CPU; empty before a run's first round has ended."""
@@ -400,16 +400,15 @@ class StageOptimizer:
         if self._on_host is not None:
             self._apply_streamed(self._on_host, lr, scale_of, ramp)
         for adamw, decay in ((self._matrices, self._training.weight_decay), (self._vectors, 0.0)):
-            (group,) = adamw.param_groups
-            group["lr"], group["weight_decay"] = lr * ramp, decay / ramp
-            for parameter in group["params"]:
+            kept: dict[nn.Parameter, Tensor] = {}
+            for parameter in adamw.state:
                 gradient = self.gradients.get(parameter).mul_(scale_of(parameter))
                 if parameter.grad is None:
-                    # It was unpacked for this step alone. AdamW passes over those that have none yet.
-                    parameter.grad = gradient
-                    adamw.step()
-                    parameter.grad = None
-            adamw.step()
+                    # It was unpacked for this step alone.
+                    adamw.step({parameter: gradient}, lr * ramp, decay / ramp)
+                else:
+                    kept[parameter] = gradient
+            adamw.step(kept, lr * ramp, decay / ramp)
         self.weights_changed()
         self.zero_grad()
 
@@ -526,22 +525,39 @@ class StageOptimizer:
         )
 
 
-def _adamw(
-    parameters: list[nn.Parameter], training: TrainingSection, weight_decay: float
-) -> torch.optim.AdamW:
-    optimizer = torch.optim.AdamW(
-        [{"params": parameters, "weight_decay": weight_decay}],
-        lr=training.lr,
-        betas=(training.beta1, training.beta2),
-        eps=training.eps,
-    )
-    for parameter in parameters:
-        # What AdamW would create on its first step; made here so that there is always a state to save.
-        optimizer.state[parameter] = {
-            STEP: torch.tensor(0.0),
-            **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+class _AdamW:
+    """torch's AdamW with moments in float32, by its function: the first of its optimizers that a process
+    makes imports torch's compiler, which takes seconds."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], training: TrainingSection) -> None:
+        self._training = training
+        self.state = {
+            parameter: {
+                STEP: torch.tensor(0.0),
+                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+            }
+            for parameter in parameters
         }
-    return optimizer
+
+    def step(self, gradients: Mapping[nn.Parameter, Tensor], lr: float, weight_decay: float) -> None:
+        """One step of these parameters, in place."""
+        states = [self.state[parameter] for parameter in gradients]
+        means, squares = ([state[moment] for state in states] for moment in MOMENTS)
+        adamw_of(
+            list(gradients),
+            list(gradients.values()),
+            means,
+            squares,
+            [],
+            [state[STEP] for state in states],
+            amsgrad=False,
+            beta1=self._training.beta1,
+            beta2=self._training.beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self._training.eps,
+            maximize=False,
+        )
 
 
 def sum_tied_gradients(head: Tensor, embed: Tensor) -> Tensor:

@@ -73,11 +73,14 @@ def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
         assert "with the key that the token pins; clocks agree" in healthy
         assert "this machine is ready" in healthy
 
+        # Slow, so that steps leave the processor to the commands.
+        run.program = ("tests.support.slow_node",)
         run.add_node()
-        coordinator.wait_event(SnapshotStored, lambda stored: stored.step >= 15)
+        run.program = ("node.cli.main",)
+        coordinator.wait_event(SnapshotStored, lambda stored: stored.step >= 4)
         training = status(run)
         assert training["state"] == "training"
-        assert training["steps_done"] >= 15
+        assert training["steps_done"] >= 4
         assert training["nodes_admitted"] == [run.node_id(0), run.node_id(1)]
         assert 1 <= len(training["snapshots"]) <= 3
         assert 0 <= training["snapshot_age_seconds"] < 60

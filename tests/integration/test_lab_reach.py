@@ -19,7 +19,7 @@ PROFILE = """
 name = "hard"
 kinds = ["open", "nat", "symmetric", "mapping", "proxy"]
 [run]
-steps = 100
+steps = 40
 [model]
 layers = 2
 hidden = 32

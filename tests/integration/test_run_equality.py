@@ -3,6 +3,8 @@
 These are forked; `test_run_faults.py` starts every process of a run from nothing, and holds it to the same.
 """
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,3 +32,24 @@ def test_a_run_is_the_unsplit_model(config: RunConfig, prefork: Prefork, tmp_pat
         assert [node.wait_exit() for node in nodes] == [0] * len(nodes)
         run.assert_undisturbed()
         assert run.snapshots == [config.run.steps]
+
+
+TRAINS = """
+import sys
+from tests.support.memory_pipeline import reference_run
+from tests.support.run_harness import SMALL
+
+reference_run(SMALL, 2)
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_training_imports_no_compiler(prefork: Prefork, tmp_path: Path) -> None:
+    """Importing torch's takes seconds, which each node would wait before its first step."""
+    (tmp_path / "trains.py").write_text(TRAINS)
+    command = [sys.executable, str(tmp_path / "trains.py")]
+    process = prefork.popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout as said:
+        assert said.read() == "False\n"
+    assert process.wait(60) == 0
