@@ -463,7 +463,7 @@ class Gpt2Block(Block):
 
 def _embedding(rows: int, width: int) -> nn.Embedding:
     """Without initial weights: to draw them on the meta device torch imports its compiler, for seconds."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 class Embedding(nn.Module):

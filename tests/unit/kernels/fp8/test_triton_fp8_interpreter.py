@@ -29,9 +29,9 @@ def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
 
 
 @inside
-@each("rows", [1, 4, 8])
+@each("rows", [1, 8])
 @each("count", SIZES)
-@each("scale", [1e-40, 1e-5, 1e30])
+@each("scale", [1e-40, 1e30])
 @each("stochastic", [False, True])
 def test_accumulation_gives_the_references_bits(
     count: int, scale: float, rows: int, stochastic: bool

@@ -116,7 +116,7 @@ def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
 
 
 @inside
-@pytest.mark.usefixtures("cpu_lanes")
+@pytest.mark.usefixtures("cpu_lanes", "large_shares")
 @pytest.mark.timeout(300)
 def test_payload_is_the_cpus() -> None:
     x = low_rank()
@@ -134,9 +134,9 @@ def test_payload_with_dither_is_the_cpus() -> None:
 
 
 @inside
-@pytest.mark.usefixtures("cpu_lanes", "large_shares")
+@pytest.mark.usefixtures("cpu_lanes")
 @pytest.mark.parametrize("x", [normal(1, 19) * 1e-40, torch.zeros(2, 3)], ids=["a short row, tiny", "zeros"])
-def test_payload_is_the_cpus_by_other_shares(x: torch.Tensor) -> None:
+def test_payload_is_the_cpus_by_the_shares_of_gpus(x: torch.Tensor) -> None:
     check_payload(x, codec(NAME).encode(x))
 
 
