@@ -73,11 +73,11 @@ def test_held_activations_are_the_designs_counts() -> None:
 
 @pytest.mark.parametrize("stages", range(1, 7))
 def test_every_schedule_is_complete_bounded_and_free_of_deadlock(stages: int) -> None:
-    # All up to two groups of stages, and more that divide badly and well; Hypothesis draws larger ones.
-    several = sorted({*range(1, 2 * stages + 1), 31, 32})
+    # All up to a group of stages, and more that divide badly and well; Hypothesis draws larger ones.
+    several = sorted({*range(1, stages + 2), 2 * stages, 31})
     for chunks in range(1, 5):
         for microbatches in several:
-            for window in range(5):
+            for window in (0, 1, 2, 4):
                 orders = schedule(stages, chunks, microbatches, window)
                 # Refuses what is incomplete: as many actions as there should be are then all of them.
                 simulate(orders, forward_time=1, backward_time=2, transfer_time=0.5)
