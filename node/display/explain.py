@@ -22,7 +22,7 @@ from node.pipeline.codec_ladder import CHEAP, first_codecs, ladder
 from node.pipeline.device_memory import Devices
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.pipeline.storage_choice import choices_by_offer, kept_bytes, words_of
-from node.run_file.loader import section_types, toml_value
+from node.run_file.loader import to_fields, toml_value
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
 
 UPLOADS_MBIT = (5, 20, 100, 1000)
@@ -76,11 +76,11 @@ def explanation_text(explanation: Explanation, machines: Sequence[Machine] = ())
 
 def _resolved(config: RunConfig) -> list[tuple[str, list[tuple[str, Any, bool]]]]:
     """Each section's (key, value, whether it is the default)."""
-    sections = []
-    for name, kind in section_types().items():
-        values, defaults = vars(getattr(config, name)), vars(kind())
-        sections.append((name, [(key, value, value == defaults[key]) for key, value in values.items()]))
-    return sections
+    defaults = to_fields(RunConfig())
+    return [
+        (name, [(key, value, value == defaults[name][key]) for key, value in values.items()])
+        for name, values in to_fields(config).items()
+    ]
 
 
 def _step_lines(explanation: Explanation) -> list[str]:

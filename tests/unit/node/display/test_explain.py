@@ -1,6 +1,7 @@
 """`thinwire config explain` against what is counted by packing and framing real tensors."""
 
 import json
+import tomllib
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from node.pipeline.device_memory import Devices
 from node.pipeline.memory import stage_bytes, stage_memory, stage_storages
 from node.pipeline.placement import split_units, with_head_place
 from node.pipeline.schedule import dependencies, schedule
+from node.run_file.loader import to_json
 from node.telemetry.format import bytes_text
 from tests.support.cases import each
 from wire.codecs.registry import codec
@@ -157,6 +159,12 @@ def test_every_unit_is_on_one_stage_and_the_split_is_kept() -> None:
     held = [unit for plan in explanation.stages for unit in plan.units]
     assert sorted(held) == sorted(unit_names(SMALL.model))
     assert [len(plan.units) for plan in explanation.stages] == [1 + 1 + 2, 2 + 1 + 1]
+
+
+def test_the_values_are_a_run_file_with_the_same_values() -> None:
+    lines = explanation_text(explain(SMALL)).splitlines()
+    values = [line.removesuffix("  *") for line in lines[: lines.index("")]]
+    assert tomllib.loads("\n".join(values)) == json.loads(to_json(SMALL))
 
 
 def test_stored_activations_are_reported_by_kind_and_stage() -> None:
