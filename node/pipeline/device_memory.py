@@ -199,6 +199,10 @@ class Share:
         projecting = [unit for unit in units if unit != EMBED and not (self._coded and is_block(unit))]
         return sum(2 * elements for unit in projecting for elements in self._matrices(unit))
 
+    def block_copies(self) -> int:
+        """Those of one block."""
+        return self._copies([block_name(0)])
+
     def _matrices(self, unit: str) -> list[int]:
         """Elements of each of a unit's matrices."""
         return [elements for elements, is_matrix, _ in self._parameters([unit]) if is_matrix]
@@ -278,7 +282,12 @@ class Share:
             # Measured a matrix at a time: a root, twice, and the gradient unpacked or the last matrix's root;
             # all of it in float32; random bits in int64.
             packed = 58 if training.weights == "bfloat16" else 34
-            return (packed if training.moments == "fp8" else 12) * largest
+            if training.moments == "fp8":
+                return packed * largest
+            if training.gradients == "fp8":
+                return 12 * largest
+            sizes = sorted(elements for elements, is_matrix, _ in self._parameters(units) if is_matrix)
+            return 8 * largest + 4 * sum(sizes[-2:-1])
         if training.moments == "fp8":
             return 0  # the kernel itself makes nothing
         if training.gradients == "fp8":

@@ -14,10 +14,18 @@ from functools import lru_cache
 from node.config.schema import RunConfig
 from node.model.shard_shapes import check_shards
 from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
-from node.model.units import HEAD
+from node.model.units import HEAD, is_block
+from node.pipeline.cpu_work import at_work
 from node.pipeline.device_memory import MULTIPROCESSORS, RUNS_AT_WORK, RUNS_KEPT, Devices, Share
 from node.pipeline.gradient_groups import model_pieces, piece_bytes
-from node.pipeline.placement import held_blocks, of_chunk, stage_cache_bytes, stage_orders, stage_units
+from node.pipeline.placement import (
+    chunk_units,
+    held_blocks,
+    of_chunk,
+    stage_cache_bytes,
+    stage_orders,
+    stage_units,
+)
 from node.pipeline.schedule import held_activations
 from wire.errors import RunError
 
@@ -54,10 +62,17 @@ class StageMemory:
     """Passes are CUDA graphs, whose memory is permanent and not shared."""
     pages: int = 0
     """What a GPU's allocator holds beside the tensors of passes: pages that they fill in part."""
+    ending: int = 0
+    """The embedding's gradient, with what other microbatches keep then, where that was counted apart."""
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward, at their peak."""
+        return max(self.kept + self.working, self.ending) + self.pages
 
     @property
     def total(self) -> int:
-        passes = self.kept + self.working + self.pages
+        passes = self.passes
         step = passes + self.applying if self.captured else max(passes, self.applying)
         return self.fixed + self.state + self.snapshot + step
 
@@ -175,6 +190,13 @@ def _estimate(
             kept += in_flight * (one.feed_forward_at_work() + 4 * one.residual)
             kept += by_chunk[-1] * one.head_keeps() if HEAD in units else 0
         # A step's new samples wait beside the cache; a snapshot's copy comes on top.
+        working = max(one.block_at_work(), one.head_at_work() if HEAD in units else 0)
+        working, ending = working + one.new_gradients(units), 0
+        counted = at_work(config, storage, units) if devices.on_cpu and devices.count == 1 else None
+        if counted is not None:
+            working, embedding = counted
+            first = sum(map(is_block, chunk_units(config, stages)[stage]))
+            ending = kept - first * block + embedding if embedding else 0
         cache = caches[stage] + caches[stage] // max(windows, 1) * min(config.training.global_batch, windows)
         # A leader that shares a microbatch holds it whole and in pieces.
         travelling = TRAVELLING + (2 if devices.count > 1 else 0)
@@ -184,8 +206,8 @@ def _estimate(
                 state=one.state(units) + one.rotary() * chunks + cache + _group_sums(config, units, one),
                 snapshot=one.snapshot(units),
                 kept=kept,
-                working=max(one.block_at_work(), one.head_at_work() if HEAD in units else 0)
-                + one.new_gradients(units),
+                working=working,
+                ending=ending,
                 applying=one.applying(units),
                 captured=captured,
             )
@@ -242,7 +264,7 @@ def most_held(
         room = MEMORY_SHARE * memory
         # Except with CUDA graphs, the optimizer may reuse the memory of activations.
         after = least.applying if least.captured else 0
-        passes = least.working + least.kept + least.pages
+        passes = least.passes
         spare = room - (least.fixed + least.state + least.snapshot + passes + after)
         if least.total > room:
             spare = 0

@@ -21,6 +21,7 @@ from node.model.page_locked import page_locked
 from node.model.storage import AS_COMPUTED, KINDS, RECOMPUTE, Storage, StoredBytes, stored_bytes
 from node.model.units import HEAD, block_name, is_block, unit_cost
 from node.pipeline.block_times import BlockTimes, assumed_times
+from node.pipeline.cpu_work import CpuWork, at_work
 from node.pipeline.copy_waits import Copied, CopyClock, Waits
 from node.pipeline.device_memory import RUNS_AT_WORK, RUNS_KEPT, Devices, Share
 from node.pipeline.memory import StageMemory, block_bytes, stage_bytes, stage_memory, stage_storages
@@ -78,6 +79,14 @@ class _Stage:
         """That a block's tensors fill in part."""
         self._input = share.residual
         work = share.block_at_work() + share.new_gradients(everything)
+        counted = at_work(config, storage, everything) if devices.on_cpu and devices.count == 1 else None
+        self._embedding, self._casts = 0, 0
+        if counted is not None:
+            work = CpuWork(config, storage).block()
+            self._embedding = counted[1]
+            # Autocast holds a copy of the weights of all blocks while a forward runs; those that run again do
+            # not keep them.
+            self._casts = share.block_copies() if share.holds_copies else 0
         self._block_work, self._block_work_pages = work, share.pages(work, RUNS_AT_WORK)
         self._state = state_moves(config, devices, share, everything, times)
         self.columns = self._columns(config, devices, storage, share)
@@ -185,12 +194,17 @@ class _Stage:
         taken = [self.columns[choice] for choice in choices]
         kept, pages, first = self._base_kept, self._work_pages, 0
         freed: list[tuple[int, int]] = []
+        casting: list[tuple[int, int]] = []
+        first_kept = 0
         for held, count in zip(self._held, self.blocks, strict=True):
             own = taken[first : first + count]
             kept += held * sum(column.kept for column in own)
             pages += held * sum(column.pages for column in own)
+            first_kept = first_kept if first else sum(column.kept for column in own)
             last = max((place for place, column in enumerate(own) if column.again), default=-1)
             if last >= 0:
+                # Copies of weights, and what later blocks do not keep yet.
+                casting.append((self._casts * (last + 1), sum(column.kept for column in own[last + 1 :])))
                 # Of the microbatch that goes backward, what later blocks kept is gone by then.
                 later = () if base.captured else own[last + 1 :]
                 freed.append((sum(column.kept for column in later), sum(column.pages for column in later)))
@@ -211,9 +225,18 @@ class _Stage:
                 pages=pages - gone_pages - self._work_pages + work_pages + self._block_pages,
             )
             places.append(place)
+        for casts, coming in casting if self._casts else ():
+            places.append(replace(base, kept=kept, pages=pages, working=casts + self._forward_last))
+            first = replace(base, kept=kept - coming, pages=pages, working=casts + self._forward_again)
+            places.append(first)
         peak = max(places, key=lambda place: place.kept + place.working + place.pages)
+        ending = kept - first_kept + self._embedding if self._embedding else 0
         # Between chunks nothing is shared: the estimate with everything kept counts their common peak.
-        return replace(peak, kept=min(peak.kept, self._kept.kept))
+        return replace(
+            peak,
+            kept=min(peak.kept, self._kept.kept),
+            ending=min(ending, max(base.ending, self._kept.ending)),
+        )
 
     @property
     def _work_pages(self) -> int:
@@ -229,6 +252,16 @@ class _Stage:
     def _again(self) -> int:
         """The block that runs again, and its input's copy."""
         return self._block + self._input
+
+    @property
+    def _forward_again(self) -> int:
+        """A block that runs again, as it goes forward, without the copies that others hold too."""
+        return self._block - self._casts + self._input
+
+    @property
+    def _forward_last(self) -> int:
+        """The last block of a chunk, that is kept, as it goes forward."""
+        return 3 * self._input
 
     def _moved(self, state: Moved) -> list[tuple[StateMove, int]]:
         """Kinds of state that move, and how many parts."""
@@ -362,6 +395,9 @@ class _Stage:
             held=tuple(self._held),
             room=passes - kept.working - self._work_pages,
             room_again=passes - working - pages - self._again - self._block_pages,
+            room_casting=(passes - self._forward_last, passes - self._forward_again),
+            casts=self._casts,
+            room_ending=passes - self._embedding if self._embedding else None,
             apart=kept.captured,
             forward=self._forward,
             backward=self._backward,

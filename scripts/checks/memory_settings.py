@@ -87,8 +87,8 @@ def compared(config: RunConfig, stage: int, memory_bytes: int) -> dict[str, Any]
         "storage": config.storage.preset,
         "stage": stage,
         "plan": plan.text() or "everything kept",
-        "estimate": memory.state + max(memory.kept + memory.working, memory.applying),
-        "most_is": "passes" if memory.kept + memory.working > memory.applying else "the optimizer's step",
+        "estimate": memory.state + max(memory.passes, memory.applying),
+        "most_is": "passes" if memory.passes > memory.applying else "the optimizer's step",
         "peak": measured(config, StageModel(config, CPU, room=room), stage, STAGES - stage),
         "solve_seconds": solved,
     }

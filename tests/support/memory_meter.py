@@ -29,18 +29,26 @@ class Meter:
 
 
 def measured(config: RunConfig, model: StageModel, stage: int, held: int) -> int:
-    """The most that one step takes that holds so many microbatches at once, from the model's making on."""
+    """The most that a step takes that holds so many microbatches at once, from the model's making on.
+
+    In the order of 1F1B, with one microbatch more: only from the second backward on there are gradients to
+    add to.
+    """
     training, sizes = config.training, config.model
     shape = (training.microbatch, sizes.sequence)
     labels = torch.zeros(shape, dtype=torch.int64) if stage else None
 
     def step() -> None:
         model.begin_step()
-        for microbatch in range(held):
-            fed = torch.randn(*shape, sizes.hidden) if stage else torch.zeros(shape, dtype=torch.int64)
-            model.forward(0, microbatch, fed, labels)
-        for microbatch in range(held):
-            model.backward(0, microbatch, None if stage else torch.randn(*shape, sizes.hidden))
+        for number in range(2 * held):
+            if number <= held:
+                fed = torch.randn(*shape, sizes.hidden) if stage else torch.zeros(shape, dtype=torch.int64)
+                model.forward(0, number, fed, labels)
+                del fed
+            if number >= held - 1:
+                above = None if stage else torch.randn(*shape, sizes.hidden)
+                model.backward(0, number - held + 1, above)
+                del above
         model.finish_step()
 
     meter = Meter()

@@ -71,7 +71,7 @@ def run(form: str, family: str = "llama", **pipeline: Any) -> RunConfig:
 def estimated(config: RunConfig, stage: int, devices: Devices) -> int:
     """Of the whole that which `measured` sees: no process, no network, no snapshot."""
     whole = stage_memory(config, 2, replace(devices, on_cpu=True))[stage]
-    return whole.state + max(whole.kept + whole.working, whole.applying)
+    return whole.state + max(whole.passes, whole.applying)
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_a_stage_takes_what_its_plan_says(form: str) -> None:
         plan = room.plan(config, 2, 0)
         found = measured(config, StageModel(config, CPU, room=room), 0, 2)
         memory = plan.memory
-        expected = memory.state + max(memory.kept + memory.working, memory.applying)
+        expected = memory.state + max(memory.passes, memory.applying)
         assert LEAST <= expected / found <= MOST
 
 
