@@ -32,6 +32,9 @@ TOKENS_A_PARAMETER = 20
 MOST_TOKENS_A_PARAMETER = 100
 BATCH, MICROBATCH, SEQUENCE = 32, 2, 1024
 SNAPSHOT_EVERY = "10 min"
+PRECISION_NOTES = {
+    "float16": "a card here has no bfloat16; steps whose scaled gradients overflow are skipped"
+}
 MOST_HELD = 0.9
 """Of a card's memory."""
 
@@ -99,6 +102,8 @@ def _fitting(machines: Sequence[Machine], shape: tuple[int, int, int], text: Tex
     """A model of this shape, in few bits if it does not fit otherwise; None if it does not at all."""
     layers, hidden, heads = shape
     on_cpu = any(machine.on_cpu for machine in machines)
+    # All compute in what each of them can.
+    half = "float16" if any(machine.card.half == "float16" for machine in machines) else "bfloat16"
     if layers < len(machines):
         return None
     config = RunConfig(
@@ -117,7 +122,7 @@ def _fitting(machines: Sequence[Machine], shape: tuple[int, int, int], text: Tex
             global_batch=BATCH,
             microbatch=MICROBATCH,
             lr=RATES[hidden],
-            precision="float32" if on_cpu else "bfloat16",
+            precision="float32" if on_cpu else half,
         ),
         pipeline=PipelineSection(stages=len(machines)),
     )
@@ -128,7 +133,8 @@ def _fitting(machines: Sequence[Machine], shape: tuple[int, int, int], text: Tex
         training=replace(config.training, gradients="fp8", moments="fp8"),
         storage=StorageSection(preset="agoq"),
     )
-    return few_bits if not on_cpu and _fits(few_bits, machines) else None
+    # Sums in e4m3 do not go with a scaled loss.
+    return few_bits if not on_cpu and half == "bfloat16" and _fits(few_bits, machines) else None
 
 
 def _fits(config: RunConfig, machines: Sequence[Machine]) -> bool:
@@ -171,6 +177,7 @@ def run_file(found: FirstRun) -> str:
     }
     notes = {
         "snapshot_every": "a failure costs at most this",
+        "precision": PRECISION_NOTES.get(config.training.precision, ""),
         "path": "your text: a file, JSONL, or a folder of them",
         "stages": "one machine each; more that join are spares",
         "tokenizer": "bytes, or a tokenizer.json, or a folder with one or with vocab.json and merges.txt",
@@ -181,5 +188,5 @@ def run_file(found: FirstRun) -> str:
             lines.append(f"# {found.advice}")
         for key in keys:
             line = f"{key} = {toml_value(getattr(section, key))}"
-            lines.append(f"{line:<30}# {notes[key]}" if key in notes else line)
+            lines.append(f"{line:<30}# {notes[key]}" if notes.get(key) else line)
     return "\n".join(lines) + "\n"

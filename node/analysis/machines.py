@@ -23,11 +23,14 @@ class Card:
     """One kind of device."""
 
     teraflops: float
-    """Dense bf16, by its data sheet."""
+    """Dense bf16, or fp16 where it has no bf16, by its data sheet."""
     memory_gb: float
+    half: str = "bfloat16"
+    """What it computes in half precision: `bfloat16`, or `float16` where it has no other."""
 
 
 CARDS = {
+    "rtx 2080 ti": Card(54, 11, "float16"),
     "rtx 3060": Card(25, 12),
     "rtx 3080": Card(60, 10),
     "rtx 3090": Card(71, 24),
@@ -35,6 +38,8 @@ CARDS = {
     "rtx 4080": Card(97, 16),
     "rtx 4090": Card(165, 24),
     "rtx 5090": Card(209, 32),
+    "t4": Card(65, 16, "float16"),
+    "v100": Card(112, 16, "float16"),
     "a10": Card(125, 24),
     "l4": Card(121, 24),
     "l40s": Card(362, 48),

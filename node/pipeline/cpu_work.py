@@ -87,7 +87,7 @@ class CpuWork:
         )
 
     def _packed_block(self) -> int:
-        model, storage = self._model, self._storage
+        model = self._model
         hidden, keys, wide = self._sizes()
         half, element, llama = self._half, self._element, self._llama
         inputs = 2 if llama else 1

@@ -21,8 +21,8 @@ from node.model.page_locked import page_locked
 from node.model.storage import AS_COMPUTED, KINDS, RECOMPUTE, Storage, StoredBytes, stored_bytes
 from node.model.units import HEAD, block_name, is_block, unit_cost
 from node.pipeline.block_times import BlockTimes, assumed_times
-from node.pipeline.cpu_work import CpuWork, at_work
 from node.pipeline.copy_waits import Copied, CopyClock, Waits
+from node.pipeline.cpu_work import CpuWork, at_work
 from node.pipeline.device_memory import RUNS_AT_WORK, RUNS_KEPT, Devices, Share
 from node.pipeline.memory import StageMemory, block_bytes, stage_bytes, stage_memory, stage_storages
 from node.pipeline.memory_choice import Choice, MemoryPlan

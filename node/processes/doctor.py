@@ -177,13 +177,27 @@ def check_device() -> Iterator[Check]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        crowded = free < total / 2
-        yield Check(
-            name=f"gpu {index}",
-            status=Status.WARN if crowded else Status.OK,
-            detail=printable(f"{name}, {bytes_text(free)} of {bytes_text(total)} free"),
-            fix="end what else uses this GPU" if crowded else "",
+        yield judge_gpu(index, name, free, total, torch.cuda.get_device_capability(index))
+
+
+def judge_gpu(index: int, name: str, free: int, total: int, capability: tuple[int, int]) -> Check:
+    """A GPU with so many bytes free, of this compute capability."""
+    from node.stage.machine_info import BFLOAT16_CAPABILITY
+
+    fixes = ["end what else uses this GPU"] * (free < total / 2)
+    detail = f"{name}, {bytes_text(free)} of {bytes_text(total)} free"
+    if capability < BFLOAT16_CAPABILITY:
+        detail += ", no bfloat16"
+        fixes.append(
+            'join runs with training.precision = "float16", where the loss is scaled, or "float32": runs in '
+            "bfloat16 refuse it"
         )
+    return Check(
+        name=f"gpu {index}",
+        status=Status.WARN if fixes else Status.OK,
+        detail=printable(detail),
+        fix="; ".join(fixes),
+    )
 
 
 def package_owners() -> dict[str, list[str]]:

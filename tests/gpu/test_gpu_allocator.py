@@ -8,7 +8,8 @@ import torch
 
 from node.pipeline.device_memory import PAGE
 from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
-from tests.gpu.test_gpu_passes import GPU
+from node.stage.stage_model import StageModel
+from tests.gpu.test_gpu_passes import GPU, run_file, run_step
 
 PIECE = 5 * PAGE
 PIECES = 40
@@ -44,3 +45,23 @@ def test_what_is_free_in_pieces_is_there_for_a_tensor_larger_than_each() -> None
         del whole, pieces
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("case", ["autocast", "agoq, fp8, bf16"])
+def test_no_step_after_the_second_asks_the_device_for_memory(case: str, graphs: bool) -> None:
+    """Counted by torch's allocator: calls that map or reserve memory, and what is reserved."""
+    model = StageModel(run_file(case, "llama", graphs=graphs), GPU)
+    model.build(0, 2)
+
+    def counted() -> tuple[int, int]:
+        torch.cuda.synchronize(GPU)
+        stats = torch.cuda.memory_stats(GPU)
+        return stats["num_device_alloc"], stats["reserved_bytes.all.current"]
+
+    for step in range(2):
+        run_step(model, 0, step)
+    before = counted()
+    for step in range(2, 8):
+        run_step(model, 0, step)
+    assert counted() == before

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from node.config.schema import RunConfig
 from node.stage.stage_model import StageModel
@@ -26,6 +26,32 @@ class Meter:
         for event in sorted(found, key=lambda event: event.start_ns()):
             self.now += event.nbytes()
             self.most = max(self.most, self.now)
+
+
+def by_step(steps: int, work: Callable[[], object]) -> list[Meter]:
+    """For each time that `work` is done: what torch holds after it, and the most meanwhile, as if the first
+    one had begun with nothing."""
+    names = [f"step {number}" for number in range(steps)]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for name in names:
+            with record_function(name):
+                work()
+    kineto = profiler.profiler
+    assert kineto is not None and kineto.kineto_results is not None
+    events = list(kineto.kineto_results.events())
+    ends = sorted(one.start_ns() + one.duration_ns() for one in events if one.name() in names)
+    memory = sorted((one for one in events if one.name() == "[memory]"), key=lambda one: one.start_ns())
+    found, now, left = [], 0, iter(memory)
+    event = next(left, None)
+    for end in ends:
+        meter = Meter(now=now, most=now)
+        while event is not None and event.start_ns() <= end:
+            meter.now += event.nbytes()
+            meter.most = max(meter.most, meter.now)
+            event = next(left, None)
+        now = meter.now
+        found.append(meter)
+    return found
 
 
 def measured(config: RunConfig, model: StageModel, stage: int, held: int) -> int:

@@ -137,6 +137,13 @@ def test_the_largest_model_that_sees_enough_tokens(tmp_path: Path) -> None:
     for config in (slow, fast):
         assert config.run.steps * config.tokens_per_step > TOKENS_A_PARAMETER * explain(config).parameters
     assert chosen("cpu,100", 7).training.precision == "float32"
+    assert fast.training.precision == "bfloat16"
+    # A card without bfloat16 among others: all compute in float16, and the loss is scaled.
+    mixed = first_run([parse_machine("rtx 2080 ti,100"), *[parse_machine("rtx 4090,100")] * 3], days=7)
+    assert mixed.config.training.precision == "float16" and mixed.config.training.gradients == "float32"
+    assert "a card here has no bfloat16" in run_file(mixed)
+    (tmp_path / "mixed.toml").write_text(run_file(mixed))
+    assert load_config(tmp_path / "mixed.toml") == mixed.config
     little = chosen("rtx 4090,100", 7, Text(tokens=10_000_000))
     assert little.run.steps * little.tokens_per_step <= 40_000_000
     with pytest.raises(UserError, match="no model fits 4 such machines"):

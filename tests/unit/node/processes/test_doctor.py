@@ -36,6 +36,7 @@ from node.processes.doctor import (
     examine,
     healthy,
     judge_disk,
+    judge_gpu,
     judge_torch,
     package_owners,
 )
@@ -358,3 +359,13 @@ def test_a_real_certificate_is_compared_with_the_pin(tmp_path: Path) -> None:
             token = JoinToken((address,), "demo-x", pin, "A" * 8, b"s" * 16)
             assert [check.status for check in check_token(token.encode())] == [Status.OK, status]
         thread.join(30)
+
+
+def test_a_card_without_bfloat16_is_told_which_runs_it_computes() -> None:
+    old = judge_gpu(0, "Tesla T4", 15 << 30, 16 << 30, (7, 5))
+    assert old.status is Status.WARN and "no bfloat16" in old.detail
+    assert 'training.precision = "float16"' in old.fix and "end what else" not in old.fix
+    crowded = judge_gpu(1, "Tesla T4", 1 << 30, 16 << 30, (7, 5))
+    assert "end what else uses this GPU" in crowded.fix and "float16" in crowded.fix
+    new = judge_gpu(0, "NVIDIA A100", 39 << 30, 40 << 30, (8, 0))
+    assert new.status is Status.OK and new.fix == ""
