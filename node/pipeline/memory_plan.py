@@ -195,12 +195,12 @@ class _Stage:
         kept, pages, first = self._base_kept, self._work_pages, 0
         freed: list[tuple[int, int]] = []
         casting: list[tuple[int, int]] = []
-        first_kept = 0
+        kept_by_chunk: list[int] = []
         for held, count in zip(self._held, self.blocks, strict=True):
             own = taken[first : first + count]
             kept += held * sum(column.kept for column in own)
             pages += held * sum(column.pages for column in own)
-            first_kept = first_kept if first else sum(column.kept for column in own)
+            kept_by_chunk.append(sum(column.kept for column in own))
             last = max((place for place, column in enumerate(own) if column.again), default=-1)
             if last >= 0:
                 # Copies of weights, and what later blocks do not keep yet.
@@ -227,10 +227,10 @@ class _Stage:
             places.append(place)
         for casts, coming in casting if self._casts else ():
             places.append(replace(base, kept=kept, pages=pages, working=casts + self._forward_last))
-            first = replace(base, kept=kept - coming, pages=pages, working=casts + self._forward_again)
-            places.append(first)
+            early = replace(base, kept=kept - coming, pages=pages, working=casts + self._forward_again)
+            places.append(early)
         peak = max(places, key=lambda place: place.kept + place.working + place.pages)
-        ending = kept - first_kept + self._embedding if self._embedding else 0
+        ending = kept - kept_by_chunk[0] + self._embedding if self._embedding else 0
         # Between chunks nothing is shared: the estimate with everything kept counts their common peak.
         return replace(
             peak,
