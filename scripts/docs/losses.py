@@ -10,6 +10,7 @@ CODEC_LOSSES = tuple(RESULTS / f"codec_loss{which}.json" for which in ("", "_ear
 """The newest report, and earlier ones with more widths and seeds or another machine."""
 CONVERGENCE = RESULTS / "convergence.json"
 GRADIENT_BIAS = RESULTS / "gradient_bias.json"
+GRADIENT_RATES = RESULTS / "gradient_rates.json"
 SYNC_LOSS = RESULTS / "sync_loss.json"
 BASELINE = ("fp32", "fp32")
 
@@ -242,6 +243,52 @@ def gradient_bias() -> str:
     )
 
 
+def rate_changes(report: dict[str, Any]) -> dict[tuple[str, str], list[float]]:
+    """By codecs of activations and gradients: how far each seed's held-out loss is from that without, as a
+    share."""
+    losses = {(run["way"], run["seed"]): run["held_out_loss"] for run in report["runs"]}
+    found: dict[tuple[str, str], list[float]] = {}
+    for (way, seed), loss in losses.items():
+        if way != "none":
+            there, _, back = way.replace("codec:", "").partition("/")
+            found.setdefault((there, back or there), []).append(loss / losses["none", seed] - 1)
+    return found
+
+
+def gradient_rates() -> str:
+    """What codecs both ways cost at several rates."""
+    report = read_report(GRADIENT_RATES)
+    runs, settings = report["runs"], report["settings"]
+    seeds = sorted({run["seed"] for run in runs})
+    plain = [run["held_out_loss"] for run in runs if run["way"] == "none"]
+    rows = [["none", "none", "", "", *(f"{loss:.4f}" for loss in plain), "", ""]]
+    for (there, back), changes in rate_changes(report).items():
+        way = [run for run in runs if run["way"] == f"codec:{there}/codec:{back}"]
+        bits = [
+            sum(way[0][f"{kind}_bits"]) / len(way[0][f"{kind}_bits"]) for kind in ("activation", "gradient")
+        ]
+        rows.append(
+            [
+                f"`{there}`",
+                f"`{back}`",
+                *(f"{each:.2f}" for each in bits),
+                *(f"{run['held_out_loss']:.4f}" for run in way),
+                f"{sum(changes) / len(changes):+.2%}",
+                f"{min(changes):+.2%} to {max(changes):+.2%}",
+            ]
+        )
+    columns = [("activations", "left"), ("gradients", "left"), ("bits out", "right"), ("bits back", "right")]
+    columns += [(f"held-out loss, seed {seed}", "right") for seed in seeds]
+    columns += [("mean change", "right"), ("by seed", "right")]
+    tokens = settings["steps"] * settings["batch"] * settings["sequence"] / 1e6
+    return (
+        f"{markdown(columns, rows)}\n\n{settings['layers']} blocks {settings['width']} wide, "
+        f"{settings['layers'] - 1} boundaries, {tokens:.1f} million tokens of books in GPT-2's tokens, "
+        f"{settings['steps']} steps of {settings['batch']} x {settings['sequence']}. Seeds without codecs "
+        f"lie {spread(plain)} apart. {report['hardware']}, torch {report['torch']}, commit {commit(report)}."
+    )
+
+
 def sync_loss() -> str:
     """What packed sums of gradient groups and rounds of local steps cost."""
     report = read_report(SYNC_LOSS)
@@ -289,6 +336,7 @@ def sync_loss() -> str:
 TABLES: Tables = {
     "sync_loss": sync_loss,
     "gradient_bias": gradient_bias,
+    "gradient_rates": gradient_rates,
     "codec_loss": codec_loss,
     "convergence": convergence,
     "convergence_words": convergence_words,

@@ -218,6 +218,9 @@ def gpu_tests() -> str:
     )
     if again := report.get("again"):
         caption += f" `{again['file']}` ran again at commit {again['commit'][:12]}: {again['why']}."
+    for later in report.get("later", ()):
+        counts = ", ".join(f"{count} {word}" for word, count in later["outcomes"].items())
+        caption += f" At commit {later['commit'][:12]}, on one such GPU: {later['what']}, {counts}."
     for outcome in ("failure", "error"):
         if named := report["others"].get(outcome):
             caption += f" {OUTCOMES[outcome].capitalize()}: {', '.join(f'`{name}`' for name in named)}."

@@ -18,6 +18,7 @@ from scripts.docs import (
     network,
     passes,
     program,
+    public_meter,
     rows,
     small_cards,
     summary,
@@ -27,7 +28,19 @@ from scripts.report import ROOT
 
 FOLDERS = ("kernels", "wire", "node", "deploy", "scripts", "tests")
 BLOCK = re.compile(r"(<!-- table:([a-z_]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-SUBJECTS = (program, summary, codecs, fine_tuning, losses, memory, network, passes, rows, small_cards)
+SUBJECTS = (
+    program,
+    summary,
+    codecs,
+    fine_tuning,
+    losses,
+    memory,
+    network,
+    passes,
+    public_meter,
+    rows,
+    small_cards,
+)
 TABLES: Tables = {name: make for subject in SUBJECTS for name, make in subject.TABLES.items()}
 
 

@@ -1,0 +1,60 @@
+"""The table of the public meter: seconds of a step by codec on Protocol NanoGPT's lines, with their loss."""
+
+import math
+from typing import Any
+
+from node.lab.results import read_results
+from node.lab.table import provenance
+from scripts.docs.losses import GRADIENT_BIAS, GRADIENT_RATES, rate_changes
+from scripts.docs.markdown import Tables, read_report
+from scripts.report import RESULTS, markdown
+
+NANOGPT = RESULTS / "lab_nanogpt.json"
+
+
+def public_meter() -> str:
+    """Seconds of a step, and what they come to at equal loss."""
+    result = read_results(NANOGPT)
+    rates = read_report(GRADIENT_RATES)
+    changes = {pair: sum(found) / len(found) for pair, found in rate_changes(rates).items()}
+    exponent = _exponent(rates)
+    rows = []
+    for cell in sorted(result["cells"], key=lambda cell: float(cell["step_seconds"]["median"])):
+        pair = cell["key"]["forward_codec"], cell["key"]["backward_codec"]
+        seconds, floor = cell["step_seconds"], cell["floor"]
+        rows.append(
+            [
+                "/".join(f"`{name}`" for name in pair),
+                f"{cell['bits_forward']:.2f}, {cell['bits_backward']:.2f}",
+                f"{seconds['median']:.1f} ({seconds['least']:.1f} to {seconds['most']:.1f})",
+                f"{floor['seconds']:.1f}",
+                f"{floor['share']:.2f}",
+                f"{changes[pair]:+.2%}",
+                f"{seconds['median'] * (1 + changes[pair]) ** (1 / exponent):.1f}",
+            ]
+        )
+    for cut in result["cut"]:
+        whole = [step["seconds"] for step in cut["steps"] if step["shape"]][1:]
+        names = "/".join(f"`{name}`" for name in cut["codecs"].split("/"))
+        rows.append([names, "16, 16", f"{whole[0]:.1f} (one step)", "", "", "", f"{whole[0]:.1f}"])
+    columns = [("codecs", "left"), ("bits out, back", "right"), ("s a step", "right"), ("floor, s", "right")]
+    columns += [("of the floor", "right"), ("loss", "right"), ("s a step at equal loss", "right")]
+    cut = "; ".join(f"`{one['codecs']}`: {one['why']}" for one in result["cut"])
+    return (
+        f"{markdown(columns, rows)}\n\nLoss: the mean change of the table of rates in losses.md, of another "
+        "model as wide with as many boundaries. At equal loss: times the tokens that such a loss is worth, "
+        f"if loss falls as tokens to the power of -{exponent:.2f}, as between the runs without codecs "
+        f"of 6.6 and 13.1 million tokens; an estimate. {cut}. {provenance(result)}."
+    )
+
+
+def _exponent(rates: dict[str, Any]) -> float:
+    """How fast loss falls with tokens: between half of them, in an earlier report, and all."""
+    first = read_report(GRADIENT_BIAS)["reports"][0]
+    fewer, more = (report["settings"]["steps"] for report in (first, rates))
+    (before,) = (run["held_out_loss"] for run in first["runs"] if run["way"] == "none")
+    after = [run["held_out_loss"] for run in rates["runs"] if run["way"] == "none"]
+    return math.log(before * len(after) / sum(after)) / math.log(more / fewer)
+
+
+TABLES: Tables = {"public_meter": public_meter}
