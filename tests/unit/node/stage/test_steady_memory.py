@@ -1,11 +1,9 @@
 """Steps after the second take no memory that the second had not: what torch allocates on a CPU, counted."""
 
-import gc
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from node.model import offload
 from node.pipeline.memory_choice import Choice
@@ -22,17 +20,6 @@ CHOICES = {
     "moved": (MOVED, MOVED),
 }
 STATES = {"kept": STAYS, "again": STAYS, "moved": Moved(moments=1)}
-
-
-def living() -> int:
-    """Bytes of all tensors that Python holds."""
-    gc.collect()
-    storages = {}
-    for one in gc.get_objects():
-        if type(one) is Tensor or type(one) is torch.nn.Parameter:
-            storage = one.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize(
@@ -67,9 +54,7 @@ def test_no_step_after_the_second_takes_more(form: str, way: str, monkeypatch: p
         model.apply(1e-3, 1.0)
 
     step(), step()
-    before = living()
     third, *others = by_step(3, step)
-    assert living() == before
     for other in others:
         assert other.now == third.now
         assert other.most - other.now == others[0].most - others[0].now > 0
