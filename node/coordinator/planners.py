@@ -211,7 +211,12 @@ class CodecPlanner:
             training, model = self._config.training, self._config.model
             shape = training.microbatch, model.sequence, model.hidden
             lines = Lines(
-                measures=slowest(rows), chunks=chunks, shape=shape, windows=windows, packing=packing
+                measures=slowest(rows),
+                chunks=chunks,
+                shape=shape,
+                windows=windows,
+                microbatches=most,
+                packing=packing,
             )
             return lines, costs.seconds / most
 

@@ -4,7 +4,10 @@ Each boundary tensor occupies its link's direction, and the processors that pack
 that its codec sets. The *pace* is the time a microbatch that no plan can beat: the slowest stage's compute
 or packing, or the slowest direction. Every other direction may take as long as the pace for free, so it gets
 the most precise codec that fits: then one slow line costs the others no precision, and no slow processor
-holds up the run to save bytes that its lines would have carried.
+holds up the run to save bytes that its lines would have carried. A step also has a *ramp*: the first
+microbatch's way to the last stage and its gradient's way back, with every tensor packed, sent and unpacked
+while others wait. Of few microbatches that is much of a step, so precision may lengthen a step by `FREE` at
+most.
 
 A plan holds for an epoch; `node.pipeline.rate_control` decides when another is worth one.
 """
@@ -26,6 +29,10 @@ CAUTION = 1.1
 """Count on transfers this much longer than measured."""
 PACKING_CAUTION = 1.5
 """Count on packing this much longer than measured: it shares its node's cores with compute."""
+FREE = 0.02
+"""A step may take this much longer for more precision."""
+SLOWER, PACES = 0.05, 21
+"""Paces that are tried: the least, and so much slower each, up to twice the least."""
 HALVINGS = 30
 """Of the interval in which the pace is looked for."""
 
@@ -84,6 +91,8 @@ class Lines:
     """Of a boundary tensor."""
     windows: Windows
     """The widest that stages have memory for, as `node.pipeline.schedule.schedule` takes them."""
+    microbatches: float = math.inf
+    """Of a step, in one row. Of infinitely many the ramp is nothing."""
     microbatch_seconds: float = math.inf
     """Of the newest steps, by the coordinator's clock: no stage computes for longer."""
     packing: tuple[PackingTimes, ...] = ()
@@ -164,10 +173,25 @@ class Lines:
             ),
         )
 
-    def seconds(self, codecs: Mapping[Way, str]) -> float:
-        """The least a microbatch takes with these codecs: of compute, of packing, or of the busiest
+    def pace(self, codecs: Mapping[Way, str]) -> float:
+        """The least seconds a microbatch takes with these codecs: of compute, of packing, or of the busiest
         direction."""
         return max((self.compute_seconds, *self.busy(codecs).values(), *self.packs(codecs)))
+
+    def ramp(self, codecs: Mapping[Way, str]) -> float:
+        """A microbatch's share of the ramp's packing and transfers, seconds."""
+        if math.isinf(self.microbatches):
+            return 0.0
+        whole = 0.0
+        for way, codec in codecs.items():
+            source, target = self.ends(way)
+            whole += sum(self.transfer(way, codec))
+            whole += self.packing_of(way, codec, source)[0] + self.packing_of(way, codec, target)[1]
+        return whole / self.microbatches
+
+    def seconds(self, codecs: Mapping[Way, str]) -> float:
+        """A microbatch's share of a step, less the ramp's compute, which codecs do not change."""
+        return self.pace(codecs) + self.ramp(codecs)
 
     def round_trip(self, boundary: int, codecs: Mapping[Way, str]) -> float:
         """Seconds from sending an activation until the gradient could be back, without compute."""
@@ -184,15 +208,16 @@ class Lines:
         return self.windows[boundary] if boundary < len(self.windows) else 0
 
 
-def pace(lines: Lines, plan: CodecPlan) -> float:
-    """The least seconds a microbatch with these codecs."""
+def seconds_of(lines: Lines, plan: CodecPlan) -> float:
+    """A microbatch's share of a step with these codecs, as `Lines.seconds` has it."""
     return lines.seconds({way: plan.name(way) for way in lines.ways()})
 
 
 def plan_codecs(
     lines: Lines, rungs: Sequence[str], may: Callable[[Way, int], bool] = lambda way, rung: True
 ) -> CodecPlan:
-    """For each direction the most precise codec that costs no time; where even the best one does, that.
+    """For each direction the most precise codec that costs at most `FREE` of a step; where even the best one
+    costs time, that.
 
     Args:
         rungs: codecs to choose from, the least precise first.
@@ -214,13 +239,16 @@ class _Choice:
         self._lines = lines
         self._rungs = rungs
         self._allowed = {way: [r for r in range(len(rungs)) if may(way, r)] for way in lines.ways()}
+        self._longest = math.inf
+        """Seconds that a microbatch's share of a step may be."""
         self._directions: dict[tuple[int, int], list[Way]] = {}
         for way in self._allowed:
             self._directions.setdefault(lines.ends(way), []).append(way)
 
     def best(self) -> dict[Way, str]:
         """The codec of each tensor."""
-        allowed, chosen = self._fastest()
+        allowed, chosen = self._shortest(*self._fastest())
+        self._longest = (1 + FREE) * (allowed + self._lines.ramp(self._names(chosen)))
         chosen = self._covered(self._raised(chosen, allowed), allowed)
         return {way: self._rungs[chosen[way]] for way in self._allowed}
 
@@ -233,7 +261,7 @@ class _Choice:
             return low, found
         # Packing binds: what packs fastest is a plan, and the pace lies between.
         found = {way: rung for ways in self._ways() for way, rung in self._cheapest(ways, math.inf).items()}
-        high = lines.seconds(self._names(found))
+        high = lines.pace(self._names(found))
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             if (better := self._within(middle)) is None:
@@ -241,6 +269,17 @@ class _Choice:
             else:
                 high, found = middle, better
         return high, found
+
+    def _shortest(self, least: float, fastest: dict[Way, int]) -> tuple[float, dict[Way, int]]:
+        """The pace and the plan of the shortest step: at a slower pace than the least, codecs that pack in
+        less time may fit, and make its ramp shorter."""
+        found = [(least, fastest)]
+        if not math.isinf(self._lines.microbatches):
+            for slower in range(1, PACES):
+                pace = least * (1 + SLOWER * slower)
+                if (plan := self._within(pace)) is not None:
+                    found.append((pace, plan))
+        return min(found, key=lambda one: one[0] + self._lines.ramp(self._names(one[1])))
 
     def _within(self, seconds: float) -> dict[Way, int] | None:
         """A plan that takes no longer, by what packs fastest of what the lines carry; None without one."""
@@ -293,9 +332,13 @@ class _Choice:
         return next((r for r in reversed(fewer) if self._packs({**chosen, way: r}, allowed)), None)
 
     def _fits(self, chosen: Mapping[Way, int], ways: Sequence[Way], allowed: float) -> bool:
-        """Whether a plan within `allowed` still is, after a change of these tensors."""
+        """Whether a plan within `allowed` still is, after a change of these tensors, and its step not too
+        long."""
         wire = sum(self._lines.transfer(way, self._rungs[chosen[way]])[0] for way in ways)
-        return wire <= allowed and self._packs(chosen, allowed)
+        return wire <= allowed and self._packs(chosen, allowed) and self._in_time(chosen, allowed)
+
+    def _in_time(self, chosen: Mapping[Way, int], allowed: float) -> bool:
+        return allowed + self._lines.ramp(self._names(chosen)) <= self._longest
 
     def _packs(self, chosen: Mapping[Way, int], allowed: float) -> bool:
         return max(self._lines.packs(self._names(chosen))) <= allowed

@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import median
 
 from node.pipeline.codec_ladder import family, of_gradients, precision
-from node.pipeline.codec_plan import CodecPlan, Lines, Way, pace, plan_codecs
+from node.pipeline.codec_plan import FREE, CodecPlan, Lines, Way, plan_codecs, seconds_of
 from node.pipeline.step_history import StepHistory
 from wire.codecs.formats import codec_format
 from wire.errors import ConfigError
@@ -20,9 +20,9 @@ RISE = 1.5
 """A tensor's bytes may grow by this factor from one plan to the next, so that a line that is said to be fast
 is measured before it carries much more."""
 GAIN = 0.1
-"""A plan is worth an epoch if a microbatch is expected to take this much less time,"""
+"""A plan is worth an epoch if a step is expected to take this much less time,"""
 MORE_BITS = 0.15
-"""or if tensors have this much more bits of precision on average at the same pace."""
+"""or if tensors have this much more bits of precision on average, and a step takes hardly longer."""
 WATCHED = 8
 """Steps by which a plan is judged."""
 WORSE = 0.05
@@ -71,9 +71,11 @@ class RateControl:
             return rung == now or (sizes[rung] <= RISE * sizes[now] and (way, rung) not in self._banned)
 
         found = plan_codecs(lines, self._rungs, may)
-        now, then = pace(lines, self.current), pace(lines, found)
+        now, then = seconds_of(lines, self.current), seconds_of(lines, found)
         faster = then < (1 - GAIN) * now
-        finer = then <= now and self._bits(lines, found) >= (1 + MORE_BITS) * self._bits(lines, self.current)
+        finer = then <= (1 + FREE) * now and self._bits(lines, found) >= (1 + MORE_BITS) * self._bits(
+            lines, self.current
+        )
         return self._change(found, usual) if faster or finer else None
 
     def _change(self, plan: CodecPlan, seconds: float | None) -> CodecPlan:

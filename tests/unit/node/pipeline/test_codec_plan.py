@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.pipeline.codec_ladder import CHEAP, PackingTimes, ladder, of_gradients, precision
-from node.pipeline.codec_plan import PACKING_CAUTION, CodecPlan, Lines, Way, pace, plan_codecs
+from node.pipeline.codec_plan import (
+    FREE,
+    PACKING_CAUTION,
+    SLOWER,
+    CodecPlan,
+    Lines,
+    Way,
+    plan_codecs,
+    seconds_of,
+)
 from node.pipeline.floor import LinkRate
 from node.pipeline.rate_control import MORE_BITS, RISE, WATCHED, RateControl, RateHistory
 from node.pipeline.schedule import BoundaryTensor, Kind, schedule
@@ -131,9 +140,9 @@ def test_no_plan_costs_time_and_none_could_have_more(
             windows=(window,) * (given.stages - 1 + head),
         )
     plan, least = plan_codecs(given, RUNGS), same(given, RUNGS[0])
-    assert pace(given, plan) <= pace(given, least) * (1 + 1e-9)
+    assert seconds_of(given, plan) <= seconds_of(given, least) * (1 + 1e-9)
     if latency == 0 and window >= 4:
-        allowed = pace(given, least)
+        allowed = seconds_of(given, least)
         for ends in {given.ends(way) for way in given.ways()}:
             ways = [way for way in given.ways() if given.ends(way) == ends]
             if all(rung_of(plan, way) < len(RUNGS) - 1 for way in ways):
@@ -157,14 +166,14 @@ def test_rates_rise_by_steps_and_then_stay() -> None:
     given = lines(1000, 30)
     control = RateControl(RUNGS, same(given, "trellis-4.41"))
     seen = [control.current]
-    while (plan := run_steps(control, given, pace(given, control.current))) is not None:
+    while (plan := run_steps(control, given, seconds_of(given, control.current))) is not None:
         assert plan == control.current
         for way in given.ways():
             sizes = [codec_format(one.name(way)).packed_bytes(SHAPE) for one in (plan, seen[-1])]
             assert sizes[0] <= RISE * sizes[1]
         seen.append(plan)
     assert 1 < len(seen) <= 4
-    assert pace(given, control.current) == pytest.approx(pace(given, same(given, RUNGS[0])))
+    assert seconds_of(given, control.current) == pytest.approx(seconds_of(given, same(given, RUNGS[0])))
     # A tenth more or less changes nothing.
     for factor in (0.95, 1.05, 1.0):
         slower = replace(
@@ -176,18 +185,18 @@ def test_rates_rise_by_steps_and_then_stay() -> None:
                 ),
             ),
         )
-        assert run_steps(control, slower, pace(given, control.current)) is None
+        assert run_steps(control, slower, seconds_of(given, control.current)) is None
 
 
 def test_a_line_that_was_said_to_be_fast_is_believed_once() -> None:
     true, said = lines(8, 300), lines(1000, 300)
     start = same(true, "trellis-2")
     control = RateControl(RUNGS, start)
-    risen = run_steps(control, said, pace(true, start))
+    risen = run_steps(control, said, seconds_of(true, start))
     assert risen is not None and risen.activations[0] == "trellis-3"
-    assert run_steps(control, said, pace(true, risen)) == start
+    assert run_steps(control, said, seconds_of(true, risen)) == start
     for _ in range(4):
-        plan = run_steps(control, said, pace(true, control.current))
+        plan = run_steps(control, said, seconds_of(true, control.current))
         assert plan is None or plan.activations[0] == "trellis-2"
 
 
@@ -195,7 +204,7 @@ def test_a_stage_that_says_it_is_slow_is_believed_up_to_the_measured_step() -> N
     given = lines(100, 100)
     boast = replace(given, measures=replace(given.measures, forward=(0.1, 1e9, 0.1)))
     control = RateControl(RUNGS, same(given, "trellis-4"))
-    measured = pace(given, control.current)
+    measured = seconds_of(given, control.current)
     plan = run_steps(control, boast, measured) or control.current
     assert max(given.busy({way: plan.name(way) for way in given.ways()}).values()) <= measured
 
@@ -216,15 +225,21 @@ def test_a_slow_processor_packs_cheaply_where_the_lines_carry_it() -> None:
     """A microbatch computes for 0.2 s; with `trellis` its tensors take the middle stage longer to pack."""
     given = lines(1000, 50)
     slow = replace(given, packing=(slow_packing(0.1),) * 3)
-    assert pace(slow, same(slow, "trellis-8")) == pytest.approx(2.4 * 0.1 * PACKING_CAUTION)
+    assert seconds_of(slow, same(slow, "trellis-8")) == pytest.approx(2.4 * 0.1 * PACKING_CAUTION)
     plan = plan_codecs(slow, RUNGS)
-    assert pace(slow, plan) == pytest.approx(0.2) == pytest.approx(pace(given, plan_codecs(given, RUNGS)))
+    assert (
+        seconds_of(slow, plan)
+        == pytest.approx(0.2)
+        == pytest.approx(seconds_of(given, plan_codecs(given, RUNGS)))
+    )
     assert min(map(RUNGS.index, (name.replace("dither", "trellis") for name in plan.activations))) > 5
     assert any(name.startswith("fixed") for name in (*plan.activations, *plan.gradients))
     # Only where nothing else fits is packing the pace.
     starved = replace(lines(4, 4), packing=(slow_packing(2.0),) * 3)
     found = plan_codecs(starved, RUNGS)
-    assert pace(starved, found) <= min(pace(starved, same(starved, rung)) for rung in RUNGS) * (1 + 1e-6)
+    assert seconds_of(starved, found) <= min(seconds_of(starved, same(starved, rung)) for rung in RUNGS) * (
+        1 + 1e-6
+    )
 
 
 @settings(max_examples=examples(40))
@@ -234,8 +249,37 @@ def test_no_single_codec_is_faster_than_the_plan_whatever_packing_takes(
 ) -> None:
     given = lines(*rates)
     given = replace(given, packing=(slow_packing(trellis, fixed),) * given.stages)
-    found = pace(given, plan_codecs(given, RUNGS))
-    assert found <= min(pace(given, same(given, rung)) for rung in RUNGS) * (1 + 1e-6)
+    found = seconds_of(given, plan_codecs(given, RUNGS))
+    assert found <= min(seconds_of(given, same(given, rung)) for rung in RUNGS) * (1 + 1e-6)
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.lists(st.floats(1, 500), min_size=1, max_size=4),
+    st.floats(0, 0.5),
+    st.floats(0, 0.1),
+    st.integers(1, 64),
+)
+def test_no_single_codec_has_a_much_shorter_step_than_the_plan(
+    rates: list[float], trellis: float, fixed: float, microbatches: int
+) -> None:
+    """The ramp counts where microbatches are few."""
+    given = replace(lines(*rates), microbatches=microbatches)
+    given = replace(given, packing=(slow_packing(trellis, fixed),) * given.stages)
+    found = seconds_of(given, plan_codecs(given, RUNGS))
+    assert found <= min(seconds_of(given, same(given, rung)) for rung in RUNGS) * (1 + SLOWER) * (1 + FREE)
+
+
+def test_few_microbatches_get_codecs_that_pack_fast() -> None:
+    """Packing hides behind compute of many microbatches; in a short step each boundary's adds to the ramp."""
+    given = replace(lines(1000, 300, 100, 30), packing=(slow_packing(0.04),) * 5)
+    assert all(name.startswith("trellis") for name in plan_codecs(given, RUNGS).activations[:3])
+    short = replace(given, microbatches=12)
+    plan = plan_codecs(short, RUNGS)
+    assert {*plan.activations, *plan.gradients} <= {"fixed-6", "fixed-8"}
+    control = RateControl(RUNGS, same(given, "trellis-4.41"))
+    moved = run_steps(control, short, 0.3)
+    assert moved is not None and set(moved.activations) == {"fixed-6"}, "at most half as many bytes again"
 
 
 def test_what_a_node_says_of_its_packing_is_believed_up_to_the_measured_step() -> None:
@@ -244,17 +288,17 @@ def test_what_a_node_says_of_its_packing_is_believed_up_to_the_measured_step() -
     honest, boast = slow_packing(0.0, 0.0), slow_packing(1e9, 1e9)
     said = replace(given, packing=(honest, boast, honest), microbatch_seconds=0.25)
     believed = said.believed(start)
-    assert pace(believed, start) == pytest.approx(0.25)
+    assert seconds_of(believed, start) == pytest.approx(0.25)
     control = RateControl(RUNGS, start)
     plan = run_steps(control, said, 0.25) or start
     # No line is made to carry longer than the steps took.
     assert max(given.busy({way: plan.name(way) for way in given.ways()}).values()) <= 0.25
     # One that says packing is free has what its lines carry, until a step shows that it is worse.
     liar = RateControl(RUNGS, same(given, "fixed-6"))
-    risen = run_steps(liar, given, pace(given, liar.current))
+    risen = run_steps(liar, given, seconds_of(given, liar.current))
     assert risen is not None and risen.activations[0].startswith("trellis")
-    assert run_steps(liar, given, 2 * pace(given, risen)) == same(given, "fixed-6")
-    again = run_steps(liar, given, pace(given, liar.current))
+    assert run_steps(liar, given, 2 * seconds_of(given, risen)) == same(given, "fixed-6")
+    again = run_steps(liar, given, seconds_of(given, liar.current))
     assert again is None or not set(again.activations) & set(risen.activations)
 
 
