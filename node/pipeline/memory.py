@@ -31,7 +31,7 @@ from wire.errors import RunError
 
 FIXED_BYTES = 256 * 1024 * 1024
 """Interpreter, libraries and packed tensors in flight, of each process."""
-CPU_FIXED_BYTES = 562 * 1024 * 1024
+CPU_FIXED_BYTES = 512 * 1024 * 1024
 """The same where it is in the memory that the stage computes in, with torch's libraries and compiled codecs:
 measured (scripts/results/explained_steps.json)."""
 TRAVELLING = 4
