@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from node.config.schema import PipelineSection
 from node.pipeline.codec_ladder import PackingTimes, first_codecs, of_gradients
@@ -128,9 +129,18 @@ class Lines:
 
     def transfer(self, way: Way, codec: str) -> tuple[float, float]:
         """Seconds for which one tensor occupies its link, and its latency, both with `CAUTION`."""
+        if (known := self._transfers.get((way, codec))) is not None:
+            return known
         network = Network(self.stages, self.measures.links)
         passage = network.passage(*self.ends(way), codec_format(codec).packed_bytes(self.shape))
-        return CAUTION * max(passage.seconds.values(), default=0.0), CAUTION * passage.latency
+        seconds = max(passage.seconds.values(), default=0.0)
+        found = self._transfers[way, codec] = CAUTION * seconds, CAUTION * passage.latency
+        return found
+
+    @cached_property
+    def _transfers(self) -> dict[tuple[Way, str], tuple[float, float]]:
+        """Results of `transfer`: a search asks for each of them hundreds of times."""
+        return {}
 
     def busy(self, codecs: Mapping[Way, str]) -> dict[tuple[int, int], float]:
         """Seconds a microbatch that each direction of a link is occupied."""
@@ -154,10 +164,18 @@ class Lines:
         """Seconds that a stage packs one tensor, and unpacks it, both with `PACKING_CAUTION`."""
         if not self.packing:
             return 0.0, 0.0
+        kind = way[1]
+        if (known := self._packings.get((kind, codec, stage))) is not None:
+            return known
         elements = PACKING_CAUTION * math.prod(self.shape)
-        name = of_gradients(codec) if way[1] is Direction.GRADIENT else codec
-        pack, unpack = self.packing[stage].of(name)
-        return elements * pack, elements * unpack
+        pack, unpack = self.packing[stage].of(of_gradients(codec) if kind is Direction.GRADIENT else codec)
+        found = self._packings[kind, codec, stage] = elements * pack, elements * unpack
+        return found
+
+    @cached_property
+    def _packings(self) -> dict[tuple[Direction, str, int], tuple[float, float]]:
+        """Results of `packing_of`, likewise."""
+        return {}
 
     def believed(self, plan: CodecPlan) -> "Lines":
         """With times of packing that the steps with this plan allow: no stage packed for longer than they
@@ -239,8 +257,6 @@ class _Choice:
         self._lines = lines
         self._rungs = rungs
         self._allowed = {way: [r for r in range(len(rungs)) if may(way, r)] for way in lines.ways()}
-        self._longest = math.inf
-        """Seconds that a microbatch's share of a step may be."""
         self._directions: dict[tuple[int, int], list[Way]] = {}
         for way in self._allowed:
             self._directions.setdefault(lines.ends(way), []).append(way)
@@ -248,7 +264,6 @@ class _Choice:
     def best(self) -> dict[Way, str]:
         """The codec of each tensor."""
         allowed, chosen = self._shortest(*self._fastest())
-        self._longest = (1 + FREE) * (allowed + self._lines.ramp(self._names(chosen)))
         chosen = self._covered(self._raised(chosen, allowed), allowed)
         return {way: self._rungs[chosen[way]] for way in self._allowed}
 
@@ -298,13 +313,14 @@ class _Choice:
         return {way: self._of(way, rung) for way in ways}
 
     def _raised(self, chosen: dict[Way, int], allowed: float) -> dict[Way, int]:
-        """As precise as costs no time, the least precise direction first."""
+        """As precise as costs at most `FREE` of a step, the least precise direction first."""
+        most_ramp = (1 + FREE) * (allowed + self._lines.ramp(self._names(chosen))) - allowed
         open_ = list(self._ways())
         while open_:
             ways = min(open_, key=lambda ways: max(chosen[way] for way in ways))
             for rung in range(1 + min(chosen[way] for way in ways), len(self._rungs)):
                 higher = chosen | {way: max(chosen[way], self._of(way, rung)) for way in ways}
-                if higher != chosen and self._fits(higher, ways, allowed):
+                if higher != chosen and self._fits(higher, ways, allowed, most_ramp):
                     chosen = higher
                     break
             else:
@@ -331,14 +347,12 @@ class _Choice:
         fewer = [rung for rung in self._allowed[way] if self._bytes(rung) < now]
         return next((r for r in reversed(fewer) if self._packs({**chosen, way: r}, allowed)), None)
 
-    def _fits(self, chosen: Mapping[Way, int], ways: Sequence[Way], allowed: float) -> bool:
-        """Whether a plan within `allowed` still is, after a change of these tensors, and its step not too
-        long."""
+    def _fits(self, chosen: Mapping[Way, int], ways: Sequence[Way], allowed: float, most_ramp: float) -> bool:
+        """Whether a plan within `allowed` still is, after a change of these tensors, and its ramp within
+        `most_ramp`."""
         wire = sum(self._lines.transfer(way, self._rungs[chosen[way]])[0] for way in ways)
-        return wire <= allowed and self._packs(chosen, allowed) and self._in_time(chosen, allowed)
-
-    def _in_time(self, chosen: Mapping[Way, int], allowed: float) -> bool:
-        return allowed + self._lines.ramp(self._names(chosen)) <= self._longest
+        in_time = wire <= allowed and self._packs(chosen, allowed)
+        return in_time and self._lines.ramp(self._names(chosen)) <= most_ramp
 
     def _packs(self, chosen: Mapping[Way, int], allowed: float) -> bool:
         return max(self._lines.packs(self._names(chosen))) <= allowed
