@@ -346,7 +346,7 @@ class Alarm:
 
 
 def acknowledge_to_proto(news: Acknowledge, at: float) -> link_pb2.Acknowledge:
-    """As it is sent at this time. What has just arrived needs no word of its own."""
+    """The message, sent at this time. The newest tensors have no entry if they were complete just now."""
     arrived = [(one.next_sequence, min(round(1e6 * (at - one.at)), 2**32 - 1)) for one in news.arrived]
     while arrived and arrived[-1][1] < JUST_NOW:
         arrived.pop()

@@ -62,7 +62,8 @@ class Acknowledge:
     next_sequence: int
     credit_limit: int
     arrived: tuple[Arrival, ...] = ()
-    """What was complete since the last acknowledgement, in order: the sender measures the link by it."""
+    """Tensors completed since the last acknowledgement, in order: the sender measures the link by their
+    times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class StreamReceiver:
         self._next = 0  # every frame below has arrived
         self._beyond: set[int] = set()  # arrived, above `_next`
         self._highest = 0  # one past the newest that arrived
-        self._arrived: list[Arrival] = []  # complete tensors that the sender has not been told of
+        self._arrived: list[Arrival] = []  # complete tensors that are not acknowledged
         self._large = 0  # one past the last frame of the newest complete tensor that is not small
         self._retired = 0  # frames whose room in the window is free again
         self._limit = self._window

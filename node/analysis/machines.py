@@ -26,7 +26,7 @@ class Card:
     """Dense bf16, or fp16 where it has no bf16, by its data sheet."""
     memory_gb: float
     half: str = "bfloat16"
-    """What it computes in half precision: `bfloat16`, or `float16` where it has no other."""
+    """Its half precision: `bfloat16`, or `float16` on cards without that."""
 
 
 CARDS = {

@@ -111,7 +111,7 @@ def _measured(config: "RunConfig", device: str) -> "BlockTimes":
     from wire.errors import UserError
 
     # Only there is torch loaded.
-    command = [sys.executable, "-m", "node.stage.measure_block", device]
+    command = [sys.executable, "-m", "node.stage.block_measure", device]
     done = subprocess.run(command, input=to_json(config), capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["nothing was said"]

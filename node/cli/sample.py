@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
     config, _, _ = open_snapshot(args)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    if args.chat and config.data.tokenizer == BYTES:
-        raise UsageError("--chat needs a tokenizer with a chat template; the run's tokens are bytes")
     if args.chat:
+        if config.data.tokenizer == BYTES:
+            raise UsageError("--chat needs a tokenizer with a chat template; the run's tokens are bytes")
         prompt = load_chat_encoder(config.data.tokenizer, config.data.chat_template).question(args.prompt)
     else:
         prompt = tokenizer.prompt(args.prompt)

@@ -126,7 +126,6 @@ def stored_bytes(
     """What a block keeps of a microbatch in this storage, which must not be off; counted from shapes."""
     samples = training.microbatch if samples is None else samples
     tokens = (samples, model.sequence)
-    keys = kv_width(model)
     element = 4 if training.precision == "float32" else 2
     is_bf16 = training.precision == "bfloat16"
 
@@ -137,20 +136,33 @@ def stored_bytes(
             return sum(computed * samples * model.sequence * width for width in widths)
         return sum(packed_bytes((*tokens, width), PACKED[form]) for width in widths)
 
-    # Two inputs of SwiGLU, one of GELU. The residual stream, and so the norms' input, is always float32.
-    inner = (model.ffn, model.ffn) if model.family == "llama" else (model.ffn,)
-    # Of each half; one with a norm at its end keeps what that normalises too, as computed in float32 at most.
-    inputs = (model.hidden,) * (2 if model.norm_place == "input" else 4)
+    widths = kept_widths(model)
+    inputs = widths["norm_input"]
     # What Gemma's norms multiply by is made for each microbatch.
-    vectors = 4 * (len(inputs) * model.hidden + 2 * model.width) if model.norm_offset else 0
+    vectors = 4 * (sum(inputs) + 2 * model.width) if model.norm_offset else 0
     sums = 0 if storage.attention_output == RECOMPUTE else 4 * samples * model.heads * model.sequence
     return StoredBytes(
+        # The residual stream, and so the norms' input, is always float32.
         norm_input=kept(storage.norm_input, *inputs, computed=4) + vectors,
         # Packed where they are made, bfloat16 too: in whole blocks.
-        ffn_input=kept(storage.ffn_input, *inner, packs=True),
-        attention=kept(storage.attention, model.q_width, keys, keys),
-        attention_output=kept(storage.attention_output, model.q_width) + sums,
+        ffn_input=kept(storage.ffn_input, *widths["ffn_input"], packs=True),
+        attention=kept(storage.attention, *widths["attention"]),
+        attention_output=kept(storage.attention_output, *widths["attention_output"]) + sums,
     )
+
+
+def kept_widths(model: ModelSection) -> dict[str, tuple[int, ...]]:
+    """Elements of a token in each tensor that a block keeps, by kind."""
+    keys = kv_width(model)
+    return {
+        # Of each half; one with a norm at its end keeps what that normalises too, as computed in float32 at
+        # most.
+        "norm_input": (model.hidden,) * (2 if model.norm_place == "input" else 4),
+        # Two inputs of SwiGLU, one of GELU.
+        "ffn_input": (model.ffn,) * (2 if model.family == "llama" else 1),
+        "attention": (model.q_width, keys, keys),
+        "attention_output": (model.q_width,),
+    }
 
 
 HEAD_LOGITS = 1 << 26

@@ -1,8 +1,8 @@
 """Weights and main gradients of blocks in host memory, on the device while their block is at work.
 
-The device holds those of two blocks: the one at work, and the next, which is copied in meanwhile. What has
-changed of a third stays until it is copied out (double buffering: LLMQ, section 3.1). Forward goes through
-the blocks in order, backward in reverse; norms and the optimizer's step go through them too.
+The device holds those of two blocks: the block at work, and the next one's, which are copied in meanwhile.
+Changed ones of a third block stay until they are copied out (double buffering: LLMQ, section 3.1). Forward
+goes through the blocks in order, backward in reverse; norms and the optimizer's step go through them too.
 
 Whole storages are moved, and the same tensors get them back, so no bit changes. A tensor whose storage is on
 the host still has its shape, but no memory: call `use` before reading it.
@@ -149,7 +149,7 @@ class Streamed:
             unit.forget()
 
     def blank(self) -> None:
-        """Forget what they hold: at their next use they are 0. The caller then zeroes or drops what is on the
+        """Zero them: their next use finds zeros. The caller then zeroes or drops the tensors on the
         device."""
         self._let_go()
         for name in self._there:

@@ -5,7 +5,7 @@ at a speed that is typical, which keeps their order and ratio.
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from node.config.schema import ModelSection, RunConfig
 from node.model.storage import KINDS, Storage, kv_width
@@ -17,7 +17,6 @@ GPU_FLOPS, CPU_FLOPS = 100e12, 100e9
 """Assumed operations a second."""
 COPY_RATE = 12e9
 """Assumed bytes a second between a GPU and page-locked memory, each way: PCIe 3 with 16 lanes."""
-AS_COMPUTED = Storage()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class BlockTimes:
     """and back."""
     slowing: float = 0.0
     """Seconds that a byte which is copied adds to what is computed beside it."""
-    stored: Storage = AS_COMPUTED
+    stored: Storage = field(default_factory=Storage)
     packing: tuple[PackTime, ...] = ()
     """Of the kinds and forms that the run file allows."""
     measured: bool = False

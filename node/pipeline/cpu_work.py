@@ -8,14 +8,14 @@ tensors; `scripts/checks/memory_settings.py` compares them with what torch count
 
 from collections.abc import Sequence
 
+from kernels.blockfloat.layout import BLOCK
 from node.config.schema import RunConfig
 from node.model.storage import RECOMPUTE, Storage, head_piece, kv_width
 from node.model.units import EMBED, HEAD
+from node.pipeline.device_memory import Devices
 
-PADDED = 128
-"""References pack rows in blocks of so many elements (`kernels.blockfloat.layout.BLOCK`),"""
-AT_ONCE = 2048 * PADDED
-"""and so many elements at a time."""
+AT_ONCE = 2048 * BLOCK
+"""Elements that references pack at a time, in rows filled up to blocks."""
 SMALL = 1 << 14
 _ENCODING, _DECODING = 17, 14
 """Bytes an element that packing and unpacking takes meanwhile."""
@@ -96,10 +96,10 @@ class CpuWork:
         activation = (38 if half else 32) if llama else 16
         own = 2 * hidden * half
         scratch = min(self._padded(model.ffn), AT_ONCE)
-        padding = element * self._padded(model.ffn) * (model.ffn % PADDED > 0)
+        padding = element * self._padded(model.ffn) * (model.ffn % BLOCK > 0)
         packing = scratch * (_ENCODING + 4 * half) + padding
         heads = min(self._padded(model.hidden), AT_ONCE)
-        pads = element * self._padded(model.hidden) * (model.hidden % PADDED > 0)
+        pads = element * self._padded(model.hidden) * (model.hidden % BLOCK > 0)
         places = [
             activation * wide + 4 * hidden,
             element * ((inputs + 1) * wide + hidden) + own + _DECODING * scratch + padding,
@@ -108,7 +108,7 @@ class CpuWork:
             element * (inputs * wide + 2 * hidden + sum(feed_forward)) + own,
             self._attention() + element * attention[1],
         ]
-        # The gradient of a norm, of which a bias takes two more tensors, beside the half's weights'.
+        # A norm's gradient, with two more tensors if it has a bias, beside the weight gradients of its half.
         norms = (29 if half else 34) * hidden - 8 * hidden * llama
         for into, out in (attention, feed_forward):
             fresh = self._weight * (into + out)
@@ -129,7 +129,7 @@ class CpuWork:
 
     def _padded(self, width: int) -> int:
         """Elements of rows of this width, padded."""
-        return self._tokens * (-(-width // PADDED) * PADDED)
+        return self._tokens * (-(-width // BLOCK) * BLOCK)
 
     # ---- the ends
 
@@ -157,10 +157,12 @@ class CpuWork:
         return self._small + int(made * matrix) + 8 * self._tokens * self._model.hidden
 
 
-def at_work(config: RunConfig, storage: Storage, units: Sequence[str]) -> tuple[int, int] | None:
+def at_work(
+    config: RunConfig, storage: Storage, units: Sequence[str], devices: Devices
+) -> tuple[int, int] | None:
     """What is allocated at most beside all that blocks keep, and at the end of a microbatch's backward beside
-    what others' keep, 0 without an embedding. None where that was not measured."""
-    if not CpuWork.covers(config, storage):
+    what others' keep, 0 without an embedding. None where that was not measured: only of one CPU it was."""
+    if not (devices.on_cpu and devices.count == 1 and CpuWork.covers(config, storage)):
         return None
     work = CpuWork(config, storage)
     if HEAD in units and work.has_pieces:

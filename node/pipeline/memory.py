@@ -192,7 +192,7 @@ def _estimate(
         # A step's new samples wait beside the cache; a snapshot's copy comes on top.
         working = max(one.block_at_work(), one.head_at_work() if HEAD in units else 0)
         working, ending = working + one.new_gradients(units), 0
-        counted = at_work(config, storage, units) if devices.on_cpu and devices.count == 1 else None
+        counted = at_work(config, storage, units, devices)
         if counted is not None:
             working, embedding = counted
             first = sum(map(is_block, chunk_units(config, stages)[stage]))

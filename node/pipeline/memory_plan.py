@@ -79,7 +79,7 @@ class _Stage:
         """That a block's tensors fill in part."""
         self._input = share.residual
         work = share.block_at_work() + share.new_gradients(everything)
-        counted = at_work(config, storage, everything) if devices.on_cpu and devices.count == 1 else None
+        counted = at_work(config, storage, everything, devices)
         self._embedding, self._casts = 0, 0
         if counted is not None:
             work = CpuWork(config, storage).block()

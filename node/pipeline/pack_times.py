@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from itertools import chain
 
-from node.config.schema import ModelSection, RunConfig, StorageSection
-from node.model.storage import KINDS, PACKED, configured, kv_width
+from node.config.schema import RunConfig, StorageSection
+from node.model.storage import KINDS, PACKED, configured, kept_widths
 from wire.errors import ConfigError
 
 GPU_PACKED, CPU_PACKED = 200e9, 200e6
@@ -57,17 +57,6 @@ def allowed_forms(section: StorageSection) -> list[tuple[str, str]]:
     return found
 
 
-def packed_widths(model: ModelSection) -> dict[str, tuple[int, ...]]:
-    """Elements of a token in each tensor of each kind (`node.model.storage.stored_bytes`)."""
-    keys = kv_width(model)
-    return {
-        "norm_input": (model.hidden,) * (2 if model.norm_place == "input" else 4),
-        "ffn_input": (model.ffn,) * (2 if model.family == "llama" else 1),
-        "attention": (model.q_width, keys, keys),
-        "attention_output": (model.q_width,),
-    }
-
-
 def is_packed(config: RunConfig, kind: str, form: str) -> bool:
     """Whether this form is another than that in which the tensors are computed."""
     computed = config.training.precision == "bfloat16" and kind in ("attention", "attention_output")
@@ -76,7 +65,7 @@ def is_packed(config: RunConfig, kind: str, form: str) -> bool:
 
 def assumed_packing(config: RunConfig, tokens: float, *, on_cpu: bool) -> tuple[PackTime, ...]:
     """From elements, at a typical speed of such a device; each form takes as long."""
-    widths, rate = packed_widths(config.model), CPU_PACKED if on_cpu else GPU_PACKED
+    widths, rate = kept_widths(config.model), CPU_PACKED if on_cpu else GPU_PACKED
     return tuple(
         PackTime(kind=kind, form=form, pack=seconds, unpack=seconds)
         for kind, form in stored_forms(config)

@@ -1,7 +1,14 @@
 """Measures what a memory plan weighs on this node's own device: a block's passes, its parts, packing, copies
-to the host and back beside compute, and compute beside copies. Takes a second or two, once a run."""
+to the host and back beside compute, and compute beside copies. Takes a second or two, once a run.
+
+    python -m node.stage.block_measure gpu|cpu < RUN.json
+
+measures for the run file that standard input holds as JSON, in a process of its own, so that
+`thinwire plan --measure` needs no torch itself.
+"""
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
@@ -17,6 +24,8 @@ from node.model.storage import configured, kv_width
 from node.model.units import block_name
 from node.pipeline.block_times import BlockTimes, assumed_times
 from node.pipeline.device_memory import Devices
+from node.run_file.loader import from_json
+from node.stage.machine_info import fix_order
 from node.stage.pack_measure import pack_times
 from node.stage.stopwatch import seconds_of
 
@@ -194,3 +203,22 @@ def _buffers(memory: HostMemory, size: int) -> tuple[Copy, Copy]:
     """For a copy out, and one in."""
     there, back = (torch.empty(size, dtype=torch.uint8, device=memory.device) for _ in range(2))
     return (there, memory.empty(size)), (memory.empty(size), back)
+
+
+def main() -> int:
+    kind = sys.argv[1]
+    if kind == "gpu" and not torch.cuda.is_available():
+        sys.stderr.write("torch finds no GPU here: measure this machine's CPU with --device cpu\n")
+        return 2
+    device = torch.device("cuda" if kind == "gpu" else "cpu", 0)
+    fix_order(device)
+    times = measured_times(from_json(sys.stdin.read()), device)
+    if times is None:
+        sys.stderr.write(f"a block of this run could not be computed on this machine's {kind}\n")
+        return 2
+    sys.stdout.write(times.to_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,8 +10,8 @@ from kernels.blockfloat import ops
 from kernels.layers import ops as layers
 from node.config.schema import RunConfig
 from node.model.chunk import HALVES
-from node.model.storage import PACKED
-from node.pipeline.pack_times import PackTime, packed_widths, stored_forms
+from node.model.storage import PACKED, kept_widths
+from node.pipeline.pack_times import PackTime, stored_forms
 from node.stage.stopwatch import seconds_of
 
 EPS = 1e-5
@@ -29,14 +29,13 @@ def pack_times(config: RunConfig, device: torch.device) -> tuple[PackTime, ...]:
     """Of each kind and form that blocks of this run may be stored in (`stored_forms`), for a microbatch; what
     takes a whole one is measured on a single sample.
 
-    Kernels of norms and activations pack what they make: of these it is what they take longer than those that
-    pack nothing.
+    Kernels of norms and activations pack their own results: their time is the difference from the kernels
+    that pack nothing.
     """
-    samples = config.training.microbatch
+    samples, work = config.training.microbatch, _Kinds(config, device)
     plain: dict[str, tuple[float, float]] = {}
     found = []
     for kind, form in stored_forms(config):
-        work = _Kinds(config, device)
         with torch.no_grad():
             if kind not in plain:
                 plain[kind] = _timed(device, work.of(kind, 0))
@@ -63,7 +62,7 @@ class _Kinds:
 
     def of(self, kind: str, bits: int) -> list[_Work]:
         """What one kind of tensor goes through, kept in so many bits; 0 as computed."""
-        widths = packed_widths(self._config.model)[kind]
+        widths = kept_widths(self._config.model)[kind]
         if kind == "norm_input":
             return [self._norm(width, bits) for width in widths]
         if kind == "ffn_input":

@@ -150,8 +150,9 @@ def arranged(counts: dict[int, int]) -> list[int]:
 )
 @pytest.mark.parametrize("head", [0.0, 0.5])
 def test_passes_take_what_the_plan_says(counts: dict[int, int], rate: float, head: float) -> None:
-    """`rate` in blocks of size 1 that an engine copies in a forward. The plan is an upper bound: behind some
-    blocks there is more than a window, and right before a head what was copied out is still there."""
+    """`rate` in blocks of size 1 that an engine copies in a forward. The plan is an upper bound: some
+    blocks have more than a window to hide behind, and the tensors copied out last before a head are still
+    on the device."""
     chunk = Chunk(arranged(counts), head)
     took, planned = chunk.seconds(rate * BLOCK), chunk.planned(rate * BLOCK)
     compute = len(chunk.sizes) * (FORWARD + BACKWARD) + 3 * head

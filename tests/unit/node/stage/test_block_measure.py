@@ -22,7 +22,7 @@ RATE, SLOWER = 2e9, 0.25
 
 class Timeline(HostMemory):
     """A device whose seconds are made up: compute and two engines run at a time, and compute is slower while
-    copies run. The host waits for nothing but what it is told to."""
+    copies run. The host waits only when asked to."""
 
     def __init__(self) -> None:
         super().__init__(CPU)

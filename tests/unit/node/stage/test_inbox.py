@@ -96,7 +96,7 @@ async def test_calls_of_a_stage_wake_the_event_loop_once_and_keep_their_order() 
     )
     for microbatch in range(3):
         io.release(key(microbatch))
-    assert made == woken == [], "room of small tensors wakes nobody"
+    assert made == woken == [], "releases of small tensors do not wake the loop"
     io.flush()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
