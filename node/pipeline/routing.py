@@ -84,6 +84,8 @@ class StageLayout:
         """Microbatches from `_microbatches` on are held-out ones, pass after pass."""
         self.exchanges_tie = config.sums_tied_gradients and stages > 1 and not self.head_first
         """Whether the gradient of a tied weight crosses the link between the last stage and the first."""
+        self.sums_tie_alone = config.sums_tied_gradients and self.is_first and self.has_loss
+        """Whether this stage has both copies of a tied weight that is trained."""
 
     @property
     def is_first(self) -> bool:

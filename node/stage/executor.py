@@ -1,55 +1,46 @@
-"""Runs one stage's steps: its model chunks, its optimizer, the actions of its schedule.
+"""One stage: its placement, its state, and what it votes and applies in a step.
 
-It runs on the compute thread and knows no network: tensors come and go through a `StageIO`. `run_step`
-changes nothing durable; gradients accumulate beside the weights until `apply`.
+It runs on the compute thread. The passes of a step are `node.stage.step_passes`; `run_step` changes nothing
+durable, and gradients accumulate beside the weights until `apply`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from node import faults
 from node.config.schema import RunConfig
 from node.model.labels import BatchPart, label_weight
-from node.model.units import EMBED, HEAD, unit_names
-from node.pipeline.gradient_groups import RowShare, group_of
+from node.model.units import unit_names
+from node.pipeline.gradient_groups import RowShare
 from node.pipeline.routing import StageLayout
-from node.pipeline.schedule import Action, Kind, Order
-from node.pipeline.turns import Turns
 from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
 from node.stage.digests import StepDigests
-from node.stage.gradient_sync import GradientSync, KeepSums, SyncIO, SyncPlan
+from node.stage.gradient_sync import GradientSync, KeepSums, SyncPlan
 from node.stage.inbox import StepInterrupted
 from node.stage.packing_meter import packing_meter
 from node.stage.stage_model import StageCompute
 from node.stage.stage_plans import StageCodecs, StageStorage
 from node.stage.step_order import StepOrder, StepOutcome
+from node.stage.step_passes import (
+    StageIO,
+    StepPasses,
+    boundary_spec,
+    put_group_sums,
+    sum_own_tie,
+    tied_spec,
+)
 from node.stage.step_samples import cut_samples, numbered
-from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer, example_tensor
+from node.stage.tensor_transfer import TensorTransfer, example_tensor
 from node.telemetry.clock import StageClock, TimeKind
-from node.training.optimizer import sum_tied_gradients
 from node.training.overflow import Overflow
 from node.training.serialization import without_cache
 from wire.codecs.base import Codec
-from wire.spec import Direction, TensorKey, TensorSpec
+from wire.spec import Direction, TensorKey
 
 UnitState = Mapping[str, Tensor]
-
-LOOK_AHEAD = 2
-"""Tensors of this many later actions are unpacked as soon as they arrive."""
-_WAITS = {Kind.FORWARD: TimeKind.WAIT_UPSTREAM, Kind.BACKWARD: TimeKind.WAIT_DOWNSTREAM}
-
-
-class StageIO(PackedIO, SyncIO, Protocol):
-    """The compute thread's view of the network."""
-
-    def check(self) -> None:
-        """Raise if the step was interrupted."""
-        ...
 
 
 class StageExecutor:
@@ -95,10 +86,7 @@ class StageExecutor:
         """Whether every link carries fp32 instead of the run's codecs."""
         self._plans: dict[tuple[bool, bool], SyncPlan] = {}
         """Of this placement: without the run's codecs or with them, of an exact step or of a round."""
-        self._boundary = TensorSpec(
-            torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden)
-        )
-        self._tied = TensorSpec(torch.float32, (config.model.vocab, config.model.hidden))
+        self._boundary, self._tied = boundary_spec(config), tied_spec(config)
         self.model = model
         self.storage = StageStorage(config)
         self._sync = GradientSync(device) if config.pipeline.groups > 1 else None
@@ -256,21 +244,16 @@ class StageExecutor:
             part: numbered(self._cut(part, batch), self.config.microbatches, self.microbatch_numbers)
             for part, batch in samples.items()
         }
-        losses: dict[int, list[Tensor]] = {}
         digests = StepDigests(self.config) if self.config.audit.rate > 0.0 and self._share.rows > 1 else None
         self._transfer.digests = digests
         is_round = self.config.is_round(step)
         if self._sync is not None:
             plan = self._sync_plan(step)
             self._sync.begin(plan, epoch, step, io, keep=self.keep_sums, digests=digests)
+        passes = self._passes(epoch, step, io, given)
         try:
-            if is_round:
-                self._run_round(epoch, step, io, given, losses)
-            else:
-                self._run_order(self._order.whole(), epoch, step, io, given, losses)
-            self._finish_gradients(step)
-            if not is_round:
-                self._exchange_tied(epoch, step, io)
+            passes.run()
+            passes.finish()
             self.clock.switch(TimeKind.ENCODE)
             self._transfer.drain()
         except StepInterrupted:
@@ -291,7 +274,10 @@ class StageExecutor:
             if is_round:
                 self.model.local.end()
         self.clock.switch(TimeKind.OPTIMIZER)
-        sums = {group: float(torch.stack(shares).double().sum()) / scale for group, shares in losses.items()}
+        sums = {
+            group: float(torch.stack(shares).double().sum()) / scale
+            for group, shares in passes.losses.items()
+        }
         norms = self._overflow.told(self._norms())
         self.voted = True
         return StepOutcome(
@@ -316,17 +302,8 @@ class StageExecutor:
         """
         first, step = self.config.microbatches * (1 + number), self.state_step
         given = {part: dict(enumerate(self._cut(part, batch), first)) for part, batch in samples.items()}
-        losses: list[Tensor] = []
         try:
-            for action in self._order.held_out(first, microbatches):
-                io.check()
-                faults.reach(faults.Phase.VALIDATION, stage=self.stage, step=step)
-                self.model.begin_step()  # keeps nothing for a backward
-                with torch.no_grad():
-                    result = self._forward(epoch, step, action, io, given)
-                if self._place.global_chunk(action) == self._place.last_chunk:
-                    losses.append(result)
-            self.model.begin_step()
+            losses = self._passes(epoch, step, io, given).held_out(first, microbatches)
             self.clock.switch(TimeKind.ENCODE)
             self._transfer.drain()
         except StepInterrupted:
@@ -368,9 +345,9 @@ class StageExecutor:
         self.model.begin_step()
         is_round = self.config.is_round(self.state_step)
         for unit, gradients in self._sync.read(self._sync_plan(self.state_step), sums):
-            self._put(unit, gradients, is_round=is_round)
-        if self._ties_alone and not is_round:
-            self._sum_own_tie()
+            put_group_sums(self.model, unit, gradients, of_round=is_round)
+        if self._place.sums_tie_alone and not is_round:
+            sum_own_tie(self.model)
         self.voted = True
         return self._norms()
 
@@ -379,110 +356,25 @@ class StageExecutor:
     def _norms(self) -> dict[int, float]:
         return {self._unit_index[unit]: norm for unit, norm in self.model.squared_norms().items()}
 
-    def _sum_own_tie(self) -> None:
-        model = self.model
-        total = sum_tied_gradients(model.tied_gradient(HEAD), model.tied_gradient(EMBED))
-        model.put_tied_gradient(EMBED, total)
-        model.put_tied_gradient(HEAD, total)
-
-    def _run_order(
-        self,
-        order: Order,
-        epoch: int,
-        step: int,
-        io: StageIO,
-        samples: Mapping[BatchPart, Mapping[int, Tensor]],
-        losses: dict[int, list[Tensor]],
-    ) -> None:
-        """Run these actions; `losses` gets the shares of the loss, by group."""
-        needed = [self._needed(epoch, step, action) for action in order]
-        # With several chunks, tensors do not arrive in the order in which they are needed.
-        turns = Turns(order, swap=not self._place.interleaved)
-        while turns.left:
-            io.check()
-            upcoming = [tensor for place in turns.upcoming(1 + LOOK_AHEAD) if (tensor := needed[place])]
-            self._transfer.look_ahead(upcoming, self._codec, io)
-            action = order[self._begin_turn(turns, order, needed, io)]
-            phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
-            faults.reach(phase, stage=self.stage, step=step)
-            if action.kind is Kind.FORWARD:
-                result = self._forward(epoch, step, action, io, samples)
-                if self._place.global_chunk(action) == self._place.last_chunk:
-                    losses.setdefault(group_of(self.config, action.microbatch), []).append(result)
-            else:
-                self._backward(epoch, step, action, io)
-                if not self.config.is_round(step):
-                    self._end_group(step, action)
-
-    def _run_round(
-        self,
-        epoch: int,
-        step: int,
-        io: StageIO,
-        samples: Mapping[BatchPart, Mapping[int, Tensor]],
-        losses: dict[int, list[Tensor]],
-    ) -> None:
-        """The row's groups, one after another, each from the weights that the round began with."""
-        assert self._sync is not None, "a run with local steps has several groups"
-        local = self.model.local
-        for group in self._share.groups:
-            local.begin_group()
-            for number, order in enumerate(self._order.parts(group, self.config.sync.every)):
-                self._run_order(order, epoch, step, io, samples, losses)
-                if self._ties_alone:
-                    self._sum_own_tie()
-                if number == 0 and group == self._share.groups[0]:
-                    faults.spoil(
-                        faults.Phase.BACKWARD, self.model.any_gradient(), stage=self.stage, step=step
-                    )
-                self.clock.switch(TimeKind.OPTIMIZER)
-                local.step(step)
-                faults.reach(faults.Phase.LOCAL_STEP, stage=self.stage, step=step)
-            self.clock.switch(TimeKind.ENCODE)
-            self._sync.group_done(group, local.changes())
-        local.end()
-
-    def _forward(
-        self,
-        epoch: int,
-        step: int,
-        action: Action,
-        io: StageIO,
-        samples: Mapping[BatchPart, Mapping[int, Tensor]],
-    ) -> Tensor:
-        """The chunk's output, or the microbatch's share of the loss. `samples`: by microbatch."""
-        index = self._place.global_chunk(action)
-        own = {part: batches[action.microbatch] for part, batches in samples.items()}
-        if index == 0:
-            fed = own[BatchPart.INPUTS]
-        else:
-            key = TensorKey(epoch, step, action.microbatch, index - 1, Direction.ACTIVATION)
-            fed = self._receive(key, self._boundary, io, TimeKind.WAIT_UPSTREAM)
-        out = TensorKey(epoch, step, action.microbatch, index, Direction.ACTIVATION)
-        self.clock.switch(TimeKind.FORWARD, out)
-        wanted = own[BatchPart.LABELS] if index == self._place.last_chunk else None
-        documents = own.get(BatchPart.DOCUMENTS)
-        result = self.model.forward(action.chunk, action.microbatch, fed, wanted, documents)
-        if wanted is not None:
-            self._computed()
-            return result
-        faults.spoil(faults.Phase.FORWARD, result, stage=self.stage, step=step)
-        self._send(out, result, io)
-        return result
-
-    def _backward(self, epoch: int, step: int, action: Action, io: StageIO) -> None:
-        index = self._place.global_chunk(action)
-        key = TensorKey(epoch, step, action.microbatch, index, Direction.GRADIENT)
-        gradient: Tensor | None = None
-        if index != self._place.last_chunk:
-            gradient = self._receive(key, self._boundary, io, TimeKind.WAIT_DOWNSTREAM)
-        self.clock.switch(TimeKind.BACKWARD, key)
-        upstream = self.model.backward(action.chunk, action.microbatch, gradient)
-        if upstream is not None:
-            out = TensorKey(epoch, step, action.microbatch, index - 1, Direction.GRADIENT)
-            self._send(out, self._overflow.cleared(upstream), io)
-        else:
-            self._computed()
+    def _passes(
+        self, epoch: int, step: int, io: StageIO, samples: Mapping[BatchPart, Mapping[int, Tensor]]
+    ) -> StepPasses:
+        return StepPasses(
+            config=self.config,
+            layout=self._place,
+            order=self._order,
+            share=self._share,
+            model=self.model,
+            clock=self.clock,
+            transfer=self._transfer,
+            codec=self._codec,
+            sync=self._sync,
+            overflow=self._overflow,
+            epoch=epoch,
+            step=step,
+            io=io,
+            samples=samples,
+        )
 
     def _sync_plan(self, step: int) -> SyncPlan:
         key = self.uncompressed, self.config.is_round(step)
@@ -491,93 +383,6 @@ class StageExecutor:
             units = tuple(reversed(self.units))
             self._plans[key] = SyncPlan(self.config, units, self._share, uncompressed=key[0], of_round=key[1])
         return self._plans[key]
-
-    def _end_group(self, step: int, action: Action) -> None:
-        """After a backward: if it is the chunk's last of a gradient group, pack its gradients."""
-        group = group_of(self.config, action.microbatch)
-        # Backwards of a chunk come in the order of microbatches.
-        if self._sync is None or group == group_of(self.config, action.microbatch + 1):
-            return
-        self.clock.switch(TimeKind.ENCODE)
-        if action.microbatch == self._share.microbatches[-1]:
-            faults.spoil(faults.Phase.BACKWARD, self.model.any_gradient(), stage=self.stage, step=step)
-        taken = self.model.take_gradients(self._place.chunk_units(action.chunk))
-        self._overflow.clear(taken.values())
-        self._sync.group_done(group, taken)
-
-    def _finish_gradients(self, step: int) -> None:
-        """Complete the gradients; with several groups, by the sum over all groups."""
-        if self._sync is None:
-            self.model.finish_step()
-            faults.spoil(faults.Phase.BACKWARD, self.model.any_gradient(), stage=self.stage, step=step)
-            return
-        self.clock.switch(TimeKind.SYNC)
-        for index, (unit, gradients) in enumerate(self._sync.finish()):
-            if index == 0:
-                faults.reach(faults.Phase.SYNC, stage=self.stage, step=step)
-            self._put(unit, gradients, is_round=self.config.is_round(step))
-
-    def _put(self, unit: str, sums: dict[str, Tensor], *, is_round: bool) -> None:
-        """Take what was summed over all groups."""
-        if is_round:
-            self.model.local.put(unit, sums)
-        else:
-            self.model.put_gradients(unit, sums)
-
-    @property
-    def _ties_alone(self) -> bool:
-        """Whether this stage has both copies of a tied weight that is trained."""
-        return self.config.sums_tied_gradients and self._place.is_first and self._place.has_loss
-
-    def _exchange_tied(self, epoch: int, step: int, io: StageIO) -> None:
-        """Set both copies of a tied weight to the sum of both gradients, added in a fixed order."""
-        place, model = self._place, self.model
-        if not (place.exchanges_tie or (self.config.sums_tied_gradients and place.is_first)):
-            return
-        up = TensorKey(epoch, step, 0, 0, Direction.TIED_SHARE)
-        down = TensorKey(epoch, step, 0, 0, Direction.TIED_SUM)
-        if place.is_first and place.has_loss:
-            self._sum_own_tie()
-        elif place.is_first:
-            # In the received share's memory: with its packed form, at most two copies of the matrix.
-            total = self._receive(up, self._tied, io, TimeKind.WAIT_DOWNSTREAM)
-            sum_tied_gradients(total, model.tied_gradient(EMBED))
-            self._send(down, self._overflow.cleared(total), io)
-            model.put_tied_gradient(EMBED, total)
-        elif place.is_last:
-            self._send(up, self._overflow.cleared(model.tied_gradient(HEAD)), io)
-            model.put_tied_gradient(HEAD, self._receive(down, self._tied, io, TimeKind.WAIT_UPSTREAM))
-
-    def _begin_turn(self, turns: Turns, order: Order, needed: Sequence[Incoming | None], io: StageIO) -> int:
-        """The index of the next action; waits until one of the candidates has its tensor."""
-        while (place := turns.begin(lambda place: self._transfer.ready(needed[place], io))) is None:
-            keys = [tensor.key for choice in turns.choices if (tensor := needed[choice])]
-            self.clock.switch(_WAITS[order[turns.choices[0]].kind], keys[0])
-            io.wait_any(keys)
-        return place
-
-    def _needed(self, epoch: int, step: int, action: Action) -> Incoming | None:
-        """The tensor that an action needs."""
-        key = self._place.needed(epoch, step, action)
-        return None if key is None else Incoming(key, self._boundary)
-
-    def _receive(self, key: TensorKey, spec: TensorSpec, io: StageIO, waiting: TimeKind) -> Tensor:
-        if not self._transfer.begun(key):
-            self.clock.switch(waiting, key)
-            self._transfer.begin(Incoming(key, spec), self._codec(key), io)
-        self.clock.switch(TimeKind.DECODE, key)
-        return self._transfer.finish(key)
-
-    def _send(self, key: TensorKey, tensor: Tensor, io: StageIO) -> None:
-        mark = self._transfer.computed()
-        self._transfer.send(key, self._codec(key), tensor, mark, io)
-        if mark is not None:
-            mark.synchronize()
-
-    def _computed(self) -> None:
-        """Wait for the device, so that the clock shows its work and not the launches."""
-        if (mark := self._transfer.computed()) is not None:
-            mark.synchronize()
 
     def codec_name(self, direction: Direction) -> str:
         """The codec in use for this kind of tensor."""

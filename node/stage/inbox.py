@@ -116,7 +116,7 @@ class TensorLink(Protocol):
 
 
 class LoopIO:
-    """Implements `node.stage.executor.StageIO` over one epoch's links, keyed by the neighbour's stage."""
+    """Implements `node.stage.step_passes.StageIO` over one epoch's links, keyed by the neighbour's stage."""
 
     def __init__(
         self,

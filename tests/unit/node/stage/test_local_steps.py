@@ -182,7 +182,7 @@ def test_a_round_that_fails_leaves_no_trace(step: int, phase: Phase, monkeypatch
                 raise RunError("a fault of this test")
 
         with monkeypatch.context() as patch:
-            patch.setattr("node.stage.executor.faults.reach", fail)
+            patch.setattr("node.stage.step_passes.faults.reach", fail)
             with pytest.raises(RunError, match="a fault of this test"):
                 stages.outcomes()
         after = stages.state()
@@ -205,7 +205,7 @@ def test_a_gradient_that_is_not_finite_names_its_unit_and_leaves_no_trace(
     with MemoryPipeline(CONFIG, rows=ROWS[2]) as stages:
         stages.train(1)
         with monkeypatch.context() as patch:
-            patch.setattr("node.stage.executor.faults.spoil", spoil)
+            patch.setattr("node.stage.step_passes.faults.spoil", spoil)
             with pytest.raises(NonFiniteError, match=r"the gradient of .* of block.* in local step 1"):
                 stages.outcomes()
         stages.forget()

@@ -1,0 +1,281 @@
+"""The passes of one step on one stage: runs the schedule's actions, receives and sends their tensors.
+
+`node.stage.executor` makes one of these a step. It runs on the compute thread and knows no network: tensors
+come and go through a `StageIO`. Nothing durable changes: gradients accumulate beside the weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from node import faults
+from node.config.schema import RunConfig
+from node.model.labels import BatchPart
+from node.model.units import EMBED, HEAD
+from node.pipeline.gradient_groups import RowShare, group_of
+from node.pipeline.routing import StageLayout
+from node.pipeline.schedule import Action, Kind, Order
+from node.pipeline.turns import Turns
+from node.stage.gradient_sync import GradientSync, SyncIO
+from node.stage.stage_model import StageCompute
+from node.stage.step_order import StepOrder
+from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
+from node.telemetry.clock import StageClock, TimeKind
+from node.training.optimizer import sum_tied_gradients
+from node.training.overflow import Overflow
+from wire.codecs.base import Codec
+from wire.spec import Direction, TensorKey, TensorSpec
+
+LOOK_AHEAD = 2
+"""Tensors of this many later actions are unpacked as soon as they arrive."""
+_WAITS = {Kind.FORWARD: TimeKind.WAIT_UPSTREAM, Kind.BACKWARD: TimeKind.WAIT_DOWNSTREAM}
+
+
+class StageIO(PackedIO, SyncIO, Protocol):
+    """The compute thread's view of the network."""
+
+    def check(self) -> None:
+        """Raise if the step was interrupted."""
+        ...
+
+
+def boundary_spec(config: RunConfig) -> TensorSpec:
+    """Of a microbatch between two chunks."""
+    return TensorSpec(torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden))
+
+
+def tied_spec(config: RunConfig) -> TensorSpec:
+    """Of the gradient of a tied weight."""
+    return TensorSpec(torch.float32, (config.model.vocab, config.model.hidden))
+
+
+def sum_own_tie(model: StageCompute) -> None:
+    """Set both copies of a tied weight, which are on this stage, to the sum of both gradients."""
+    total = sum_tied_gradients(model.tied_gradient(HEAD), model.tied_gradient(EMBED))
+    model.put_tied_gradient(EMBED, total)
+    model.put_tied_gradient(HEAD, total)
+
+
+def put_group_sums(model: StageCompute, unit: str, sums: dict[str, Tensor], *, of_round: bool) -> None:
+    """Take what was summed over all gradient groups: gradients, or how a round changed the weights."""
+    if of_round:
+        model.local.put(unit, sums)
+    else:
+        model.put_gradients(unit, sums)
+
+
+@dataclass(kw_only=True)
+class StepPasses:
+    """Of one step, or of one pass over held-out samples."""
+
+    config: RunConfig
+    layout: StageLayout
+    order: StepOrder
+    share: RowShare
+    """The gradient groups of this row."""
+    model: StageCompute
+    clock: StageClock
+    transfer: TensorTransfer
+    codec: Callable[[TensorKey], Codec]
+    sync: GradientSync | None
+    """Begun for this step; None without gradient groups."""
+    overflow: Overflow
+    epoch: int
+    step: int
+    io: StageIO
+    samples: Mapping[BatchPart, Mapping[int, Tensor]]
+    """By microbatch."""
+    losses: dict[int, list[Tensor]] = field(default_factory=dict)
+    """The microbatches' shares of the loss, by group; on the stage with the head."""
+
+    def __post_init__(self) -> None:
+        self._boundary, self._tied = boundary_spec(self.config), tied_spec(self.config)
+        self._is_round = self.config.is_round(self.step)
+
+    def run(self) -> None:
+        """Forward and backward of every microbatch; in a round, local steps."""
+        if self._is_round:
+            self._run_round()
+        else:
+            self._run_order(self.order.whole())
+
+    def finish(self) -> None:
+        """Complete the gradients: the sum over all groups, and over both copies of a tied weight."""
+        if self.sync is None:
+            self.model.finish_step()
+            self._spoil_gradient()
+        else:
+            self.clock.switch(TimeKind.SYNC)
+            for index, (unit, gradients) in enumerate(self.sync.finish()):
+                if index == 0:
+                    faults.reach(faults.Phase.SYNC, stage=self.layout.stage, step=self.step)
+                put_group_sums(self.model, unit, gradients, of_round=self._is_round)
+        if not self._is_round:
+            self._exchange_tied()
+
+    def held_out(self, first: int, microbatches: int) -> list[Tensor]:
+        """Forwards alone, of microbatches numbered from `first`; their losses on the stage with the head."""
+        losses: list[Tensor] = []
+        for action in self.order.held_out(first, microbatches):
+            self.io.check()
+            faults.reach(faults.Phase.VALIDATION, stage=self.layout.stage, step=self.step)
+            self.model.begin_step()  # keeps nothing for a backward
+            with torch.no_grad():
+                result = self._forward(action)
+            if self._has_loss(action):
+                losses.append(result)
+        self.model.begin_step()
+        return losses
+
+    # ---- actions
+
+    def _run_order(self, order: Order) -> None:
+        needed = [self._needed(action) for action in order]
+        # With several chunks, tensors do not arrive in the order in which they are needed.
+        turns = Turns(order, swap=not self.layout.interleaved)
+        while turns.left:
+            self.io.check()
+            upcoming = [tensor for place in turns.upcoming(1 + LOOK_AHEAD) if (tensor := needed[place])]
+            self.transfer.look_ahead(upcoming, self.codec, self.io)
+            action = order[self._begin_turn(turns, order, needed)]
+            phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
+            faults.reach(phase, stage=self.layout.stage, step=self.step)
+            if action.kind is Kind.FORWARD:
+                result = self._forward(action)
+                if self._has_loss(action):
+                    self.losses.setdefault(group_of(self.config, action.microbatch), []).append(result)
+            else:
+                self._backward(action)
+                if not self._is_round:
+                    self._end_group(action)
+
+    def _run_round(self) -> None:
+        """The row's groups, one after another, each from the weights that the round began with."""
+        assert self.sync is not None, "a run with local steps has several groups"
+        local = self.model.local
+        for group in self.share.groups:
+            local.begin_group()
+            for number, order in enumerate(self.order.parts(group, self.config.sync.every)):
+                self._run_order(order)
+                if self.layout.sums_tie_alone:
+                    sum_own_tie(self.model)
+                if number == 0 and group == self.share.groups[0]:
+                    self._spoil_gradient()
+                self.clock.switch(TimeKind.OPTIMIZER)
+                local.step(self.step)
+                faults.reach(faults.Phase.LOCAL_STEP, stage=self.layout.stage, step=self.step)
+            self.clock.switch(TimeKind.ENCODE)
+            self.sync.group_done(group, local.changes())
+        local.end()
+
+    def _begin_turn(self, turns: Turns, order: Order, needed: Sequence[Incoming | None]) -> int:
+        """The index of the next action; waits until one of the candidates has its tensor."""
+        while (place := turns.begin(lambda place: self.transfer.ready(needed[place], self.io))) is None:
+            keys = [tensor.key for choice in turns.choices if (tensor := needed[choice])]
+            self.clock.switch(_WAITS[order[turns.choices[0]].kind], keys[0])
+            self.io.wait_any(keys)
+        return place
+
+    def _forward(self, action: Action) -> Tensor:
+        """The chunk's output, or the microbatch's share of the loss."""
+        index = self.layout.global_chunk(action)
+        own = {part: batches[action.microbatch] for part, batches in self.samples.items()}
+        if index == 0:
+            fed = own[BatchPart.INPUTS]
+        else:
+            key = self._key(action.microbatch, index - 1, Direction.ACTIVATION)
+            fed = self._receive(key, self._boundary, TimeKind.WAIT_UPSTREAM)
+        out = self._key(action.microbatch, index, Direction.ACTIVATION)
+        self.clock.switch(TimeKind.FORWARD, out)
+        wanted = own[BatchPart.LABELS] if self._has_loss(action) else None
+        documents = own.get(BatchPart.DOCUMENTS)
+        result = self.model.forward(action.chunk, action.microbatch, fed, wanted, documents)
+        if wanted is not None:
+            self._computed()
+            return result
+        faults.spoil(faults.Phase.FORWARD, result, stage=self.layout.stage, step=self.step)
+        self._send(out, result)
+        return result
+
+    def _backward(self, action: Action) -> None:
+        index = self.layout.global_chunk(action)
+        key = self._key(action.microbatch, index, Direction.GRADIENT)
+        gradient: Tensor | None = None
+        if not self._has_loss(action):
+            gradient = self._receive(key, self._boundary, TimeKind.WAIT_DOWNSTREAM)
+        self.clock.switch(TimeKind.BACKWARD, key)
+        upstream = self.model.backward(action.chunk, action.microbatch, gradient)
+        if upstream is not None:
+            out = self._key(action.microbatch, index - 1, Direction.GRADIENT)
+            self._send(out, self.overflow.cleared(upstream))
+        else:
+            self._computed()
+
+    def _end_group(self, action: Action) -> None:
+        """After a backward: if it is the chunk's last of a gradient group, pack its gradients."""
+        group = group_of(self.config, action.microbatch)
+        # Backwards of a chunk come in the order of microbatches.
+        if self.sync is None or group == group_of(self.config, action.microbatch + 1):
+            return
+        self.clock.switch(TimeKind.ENCODE)
+        if action.microbatch == self.share.microbatches[-1]:
+            self._spoil_gradient()
+        taken = self.model.take_gradients(self.layout.chunk_units(action.chunk))
+        self.overflow.clear(taken.values())
+        self.sync.group_done(group, taken)
+
+    def _exchange_tied(self) -> None:
+        """Set both copies of a tied weight to the sum of both gradients, added in a fixed order."""
+        layout, model = self.layout, self.model
+        up = self._key(0, 0, Direction.TIED_SHARE)
+        down = self._key(0, 0, Direction.TIED_SUM)
+        if layout.sums_tie_alone:
+            sum_own_tie(model)
+        elif layout.exchanges_tie and layout.is_first:
+            # In the received share's memory: with its packed form, at most two copies of the matrix.
+            total = self._receive(up, self._tied, TimeKind.WAIT_DOWNSTREAM)
+            sum_tied_gradients(total, model.tied_gradient(EMBED))
+            self._send(down, self.overflow.cleared(total))
+            model.put_tied_gradient(EMBED, total)
+        elif layout.exchanges_tie and layout.is_last:
+            self._send(up, self.overflow.cleared(model.tied_gradient(HEAD)))
+            model.put_tied_gradient(HEAD, self._receive(down, self._tied, TimeKind.WAIT_UPSTREAM))
+
+    # ---- tensors
+
+    def _key(self, microbatch: int, boundary: int, direction: Direction) -> TensorKey:
+        return TensorKey(self.epoch, self.step, microbatch, boundary, direction)
+
+    def _needed(self, action: Action) -> Incoming | None:
+        """The tensor that an action needs."""
+        key = self.layout.needed(self.epoch, self.step, action)
+        return None if key is None else Incoming(key, self._boundary)
+
+    def _has_loss(self, action: Action) -> bool:
+        return self.layout.global_chunk(action) == self.layout.last_chunk
+
+    def _receive(self, key: TensorKey, spec: TensorSpec, waiting: TimeKind) -> Tensor:
+        if not self.transfer.begun(key):
+            self.clock.switch(waiting, key)
+            self.transfer.begin(Incoming(key, spec), self.codec(key), self.io)
+        self.clock.switch(TimeKind.DECODE, key)
+        return self.transfer.finish(key)
+
+    def _send(self, key: TensorKey, tensor: Tensor) -> None:
+        mark = self.transfer.computed()
+        self.transfer.send(key, self.codec(key), tensor, mark, self.io)
+        if mark is not None:
+            mark.synchronize()
+
+    def _computed(self) -> None:
+        """Wait for the device, so that the clock shows its work and not the launches."""
+        if (mark := self.transfer.computed()) is not None:
+            mark.synchronize()
+
+    def _spoil_gradient(self) -> None:
+        faults.spoil(
+            faults.Phase.BACKWARD, self.model.any_gradient(), stage=self.layout.stage, step=self.step
+        )
