@@ -12,7 +12,7 @@ from wire.telemetry import DIRECT, NOT_TOGETHER, is_relayed
 NOT_LISTENING = "opens no port"
 NOT_REACHED = "cannot be dialled from the coordinator"
 NOT_ANSWERING = "does not answer its neighbour"
-"""Why a link is not direct, said of a node that its neighbour might have dialled."""
+"""Why a link is not direct, about the node that its neighbour could have dialled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -375,7 +375,7 @@ class Coordinator:
             self._send(node, TakeSnapshot(epoch=epoch.number, step=step))
 
     def _send(self, node_id: str, message: CoordinatorMessage) -> None:
-        """Where a snapshot's layers go, who relays and who waited is no affair of the state machine."""
+        """Add what the state machine does not know: where a snapshot's layers go, who relays, who waited."""
         if isinstance(message, TakeSnapshot) and message.step in self._kept:
             message = replace(message, place=self._kept.place(message.step))
         elif isinstance(message, Placement):

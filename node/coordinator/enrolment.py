@@ -86,8 +86,8 @@ class EnrolmentHandler:
         now = self._clock()
         key_hash = public_key_hash(key)
         member = Member(node_id_of(key_hash), key_hash, request.hardware, joined=now)
-        # Only for who holds a token: to say what would let it host a stage takes a while. One that comes back
-        # with a used token hears it once it says hello.
+        # Only for holders of a token: working out what would let this machine host a stage takes a while. One
+        # that comes back with a used token is told after its hello.
         invited = not self.would_refuse(request.token_id, request.secret)
         line = self._useless(request.hardware) if invited else None
         useless = None if line is None else Refusal(RefusalCode.BAD_REQUEST, line)

@@ -37,8 +37,8 @@ CONNECTION_SECONDS = 30.0
 """A connection to the join port ends after this long."""
 
 BYTES_A_SECOND, BYTES_AT_ONCE = 8 * 1024, 16 * 1024
-"""Of a connection that has shown no valid token, both ways together; a join takes 7,000. Who asks
-without end is not even read."""
+"""Bytes of a connection without a valid token, both ways together; a join takes 7,000. Beyond them nothing is
+read."""
 
 Request = TypeVar("Request", pb.JoinRequest, pb.LookRequest)
 

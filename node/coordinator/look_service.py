@@ -19,9 +19,9 @@ from wire.v1 import enrolment_pb2 as pb
 REACH_SECONDS = 4.0
 """For a dial back."""
 MOST_RELAYS = 3
-"""Volunteers whose addresses are told."""
+"""Relays that a reply names at most."""
 MOST_SENTENCES, MOST_CHARACTERS = 20, 1000
-"""About the run's links: a reply has at most 64 KiB."""
+"""Of what a reply says about the run's links: it has at most 64 KiB."""
 PADDING = bytes(60_000)
 """A message by which a rate is measured."""
 PADDINGS = 32

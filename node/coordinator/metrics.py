@@ -141,7 +141,7 @@ class RunMetrics(Collector):
 
 
 class _VolunteerTotals:
-    """What volunteers' relays have done; it never shrinks, whoever leaves or starts again."""
+    """What volunteers' relays have done; it never shrinks when nodes leave or restart."""
 
     def __init__(self) -> None:
         self.bytes = self.refused = 0

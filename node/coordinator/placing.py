@@ -43,7 +43,7 @@ So noise cannot move a run to and fro."""
 BUSY = 0.5
 """A link's measured rate counts where it carried tensors for this share of a step."""
 REST = 20
-"""As long as a plan took, so many times."""
+"""Wait this many times as long as the last plan took to make."""
 
 
 class PlacePlanner:

@@ -97,7 +97,7 @@ class Sessions:
             session.send(self._shut_out)
 
     def shut_out(self, nodes: Collection[str]) -> None:
-        """These nodes are no longer in the run: all others are told if that is new."""
+        """These nodes are no longer in the run: tell all others, unless they know it."""
         news = ShutOut(node_ids=tuple(sorted(nodes)))
         if news != self._shut_out:
             self._shut_out = news

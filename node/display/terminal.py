@@ -25,7 +25,7 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 class Screen:
-    """Writes to stdout until that fails, which is said once on stderr; then drops output."""
+    """Writes to stdout until that fails; then reports it once on stderr and drops output."""
 
     def __init__(self, goes_on: str) -> None:
         """`goes_on`: what continues without output, such as "the run"."""

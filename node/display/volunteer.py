@@ -46,7 +46,8 @@ class VolunteerScreen:
             self._line(f"{what}; {limit} left")
 
     def now(self, what: str, detail: str = "") -> None:
-        """What the node is at, until the next call; `detail` changes often. Call it about once a second."""
+        """What the node is doing, until the next call; `detail` changes often. Call it about once a
+        second."""
         text = f"{what}   {detail}" if detail else what
         if self._live:
             self._show(text)

@@ -197,8 +197,8 @@ def piece_bytes(piece: Piece, *, uncompressed: bool = False) -> int:
 
 
 def owners(sizes: Mapping[int, int], subtrees: Sequence[int]) -> dict[int, int]:
-    """The row that sums up each piece, the same for whoever asks: so that the row that sends most sends
-    little, then with shares of bytes as equal as they come.
+    """The row that sums up each piece: every row computes the same answer. The busiest sender sends as little
+    as possible, then shares of bytes are as equal as possible.
 
     Args:
         sizes: bytes by the piece's number.

@@ -35,8 +35,8 @@ MOST_GROWTH = 2
 RESTART_SECONDS = 20.0
 """What a move takes beside the state: a snapshot, and all nodes come back."""
 CONTRADICTED = 1.5
-"""A step whose floor by what nodes say is this many times as long as the step was: somebody is faster than it
-is said to be."""
+"""The lower bound from reports is this many times as long as the step was: some report makes a node or a line
+slower than it is."""
 
 
 @dataclass(frozen=True, kw_only=True)

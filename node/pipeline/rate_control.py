@@ -17,8 +17,8 @@ from wire.errors import ConfigError
 from wire.spec import Direction
 
 RISE = 1.5
-"""A tensor's bytes may grow by this factor from one plan to the next, so that a line that is said to be fast
-is measured before it carries much more."""
+"""A tensor's bytes may grow by this factor from one plan to the next, so that a line reported as fast is
+measured before it carries much more."""
 GAIN = 0.1
 """A plan is worth an epoch if a step is expected to take this much less time,"""
 MORE_BITS = 0.15

@@ -330,7 +330,7 @@ def _further_problems(read: _Read, overrides: Sequence[str]) -> list[str]:
 
 
 def _with_short_warmup(config: RunConfig, *, say: bool = True) -> RunConfig:
-    """A warm-up longer than the run is cut to a tenth of it, and that is said."""
+    """A warm-up longer than the run is cut to a tenth of it, with a warning."""
     steps, training = config.run.steps, config.training
     if not 0 < steps < training.warmup_steps:
         return config

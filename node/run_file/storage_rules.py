@@ -1,4 +1,4 @@
-"""The rules of `[storage]`, with what a name that is none of several is told."""
+"""The rules of `[storage]`, and the errors for names that are not allowed."""
 
 from collections.abc import Iterator, Sequence
 from math import prod

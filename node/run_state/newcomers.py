@@ -191,7 +191,7 @@ class Newcomers:
             return self._given_up(f"node {node_id} does not follow: {message.failed}")
         was_first = min(entry.held.values()) < 0
         entry.held[node_id] = message.step
-        # What all have applied nobody has to be told again.
+        # Steps that all have applied need not be sent again.
         least = min(entry.held.values())
         entry.steps = [step for step in entry.steps if step.step >= least or least < 0]
         if not was_first or least < 0:
@@ -221,7 +221,7 @@ class Newcomers:
     # ---- inside
 
     def _orders(self, epoch: Epoch, grid: Sequence[str]) -> dict[str, Follow] | None:
-        """What each newcomer is told, by node; None if nobody could give it the gradients."""
+        """The order for each newcomer, by node; None if no host could give it the gradients."""
         found = {}
         assert epoch.lineage is not None, "the epoch has begun"
         for place, node_id in enumerate(grid[len(epoch.hosts) :]):

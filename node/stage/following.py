@@ -34,8 +34,8 @@ FETCHES = 4
 TRIES = 3
 """How often a step's gradients are fetched while they are not what the run committed."""
 SETTLE_SECONDS = 60.0
-"""How long a node that gets its stage may take to apply what it has been told of. Less than the coordinator
-waits for it to take its place."""
+"""How long a node that gets its stage may take to apply the committed steps that it knows of. Less than the
+coordinator waits for it to take its place."""
 
 
 class StateServices(Protocol):

@@ -140,7 +140,7 @@ class RunMember:
         self._running: tuple[EpochTask, asyncio.Task[None]] | None = None
         """The current epoch; None between epochs."""
         self._told = (-1, 0, "")
-        """The stage of which was said what it does to fit, and its storage."""
+        """The stage whose memory plan and storage were shown last."""
 
     @property
     def epoch(self) -> int:
