@@ -1,7 +1,7 @@
-"""Messages between a node and the coordinator, as plain dataclasses (wire form: `messages_proto.py`).
+"""Messages between a node and the coordinator, as plain dataclasses.
 
-State machines take and return these. Step numbers start at 0; the *state* of step s is the weights after s
-applied steps.
+Their wire form is in `node_messages_proto.py` and `coordinator_messages_proto.py`. State machines
+take and return these. Step numbers start at 0; the *state* of step s is the weights after s applied steps.
 """
 
 from collections.abc import Mapping

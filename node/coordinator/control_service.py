@@ -25,6 +25,7 @@ from node.coordinator.snapshot_handler import UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
 from node.training.manifest import UnitEntry
 from wire.channels import NOT_YET
+from wire.coordinator_messages_proto import coordinator_message_to_proto
 from wire.dialing import knock
 from wire.errors import NotYetError, ProtocolViolationError, RefusalCode, RunError, ThinwireError
 from wire.front import Front
@@ -32,7 +33,7 @@ from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
 from wire.identity.names import join_address, split_address
 from wire.messages import MOST_HELD, HeldLayer, Hello, NodeMessage, PlacedStage
-from wire.messages_proto import coordinator_message_to_proto, node_message_from_proto
+from wire.node_messages_proto import node_message_from_proto
 from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
 from wire.version import PROTOCOL, VERSION
 

@@ -50,7 +50,8 @@ EDGE = {
         "node/stage/coordinator_client.py",
         "wire/connection.py",
         "wire/layer_exchange.py",
-        "wire/messages_proto.py",
+        "wire/node_messages_proto.py",
+        "wire/coordinator_messages_proto.py",
         "wire/telemetry_proto.py",
     )
 }

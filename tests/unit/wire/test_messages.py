@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cases import each
+from wire.coordinator_messages_proto import coordinator_message_from_proto, coordinator_message_to_proto
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.names import MOST_NAME, clean_name
@@ -53,12 +54,7 @@ from wire.messages import (
     Vote,
     Welcome,
 )
-from wire.messages_proto import (
-    coordinator_message_from_proto,
-    coordinator_message_to_proto,
-    node_message_from_proto,
-    node_message_to_proto,
-)
+from wire.node_messages_proto import node_message_from_proto, node_message_to_proto
 from wire.spec import Direction, TensorKey
 from wire.telemetry import (
     MOST_CODEC_TIMES,

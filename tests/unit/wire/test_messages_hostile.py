@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.message import DecodeError, Message
 
 from tests.support.examples import examples
+from wire.coordinator_messages_proto import coordinator_message_from_proto, coordinator_message_to_proto
 from wire.errors import ProtocolViolationError, RefusalCode
 from wire.identity.enrolment import Hardware, Refusal
 from wire.messages import (
@@ -42,12 +43,7 @@ from wire.messages import (
     Vote,
     Welcome,
 )
-from wire.messages_proto import (
-    coordinator_message_from_proto,
-    coordinator_message_to_proto,
-    node_message_from_proto,
-    node_message_to_proto,
-)
+from wire.node_messages_proto import node_message_from_proto, node_message_to_proto
 from wire.spec import Direction, TensorKey
 from wire.telemetry import FlowReport, LinkReport, Span, StepSpans, Telemetry
 from wire.v1 import control_pb2
