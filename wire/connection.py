@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from wire.byte_stream import ByteStream, StreamDroppedError
 from wire.errors import LinkError, ProtocolViolationError
 from wire.frames import frame_direction
+from wire.line_meter import SPAN_SECONDS
 from wire.link_state import LinkState
 from wire.pacing import KEEP_ALIVE, KeepAlive
 from wire.stream_receiver import Acknowledge
@@ -111,12 +112,19 @@ class Connection:
 
     async def _read_bulk(self, stream: ByteStream) -> None:
         state = self._state
+        before = -math.inf
         while True:
             data = await stream.read()
             state.stats.bytes_received += len(data)
             if data == KEEP_ALIVE:
                 continue
             state.stats.frames_received += 1
+            if state.settings.line is not None:
+                # A frame after another was carried since that one came; of one after a pause nobody knows.
+                at = now()
+                since = before if at - before < SPAN_SECONDS else at
+                state.settings.line.received.carried(len(data), since, at)
+                before = at
             due = state.receiver.deadline
             completed = state.receiver.receive(data, now())
             if state.transfers is not None:

@@ -15,6 +15,7 @@ and do not count.
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _MEMORY_SECONDS = 2.0
@@ -48,7 +49,9 @@ class _Rate:
 class LinkMeter:
     """One direction of a link. `now` is seconds on any clock; bytes are totals since the link was made."""
 
-    def __init__(self) -> None:
+    def __init__(self, carried: Callable[[int, float, float], None] | None = None) -> None:
+        """`carried`: called with bytes that were carried, from when, and until when."""
+        self._carried = carried
         self._busy_seconds = self._told_busy = 0.0
         self._busy_since: float | None = None
         self._waiting: deque[tuple[int, float]] = deque()  # (total bytes at its end, when it was queued)
@@ -97,6 +100,8 @@ class LinkMeter:
             return
         idle = max(0.0, queued_at + round_trip - self._last_news)
         seconds = max(0.0, now - max(self._last_news, queued_at + round_trip))
+        if self._carried is not None:
+            self._carried(end_bytes - self._counted, now - seconds, now)
         self._saved_seconds = min(_BUCKET_SECONDS, self._saved_seconds + idle)
         if self._saved_seconds <= _SHARE_SAVED * seconds:
             self._steady.add(end_bytes - self._counted, seconds)

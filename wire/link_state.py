@@ -9,6 +9,7 @@ from typing import Protocol
 
 from wire.delivery import Delivery
 from wire.frames import FRAME_BYTES, HEADER_BYTES, run_tag
+from wire.line_meter import Line
 from wire.link_meter import LinkMeter
 from wire.pacing import RECONNECT_SECONDS, Pacer
 from wire.spec import Direction, TensorKey
@@ -55,6 +56,8 @@ class LinkSettings:
     """Unacknowledged frames are sent again, and missing ones asked for again, after this long."""
     pacer: Pacer | None = None
     """The node's bandwidth limit, shared with everything else it sends."""
+    line: Line | None = None
+    """The node's line, which measures what its links carry together."""
     frame_filter: FrameFilter | None = None
     on_transfer: Callable[[int, TransferKind, TensorKey, float, float], None] | None = None
     """Called with (peer stage, kind, tensor, start, end); see `wire.transfers`."""
@@ -153,6 +156,7 @@ class LinkState:
             receiver=receiver,
             on_tensor=on_tensor,
             delivery=Delivery(settings.silent_seconds),
+            meter=LinkMeter(None if settings.line is None else settings.line.sent.carried),
             transfers=None
             if settings.on_transfer is None
             else TransferLog(partial(settings.on_transfer, peer_stage)),

@@ -31,19 +31,19 @@ class Pacer:
             rate: bytes a second, above 0.
             ahead: seconds of the rate that may pass at once after a pause.
         """
-        self._rate = rate
+        self.rate = rate
         self._ahead = ahead
         self._free_at = 0.0
 
     @property
     def piece(self) -> int:
         """Bytes to take at once, so that nobody who shares the rate waits long."""
-        return max(LEAST_PIECE, int(BURST_SECONDS * self._rate))
+        return max(LEAST_PIECE, int(BURST_SECONDS * self.rate))
 
     def reserve(self, size: int, now: float) -> float:
         """Book `size` bytes at `now` (seconds on any clock); returns the seconds to wait before sending."""
         start = max(self._free_at, now - self._ahead)
-        self._free_at = start + size / self._rate
+        self._free_at = start + size / self.rate
         return max(0.0, start - now)
 
     async def pass_through(self, size: int) -> None:

@@ -105,6 +105,10 @@ class Telemetry:
     relay_pairs: int = 0
     """Pairs of connections of others that it joins now; a link has two."""
     relay_refused: int = 0
+    line_up: float = 0.0
+    """Bytes a second that all links together send at most, as set or as seen; 0 while not known."""
+    line_down: float = 0.0
+    """The same of what they receive, as seen."""
 
 
 class Span(NamedTuple):

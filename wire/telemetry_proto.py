@@ -49,6 +49,8 @@ def telemetry_to_proto(telemetry: Telemetry) -> control_pb2.Telemetry:
         relayed_bytes=telemetry.relayed_bytes,
         relay_pairs=telemetry.relay_pairs,
         relay_refused=telemetry.relay_refused,
+        line_up=telemetry.line_up,
+        line_down=telemetry.line_down,
     )
 
 
@@ -68,6 +70,8 @@ def telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
         relayed_bytes=count(message.relayed_bytes, "relayed bytes"),
         relay_pairs=message.relay_pairs,
         relay_refused=count(message.relay_refused, "refused relays"),
+        line_up=amount(message.line_up, "a line's rate"),
+        line_down=amount(message.line_down, "a line's rate"),
     )
 
 

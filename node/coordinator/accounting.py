@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from node.pipeline.floor import LinkRate
 from node.telemetry.costs import Ledger, LinkSums, Place, StageSums
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
 from wire.messages import Begin, Commit, CoordinatorMessage, Validate
@@ -119,6 +120,11 @@ class Accounting:
         """The sender's newest report of this direction of a link, if the link is in use."""
         links = self.newest.get(self._places.get(source, ""), Telemetry()).links
         return next((one for one in links if (one.peer_replica, one.peer_stage) == target), None)
+
+    def line(self, place: Place) -> LinkRate:
+        """The most that the machine at this place was seen to send and receive, as it says."""
+        newest = self.newest.get(self._places.get(place, ""), Telemetry())
+        return LinkRate(up=newest.line_up or math.inf, down=newest.line_down or math.inf)
 
     # ---- inside
 

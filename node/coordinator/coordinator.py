@@ -168,6 +168,7 @@ class Coordinator:
             config,
             samples=corpus.windows,
             link_report=self.accounting.link_report,
+            line=self.accounting.line,
             use_windows=lambda number, plan: self._post(lambda _: self._machine.plan_windows(number, plan)),
             use_lines=self._use_lines,
             past=past,

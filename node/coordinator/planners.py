@@ -6,6 +6,7 @@ Only the newest step counts, and work of more than a moment has a thread.
 import asyncio
 import functools
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -38,6 +39,8 @@ MOST_NODES = 4096
 """The newest nodes whose packing times are kept."""
 PLAN_SECONDS = 1.0
 """Between two plans: a plan takes longer to make than a step of milliseconds."""
+PAUSE_TIMES = 9.0
+"""And at least so many times what the newest took: a plan of many stages takes seconds of a core."""
 
 
 class WindowPlanner:
@@ -49,6 +52,7 @@ class WindowPlanner:
         *,
         samples: int,
         link_report: Callable[[Place, Place], LinkReport | None],
+        line: Callable[[Place], LinkRate],
         use: Callable[[int, Windows], None],
         pause: float = PLAN_SECONDS,
     ) -> None:
@@ -56,12 +60,14 @@ class WindowPlanner:
         Args:
             samples: of one pass over the text.
             link_report: the newest report of (source, target), if there is one.
+            line: the most that the machine at a place was seen to send and receive.
             use: receives each plan, with the number of its epoch.
-            pause: seconds between the end of a plan and the next one.
+            pause: seconds between the end of a plan and the next one, at least.
         """
         self._config = config
         self._samples = samples
         self._link_report = link_report
+        self._line = line
         self._use = use
         self._pause = pause
         self._measured = asyncio.Event()
@@ -89,6 +95,7 @@ class WindowPlanner:
                 chunks,
                 microbatches,
                 head_share(config, stages),
+                functools.partial(self._line_of, replica),
             )
             if measures is None:
                 return None
@@ -114,6 +121,9 @@ class WindowPlanner:
 
     def _report_of(self, replica: int, source: int, target: int) -> LinkReport | None:
         return self._link_report(Place(replica, source), Place(replica, target))
+
+    def _line_of(self, replica: int, stage: int) -> LinkRate:
+        return self._line(Place(replica, stage))
 
     def _plan_row(
         self,
@@ -142,8 +152,9 @@ class WindowPlanner:
             assert self._newest is not None, "it is set before the event"
             epoch, nodes, costs = self._newest
             if (work := self._work(epoch, nodes, costs)) is not None:
+                began = time.monotonic()
                 self._use(epoch.number, await asyncio.to_thread(work))
-                await asyncio.sleep(self._pause)
+                await asyncio.sleep(max(self._pause, PAUSE_TIMES * (time.monotonic() - began)))
 
 
 class CodecPlanner:
@@ -309,6 +320,7 @@ class Planners:
         *,
         samples: int,
         link_report: Callable[[Place, Place], LinkReport | None],
+        line: Callable[[Place], LinkRate],
         use_windows: Callable[[int, Windows], None],
         use_lines: Callable[[int, Lines, float], None],
         past: Past,
@@ -336,7 +348,7 @@ class Planners:
             self._planners.append(self._places)
         if pipeline.window == "auto":
             self._planners.append(
-                WindowPlanner(config, samples=samples, link_report=link_report, use=use_windows)
+                WindowPlanner(config, samples=samples, link_report=link_report, line=line, use=use_windows)
             )
         if pipeline.plans_codecs:
             self._codecs = CodecPlanner(config, samples=samples, link_report=link_report, use=use_lines)

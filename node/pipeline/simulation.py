@@ -1,15 +1,16 @@
 """Event simulation of a schedule: when every action runs, given compute and transfer times.
 
 The model: a stage computes one action at a time, in its order, as soon as the tensor it needs has arrived;
-sending never holds up computing. Each ordered pair of stages has a link of its own that carries one tensor
-at a time, first made first sent; a tensor arrives `latency` after its transfer ends. Or a `Network` says what
-a tensor occupies: links that are not full duplex, interfaces that the links of a node share. A boundary
-between two chunks of the same stage costs nothing.
+sending never holds up computing. Each ordered pair of stages has a connection that carries one tensor at a
+time, first made first sent; a tensor arrives `latency` after its transfer ends. A `Network` says what a
+tensor passes: links that are not full duplex, interfaces that the links of a node share. Connections that
+pass the same part share its rate evenly, as TCP's do, and leave to others what they cannot use (max-min
+fairness). A boundary between two chunks of the same stage costs nothing.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from node.pipeline.floor import Network
@@ -94,18 +95,57 @@ def simulate(
     """
     chunks, _ = check_complete(orders)
 
-    def alone(tensor: BoundaryTensor, source: int, target: int) -> tuple[Mapping[Hashable, float], float]:
-        return {
-            (source, target): transfer_time(tensor) if callable(transfer_time) else transfer_time
-        }, latency
+    known: dict[tuple[Kind, int, int], _Transfer] = {}
 
-    def through(tensor: BoundaryTensor, source: int, target: int) -> tuple[Mapping[Hashable, float], float]:
+    def alone(tensor: BoundaryTensor, source: int, target: int) -> _Transfer:
+        seconds = transfer_time(tensor) if callable(transfer_time) else transfer_time
+        return _Transfer({(source, target): seconds}, 1.0, latency)
+
+    def through(tensor: BoundaryTensor, source: int, target: int) -> _Transfer:
         assert network is not None and sizes is not None
-        passage = network.passage(source, target, sizes[tensor.kind])
-        return dict(passage.seconds.items()), passage.latency
+        way = tensor.kind, source, target
+        if way not in known:
+            size = sizes[tensor.kind]
+            passage = network.passage(source, target, size)
+            known[way] = _Transfer(dict(passage.seconds.items()), size, passage.latency)
+        return known[way]
 
-    passage = alone if network is None else through
-    return _Simulation(orders, chunks, forward_time, backward_time, passage, swap).run()
+    transfer = alone if network is None else through
+    return _Simulation(orders, chunks, forward_time, backward_time, transfer, swap).run()
+
+
+class _Transfer:
+    """What a tensor does to the network on its way."""
+
+    def __init__(self, seconds: Mapping[Hashable, float], size: float, latency: float) -> None:
+        """
+        Args:
+            seconds: for which each part of the way is occupied by this tensor alone.
+            size: in the unit in which connections share a part.
+            latency: from the end of the slowest part's service to the arrival.
+        """
+        self.seconds = seconds
+        self.latency = latency
+        self.rates = {part: size / time for part, time in seconds.items() if time > 0}
+        """Of each part, size a second; without those that take no time."""
+        self.alone = max(seconds.values(), default=0.0)
+        self.rate = min(self.rates.values(), default=0.0)
+        """While no other connection passes its parts."""
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """Tensors that one stage sends to another. The first one is on its way, at a share of its parts."""
+
+    target: int
+    waiting: deque[tuple[BoundaryTensor, _Transfer]] = field(default_factory=deque)
+    left: float = 0.0
+    """Seconds that the first one still needs alone,"""
+    stretch: float = 1.0
+    """each of which takes this long now."""
+    since: float = 0.0
+    turn: int = 0
+    """Grows with each change of pace: what was foretold before does not count."""
 
 
 class _Simulation:
@@ -115,7 +155,7 @@ class _Simulation:
         chunks: int,
         forward_time: ComputeTime,
         backward_time: ComputeTime,
-        passage: Callable[[BoundaryTensor, int, int], tuple[Mapping[Hashable, float], float]],
+        transfer: Callable[[BoundaryTensor, int, int], _Transfer],
         swap: bool,
     ) -> None:
         self._orders = orders
@@ -128,15 +168,18 @@ class _Simulation:
             for stage, order in enumerate(orders)
         ]
         self._compute_time = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time}
-        self._passage = passage
-        # Events are (time, number, stage, what ends there): a stage's own action, or a tensor on its way to
-        # it. The number keeps events of one instant in the order in which they were made.
-        self._events: list[tuple[float, int, int, Action | BoundaryTensor]] = []
+        self._transfer = transfer
+        # Events are (time, number, stage, what ends there): a stage's own action, a tensor on its way to it,
+        # or the turn of a connection whose first tensor has passed. The number keeps events of one instant in
+        # the order in which they were made.
+        self._events: list[tuple[float, int, int, Action | BoundaryTensor | tuple[_Connection, int]]] = []
         self._made = 0
         self._arrived: set[BoundaryTensor] = set()
         self._computing: list[int | None] = [None] * len(orders)
         self._spans: list[list[Span]] = [[] for _ in orders]
-        self._link_free: defaultdict[Hashable, float] = defaultdict(float)
+        self._connections: dict[tuple[int, int], _Connection] = {}
+        self._users: defaultdict[Hashable, dict[_Connection, float]] = defaultdict(dict)
+        """Of each part: the connections that pass it, and their rates alone."""
         self._link_busy: defaultdict[Hashable, float] = defaultdict(float)
 
     def run(self) -> Timeline:
@@ -147,8 +190,11 @@ class _Simulation:
             if isinstance(ended, Action):
                 self._send(ended.kind, stage, now)
                 self._computing[stage] = None
-            else:
+            elif isinstance(ended, BoundaryTensor):
                 self._arrived.add(ended)
+            else:
+                self._passed(*ended, now)
+                continue
             self._start_next(stage, now)
         self._refuse_deadlock()
         total = max(spans[-1].end for spans in self._spans)
@@ -182,16 +228,87 @@ class _Simulation:
         if neighbour == stage:
             self._arrived.add(tensor)
             return
-        occupied, latency = self._passage(tensor, stage, neighbour)
-        # All parts of the path serve a tensor at once, from when the last of them is free.
-        start = max((self._link_free[part] for part in occupied), default=now)
-        start = max(start, now)
-        for part, time in occupied.items():
-            self._link_free[part] = start + time
+        transfer = self._transfer(tensor, stage, neighbour)
+        for part, time in transfer.seconds.items():
             self._link_busy[part] += time
-        self._push(start + max(occupied.values(), default=0.0) + latency, neighbour, tensor)
+        one = self._connections.setdefault((stage, neighbour), _Connection(neighbour))
+        one.waiting.append((tensor, transfer))
+        if len(one.waiting) == 1:
+            self._begin(one, now)
+            self._share(self._sharing(one), now)
 
-    def _push(self, time: float, stage: int, ends: Action | BoundaryTensor) -> None:
+    def _begin(self, one: _Connection, now: float) -> None:
+        """The first tensor of a connection begins its way."""
+        _, transfer = one.waiting[0]
+        one.left, one.since = transfer.alone, now
+        for part in transfer.rates:
+            self._users[part][one] = transfer.rate
+
+    def _passed(self, one: _Connection, turn: int, now: float) -> None:
+        """The first tensor of a connection has passed, unless its pace changed since this was foretold."""
+        if turn != one.turn:
+            return
+        sharing = dict.fromkeys(self._sharing(one))
+        tensor, transfer = one.waiting.popleft()
+        for part in transfer.rates:
+            del self._users[part][one]
+        self._push(now + transfer.latency, one.target, tensor)
+        if one.waiting:
+            self._begin(one, now)
+            sharing |= dict.fromkeys(self._sharing(one))
+        else:
+            del sharing[one]
+        self._share(list(sharing), now)
+
+    def _sharing(self, one: _Connection) -> list[_Connection]:
+        """This connection, and all whose paces hang on its own: those that pass a part that cannot serve all
+        of its users as fast as each goes alone, and so on from them."""
+        found = {one: None}
+        queue = [one]
+        while queue:
+            for part, rate in queue.pop().waiting[0][1].rates.items():
+                users = self._users[part]
+                if len(users) > 1 and sum(users.values()) > rate:
+                    queue += (more := [user for user in users if user not in found])
+                    found |= dict.fromkeys(more)
+        return list(found)
+
+    def _share(self, connections: list[_Connection], now: float) -> None:
+        """Give each its share of every part from now on."""
+        for one in connections:
+            one.left = max(0.0, one.left - (now - one.since) / one.stretch)
+            one.since = now
+        for one, rate in self._fair_rates(connections):
+            alone = one.waiting[0][1].rate
+            one.stretch = alone / rate if rate < alone else 1.0
+            one.turn += 1
+            self._push(now + one.left * one.stretch, one.target, (one, one.turn))
+
+    def _fair_rates(self, connections: list[_Connection]) -> list[tuple[_Connection, float]]:
+        """Max-min: the part with least room for each of its users gives them all the same; then the next."""
+        if len(connections) == 1:
+            return [(one, one.waiting[0][1].rate) for one in connections]
+        rates = {one: one.waiting[0][1].rates for one in connections}
+        room = {part: rate for parts in rates.values() for part, rate in parts.items()}
+        open_ = dict.fromkeys(connections)
+        found: list[tuple[_Connection, float]] = []
+        while open_:
+            users: dict[Hashable, int] = defaultdict(int)
+            for one in open_:
+                for part in rates[one]:
+                    users[part] += 1
+            if not users:
+                return [*found, *((one, 0.0) for one in open_)]
+            tight = min(users, key=lambda part: room[part] / users[part])
+            level = room[tight] / users[tight]
+            for one in [one for one in open_ if tight in rates[one]]:
+                del open_[one]
+                found.append((one, level))
+                for part in rates[one]:
+                    room[part] -= level
+        return found
+
+    def _push(self, time: float, stage: int, ends: Action | BoundaryTensor | tuple[_Connection, int]) -> None:
         heappush(self._events, (time, self._made, stage, ends))
         self._made += 1
 

@@ -7,6 +7,10 @@ is lowered while that holds. A narrow window can lower a link's measured rate, s
 the round trip needs. Real steps are less even than simulated ones, so each link gets `MARGIN` more where
 memory allows.
 
+A node's links share its line, so the simulation has the most that each line was seen to carry. Where every
+link has a line of its own, nodes receive from both sides at once and the most is the sum: then it limits
+nothing. Where a line is shared and full, a window beyond what fills it only makes its queue longer.
+
 A step's result does not depend on its window, so a plan may come late or be lost with the coordinator.
 """
 
@@ -55,6 +59,8 @@ class StepMeasures:
     """As `node.pipeline.floor.step_floor` takes it."""
     packing: tuple[float, ...] = ()
     """Of `forward` and `backward` together, what each stage's compute waited for packing; empty: nothing."""
+    lines: tuple[LinkRate, ...] = ()
+    """What each stage's machine sends and receives at most, over all its links; empty: no limit."""
 
 
 def measured(
@@ -63,6 +69,7 @@ def measured(
     chunks: int,
     microbatches: int,
     head_share: float | None = None,
+    line_of: Callable[[int], LinkRate] = lambda stage: LinkRate(),
 ) -> StepMeasures | None:
     """The measured times of a step; None if it was aborted or a stage sent no report.
 
@@ -70,12 +77,13 @@ def measured(
         link_report: the newest report of (source, target), if there is one.
         microbatches: of the step.
         head_share: as in `StepMeasures`.
+        line_of: the most that a stage's machine was seen to send and receive.
     """
     stages = len(costs.stages)
     spent = [stage.seconds for stage in costs.stages]
     forward = [seconds.get(TimeKind.FORWARD, 0.0) for seconds in spent]
     backward = [seconds.get(TimeKind.BACKWARD, 0.0) for seconds in spent]
-    if costs.aborted or stages == 0 or min(forward) <= 0 or min(backward) <= 0:
+    if costs.aborted or stages == 0 or min(forward) <= 0 or min(backward) <= 0 or costs.seconds <= 0:
         return None
     packing = [seconds.get(TimeKind.ENCODE, 0.0) + seconds.get(TimeKind.DECODE, 0.0) for seconds in spent]
     crossings = microbatches * (stages * chunks - 1 + (head_share is not None))
@@ -96,14 +104,29 @@ def measured(
     joints = [(stage, stage + 1) for stage in range(stages - 1)]
     if (chunks > 1 or head_share is not None) and stages > 2:
         joints.append((stages - 1, 0))
+    links = tuple(link(low, high) for low, high in joints)
+
+    def line(stage: int) -> LinkRate:
+        """At least what one of its links carries, and what all carried in this step."""
+        ends = [(one.up, one.down) for one, (low, _) in zip(links, joints, strict=True) if low == stage]
+        ends += [(one.down, one.up) for one, (_, high) in zip(links, joints, strict=True) if high == stage]
+        sent = sum(one.bytes for one in costs.links if one.source == stage) / costs.seconds
+        received = sum(one.bytes for one in costs.links if one.target == stage) / costs.seconds
+        seen = line_of(stage)
+        return LinkRate(
+            up=max(seen.up, sent, *(up for up, _ in ends if up < math.inf)),
+            down=max(seen.down, received, *(down for _, down in ends if down < math.inf)),
+        )
+
     return StepMeasures(
         forward=tuple((x + y / 2) / microbatches for x, y in zip(forward, packing, strict=True)),
         backward=tuple((x + y / 2) / microbatches for x, y in zip(backward, packing, strict=True)),
         activation_bytes=tensor_bytes("activation"),
         gradient_bytes=tensor_bytes("gradient"),
-        links=tuple(link(low, high) for low, high in joints),
+        links=links,
         head_share=head_share,
         packing=tuple(one / microbatches for one in packing),
+        lines=tuple(map(line, range(stages))),
     )
 
 
@@ -175,7 +198,8 @@ class _Steps:
             )
             for link in measures.links
         ]
-        self._network = Network(len(measures.forward), links)
+        lines = [LinkRate(up=line.up / CAUTION, down=line.down / CAUTION) for line in measures.lines]
+        self._network = Network(len(measures.forward), links, lines)
         self._known: dict[Windows, float] = {}
         self._enough = min(map(self._seconds, allowed)) * (1 + TOLERANCE)
 
@@ -221,7 +245,8 @@ def _with_fast_links(measures: StepMeasures) -> StepMeasures:
 
     A window that is too narrow for the round trip leaves the link idle, and TCP, which then never has more
     than a few tensors to carry, does not find its rate: it is measured as slow as the window makes it, and a
-    plan by that rate alone would keep the window narrow.
+    plan by that rate alone would keep the window narrow. Lines stay as they were seen: the most of many
+    moments is no mean, and grows with the window as long as the line has room.
     """
     return replace(
         measures, links=tuple(replace(link, up=math.inf, down=math.inf) for link in measures.links)

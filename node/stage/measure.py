@@ -13,6 +13,7 @@ from node.pipeline.routing import Peer
 from node.stage.allocator import largest_allocated
 from node.telemetry.clock import ClockSync, SpanRing, StageClock, Times, difference
 from node.telemetry.trace_files import TracedSteps
+from wire.line_meter import Line
 from wire.link_state import LinkStats
 from wire.relay import Relay
 from wire.spec import Direction, TensorKey
@@ -23,8 +24,10 @@ from wire.transfers import TransferKind
 class NodeMeter:
     """Totals of the current epoch. Call it on the event loop."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, line: Line | None = None) -> None:
+        """`line`: the node's, which its links measure."""
         self.sync = ClockSync()
+        self.line = line or Line()
         self.relay: Relay | None = None
         """What this node carries for others, if it does."""
         self.ring = SpanRing()
@@ -117,6 +120,8 @@ class NodeMeter:
             relayed_bytes=self.relay.totals.bytes if self.relay is not None else 0,
             relay_pairs=self.relay.pairs if self.relay is not None else 0,
             relay_refused=self.relay.totals.refused if self.relay is not None else 0,
+            line_up=self.line.up(time.monotonic()),
+            line_down=self.line.down(time.monotonic()),
         )
 
     def _link(

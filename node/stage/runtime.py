@@ -44,6 +44,7 @@ from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.names import join_address
 from wire.interfaces import dialled_from_anywhere
 from wire.layer_exchange import LayerServer, yield_to
+from wire.line_meter import Line
 from wire.link import LinkSettings
 from wire.messages import (
     BlockTime,
@@ -118,11 +119,15 @@ class NodeRuntime:
         self._client = CoordinatorClient(
             settings.control_address, lambda: identity.current, FIRST_OUTAGE_SECONDS, settings.pacer
         )
-        self._meter = NodeMeter(settings.devices.first)
+        line = Line(settings.pacer.rate if settings.pacer is not None else 0.0)
+        self._meter = NodeMeter(settings.devices.first, line)
         self._links = EpochLinks(
             identity,
             LinkSettings(
-                pacer=settings.pacer, frame_filter=faults.frame_filter(), on_transfer=self._meter.transferred
+                pacer=settings.pacer,
+                line=line,
+                frame_filter=faults.frame_filter(),
+                on_transfer=self._meter.transferred,
             ),
             settings.control_address,
             settings.relay_rate,

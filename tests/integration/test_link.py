@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +11,10 @@ import wire.link
 from tests.support.links import SECONDS, content, eventually, key, make_pair, quick
 from wire import pacing
 from wire.byte_stream import StreamDroppedError
+from wire.connection import now
 from wire.errors import LinkError, LinkLostError, ProtocolViolationError
-from wire.frames import PAYLOAD_BYTES
+from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
+from wire.line_meter import SPAN_SECONDS, Line
 from wire.link import Link
 from wire.link_state import LinkSettings, LinkState
 from wire.pacing import KeepAlive
@@ -29,9 +32,10 @@ async def test_warm_link_has_two_sockets_and_a_round_trip() -> None:
 
 
 async def test_crossed_large_sends_arrive_bit_for_bit() -> None:
-    """Both directions at once, each many windows long: neither waits for the other."""
-    size, count = 4 * MIB + 13, 6
-    async with make_pair(size, quick(window_bytes=MIB)) as pair:
+    """Both directions at once, each many windows long: neither waits for the other. The line that both ends
+    have here sees what all carry."""
+    size, count, line = 4 * MIB + 13, 6, Line()
+    async with make_pair(size, replace(quick(window_bytes=MIB), line=line)) as pair:
         for i in range(count):
             pair.lower.send(key(i), content(key(i), size))
             back = key(i, Direction.GRADIENT)
@@ -42,6 +46,10 @@ async def test_crossed_large_sends_arrive_bit_for_bit() -> None:
             assert all(buffer == content(k, size) for k, buffer in end.buffers.items())
         await eventually(lambda: pair.lower.queued_bytes == pair.upper.queued_bytes == 0)
         assert pair.lower.stats.retransmits == pair.upper.stats.retransmits == 0
+        later = now() + 2 * SPAN_SECONDS
+        frames = 2 * count * -(-size // PAYLOAD_BYTES)
+        assert 0 < line.up(later) <= 2 * count * size
+        assert 0 < line.down(later) <= 2 * count * size + frames * HEADER_BYTES
 
 
 async def test_counted_bytes_are_those_on_the_sockets() -> None:

@@ -133,6 +133,8 @@ TELEMETRY = st.builds(
     relayed_bytes=MEASURED,
     relay_pairs=NUMBER,
     relay_refused=MEASURED,
+    line_up=AMOUNT,
+    line_down=AMOUNT,
 )
 MICROSECONDS = st.integers(0, 2**40).map(lambda ticks: ticks / 1e6)
 """Up to 12 days: a stage waits that long for a coordinator or for a lost neighbour."""

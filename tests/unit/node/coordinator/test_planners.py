@@ -73,7 +73,12 @@ async def planning(config: RunConfig = CONFIG) -> AsyncIterator[tuple[WindowPlan
     """A planner at work, and its plans."""
     plans: asyncio.Queue[Plan] = asyncio.Queue()
     planner = WindowPlanner(
-        config, samples=9, link_report=far_apart, use=lambda *plan: plans.put_nowait(plan), pause=0.0
+        config,
+        samples=9,
+        link_report=far_apart,
+        line=lambda _: LinkRate(),
+        use=lambda *plan: plans.put_nowait(plan),
+        pause=0.0,
     )
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
         running = group.create_task(planner.run())

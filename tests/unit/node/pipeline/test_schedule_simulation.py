@@ -197,6 +197,33 @@ def test_an_interface_carries_one_tensor_at_a_time_whatever_its_link() -> None:
     assert 0.85 < floor.share(timeline.total) <= 1
 
 
+def test_connections_share_a_line_evenly() -> None:
+    """The middle stage downloads one byte a second from both sides, tensors of 4 bytes."""
+    lines = [LinkRate(), LinkRate(down=1), LinkRate()]
+    sizes = {Kind.FORWARD: 4.0, Kind.BACKWARD: 4.0}
+    timeline = simulate(one_f_one_b(3, 2, 2), 0.5, 0.5, network=Network(3, [], lines), sizes=sizes)
+    # The first activation comes from 0.5 to 4.5, and the second has the line alone until the last stage sends
+    # a gradient at 6: then both have half of it. The activation's last 2.5 bytes are there at 11, and the
+    # gradient's last 1.5 at 12.5.
+    assert [(span.start, span.end) for span in timeline.spans[1]] == [
+        (4.5, 5.0),
+        (11.0, 11.5),
+        (12.5, 13.0),
+        (16.5, 17.0),
+    ]
+
+
+def test_what_waits_for_a_line_holds_up_no_other() -> None:
+    """A tensor to a neighbour whose download is busy leaves its sender's upload to the other neighbour."""
+    lines = [LinkRate(), LinkRate(), LinkRate(), LinkRate(down=0.1)]
+    sizes = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0}
+    timeline = simulate(one_f_one_b(4, 4, 8), 0.5, 0.5, network=Network(4, [], lines), sizes=sizes)
+    # Stage 2 sends four activations at once, which take the last stage's line 10 s each.
+    made = next(span.end for span in timeline.spans[2] if span.action.kind is Kind.BACKWARD)
+    used = next(span.start for span in timeline.spans[1] if span.action.kind is Kind.BACKWARD)
+    assert used == made < 20
+
+
 def test_each_link_may_have_a_window_of_its_own() -> None:
     """Only the slow link needs one; the stages behind it hold no more than before."""
     network = Network(4, [LinkRate(), LinkRate(latency=9.0), LinkRate()])

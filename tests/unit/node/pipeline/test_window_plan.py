@@ -43,7 +43,7 @@ def seconds(given: StepMeasures, windows: Windows, chunks: int = 1, microbatches
         schedule(stages, chunks, microbatches, windows, head_first=share is not None),
         lambda chunk, _: given.forward[chunk % stages] * shares[chunk],
         lambda chunk, _: given.backward[chunk % stages] * shares[chunk],
-        network=Network(stages, given.links),
+        network=Network(stages, given.links, given.lines),
         sizes={Kind.FORWARD: given.activation_bytes, Kind.BACKWARD: given.gradient_bytes},
         swap=chunks == 1,
     ).total
@@ -203,6 +203,44 @@ def test_planned_windows_reach_nine_tenths_of_the_floor(mbit: int, round_trip: f
     assert floor.share(seconds(given, (0, 0, 0), microbatches=16)) < 0.9, "what the plan is for"
 
 
+MEGABIT = 0.956 * 125e3
+"""Payload bytes a second."""
+
+
+@pytest.mark.parametrize(
+    ("stages", "line", "latency", "compute", "size", "microbatches"),
+    [
+        pytest.param(8, LinkRate(up=1000, down=200), 0.05, 0.005, 3.2e6, 16, id="the public meter, 3 bits"),
+        pytest.param(8, LinkRate(up=1000, down=200), 0.05, 0.03, 4.7e6, 12, id="slower cards, 4.41 bits"),
+        pytest.param(4, LinkRate(up=20, down=100), 0.01, 0.02, 1e6, 24, id="a home's upload"),
+        pytest.param(4, LinkRate(up=50, down=50), 0.1, 0.1, 0.5e6, 24, id="far apart, the line half used"),
+        pytest.param(3, LinkRate(up=1000, down=30), 0.0, 0.01, 2e6, 24, id="no round trip"),
+        pytest.param(6, LinkRate(up=1000, down=1000), 0.05, 0.05, 1e6, 12, id="compute binds"),
+    ],
+)
+def test_no_fixed_window_beats_the_plan_on_shared_lines(
+    stages: int, line: LinkRate, latency: float, compute: float, size: float, microbatches: int
+) -> None:
+    """Each machine has one line for both neighbours, and links were measured at their share of it."""
+    rate = LinkRate(up=line.up * MEGABIT, down=line.down * MEGABIT)
+    share = min(rate.up, rate.down) / 2
+    given = StepMeasures(
+        forward=(compute,) * stages,
+        backward=(2 * compute,) * stages,
+        activation_bytes=size,
+        gradient_bytes=size,
+        links=(LinkRate(up=share, down=share, latency=latency),) * (stages - 1),
+        lines=(rate,) * stages,
+    )
+    truth = replace(given, links=(LinkRate(latency=latency),) * (stages - 1))
+    windows = plan(given, microbatches=microbatches)
+    taken = seconds(truth, windows, microbatches=microbatches)
+    fixed = [seconds(truth, (w,) * (stages - 1), microbatches=microbatches) for w in (0, 1, 2, 4, 8, 16)]
+    assert taken <= min(fixed) * (1 + TOLERANCE)
+    alone = plan(replace(given, lines=()), microbatches=microbatches)
+    assert sum(windows) <= sum(alone), "as if each link had a line of its own"
+
+
 def costs(*, aborted: bool = False, idle_stage: bool = False) -> StepCosts:
     busy = {"forward": 8.0, "backward": 16.0, "encode": 3.0, "decode": 1.0, "wait-upstream": 5.0}
     stages = tuple(
@@ -234,6 +272,18 @@ def costs(*, aborted: bool = False, idle_stage: bool = False) -> StepCosts:
     )
 
 
+def test_a_line_carries_what_was_seen_at_least() -> None:
+    """What a machine says of its line is no less than what one of its links carries, or a step has shown."""
+
+    def seen(stage: int) -> LinkRate:
+        return LinkRate(up=1.0, down=1.0) if stage else LinkRate()
+
+    found = measured(replace(costs(), seconds=0.5), report, chunks=1, microbatches=8, line_of=seen)
+    assert found is not None
+    # Stage 1 sent 160 bytes in half a second; its link brings 100 a second, and the step showed 160.
+    assert found.lines == (LinkRate(), LinkRate(up=320.0, down=160.0))
+
+
 def report(source: int, target: int) -> LinkReport | None:
     """Only the lower stage has measured anything yet."""
     if source:
@@ -258,6 +308,7 @@ def test_measures_are_a_microbatchs() -> None:
         gradient_bytes=20.0,
         links=(LinkRate(up=100.0, down=math.inf, latency=0.25),),
         packing=(0.5, 0.5),
+        lines=(LinkRate(), LinkRate()),
     )
     # With the head on the first stage twice as many tensors of each kind cross the link of two stages.
     assert measured(costs(), report, chunks=1, microbatches=8, head_share=0.5) == StepMeasures(
@@ -268,6 +319,7 @@ def test_measures_are_a_microbatchs() -> None:
         links=(LinkRate(up=100.0, down=math.inf, latency=0.25),),
         head_share=0.5,
         packing=(0.5, 0.5),
+        lines=(LinkRate(), LinkRate()),
     )
 
 
