@@ -167,8 +167,7 @@ class Coordinator:
         self._planners = Planners(
             config,
             samples=corpus.windows,
-            link_report=self.accounting.link_report,
-            line=self.accounting.line,
+            accounting=self.accounting,
             use_windows=lambda number, plan: self._post(lambda _: self._machine.plan_windows(number, plan)),
             use_lines=self._use_lines,
             past=past,

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from node.config.schema import RunConfig
+from node.coordinator.accounting import Accounting
 from node.coordinator.placing import PlacePlanner
 from node.pipeline.codec_ladder import PackingTimes, slowest_packing
 from node.pipeline.codec_plan import Lines
@@ -319,8 +320,7 @@ class Planners:
         config: RunConfig,
         *,
         samples: int,
-        link_report: Callable[[Place, Place], LinkReport | None],
-        line: Callable[[Place], LinkRate],
+        accounting: Accounting,
         use_windows: Callable[[int, Windows], None],
         use_lines: Callable[[int, Lines, float], None],
         past: Past,
@@ -329,7 +329,7 @@ class Planners:
         move: Callable[[PlacePlan, str], Awaitable[None]],
         tell: Callable[[str], None],
     ) -> None:
-        """Arguments as for `WindowPlanner`, `CodecPlanner` and `PlacePlanner`."""
+        """`accounting` has the newest reports. Else as `WindowPlanner`, `CodecPlanner` and `PlacePlanner`."""
         pipeline = config.pipeline
         self._planners: list[WindowPlanner | CodecPlanner | PlacePlanner] = []
         self._places: PlacePlanner | None = None
@@ -340,7 +340,7 @@ class Planners:
                 samples=samples,
                 past=past,
                 members=members,
-                link_report=link_report,
+                link_report=accounting.link_report,
                 send=send,
                 move=move,
                 tell=tell,
@@ -348,10 +348,18 @@ class Planners:
             self._planners.append(self._places)
         if pipeline.window == "auto":
             self._planners.append(
-                WindowPlanner(config, samples=samples, link_report=link_report, line=line, use=use_windows)
+                WindowPlanner(
+                    config,
+                    samples=samples,
+                    link_report=accounting.link_report,
+                    line=accounting.line,
+                    use=use_windows,
+                )
             )
         if pipeline.plans_codecs:
-            self._codecs = CodecPlanner(config, samples=samples, link_report=link_report, use=use_lines)
+            self._codecs = CodecPlanner(
+                config, samples=samples, link_report=accounting.link_report, use=use_lines
+            )
             self._planners.append(self._codecs)
 
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
