@@ -27,6 +27,7 @@ from node.pipeline.device_memory import Devices
 from node.run_file.loader import from_json
 from node.stage.machine_info import fix_order
 from node.stage.pack_measure import pack_times
+from node.stage.passes import backward_from
 from node.stage.stopwatch import seconds_of
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class _Passes:
             self._made = self._chunk(self.fed)
 
     def backward(self) -> None:
-        torch.autograd.backward(self._made, self._above)
+        backward_from(self._made, self._above)
 
     def both(self) -> None:
         self.forward()

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,30 @@ class Passes(Protocol):
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """As `node.stage.stage_model.StageModel.backward`."""
         ...
+
+
+class _Given(torch.autograd.Function):
+    """A scalar whose backward gives `made` this gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return made.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
+def backward_from(made: Tensor, gradient: Tensor | None) -> None:
+    """Backward from a chunk's output with the gradient of its shape, or from a scalar loss with None.
+
+    `torch.autograd.backward(made, gradient)` has the same bits, but imports sympy to compare two shapes: on a
+    CPU half a second before the first step ends, and 34 MiB for as long as the process lives.
+    """
+    if gradient is not None:
+        made = _Given.apply(made, gradient)  # type: ignore[no-untyped-call]
+    torch.autograd.backward(made)
 
 
 class ChunkCall(nn.Module):
@@ -103,5 +127,5 @@ class AutogradPasses:
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight.pop(microbatch)
-        torch.autograd.backward(flight.result, None if gradient is None else gradient.to(flight.result.dtype))
+        backward_from(flight.result, None if gradient is None else gradient.to(flight.result.dtype))
         return None if flight.source is None else flight.source.grad
