@@ -79,6 +79,8 @@ class Placed:
     """Whether it also holds the gradients of step `held_step`, voted and not yet applied."""
     lineage: int = 0
     """Lineage of the held state: the epoch that loaded it. A replayed step belongs to another lineage."""
+    storages: Mapping[str, float] = field(default_factory=dict)
+    """With `storage.allow`: seconds of a microbatch with each storage that fits here, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)

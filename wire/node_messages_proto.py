@@ -128,7 +128,18 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                 )
             )
         case Placed():
-            return control_pb2.NodeMessage(placed=control_pb2.Placed(**vars(message)))
+            return control_pb2.NodeMessage(
+                placed=control_pb2.Placed(
+                    epoch=message.epoch,
+                    held_step=message.held_step,
+                    voted=message.voted,
+                    lineage=message.lineage,
+                    storages=[
+                        control_pb2.StorageSeconds(storage=name, seconds=took)
+                        for name, took in message.storages.items()
+                    ],
+                )
+            )
         case Ready():
             return control_pb2.NodeMessage(
                 ready=control_pb2.Ready(epoch=message.epoch, telemetry=telemetry_to_proto(message.telemetry))
@@ -223,7 +234,11 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
         case "placed":
             placed = message.placed
             return Placed(
-                epoch=placed.epoch, held_step=placed.held_step, voted=placed.voted, lineage=placed.lineage
+                epoch=placed.epoch,
+                held_step=placed.held_step,
+                voted=placed.voted,
+                lineage=placed.lineage,
+                storages={line(one.storage): seconds(one.seconds, "a time") for one in placed.storages},
             )
         case "ready":
             return Ready(epoch=message.ready.epoch, telemetry=telemetry_from_proto(message.ready.telemetry))

@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.pipeline.block_times import assumed_times
     from node.pipeline.device_memory import Devices
-    from node.pipeline.memory_plan import frontier, plan_stage
+    from node.pipeline.memory_plan import Room, frontier, plan_stage
     from node.pipeline.storage_choice import choose, chosen_config, kept_bytes, remedies, words_of
     from node.run_file.loader import load_config
     from wire.errors import UserError
@@ -64,9 +64,10 @@ def run(args: argparse.Namespace) -> int:
     host = 0 if on_cpu else int(1e9 * (args.host_gb or HOST_TIMES * (args.gb or TYPICAL_GB)))
     stages, devices = config.pipeline.stages, Devices(on_cpu=on_cpu, host_bytes=host)
     memory = int(args.gb * 1e9)
-    storages = [choose(config, stages, stage, devices, memory) for stage in range(stages)]
-    configs = [chosen_config(config, storage) for storage in storages]
     times = _measured(config, args.device) if args.measure else assumed_times(config, devices)
+    room = Room(devices=devices, memory_bytes=memory, times=times)
+    storages = [choose(config, stages, stage, room) for stage in range(stages)]
+    configs = [chosen_config(config, storage) for storage in storages]
     plans = [
         plan_stage(one, stages, stage, devices, memory, times=times) for stage, one in enumerate(configs)
     ]

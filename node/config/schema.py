@@ -247,8 +247,8 @@ class StorageSection:
     allow: tuple[str, ...] = ()
     """What else a stage may store its activations in, as `"kind:form"` (for example
     `["ffn_input:8", "ffn_input:4", "attention:8"]`), or a form alone for norm and FFN inputs (`["8", "4"]`).
-    The coordinator decides when it places a stage, by the memory that its node offers: the most bits with
-    which nothing is computed again. The choice is recorded and kept."""
+    The coordinator decides when it places a stage, by what its nodes measured: the fastest with which it
+    fits, of equals the most bits. The choice is recorded and kept."""
     bits_by_stage: bool = False
     """Stages that hold fewer microbatches store norm and FFN inputs in more bits, within the same memory."""
 

@@ -21,7 +21,7 @@ from node.model.units import is_block
 from node.pipeline.codec_ladder import CHEAP, first_codecs, ladder
 from node.pipeline.device_memory import Devices
 from node.pipeline.snapshot_place import stage_state_bytes
-from node.pipeline.storage_choice import choices_by_offer, kept_bytes, words_of
+from node.pipeline.storage_choice import allowed_storages, kept_bytes, words_of
 from node.run_file.loader import to_fields, toml_value
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
 
@@ -196,21 +196,22 @@ def _storage_lines(explanation: Explanation) -> list[str]:
 
 
 def _allowed_lines(config: RunConfig) -> list[str]:
-    """With `storage.allow`: what the stage that keeps most gets, by what its node offers."""
+    """With `storage.allow`: what the stage that keeps most needs in the most bits, and in the fewest."""
     if not config.storage.allow:
         return []
     stages, gpu = config.pipeline.stages, Devices(on_cpu=False)
     most = kept_bytes(config, configured(config.storage), stages, gpu)
     stage = most.index(max(most))
+    allowed = allowed_storages(config)
     rows = [
-        [words_of(storage), bytes_text(offer)]
-        for storage, offer in choices_by_offer(config, stages, stage, gpu)
+        [words_of(storage), bytes_text(kept_bytes(config, storage, stages, gpu)[stage])]
+        for storage in (allowed[0], allowed[-1])
     ]
     return [
-        "storage.allow: the coordinator decides at placement, by what a node offers; on a GPU stage "
-        f"{stage} gets",
-        *table_lines(["stored", "if its node offers"], rows),
-        "and with less the last of these, where the node computes again or moves the rest to host memory",
+        f"storage.allow: {len(allowed)} ways to store a stage; at placement the coordinator takes the "
+        "fastest that fits, by what nodes measured (thinwire plan --gb shows it). On a GPU, with everything "
+        f"kept, stage {stage} takes",
+        *table_lines(["stored", "memory"], rows),
     ]
 
 

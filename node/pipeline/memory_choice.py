@@ -64,6 +64,8 @@ class MemoryPlan:
     """Time over that of forward and backward with everything kept."""
     seconds: float = 0.0
     """Of forward and backward of a microbatch, by the times that it was planned with."""
+    moving: float = 0.0
+    """Seconds of a microbatch's share of copying state for norms and the optimizer's step."""
     fits: bool
 
     @property

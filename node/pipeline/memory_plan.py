@@ -277,9 +277,12 @@ class _Stage:
         return sum(count * move.host for move, count in self._moved(state))
 
     def added(self, choices: Sequence[Choice], state: Moved = STAYS) -> float:
-        seconds = self._pass_seconds(choices, state)
-        seconds += sum(count * move.seconds for move, count in self._moved(state))
+        seconds = self._pass_seconds(choices, state) + self._moving_seconds(state)
         return seconds / self._whole + (0.0 if self._graphs else GRAPHS_GAIN)
+
+    def _moving_seconds(self, state: Moved) -> float:
+        """What a microbatch's share of copying state for norms and the optimizer's step takes."""
+        return sum(count * move.seconds for move, count in self._moved(state))
 
     def _pass_seconds(self, choices: Sequence[Choice], state: Moved) -> float:
         """What forward and backward of a microbatch take longer."""
@@ -321,6 +324,7 @@ class _Stage:
             host_bytes=host,
             added=self.added(choices, state),
             seconds=self._whole * (1 + graphs) + self._pass_seconds(choices, state),
+            moving=self._moving_seconds(state),
             fits=(memory_bytes == 0 or memory.total <= memory_bytes) and host <= self._host,
         )
 

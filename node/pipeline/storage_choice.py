@@ -1,29 +1,33 @@
 """In how many bits a stage stores its activations, where the run file allows several (`storage.allow`).
 
-Bits change the run's, so a node does not choose them: the coordinator does, when it places a stage, from the
-memory that its node offers. A stage gets the most bits with which nothing has to be computed again or moved;
-if there are none, the fewest, and its node plans the rest (`node.pipeline.memory_plan`). What was chosen is
-on record before a node learns of it, and stays for as long as the run has as many stages. Torch-free.
+Bits change the run's, so a node does not choose them: the coordinator does, when it places a stage. Each node
+works out how fast it is with each storage, by the best plan of memory with it (`node.pipeline.memory_plan`)
+and the times that it measured. A stage gets the storage with which its slowest node is fastest, and of
+storages that are as fast the one with the most bits. What was chosen is on record before a node learns of it,
+and stays for as long as the run has as many stages. Torch-free.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import ceil
 
 from node.config.schema import RunConfig, StorageSection
 from node.model.storage import AS_COMPUTED, KINDS, Storage, configured
 from node.pipeline.device_memory import Devices, Share
 from node.pipeline.memory import MEMORY_SHARE, block_bytes, stage_memory
-from node.pipeline.memory_plan import least_stage_bytes
+from node.pipeline.memory_plan import Room, least_stage_bytes
 from node.pipeline.pack_times import allowed_forms
 from node.pipeline.step_history import StepHistory
 from wire.errors import ConfigError, RunError
 
 MOST_STORAGES = 128
-"""That a run may allow: each is estimated at placement."""
+"""That a run may allow."""
+MOST_PLANNED = 16
+"""Storages that a node plans with: of more, so many between the most bits and the fewest."""
+FREE = 0.01
+"""A storage with more bits may take a microbatch this much longer."""
 SEPARATOR = "/"
 """Between the forms of the kinds, in the order of `KINDS`, in a storage's name."""
 
@@ -110,49 +114,47 @@ def kept_bytes(
     return tuple(stage.total for stage in found)
 
 
-def choose(
-    config: RunConfig, stages: int, stage: int, devices: Devices, memory_bytes: int, windows: int = 0
-) -> Storage:
-    """The storage with the most bits with which a stage fits in `memory_bytes` with everything kept.
+def storage_seconds(config: RunConfig, stages: int, stage: int, room: Room) -> dict[str, float]:
+    """Seconds of a microbatch on this node with each storage that the run file allows, by storage name.
 
-    If none does, the one with the fewest; the run file's where the memory is not known (0).
-
-    Args:
-        memory_bytes: of each device of the node.
-        windows: as for `node.pipeline.memory.stage_bytes`.
+    Storages with which no plan of memory fits are left out; where the memory is not known (0), all but the
+    run file's. Empty if there is nothing to choose.
     """
     allowed = allowed_storages(config)
-    if memory_bytes == 0 or len(allowed) == 1:
-        return configured(config.storage)
-    for storage in allowed:
-        if offer_needed(config, storage, stages, devices, windows)[stage] <= memory_bytes:
-            return storage
-    return allowed[-1]
-
-
-def offer_needed(
-    config: RunConfig, storage: Storage, stages: int, devices: Devices, windows: int = 0
-) -> tuple[int, ...]:
-    """What a node has to offer for each stage to get this storage or one with more bits."""
+    if len(allowed) == 1:
+        return {}
+    if room.memory_bytes == 0:
+        allowed = (configured(config.storage),)
+    count = min(len(allowed), MOST_PLANNED)
+    some = [allowed[place * (len(allowed) - 1) // max(1, count - 1)] for place in range(count)]
     # More microbatches in flight, once links are measured, need memory too.
     share = MEMORY_SHARE if config.pipeline.window == "auto" else 1.0
-    return tuple(ceil(size / share) for size in kept_bytes(config, storage, stages, devices, windows))
+    room = replace(room, memory_bytes=int(share * room.memory_bytes))
+    plans = {name_of(one): room.plan(chosen_config(config, one), stages, stage) for one in some}
+    return {name: plan.seconds + plan.moving for name, plan in plans.items() if plan.fits}
 
 
-def choices_by_offer(
-    config: RunConfig, stages: int, stage: int, devices: Devices
-) -> list[tuple[Storage, int]]:
-    """The storages that a stage may get, the most bits first, each with the least that its node has to
-    offer for it; of the last, which a node with less gets too, what keeps everything."""
-    found: list[tuple[Storage, int]] = []
-    for storage in allowed_storages(config):
-        need = offer_needed(config, storage, stages, devices)[stage]
-        if not found or need < found[-1][1]:
-            found.append((storage, need))
-    last = allowed_storages(config)[-1]
-    if found[-1][0] != last:
-        found.append((last, offer_needed(config, last, stages, devices)[stage]))
-    return found
+def fastest(config: RunConfig, nodes: Sequence[Mapping[str, float]]) -> Storage:
+    """The storage with which the slowest of a stage's nodes is fastest; of those within `FREE` of it, the one
+    with the most bits. If none fits in all of them, the one with the fewest.
+
+    Args:
+        nodes: `storage_seconds` of each.
+    """
+    allowed = allowed_storages(config)
+    known = set[str]().union(*nodes).intersection(*nodes)
+    slowest = {name: max(node[name] for node in nodes) for name in map(name_of, allowed) if name in known}
+    if not slowest:
+        return allowed[-1]
+    most = (1 + FREE) * min(slowest.values())
+    return next(one for one in allowed if slowest.get(name_of(one), most + 1) <= most)
+
+
+def choose(config: RunConfig, stages: int, stage: int, room: Room) -> Storage:
+    """What a stage gets whose only node has this memory and these times."""
+    if len(allowed_storages(config)) == 1:
+        return configured(config.storage)
+    return fastest(config, [storage_seconds(config, stages, stage, room)])
 
 
 def narrowest(config: RunConfig) -> RunConfig:
@@ -226,15 +228,10 @@ class StorageHistory(StepHistory[StoragePlan]):
     """Which plan each step has."""
 
 
-def plan_storages(
-    config: RunConfig, hosts: Sequence[Sequence[tuple[Devices, int]]], windows: int = 0
-) -> StoragePlan:
-    """What each stage stores its activations in, by what the nodes of each stage offer, one a row: devices
-    and the bytes of each. All rows have the same bits, so the node with the least room decides."""
-    allowed = allowed_storages(config)
-    stages = len(hosts)
-    names: list[str] = []
-    for stage, nodes in enumerate(hosts):
-        chosen = (choose(config, stages, stage, *node, windows=windows) for node in nodes)
-        names.append(name_of(allowed[max(allowed.index(storage) for storage in chosen)]))
-    return StoragePlan(tuple(names))
+def plan_storages(config: RunConfig, stages: Sequence[Sequence[Mapping[str, float]]]) -> StoragePlan:
+    """What each stage stores its activations in, the same in all rows.
+
+    Args:
+        stages: of each stage, `storage_seconds` of its nodes, one a row.
+    """
+    return StoragePlan(tuple(name_of(fastest(config, nodes)) for nodes in stages))

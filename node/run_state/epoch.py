@@ -40,6 +40,7 @@ from node.run_state.votes import (
     Outcome,
     RefusedVote,
     VoteHistory,
+    step_loss,
     unscaled,
 )
 from node.training.loss_scale import SKIPPED, LossScales
@@ -345,6 +346,10 @@ class Epoch:
         )
         return self._to_asked(self._restore)
 
+    def storage_seconds(self, stage: int) -> list[Mapping[str, float]]:
+        """What the stage's nodes, one a row, said of the storages that fit in them (`Placed.storages`)."""
+        return [self._placed[node].storages for node in self.hosts[stage :: self.stages]]
+
     def use_storages(self, plan: StoragePlan) -> list[Action]:
         """Restore with activations stored like this; as `use_codecs`."""
         self.storages = plan
@@ -454,7 +459,7 @@ class Epoch:
             return self._skip_step()
         if (odd := self._disagreement() or self._audit_step()) is not None:
             return odd
-        loss = self._sum_of_losses()
+        loss = step_loss(self._head_votes)
         factor = 1.0 if self._scales is None else self._scales.at(self.step).factor
         votes = [unscaled(self.votes[node], factor) for node in self.row(0)]
         votes[self.loss_stage] = replace(votes[self.loss_stage], loss=loss)
@@ -473,7 +478,7 @@ class Epoch:
 
     def _skip_step(self) -> list[Action]:
         """Commit the step as skipped: no stage applies it, because the loss's scale was too large."""
-        loss = self._sum_of_losses()
+        loss = step_loss(self._head_votes)
         self._history.committed(self.step, {}, loss, confirmed=False)
         _, lr = self._plan(self.step, 0.0)
         record, *told = self._committed(loss, math.inf, SKIPPED, lr, {})
@@ -515,17 +520,9 @@ class Epoch:
         rows = {row: [(node, self.votes[node]) for node in self.row(row)] for row in self.audit.rows}
         return self._auditor.compare(self.audit, self.step, rows, self.loss_stage)
 
-    def _sum_of_losses(self) -> float:
-        """The step's loss. Groups are added in their order, so it does not depend on the rows."""
-        heads = [self.votes[node] for node in self.hosts[self.loss_stage :: self.stages]]
-        if self._group_count == 1:
-            assert heads[0].loss is not None, "a vote without a loss of the stage with the head is refused"
-            return heads[0].loss
-        losses = {group: loss for vote in heads for group, loss in vote.group_losses.items()}
-        total = 0.0
-        for group in sorted(losses):  # `sum` rounds differently from Python 3.12 on
-            total += losses[group]
-        return total
+    @property
+    def _head_votes(self) -> list[Vote]:
+        return [self.votes[node] for node in self.hosts[self.loss_stage :: self.stages]]
 
     def _reachable(self, placed: Placed) -> set[tuple[int, int]]:
         """The (step, lineage) of the states that a stage can be at without fetching anything.

@@ -294,7 +294,7 @@ class RunMachine:
         # A commit that somebody missed comes with the restore.
         misses = self._snapshots.newest < epoch.step and not epoch.all_hold_it
         if not actions or misses or not self._is_to_end(epoch):
-            return self._storages.begin(epoch, self.codecs.begin(epoch, actions), self.members)
+            return self._storages.begin(epoch, self.codecs.begin(epoch, actions))
         epoch.phase = Phase.IDLE
         return self._between_steps(epoch, now)
 

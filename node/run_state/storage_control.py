@@ -20,10 +20,10 @@ from node.pipeline.storage_choice import (
 )
 from node.run_state.actions import Action, RecordStorages, Send
 from node.run_state.epoch import Epoch
-from node.run_state.membership import Member
 from node.run_state.stage_assignment import StageBytes
 
-Choose = Callable[[Sequence[Sequence[tuple[Devices, int]]]], StoragePlan]
+Choose = Callable[[Sequence[Sequence[Mapping[str, float]]]], StoragePlan]
+"""As `node.pipeline.storage_choice.plan_storages`."""
 NeedsOf = Callable[[int, Devices, StoragePlan | None], Sequence[int]]
 """(stages, a node's devices, the plan they have, if it is known) -> bytes of each stage on every device."""
 
@@ -37,21 +37,15 @@ class StorageControl:
         self._needs = needs
         self.history = history
 
-    def begin(self, epoch: Epoch, restore: list[Action], members: Mapping[str, Member]) -> list[Action]:
+    def begin(self, epoch: Epoch, restore: list[Action]) -> list[Action]:
         """`restore`, if the epoch is about to send that, with the storages of its step, which are on record
-        before a node receives them.
-
-        Args:
-            members: the run's, with what they offer.
-        """
+        before a node receives them."""
         if self._choose is None or not restore:
             return restore
         before = [action for action in restore if not isinstance(action, Send)]
         plan = self.history.at(epoch.step)
         if plan is None or len(plan.names) != epoch.stages:
-            nodes = [epoch.hosts[stage :: epoch.stages] for stage in range(epoch.stages)]
-            offered = [[members[node].offer for node in own] for own in nodes]
-            plan = self._choose([[(one.devices, one.memory_bytes) for one in own] for own in offered])
+            plan = self._choose([epoch.storage_seconds(stage) for stage in range(epoch.stages)])
             self.history = self.history.instead(epoch.step, plan)
             before.append(RecordStorages(epoch=epoch.number, step=epoch.step, plan=plan))
         return [*before, *epoch.use_storages(plan)]
@@ -93,4 +87,4 @@ def storage_control(
         }
         return tuple(by_name[name][stage] for stage, name in enumerate(plan.names))
 
-    return StorageControl(functools.partial(plan_storages, config, windows=windows), needs, history)
+    return StorageControl(functools.partial(plan_storages, config), needs, history)

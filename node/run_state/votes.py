@@ -214,6 +214,18 @@ class VoteHistory:
         return abs(loss - middle) > max(SPREAD * deviation, LOSS_MARGIN, abs(middle) / 2)
 
 
+def step_loss(votes: Sequence[Vote]) -> float:
+    """The step's loss, from the votes of the stage with the head, one a row. Groups are added in order, so
+    it does not depend on the rows."""
+    if votes[0].loss is not None:
+        return votes[0].loss
+    losses = {group: loss for vote in votes for group, loss in vote.group_losses.items()}
+    total = 0.0
+    for group in sorted(losses):  # `sum` rounds differently from Python 3.12 on
+        total += losses[group]
+    return total
+
+
 def unscaled(vote: Vote, factor: float) -> Vote:
     """With the norms of the loss's own gradients: `factor` is a power of two, so that no bit is lost."""
     return replace(vote, norms={unit: norm / factor**2 for unit, norm in vote.norms.items()})

@@ -86,6 +86,10 @@ class Services(StateServices, Protocol):
         """Apply what a node that followed the run has been told of."""
         ...
 
+    async def storage_seconds(self, stage: int, stages: int) -> Mapping[str, float]:
+        """As `node.pipeline.storage_choice.storage_seconds`, on this node."""
+        ...
+
     def keep_sums(self, *, wanted: bool) -> None:
         """Whether the next step's summed gradients are kept for nodes that follow the run."""
         ...
@@ -261,7 +265,11 @@ class EpochTask:
 
         held = await services.compute(work)
         self._placed = Placed(
-            epoch=self.number, held_step=held, voted=executor.voted, lineage=executor.lineage
+            epoch=self.number,
+            held_step=held,
+            voted=executor.voted,
+            lineage=executor.lineage,
+            storages=await services.storage_seconds(self.stage, stages),
         )
         services.post(self._placed)
 

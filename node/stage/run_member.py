@@ -15,7 +15,13 @@ from node.model.units import state_bytes as unit_bytes
 from node.pipeline.memory_plan import Room
 from node.pipeline.placement import stage_units
 from node.pipeline.routing import Peer
-from node.pipeline.storage_choice import allowed_storages, chosen_config, name_of, words_of
+from node.pipeline.storage_choice import (
+    allowed_storages,
+    chosen_config,
+    name_of,
+    storage_seconds,
+    words_of,
+)
 from node.stage import out_of_memory
 from node.stage.coordinator_client import Batches, CoordinatorClient
 from node.stage.epoch_links import EpochLinks
@@ -139,6 +145,8 @@ class RunMember:
         self._tell = tell
         self._running: tuple[EpochTask, asyncio.Task[None]] | None = None
         """The current epoch; None between epochs."""
+        self._storage_seconds: dict[tuple[int, int], Mapping[str, float]] = {}
+        """By stage and number of stages: a node that returns to a stage answers at once."""
         self._told = (-1, 0, "")
         """The stage whose memory plan and storage were shown last."""
 
@@ -202,6 +210,15 @@ class RunMember:
         )
 
     # ---- services of an epoch
+
+    async def storage_seconds(self, stage: int, stages: int) -> Mapping[str, float]:
+        place = stage, stages
+        if place not in self._storage_seconds:
+            self.progress.doing("planning its memory")
+            self._storage_seconds[place] = await asyncio.to_thread(
+                storage_seconds, self.executor.config, stages, stage, self._room
+            )
+        return self._storage_seconds[place]
 
     async def settle(self) -> None:
         await self._follower.settle()

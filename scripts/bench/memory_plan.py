@@ -127,9 +127,9 @@ def allowed(
 ) -> dict[str, Any]:
     """`timed` with the bits and the plan of a node that offers `size` bytes, of those in `ALLOWED`."""
     open_to = replace(config, storage=StorageSection(allow=ALLOWED))
-    storage = choose(open_to, STAGES, STAGE, devices, size)
+    room = Room(devices=devices, memory_bytes=size, times=measured_times(open_to, device))
+    storage = choose(open_to, STAGES, STAGE, room)
     chosen = chosen_config(open_to, storage)
-    room = Room(devices=devices, memory_bytes=size, times=measured_times(chosen, device))
     plan = room.plan(chosen, STAGES, STAGE).text() or "everything kept"
     return {**timed(chosen, room, device, runs), "plan": plan, "storage": words_of(storage)}
 

@@ -9,7 +9,7 @@ from node.config.schema import StorageSection
 from node.coordinator.decisions import recorded_storages
 from node.coordinator.store import Store
 from node.pipeline.device_memory import Devices
-from node.pipeline.storage_choice import StoragePlan, allowed_storages, offer_needed
+from node.pipeline.storage_choice import allowed_storages, kept_bytes, words_of_name
 from node.telemetry.events import StoragesPlanned
 from tests.support.fault_prefork import Prefork
 from tests.support.memory_pipeline import MemoryPipeline
@@ -29,12 +29,11 @@ pytestmark = pytest.mark.timeout(240)
 def test_stages_store_by_their_nodes_memory_and_go_on_so_with_other_nodes(
     tmp_path: Path, prefork: Prefork
 ) -> None:
-    wide, narrow = (offer_needed(CONFIG, storage, 2, Devices(), 1) for storage in allowed_storages(CONFIG))
-    # Enough for the second stage as computed, and for the first one in 8 bits.
+    wide, narrow = (kept_bytes(CONFIG, storage, 2, Devices(), 1) for storage in allowed_storages(CONFIG))
+    # Enough to keep everything of the second stage as computed, and of the first one in 8 bits.
     room = (max(narrow[0], wide[1]) + wide[0]) // 2
     assert max(narrow[0], wide[1]) < room < wide[0]
     small = ("--max-memory", f"{room / 1e9:.7f}")
-    chosen = StoragePlan((NARROW, WIDE))
     with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
         first = run.start()
         nodes = [run.add_node(options=small) for _ in range(2)]
@@ -44,10 +43,13 @@ def test_stages_store_by_their_nodes_memory_and_go_on_so_with_other_nodes(
         for node in nodes:
             node.wait_exit()
         with Store.open(run.run_dir) as store:
-            assert recorded_storages(store).changes == ((0, chosen),)
+            ((step, chosen),) = recorded_storages(store).changes
+        # Whether packing or computing again is faster on the first stage is measured.
+        assert step == 0 and chosen.names in ((NARROW, WIDE), (WIDE, WIDE))
+        words = [words_of_name(name) for name in chosen.names]
         (said,) = first.all(StoragesPlanned)
         assert said.storages == chosen.names
-        assert "stage 0: ffn_input in 8 bits; stage 1: all as computed" in said.text
+        assert f"stage 0: {words[0]}; stage 1: {words[1]}" in said.text
 
         # These have all the machine's memory.
         second = run.resume()
@@ -57,10 +59,10 @@ def test_stages_store_by_their_nodes_memory_and_go_on_so_with_other_nodes(
         assert second.all(StoragesPlanned) == []
         with Store.open(run.run_dir) as store:
             assert recorded_storages(store).changes == ((0, chosen),)
-        words = "this stage stores activations as the coordinator chose: "
-        said_by = sorted(line for node in others for line in node.lines if words in line)
-        assert len(said_by) == 2, [node.report() for node in others]
-        assert "all as computed" in said_by[0] and "ffn_input in 8 bits" in said_by[1]
+        told = "this stage stores activations as the coordinator chose: "
+        lines = [line for node in others for line in node.lines if told in line]
+        assert len(lines) == 2, [node.report() for node in others]
+        assert sorted(words) == sorted(line.partition(told)[2].split('"')[0] for line in lines)
 
         with MemoryPipeline(CONFIG) as stages:
             for executor in stages.executors:

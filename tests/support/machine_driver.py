@@ -1,6 +1,6 @@
 """Drives a `RunMachine` through a run whose nodes answer at once, up to the moment a test is about."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TypeVar
@@ -81,12 +81,13 @@ class Driver:
         every: int = 5,
         past: Past | None = None,
         memory: dict[str, int] | None = None,
+        fits: Mapping[str, Mapping[str, float]] | None = None,
         groups: int = 1,
         codecs: Callable[[RateHistory, int], CodecControl] = no_codecs,
         storages: Callable[[StorageHistory, StageBytes], StorageControl] = no_choice,
         follows: bool = False,
     ) -> None:
-        """`groups` are also the most rows."""
+        """`groups` are also the most rows; `fits`: by node, seconds with each storage that fits in it."""
         self.plan = RunPlan(
             stages=stages,
             groups=groups,
@@ -108,6 +109,7 @@ class Driver:
         self.machine = RunMachine(self.plan, step_plan, past if past is not None else Past())
         self.time = 100.0
         self._memory = memory or {}
+        self._fits = fits or {}
         self.kinds: dict[str, str] = {}
         """Of nodes, by name; "" if not given."""
         self._nonces: dict[str, int] = {}
@@ -173,7 +175,13 @@ class Driver:
         self, node_id: str, held: int = -1, *, voted: bool = False, lineage: int | None = None
     ) -> list[Action]:
         lineage = self.lineage if lineage is None else lineage
-        answer = Placed(epoch=self.epoch.number, held_step=held, voted=voted, lineage=lineage)
+        answer = Placed(
+            epoch=self.epoch.number,
+            held_step=held,
+            voted=voted,
+            lineage=lineage,
+            storages=self._fits.get(node_id, {}),
+        )
         actions = self.machine.message(node_id, answer, self.time)
         for action in actions:
             if isinstance(action, Send) and isinstance(action.message, Restore):

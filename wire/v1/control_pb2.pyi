@@ -50,16 +50,26 @@ class Hello(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_address: _Optional[str] = ..., hardware: _Optional[_Union[_enrolment_pb2.Hardware, _Mapping]] = ..., flops: _Optional[float] = ..., download_rate: _Optional[float] = ..., epoch: _Optional[int] = ..., process_nonce: _Optional[int] = ..., name: _Optional[str] = ..., relay_rate: _Optional[float] = ..., mapped_port: _Optional[int] = ..., also: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Placed(_message.Message):
-    __slots__ = ("epoch", "held_step", "voted", "lineage")
+    __slots__ = ("epoch", "held_step", "voted", "lineage", "storages")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELD_STEP_FIELD_NUMBER: _ClassVar[int]
     VOTED_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    STORAGES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     held_step: int
     voted: bool
     lineage: int
-    def __init__(self, epoch: _Optional[int] = ..., held_step: _Optional[int] = ..., voted: bool = ..., lineage: _Optional[int] = ...) -> None: ...
+    storages: _containers.RepeatedCompositeFieldContainer[StorageSeconds]
+    def __init__(self, epoch: _Optional[int] = ..., held_step: _Optional[int] = ..., voted: bool = ..., lineage: _Optional[int] = ..., storages: _Optional[_Iterable[_Union[StorageSeconds, _Mapping]]] = ...) -> None: ...
+
+class StorageSeconds(_message.Message):
+    __slots__ = ("storage", "seconds")
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    storage: str
+    seconds: float
+    def __init__(self, storage: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("epoch", "telemetry")

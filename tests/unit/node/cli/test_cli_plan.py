@@ -70,7 +70,10 @@ def test_a_plan_says_in_how_many_bits_stages_store_and_what_would_let_one_fit(
     found = json.loads(out)
     assert code == 1 and {stage["storage"] for stage in found["stages"]} == {"ffn_input in 4 bits"}
     assert found["what_fits"] == []
-    least = max(stage["curve"][-1]["bytes"] for stage in found["stages"])
+    # As computed a block may compute more again than in few bits, and so take less.
+    _, out = plan(capsys, "pipeline.window=0", "--gb", "0.3", "--device", "cpu", "--json")
+    both = zip(found["stages"], json.loads(out)["stages"], strict=True)
+    least = max(min(stage["curve"][-1]["bytes"] for stage in pair) for pair in both)
     _, out = plan(capsys, *allowed, "--gb", f"{0.98 * least / 1e9:.3f}", "--device", "cpu")
     assert "what fits: pipeline.stages = " in out
 

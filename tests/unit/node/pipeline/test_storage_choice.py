@@ -1,28 +1,32 @@
 """In how many bits a stage stores: what is allowed, what a node's memory gets, and what would let one fit."""
 
 from dataclasses import replace
+from math import ceil, inf
 from pathlib import Path
 
 import pytest
 
 from node.config.schema import LoraSection, RunConfig, StorageSection
 from node.model.storage import KINDS, Storage, configured
+from node.pipeline.block_times import BlockTimes, assumed_times
 from node.pipeline.device_memory import Devices
-from node.pipeline.memory import MEMORY_SHARE, most_held, stage_memory
-from node.pipeline.memory_plan import least_stage_bytes, plan_stage
+from node.pipeline.memory import MEMORY_SHARE, most_held
+from node.pipeline.memory_plan import Room, least_stage_bytes, plan_stage
 from node.pipeline.storage_choice import (
+    MOST_PLANNED,
     StorageHistory,
     StoragePlan,
     allowed_storages,
-    choices_by_offer,
     choose,
     chosen_config,
+    fastest,
+    kept_bytes,
     name_of,
     narrowest,
-    offer_needed,
     plan_storages,
     remedies,
     stage_configs,
+    storage_seconds,
     words_of,
 )
 from node.run_file.loader import load_config, to_toml
@@ -59,44 +63,84 @@ def test_a_run_file_allows_its_own_storage_and_what_it_names_the_most_bits_first
     assert {one.attention for one in both} == {"bf16"}
 
 
-@pytest.mark.parametrize("devices", [GPU, CPU, replace(GPU, count=2)], ids=["gpu", "cpu", "gpus"])
-def test_a_stage_gets_the_most_bits_with_which_it_keeps_everything(devices: Devices) -> None:
-    config = allowing("ffn_input:8", "ffn_input:4", "norm_input:8", "attention:8")
-    allowed = allowed_storages(config)
-    assert len(allowed) == 12
-    for stage in range(2):
-        needs = [offer_needed(config, storage, 2, devices)[stage] for storage in allowed]
-        for offer in {*needs, *(need - 1 for need in needs)}:
-            expected = next((s for s, need in zip(allowed, needs, strict=True) if need <= offer), allowed[-1])
-            chosen = choose(config, 2, stage, devices, offer)
-            assert chosen == expected
-            own = replace(chosen_config(config, chosen), training=replace(config.training, cuda_graphs=False))
-            kept = stage_memory(own, 2, devices)[stage].total
-            assert kept <= offer or (chosen == allowed[-1] and all(need > offer for need in needs))
-        assert choose(config, 2, stage, devices, 0) == configured(config.storage)
-        ladder = choices_by_offer(config, 2, stage, devices)
-        assert ladder[0][0] == allowed[0] and ladder[-1][0] == allowed[-1]
-        for storage, offer in ladder[:-1]:
-            assert choose(config, 2, stage, devices, offer) == storage
-            assert choose(config, 2, stage, devices, offer - 1) != storage
+def times_with(config: RunConfig, packing: float) -> BlockTimes:
+    """Packing takes this many times as long as assumed."""
+    times = assumed_times(config, GPU)
+    return replace(
+        times,
+        packing=tuple(
+            replace(one, pack=packing * one.pack, unpack=packing * one.unpack) for one in times.packing
+        ),
+    )
+
+
+@pytest.mark.parametrize("packing", [0.0, 1.0, 50.0])
+@pytest.mark.parametrize("devices", [GPU, replace(GPU, host_bytes=10**12)], ids=["gpu", "host memory"])
+def test_a_stage_gets_the_fastest_storage_and_of_equals_the_most_bits(
+    devices: Devices, packing: float
+) -> None:
+    config = allowing("ffn_input:8", "norm_input:8", "attention:8")
+    allowed, times = allowed_storages(config), times_with(config, packing)
+    assert len(allowed) == 8
+    needs = [kept_bytes(config, storage, 2, devices)[0] for storage in allowed]
+    for memory in (min(needs), (min(needs) + max(needs)) // 2, max(needs)):
+        found = {}
+        for storage in allowed:
+            plan = plan_stage(chosen_config(config, storage), 2, 0, devices, memory, times=times)
+            if plan.fits:
+                found[storage] = plan.seconds + plan.moving
+        best = min(found.values())
+        chosen = choose(config, 2, 0, Room(devices=devices, memory_bytes=memory, times=times))
+        assert found[chosen] <= 1.0101 * best
+        better = allowed[: allowed.index(chosen)]
+        assert all(found.get(storage, best * 2) > 1.0099 * best for storage in better)
+    # Nothing is packed that need not be.
+    assert chosen == allowed[0] or packing == 0.0
+    assert choose(config, 2, 0, Room(devices=devices)) == configured(config.storage)
+
+
+def test_packing_that_costs_nothing_comes_before_computing_again() -> None:
+    config = allowing("ffn_input:8", "ffn_input:4")
+    wide, middle, narrow = allowed_storages(config)
+    for storage in (middle, narrow):
+        memory = kept_bytes(config, storage, 2, GPU)[0]
+        room = Room(devices=GPU, memory_bytes=memory, times=times_with(config, 0.0))
+        assert choose(config, 2, 0, room) == storage
+        slow = replace(room, times=times_with(config, 50.0))
+        assert choose(config, 2, 0, slow) == wide
+        assert plan_stage(chosen_config(config, wide), 2, 0, GPU, memory).text() != ""
 
 
 def test_with_too_little_for_any_bits_the_node_plans_the_rest_of_the_fewest() -> None:
     config = allowing("4", "attention:8", "attention_output:8")
     least = least_stage_bytes(narrowest(config), 2, GPU)[0]
-    storage = choose(config, 2, 0, GPU, least)
-    assert storage == allowed_storages(config)[-1]
+    storage = choose(config, 2, 0, Room(devices=GPU, memory_bytes=least))
     plan = plan_stage(chosen_config(config, storage), 2, 0, GPU, least)
     assert plan.fits and plan.text() != ""
     assert least < least_stage_bytes(allowing(), 2, GPU)[0]
+    nothing = storage_seconds(config, 2, 0, Room(devices=GPU, memory_bytes=1))
+    assert nothing == {} and fastest(config, [nothing]) == allowed_storages(config)[-1]
 
 
 def test_a_measured_window_leaves_room_for_more_microbatches_in_flight() -> None:
     config = allowing("8", "4")
     auto = replace(config, pipeline=replace(config.pipeline, window="auto"))
-    for storage in allowed_storages(config):
-        fixed, share = (offer_needed(one, storage, 2, GPU)[0] for one in (config, auto))
-        assert share == pytest.approx(fixed / MEMORY_SHARE, rel=1e-6)
+    wide = allowed_storages(config)[0]
+    room = Room(devices=GPU, memory_bytes=kept_bytes(config, wide, 2, GPU)[0])
+    fixed, shared = (storage_seconds(one, 2, 0, room).get(name_of(wide), inf) for one in (config, auto))
+    assert shared > fixed, "it no longer keeps everything"
+    larger = replace(room, memory_bytes=ceil(room.memory_bytes / MEMORY_SHARE))
+    assert storage_seconds(auto, 2, 0, larger)[name_of(wide)] == pytest.approx(fixed)
+
+
+def test_a_node_plans_with_some_of_many_storages_the_most_and_the_fewest_bits_among_them() -> None:
+    config = allowing("8", "6", "5", "4", "attention:8", "attention:4")
+    allowed = allowed_storages(config)
+    assert len(allowed) > MOST_PLANNED
+    memory = kept_bytes(config, allowed[0], 2, GPU)[0]
+    found = storage_seconds(config, 2, 0, Room(devices=GPU, memory_bytes=memory))
+    assert len(found) == MOST_PLANNED
+    assert {name_of(allowed[0]), name_of(allowed[-1])} <= found.keys()
 
 
 def test_windows_are_planned_for_what_stages_store() -> None:
@@ -110,13 +154,23 @@ def test_windows_are_planned_for_what_stages_store() -> None:
     assert stage_configs(config, None) is None
 
 
-def test_all_rows_of_a_stage_store_the_same_and_the_node_with_the_least_room_decides() -> None:
+def test_all_rows_of_a_stage_store_the_same_and_its_slowest_node_decides() -> None:
     config = allowing("8", "4")
-    large, small = (max(offer_needed(config, allowed_storages(config)[place], 2, GPU)) for place in (0, -1))
-    plan = plan_storages(config, [[(GPU, large), (GPU, small)], [(GPU, large), (GPU, large)]])
-    first, second = (name_of(allowed_storages(config)[place]) for place in (-1, 0))
-    assert plan.names == (first, second)
+    wide, *_, narrow = (name_of(one) for one in allowed_storages(config))
+    quick, slow, small = {wide: 1.0, narrow: 1.2}, {wide: 3.0, narrow: 2.0}, {narrow: 1.5}
+    stages = [[quick, slow], [quick, quick], [quick, small], [{wide: 1.0}, {narrow: 1.0}], [{}]]
+    plan = plan_storages(config, stages)
+    assert plan.names == (narrow, wide, narrow, narrow, narrow)
     assert StoragePlan.from_json(plan.to_json()) == plan
+
+
+def test_more_bits_may_cost_a_hundredth() -> None:
+    config = allowing("8", "4")
+    wide, *_, narrow = (name_of(one) for one in allowed_storages(config))
+    assert name_of(fastest(config, [{wide: 1.009, narrow: 1.0}])) == wide
+    assert name_of(fastest(config, [{wide: 1.011, narrow: 1.0}])) == narrow
+    # A name that is no storage of this run decides nothing.
+    assert name_of(fastest(config, [{wide: 1.0, "none/1/none/none": 0.1}])) == wide
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '["none/8"]', "null"])

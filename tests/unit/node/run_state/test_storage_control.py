@@ -1,6 +1,6 @@
 """What stages store is on record before a node learns of it, and stays while the run has as many stages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +28,12 @@ from tests.unit.node.pipeline.test_memory import run
 from wire.errors import UserError
 
 WIDE, NARROW = "none/none/none/none", "none/8/none/none"
+BOTH, LITTLE = {WIDE: 1.0, NARROW: 1.1}, {NARROW: 1.1}
 
 
-def choose(hosts: Sequence[Sequence[tuple[Devices, int]]]) -> StoragePlan:
-    """8 bits where a node offers less than 100 bytes."""
-    return StoragePlan(tuple(NARROW if min(own)[1] < 100 else WIDE for own in hosts))
+def choose(stages: Sequence[Sequence[Mapping[str, float]]]) -> StoragePlan:
+    """8 bits where a node has no room for more."""
+    return StoragePlan(tuple(WIDE if all(WIDE in node for node in own) else NARROW for own in stages))
 
 
 def control(history: StorageHistory, plain: StageBytes) -> StorageControl:
@@ -43,8 +44,8 @@ def recorded(actions: Sequence[Action]) -> list[tuple[int, tuple[str, ...]]]:
     return [(one.step, one.plan.names) for one in of_kind(actions, RecordStorages)]
 
 
-def test_storages_follow_the_nodes_memory_and_are_on_record_before_a_node_receives_them() -> None:
-    machine = Driver(stages=3, memory={"a": 200, "b": 50, "c": 200}, storages=control)
+def test_storages_follow_what_nodes_say_and_are_on_record_before_a_node_receives_them() -> None:
+    machine = Driver(stages=3, fits={"a": BOTH, "b": LITTLE, "c": BOTH}, storages=control)
     machine.join("abc")
     actions = machine.all_placed()
     assert recorded(actions) == [(0, (WIDE, NARROW, WIDE))]
@@ -54,7 +55,7 @@ def test_storages_follow_the_nodes_memory_and_are_on_record_before_a_node_receiv
 
 
 def test_a_node_that_takes_a_stage_over_stores_as_the_one_before_did() -> None:
-    machine = Driver(stages=3, memory={"a": 200, "b": 50, "c": 200, "d": 70}, storages=control)
+    machine = Driver(stages=3, fits={"a": BOTH, "b": LITTLE, "c": BOTH, "d": LITTLE}, storages=control)
     machine.join("abcd")
     machine.all_placed()
     machine.all_ready()
@@ -76,7 +77,7 @@ def test_a_resumed_run_has_what_is_on_record_whatever_its_nodes_offer_now() -> N
 
 def test_another_number_of_stages_is_chosen_for_anew() -> None:
     history = StorageHistory(((0, StoragePlan((NARROW, NARROW))),))
-    machine = Driver(stages=3, memory={"b": 50}, past=Past(storages=history), storages=control)
+    machine = Driver(stages=3, fits={"b": LITTLE}, past=Past(storages=history), storages=control)
     machine.join("abc")
     actions = machine.all_placed()
     ((step, names),) = recorded(actions)
