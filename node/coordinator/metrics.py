@@ -4,11 +4,7 @@ NAT.
 Counters belong to this process: they start at 0 with it, as Prometheus expects, and outlive nodes and epochs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
+from collections.abc import Callable, Mapping
 
 from node.analysis.run_view import RunView
 from node.coordinator.accounting import Accounting
@@ -33,7 +29,7 @@ COUNTED = (
 STATES = ("starting", "waiting for nodes", "restoring", "training", "stopped", "finished", "failed")
 
 
-class RunMetrics(Collector):
+class RunMetrics:
     """Called with each event of the run. `render` gives what `GET /metrics` answers.
 
     `view` gives the newest view of the run; `accounting` may come later, with the coordinator.
@@ -48,8 +44,6 @@ class RunMetrics(Collector):
         self._counts = dict.fromkeys(COUNTED, 0.0)
         self._step_seconds = Histogram()
         self._last_step = 0.0
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def apply(self, event: events.Event, at: float) -> None:
         """Count an event that happened at the Unix time `at`."""
@@ -75,13 +69,6 @@ class RunMetrics(Collector):
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format, version 0.0.4."""
-        return generate_latest(self._registry)
-
-    def describe(self) -> Iterator[Metric]:
-        """Called at registration, before there is anything to collect."""
-        return iter(Families(RUN_METRICS))
-
-    def collect(self) -> Iterator[Metric]:
         view, families = self._view(), Families(RUN_METRICS)
         families.set("build_info", 1, VERSION, PROTOCOL)
         families.set("run_info", 1, view.run_id, view.forward_codec, view.backward_codec)
@@ -116,7 +103,7 @@ class RunMetrics(Collector):
         families.set("relay_bytes_total", totals.bytes)
         families.set("relay_refused_total", totals.refused)
         families.set("relay_pairs", self.relay.pairs if self.relay is not None else 0)
-        return iter(families)
+        return families.text()
 
     def _run(self, families: Families, view: RunView) -> None:
         for name, value in (

@@ -1,12 +1,9 @@
 """A node's own metrics for Prometheus, on a small HTTP server that `thinwire join --metrics` starts."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from node.run_file.addresses import parse_listen, why_not_bound
 from node.telemetry.costs import Ledger, Place
@@ -22,7 +19,7 @@ MOST_ROWS = 256
 """Rows that a grid may have."""
 
 
-class NodeMetrics(Collector):
+class NodeMetrics:
     """Adds up one node's reports over its epochs."""
 
     def __init__(self, *, node_id: str, run_id: str, device: str) -> None:
@@ -31,8 +28,6 @@ class NodeMetrics(Collector):
         self._stages = 0
         self._newest = self._counted = Telemetry()
         self._ledger = Ledger()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def report(self, telemetry: Telemetry, stage: int, stages: int) -> None:
         """Add the newest totals; the node has stage `stage` of `stages`, -1 for none."""
@@ -49,12 +44,6 @@ class NodeMetrics(Collector):
     def render(self) -> bytes:
         """Everything in Prometheus' text format, version 0.0.4."""
         self._count()
-        return generate_latest(self._registry)
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(Families(NODE_METRICS))
-
-    def collect(self) -> Iterator[Metric]:
         newest, families = self._newest, Families(NODE_METRICS)
         families.set("build_info", 1, VERSION, PROTOCOL)
         families.set("node_info", 1, *self._labels)
@@ -69,7 +58,7 @@ class NodeMetrics(Collector):
         if newest.clock_error_seconds > 0:
             families.set("local_clock_skew_seconds", newest.clock_skew_seconds)
             families.set("local_clock_error_seconds", newest.clock_error_seconds)
-        return iter(families)
+        return families.text()
 
     def _links(self, families: Families) -> None:
         for (sender, receiver), sums in self._ledger.links.items():
