@@ -1,4 +1,8 @@
-"""Turn the totals that nodes report into the cost of each step and of the run. Pure."""
+"""Turn the totals that nodes report into the cost of each step and of the run. Pure.
+
+Reports hold totals, so only the newest of a node counts, once somebody asks: a heartbeat costs no more than
+to keep it.
+"""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -22,14 +26,15 @@ class Accounting:
     """Takes node reports, gives step costs. `codecs` are the codec names that reports may use."""
 
     def __init__(self, codecs: Collection[str]) -> None:
-        self.run = Ledger(codecs)
-        """Since this process started, aborted steps included."""
         self.hosts: tuple[str, ...] = ()
         """Who hosts the stages of the epoch that runs, row after row; empty between epochs."""
         self.rows = 1
         self.newest: dict[str, Telemetry] = {}
         """Each node's newest report."""
         self._codecs = frozenset(codecs)
+        self._run = Ledger(self._codecs)
+        self._waiting: dict[str, tuple[Telemetry, float]] = {}
+        """By node: its newest report of the epoch, and when it came, if that is not counted yet."""
         self._epoch = 0
         self._step = Ledger(self._codecs)
         self._counted: dict[str, Telemetry] = {}
@@ -47,9 +52,26 @@ class Accounting:
             elapsed: seconds since `begin_epoch`. Reports of more time, or of more bytes than any link
                 carries in that time, are capped.
         """
+        waiting = self._waiting.get(node_id)
+        if waiting is not None and not _goes_on(waiting[0], telemetry):
+            self._count(node_id)
         self.newest[node_id] = telemetry
-        if (place := self._place_of.get(node_id)) is None or telemetry.epoch != self._epoch:
-            return
+        if node_id in self._place_of and telemetry.epoch == self._epoch:
+            self._waiting[node_id] = telemetry, elapsed
+
+    @property
+    def run(self) -> Ledger:
+        """Since this process started, aborted steps included."""
+        self._count_all()
+        return self._run
+
+    def _count_all(self) -> None:
+        for node_id in list(self._waiting):
+            self._count(node_id)
+
+    def _count(self, node_id: str) -> None:
+        telemetry, elapsed = self._waiting.pop(node_id)
+        place = self._place_of[node_id]
         before = self._counted.get(node_id, Telemetry())
         most = self._ready_wall.get(node_id, 0.0) + CLOCK_RATIO * elapsed
         telemetry = replace(telemetry, wall_seconds=min(telemetry.wall_seconds, most))
@@ -57,7 +79,7 @@ class Accounting:
         sent = self._epoch_bytes.get(node_id, 0)
         room = FASTEST * (elapsed + SLACK_SECONDS) - sent
         stages = len(self.hosts) // self.rows
-        for ledger in (self.run, self._step):
+        for ledger in (self._run, self._step):
             counted = ledger.add(place, stages, before, telemetry, room, self.rows)
         self._epoch_bytes[node_id] = sent + counted
 
@@ -67,6 +89,7 @@ class Accounting:
 
     def begin_epoch(self, epoch: int, hosts: Sequence[str], rows: int = 1) -> None:
         """Count from each stage's report at `Ready`; earlier totals belong to no step."""
+        self._count_all()
         self._epoch = epoch
         self._place(hosts, rows)
         ready = {node: self.newest[node] for node in hosts if node in self.newest}
@@ -81,6 +104,7 @@ class Accounting:
 
         An aborted step ends its epoch.
         """
+        self._count_all()
         ledger, self._step = self._step, Ledger(self._codecs)
         costs = StepCosts(
             step=step,
@@ -174,6 +198,19 @@ class Accounting:
             path=known_path(newest.path) if newest else "",
             not_together=newest.not_together if newest and newest.not_together in NOT_TOGETHER else "",
         )
+
+
+def _goes_on(before: Telemetry, now: Telemetry) -> bool:
+    """Whether the later of two reports has all that the earlier one has: not once a link was opened again, or
+    has another codec."""
+    if before.epoch != now.epoch or len(before.links) != len(now.links):
+        return False
+    return all(
+        old.bytes_sent <= new.bytes_sent
+        and (old.peer_stage, old.peer_replica) == (new.peer_stage, new.peer_replica)
+        and [flow.codec for flow in old.flows] == [flow.codec for flow in new.flows]
+        for old, new in zip(before.links, now.links, strict=True)
+    )
 
 
 class Answers:
