@@ -227,7 +227,11 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
             return SendLayers(step=message.send_layers.step, units=tuple(message.send_layers.units))
         case "heartbeat_reply":
             reply = message.heartbeat_reply
-            return HeartbeatReply(sent_at=finite(reply.sent_at, "a time"), at=finite(reply.at, "a time"))
+            return HeartbeatReply(
+                sent_at=finite(reply.sent_at, "a time"),
+                at=finite(reply.at, "a time"),
+                pause=amount(reply.pause, "a pause"),
+            )
         case "relays":
             return Relays(relays=_stages_from_proto(message.relays.relays))
         case "relay_for":

@@ -260,6 +260,8 @@ class HeartbeatReply:
     """Copied from the heartbeat."""
     at: float
     """The coordinator's Unix time at receipt."""
+    pause: float = 0.0
+    """Seconds until the next heartbeat; 0: as `Welcome` says."""
 
 
 @dataclass(frozen=True, kw_only=True)

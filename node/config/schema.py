@@ -403,7 +403,7 @@ class CoordinatorSection:
     advertise: tuple[str, ...] = ()
     """host:port pairs that join tokens carry; empty takes this machine's addresses."""
     heartbeat_seconds: float = 2.0
-    """Seconds between two heartbeats of a node."""
+    """Seconds between two heartbeats of a node; with many nodes longer, up to a few in `silent_seconds`."""
     silent_seconds: float = 14.0
     """Seconds of silence after which a node counts as dead."""
     regroup_seconds: float = 10.0

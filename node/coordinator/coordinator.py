@@ -76,7 +76,6 @@ from wire.messages import (
     CoordinatorMessage,
     Finish,
     Heartbeat,
-    HeartbeatReply,
     HeldLayer,
     Leave,
     NodeMessage,
@@ -177,7 +176,7 @@ class Coordinator:
             tell=lambda text: emit(events.Notice(text=text)),
         )
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
-        self._sessions = Sessions()
+        self._sessions = Sessions(config.coordinator)
         self._answers = Answers()
         self.relays = RelayDesk(self._sessions.send, config.coordinator.relay)
         self._outcome: Stop | None = None
@@ -493,7 +492,7 @@ class Coordinator:
             case RelayTimes():
                 self.relays.plan.measured(node_id, message.times)
             case Heartbeat():
-                session.answer(HeartbeatReply(sent_at=message.sent_at, at=time.time()))
+                session.answer(self._sessions.reply(message.sent_at))
                 self._machine.heard(node_id, time.monotonic(), longest_kind(before, message.telemetry))
             case Leave(failed=True):
                 # At once: it does not come back, so there is nothing to wait for.

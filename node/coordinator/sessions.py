@@ -4,17 +4,18 @@ A correct node stays far below all limits. What is beyond them is refused before
 """
 
 import asyncio
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from node.config.schema import RunConfig
+from node.config.schema import CoordinatorSection, RunConfig
 from node.coordinator.enrolment_service import RateLimit
 from node.model.units import unit_names
 from node.pipeline.device_memory import devices_of
 from node.run_state.stage_assignment import Candidate
 from node.telemetry.events import NodeJoined
 from node.telemetry.trace_files import TracedSteps
-from wire.messages import CoordinatorMessage, Finish, Hello, ShutOut
+from wire.messages import CoordinatorMessage, Finish, HeartbeatReply, Hello, ShutOut
 
 MOST_WAITING = 64
 """Messages that wait to be sent to a node before answers to its heartbeats are left out."""
@@ -71,7 +72,8 @@ class ControlSession:
 class Sessions:
     """Messages to a node without a session are dropped: it is sent what it missed when it reconnects."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: CoordinatorSection | None = None) -> None:
+        self._settings = settings or CoordinatorSection()
         self._newest: dict[str, ControlSession] = {}
         self._deserted = asyncio.Event()
         self._deserted.set()
@@ -118,6 +120,12 @@ class Sessions:
             session.send(message)
         return session is not None
 
+    def reply(self, sent_at: float) -> HeartbeatReply:
+        """The answer to a heartbeat that a node sent at this time of its own clock."""
+        return HeartbeatReply(
+            sent_at=sent_at, at=time.time(), pause=heartbeat_pause(len(self._newest), self._settings)
+        )
+
     def close(self, node_id: str) -> None:
         """End a node's session once everything queued has been sent."""
         if (session := self._newest.get(node_id)) is not None:
@@ -127,6 +135,11 @@ class Sessions:
         """Wait until no session is open."""
         await self._deserted.wait()
 
+
+HEARTBEATS_A_SECOND = 250.0
+"""Of all members together."""
+HEARTBEATS_IN_SILENCE = 3.5
+"""Heartbeats that a node misses before it counts as dead, at least."""
 
 MOST_LINKS = 4
 """In a report of one row: a stage has two neighbours, or three where the ring closes. Each other row has one
@@ -151,6 +164,13 @@ CALLS = {"renew": (0.2, 10.0), "hold layers": (50.0, 500.0), "probe": (2.0**20, 
 """By kind: calls a second and at once, of probes bytes. Of other kinds only a few are served at a time."""
 LEAST_PROBE_BYTES = 16 * 1024
 """A smaller probe counts as this."""
+
+
+def heartbeat_pause(members: int, settings: CoordinatorSection) -> float:
+    """Seconds between two heartbeats of each of so many members: more often than `HEARTBEATS_A_SECOND` in all
+    they come only where nodes would count as dead otherwise."""
+    longest = settings.silent_seconds / HEARTBEATS_IN_SILENCE
+    return max(settings.heartbeat_seconds, min(members / HEARTBEATS_A_SECOND, longest))
 
 
 @dataclass(frozen=True, kw_only=True)

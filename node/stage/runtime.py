@@ -74,6 +74,8 @@ LEAVE_SECONDS = 120.0
 """How long a leaving node waits for the step, the snapshot and the coordinator's goodbye."""
 LEAVE_IDLE_SECONDS = 2.0
 """The same for a node without a stage, which holds nothing."""
+MOST_PAUSE = 60.0
+"""Seconds between two heartbeats, whatever the coordinator says."""
 COMPUTING = TimeKind.FORWARD, TimeKind.BACKWARD, TimeKind.OPTIMIZER
 SUMS_PART = 4
 """Of the room for snapshots on disk, one part in so many is for gradients that followers fetch."""
@@ -142,6 +144,8 @@ class NodeRuntime:
         self._finish: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
         self._measuring = False
         """Whether a line to another node is being measured."""
+        self._heartbeat_pause = 0.0
+        """Seconds, as the coordinator answered the newest heartbeat; 0: as it said at first."""
         self._sums: SumsKept | None = None
         self._member: RunMember | None = None
         self._packing: PackingMeter | None = None
@@ -289,6 +293,7 @@ class NodeRuntime:
                 await self._join(group, message)
             case HeartbeatReply():
                 self._meter.sync.answer(sent=message.sent_at, received=time.monotonic(), at=message.at)
+                self._heartbeat_pause = min(message.pause, MOST_PAUSE)
             case Relays():
                 self._tasks.append(group.create_task(self._measure_relays(message)))
             case ProbePeer():
@@ -442,7 +447,7 @@ class NodeRuntime:
             self._session.post(Heartbeat(telemetry=self._telemetry(), sent_at=time.monotonic()))
             if self._packing is not None and (news := self._packing.news()) is not None:
                 self._session.post(news)
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(self._heartbeat_pause or seconds)
 
     async def _show_progress(self) -> None:
         while True:

@@ -36,6 +36,7 @@ from wire.messages import (
     CoordinatorMessage,
     Finish,
     Heartbeat,
+    HeartbeatReply,
     Hello,
     Placed,
     Placement,
@@ -81,6 +82,8 @@ class LightNode:
     lineage: int = 0
     steps: int = 0
     """In this epoch."""
+    pause: float = 0.0
+    """Seconds between heartbeats, as the coordinator answered the newest; 0: as it said at first."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def enrol(self) -> float:
@@ -124,6 +127,8 @@ class LightNode:
             case Welcome():
                 self.config = _config(message.config_json)
                 self._start(self._heartbeats(session, message.heartbeat_seconds))
+            case HeartbeatReply():
+                self.pause = message.pause
             case Placement():
                 self.placement, self.placed_at, self.steps = message, time.monotonic(), 0
                 session.post(
@@ -150,7 +155,7 @@ class LightNode:
         await asyncio.sleep(random.uniform(0, seconds))
         while True:
             session.post(Heartbeat(telemetry=self._telemetry(), sent_at=time.monotonic()))
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(self.pause or seconds)
 
     async def _vote(self, session: Session, begin: Begin) -> None:
         await asyncio.sleep(self.pace.step_seconds)

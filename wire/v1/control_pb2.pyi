@@ -498,12 +498,14 @@ class RelayFor(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("sent_at", "at")
+    __slots__ = ("sent_at", "at", "pause")
     SENT_AT_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
     sent_at: float
     at: float
-    def __init__(self, sent_at: _Optional[float] = ..., at: _Optional[float] = ...) -> None: ...
+    pause: float
+    def __init__(self, sent_at: _Optional[float] = ..., at: _Optional[float] = ..., pause: _Optional[float] = ...) -> None: ...
 
 class Restore(_message.Message):
     __slots__ = ("epoch", "step", "missed", "uncompressed", "lineage", "activation_codecs", "gradient_codecs", "storages")

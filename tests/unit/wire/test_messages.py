@@ -307,7 +307,7 @@ COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
     Prefetch: st.builds(
         Prefetch, step=NUMBER, units=st.lists(TEXT, max_size=5).map(tuple), keep=st.booleans()
     ),
-    HeartbeatReply: st.builds(HeartbeatReply, sent_at=FINITE, at=FINITE),
+    HeartbeatReply: st.builds(HeartbeatReply, sent_at=FINITE, at=FINITE, pause=AMOUNT),
     Relays: st.builds(Relays, relays=st.lists(PLACE, max_size=3).map(tuple)),
     ProbePeer: st.builds(ProbePeer, peer=PLACE),
     RelayFor: st.builds(RelayFor, nodes=st.lists(TEXT, max_size=5).map(tuple)),

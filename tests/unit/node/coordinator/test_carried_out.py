@@ -211,7 +211,8 @@ async def test_a_node_that_never_reads_its_answers_fills_no_memory(tmp_path: Pat
         assert isinstance(await node.hear(), Placement)
         node.say(Heartbeat(telemetry=Telemetry(), sent_at=0.5))
         answer = await node.hear()
-        assert isinstance(answer, HeartbeatReply) and answer.sent_at == 0.5
+        assert isinstance(answer, HeartbeatReply)
+        assert (answer.sent_at, answer.pause) == (0.5, CONFIG.coordinator.heartbeat_seconds)
 
 
 async def test_a_commit_that_cannot_be_recorded_is_not_heard_of(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from node.coordinator.control_service import measured
-from node.coordinator.sessions import CALLS, MOST_LINKS, MessageLimits
+from node.coordinator.sessions import CALLS, MOST_LINKS, MessageLimits, heartbeat_pause
 from node.run_file.loader import default_config
 from wire.messages import Heartbeat, NodeMessage, Ready, Vote
 from wire.node_messages_proto import node_message_to_proto
@@ -33,6 +33,13 @@ def refusals(limits: MessageLimits, messages: list[NodeMessage], *, every: float
         limits.refusal(measured(node_message_to_proto(one)), every * at) for at, one in enumerate(messages)
     )
     return [why for why in found if why is not None]
+
+
+def test_heartbeats_of_many_members_come_less_often_but_some_in_every_silence() -> None:
+    settings = replace(CONFIG.coordinator, heartbeat_seconds=2.0, silent_seconds=14.0)
+    assert [heartbeat_pause(members, settings) for members in (1, 500, 750, 10_000)] == [2.0, 2.0, 3.0, 4.0]
+    slow = replace(settings, heartbeat_seconds=5.0)
+    assert heartbeat_pause(10_000, slow) == 5.0, "never more often than the run file says"
 
 
 def test_a_correct_node_is_never_refused() -> None:
