@@ -46,16 +46,18 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
         case Welcome():
             return control_pb2.CoordinatorMessage(welcome=control_pb2.Welcome(**vars(message)))
         case Placement():
-            rows = _rows_to_proto(message.rows)
-            at = next((at for at, row in enumerate(message.rows) if row.stages is message.stages), None)
-            own = None if at is None else rows[at].stages
             return control_pb2.CoordinatorMessage(
                 placement=control_pb2.Placement(
                     epoch=message.epoch,
                     stage=message.stage,
-                    stages=own if own is not None else _stages_to_proto(message.stages),
+                    stages=_row_to_proto(message.stages),
                     replica=message.replica,
-                    rows=rows,
+                    rows=[
+                        control_pb2.PlacedRow(
+                            node=control_pb2.PlacedStage(**vars(row.node)), groups=row.groups
+                        )
+                        for row in message.rows
+                    ],
                     relays=[
                         control_pb2.PeerRelays(node_id=peer, relays=_stages_to_proto(relays))
                         for peer, relays in message.relays.items()
@@ -256,16 +258,15 @@ def _stages_to_proto(stages: tuple[PlacedStage, ...]) -> list[control_pb2.Placed
     return [control_pb2.PlacedStage(**vars(stage)) for stage in stages]
 
 
-_newest_rows: tuple[tuple[PlacedRow, ...], list[control_pb2.PlacedRow]] = ((), [])
+_newest_row: tuple[tuple[PlacedStage, ...], list[control_pb2.PlacedStage]] = ((), [])
 
 
-def _rows_to_proto(rows: tuple[PlacedRow, ...]) -> list[control_pb2.PlacedRow]:
-    """The newest are kept: a placement sends the same rows to each of a thousand nodes."""
-    global _newest_rows
-    if rows is not _newest_rows[0]:
-        made = [control_pb2.PlacedRow(stages=_stages_to_proto(row.stages), groups=row.groups) for row in rows]
-        _newest_rows = rows, made
-    return _newest_rows[1]
+def _row_to_proto(stages: tuple[PlacedStage, ...]) -> list[control_pb2.PlacedStage]:
+    """The newest is kept: placements send the same row to each of its nodes."""
+    global _newest_row
+    if stages is not _newest_row[0]:
+        _newest_row = stages, _stages_to_proto(stages)
+    return _newest_row[1]
 
 
 def _stages_from_proto(stages: Iterable[control_pb2.PlacedStage]) -> tuple[PlacedStage, ...]:
@@ -277,18 +278,19 @@ def _placement_from_proto(message: control_pb2.Placement) -> Placement:
         raise ProtocolViolationError(f"stage {message.stage} is not one of {len(message.stages)}")
     if message.replica >= max(1, len(message.rows)):
         raise ProtocolViolationError(f"row {message.replica} is not one of {max(1, len(message.rows))}")
-    for row in message.rows:
-        if len(row.stages) != len(message.stages):
-            raise ProtocolViolationError(
-                f"a row has {len(row.stages)} stages, and the node's own {len(message.stages)}"
-            )
+    if not all(row.HasField("node") for row in message.rows):
+        raise ProtocolViolationError(f"a row names no node of stage {message.stage}")
     return Placement(
         epoch=message.epoch,
         stage=message.stage,
         stages=_stages_from_proto(message.stages),
         replica=message.replica,
         rows=tuple(
-            PlacedRow(stages=_stages_from_proto(row.stages), groups=tuple(row.groups)) for row in message.rows
+            PlacedRow(
+                node=PlacedStage(node_id=row.node.node_id, address=row.node.address),
+                groups=tuple(row.groups),
+            )
+            for row in message.rows
         ),
         relays={one.node_id: _stages_from_proto(one.relays) for one in message.relays},
         also={one.node_id: tuple(one.addresses) for one in message.also},

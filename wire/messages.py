@@ -272,9 +272,10 @@ class PlacedStage:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedRow:
-    """A row of the grid: a whole pipeline."""
+    """A row of the grid, as a node sees it: a thousand of them need not know all of each other."""
 
-    stages: tuple[PlacedStage, ...]
+    node: PlacedStage
+    """That hosts the same stage as the node that is told."""
     groups: tuple[int, ...]
     """The gradient groups that it computes, a contiguous run."""
 

@@ -167,12 +167,14 @@ class RelayDesk:
         for peer, choices in self.plan.relays_of(node).items():
             if here := tuple(self._place(relay) for relay in choices if relay in self.plan.offers):
                 relays[peer] = here
-        beside = (*placement.stages, *(row.stages[placement.stage] for row in placement.rows))
-        also = {
-            one.node_id: found
-            for one in beside
-            if one.node_id != node and (found := self._also.get(one.node_id, ()))
-        }
+        also = {}
+        if self._also:
+            beside = (*placement.stages, *(row.node for row in placement.rows))
+            also = {
+                one.node_id: found
+                for one in beside
+                if one.node_id != node and (found := self._also.get(one.node_id, ()))
+            }
         return replace(placement, relays=relays, also=also) if relays or also else placement
 
     def _tell_links(self) -> None:

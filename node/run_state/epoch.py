@@ -569,25 +569,22 @@ class Epoch:
         )
 
     @functools.cached_property
-    def _rows(self) -> tuple[PlacedRow, ...]:
+    def _rows(self) -> tuple[tuple[PlacedStage, ...], ...]:
         places = [
             PlacedStage(node_id=node, address=address)
             for node, address in zip(self.hosts, self.addresses, strict=True)
         ]
-        return tuple(
-            PlacedRow(stages=tuple(places[row * self.stages : (row + 1) * self.stages]), groups=groups)
-            for row, groups in enumerate(self.groups)
-        )
+        return tuple(tuple(places[row * self.stages :][: self.stages]) for row in range(self.rows))
 
     def _placement(self, node_id: str) -> Placement:
-        rows = self._rows
-        replica = self.replica_of(node_id)
+        stage, replica = self.stage_of(node_id), self.replica_of(node_id)
+        rows = [PlacedRow(node=row[stage], groups=g) for row, g in zip(self._rows, self.groups, strict=True)]
         return Placement(
             epoch=self.number,
-            stage=self.stage_of(node_id),
-            stages=rows[replica].stages,
+            stage=stage,
+            stages=self._rows[replica],
             replica=replica,
-            rows=rows if self._group_count > 1 else (),
+            rows=tuple(rows) if self._group_count > 1 else (),
         )
 
     def _to_asked(self, message: CoordinatorMessage) -> list[Action]:

@@ -81,8 +81,8 @@ def dials(placement: Placement, peer: Peer) -> bool:
 
 
 def _placed(placement: Placement, peer: Peer) -> PlacedStage:
-    row = placement.rows[peer.replica].stages if placement.rows else placement.stages
-    return row[peer.stage]
+    own_row = peer.replica == placement.replica
+    return placement.stages[peer.stage] if own_row else placement.rows[peer.replica].node
 
 
 class EpochLinks:

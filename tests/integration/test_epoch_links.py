@@ -147,9 +147,9 @@ async def test_the_one_that_cannot_be_dialled_dials(
 )
 def test_which_row_dials_the_other(lower: str, upper: str, found: tuple[bool, bool]) -> None:
     stages = PlacedStage(node_id="a", address=lower), PlacedStage(node_id="b", address=upper)
-    rows = tuple(PlacedRow(stages=(stage,), groups=(row,)) for row, stage in enumerate(stages))
+    rows = tuple(PlacedRow(node=stage, groups=(row,)) for row, stage in enumerate(stages))
     placements = (
-        Placement(epoch=EPOCH, stage=0, stages=row.stages, replica=number, rows=rows)
+        Placement(epoch=EPOCH, stage=0, stages=(row.node,), replica=number, rows=rows)
         for number, row in enumerate(rows)
     )
     assert tuple(dials(one, Peer(1 - one.replica, 0)) for one in placements) == found

@@ -170,13 +170,14 @@ class Grid:
             await node.end_epoch()
         self.rows = rows
         self.epoch += 1
-        placed = tuple(
-            PlacedRow(stages=tuple(node.address for node in row), groups=groups) for row, groups in rows
-        )
         for replica, (row, _) in enumerate(rows):
             for stage, node in enumerate(row):
                 placement = Placement(
-                    epoch=self.epoch, stage=stage, stages=placed[replica].stages, replica=replica, rows=placed
+                    epoch=self.epoch,
+                    stage=stage,
+                    stages=tuple(node.address for node in row),
+                    replica=replica,
+                    rows=tuple(PlacedRow(node=other[stage].address, groups=groups) for other, groups in rows),
                 )
                 node.task = EpochTask(placement, node)
                 node.running = asyncio.create_task(node.task.run())

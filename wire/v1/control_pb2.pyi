@@ -438,12 +438,12 @@ class PlacedStage(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class PlacedRow(_message.Message):
-    __slots__ = ("stages", "groups")
-    STAGES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("node", "groups")
+    NODE_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
-    stages: _containers.RepeatedCompositeFieldContainer[PlacedStage]
+    node: PlacedStage
     groups: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, stages: _Optional[_Iterable[_Union[PlacedStage, _Mapping]]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, node: _Optional[_Union[PlacedStage, _Mapping]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("epoch", "stage", "stages", "replica", "rows", "relays", "also")

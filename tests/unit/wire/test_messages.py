@@ -176,7 +176,7 @@ PLACE = st.builds(PlacedStage, node_id=TEXT, address=TEXT)
 def _placements(stages: int) -> st.SearchStrategy[Placement]:
     row = st.lists(PLACE, min_size=stages, max_size=stages).map(tuple)
     rows = st.lists(
-        st.builds(PlacedRow, stages=row, groups=st.lists(NUMBER, max_size=3).map(tuple)), max_size=3
+        st.builds(PlacedRow, node=PLACE, groups=st.lists(NUMBER, max_size=3).map(tuple)), max_size=3
     ).map(tuple)
     return rows.flatmap(
         lambda placed: st.builds(

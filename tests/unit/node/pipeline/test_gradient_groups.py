@@ -143,7 +143,7 @@ def test_a_placement_without_rows_has_all_groups() -> None:
             stage=0,
             stages=stages,
             replica=1,
-            rows=(PlacedRow(stages=stages, groups=(0,)), PlacedRow(stages=stages, groups=(1, 2, 3))),
+            rows=(PlacedRow(node=stages[0], groups=(0,)), PlacedRow(node=stages[0], groups=(1, 2, 3))),
         ),
     )
 
