@@ -20,6 +20,7 @@ from node.pipeline.routing import neighbours
 from node.run_state.actions import Action, RecordCommit, RecordPlacement, Send
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, RunPlan
+from node.run_state.stage_assignment import Candidate
 from scripts.report import RESULTS, write
 from wire.messages import Applied, Placed, Ready, Restore, Telemetry, Vote
 
@@ -67,9 +68,8 @@ class Volunteers:
             self.timed(
                 "hello",
                 lambda number=number: self.machine.hello(
-                    f"node-{number}",
+                    Candidate(node_id=f"node-{number}", memory_bytes=1 << 30),
                     address=f"10.0.0.1:{number}",
-                    memory_bytes=1 << 30,
                     process_nonce=1,
                     epoch=0,
                     now=self.now,
