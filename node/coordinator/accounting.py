@@ -79,9 +79,10 @@ class Accounting:
         sent = self._epoch_bytes.get(node_id, 0)
         room = FASTEST * (elapsed + SLACK_SECONDS) - sent
         stages = len(self.hosts) // self.rows
+        growth = self._step.growth(place, stages, before, telemetry, room, self.rows)
         for ledger in (self._run, self._step):
-            counted = ledger.add(place, stages, before, telemetry, room, self.rows)
-        self._epoch_bytes[node_id] = sent + counted
+            ledger.count(growth)
+        self._epoch_bytes[node_id] = sent + growth.counted
 
     def forget(self, node_id: str) -> None:
         """The node is gone: drop its last report."""

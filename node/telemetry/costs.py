@@ -160,6 +160,32 @@ class LinkSums:
     flow_elements: dict[tuple[Direction, str], int] = field(default_factory=dict)
 
 
+class LinkGrowth(NamedTuple):
+    """Of one direction of a link."""
+
+    peer: Place
+    bytes: int
+    busy: float
+    retransmits: int
+    rejects: int
+    flows: Sequence[tuple[tuple[Direction, str], int, int]]
+    """Kind of tensor and codec, bytes, elements."""
+    in_flows: int
+    """Bytes that these claim."""
+
+
+class Growth(NamedTuple):
+    """What a node did between two reports."""
+
+    place: Place
+    wall: float
+    seconds: Sequence[float]
+    """By kind, in their order."""
+    links: Sequence[LinkGrowth]
+    counted: int
+    """Bytes."""
+
+
 class Ledger:
     """Sums by stage and by direction of link; they only grow.
 
@@ -207,52 +233,85 @@ class Ledger:
     ) -> int:
         """Add what the node of a place did between two reports of one epoch; returns the bytes counted.
 
+        Arguments as for `growth`.
+        """
+        growth = self.growth(place, stages, before, now, most, rows)
+        self.count(growth)
+        return growth.counted
+
+    def growth(
+        self,
+        place: Place,
+        stages: int,
+        before: Telemetry,
+        now: Telemetry,
+        most: float = math.inf,
+        rows: int = 1,
+    ) -> "Growth":
+        """What the node of a place did between two reports of one epoch.
+
         Reports are not trusted: kinds of time sum to at most the wall time, and all links together carry at
         most `most` bytes. `stages` and `rows`: how many there are.
         """
-        sums = self.stages.setdefault(place, StageSums())
-        passed = max(0.0, now.wall_seconds - before.wall_seconds)
-        sums.wall += passed
-        left = passed
+        passed = left = max(0.0, now.wall_seconds - before.wall_seconds)
+        seconds = []
         for kind in _KINDS:  # known kinds only: a node could invent any
             spent = now.times.get(kind, 0.0) - before.times.get(kind, 0.0)
-            spent = min(max(0.0, spent), left)
+            spent = 0.0 if spent <= 0.0 else min(spent, left)
             left -= spent
-            sums.seconds[kind] += spent
+            seconds.append(spent)
         earlier = {(link.peer_replica, link.peer_stage): link for link in before.links}
-        counted = 0
+        links, counted = [], 0
         for link in now.links:
             peer = Place(link.peer_replica, link.peer_stage)
             if peer.replica < rows and peer.stage < stages and peer != place:
-                baseline = _baseline(link, earlier.get(peer))
-                counted += self._add_link((place, peer), baseline, link, passed, most - counted)
-        return counted
+                of_link = self._link_growth(peer, earlier.get(peer), link, passed, most - counted)
+                links.append(of_link)
+                counted += max(of_link.bytes, of_link.in_flows, of_link.retransmits, of_link.rejects)
+        return Growth(place, passed, seconds, links, counted)
 
-    def _add_link(self, key: LinkKey, before: LinkReport, now: LinkReport, passed: float, most: float) -> int:
-        place, peer = key
-        sums = self.link(place, peer)
-        size = _grown(before.bytes_sent, now.bytes_sent, most)
-        sums.bytes += size
-        sums.busy += min(max(0.0, now.busy_seconds - before.busy_seconds), passed)
-        # A frame takes at least one byte, an element at least one bit.
-        retransmits = _grown(before.retransmits, now.retransmits, most)
-        rejects = _grown(before.rejects, now.rejects, most)
-        sums.retransmits += retransmits
-        # The receiver counts damaged frames.
-        self.link(peer, place).rejects += rejects
+    def count(self, growth: "Growth") -> None:
+        """Add it."""
+        sums = self.stages.setdefault(growth.place, StageSums())
+        sums.wall += growth.wall
+        for kind, spent in zip(_KINDS, growth.seconds, strict=True):
+            if spent:
+                sums.seconds[kind] += spent
+        for of_link in growth.links:
+            link = self.link(growth.place, of_link.peer)
+            link.bytes += of_link.bytes
+            link.busy += of_link.busy
+            link.retransmits += of_link.retransmits
+            # The receiver counts damaged frames.
+            self.link(of_link.peer, growth.place).rejects += of_link.rejects
+            for flow, size, elements in of_link.flows:
+                link.flow_bytes[flow] = link.flow_bytes.get(flow, 0) + size
+                link.flow_elements[flow] = link.flow_elements.get(flow, 0) + elements
+
+    def _link_growth(
+        self, peer: Place, before: LinkReport | None, now: LinkReport, passed: float, most: float
+    ) -> "LinkGrowth":
+        before = _baseline(now, before)
         # Bytes are counted by direction; the first round of an epoch gives its sums another codec's name.
         earlier = {flow.direction: flow for flow in before.flows}
-        in_flows = 0
+        flows, in_flows = [], 0
         for flow in now.flows:
             old = earlier.get(flow.direction)
-            kind = flow.direction, self._known(flow.codec)
             left = most - in_flows
-            of_flow = _grown(old.bytes_sent if old else 0, flow.bytes_sent, left)
+            # A frame takes at least one byte, an element at least one bit.
+            size = _grown(old.bytes_sent if old else 0, flow.bytes_sent, left)
             elements = _grown(old.elements_sent if old else 0, flow.elements_sent, 8 * left)
-            sums.flow_bytes[kind] = sums.flow_bytes.get(kind, 0) + of_flow
-            sums.flow_elements[kind] = sums.flow_elements.get(kind, 0) + elements
-            in_flows += max(of_flow, elements // 8)
-        return max(size, in_flows, retransmits, rejects)
+            flows.append(((flow.direction, self._known(flow.codec)), size, elements))
+            in_flows += max(size, elements // 8)
+        return LinkGrowth(
+            peer=peer,
+            bytes=_grown(before.bytes_sent, now.bytes_sent, most),
+            busy=min(max(0.0, now.busy_seconds - before.busy_seconds), passed),
+            retransmits=_grown(before.retransmits, now.retransmits, most),
+            rejects=_grown(before.rejects, now.rejects, most),
+            flows=flows,
+            in_flows=in_flows,
+        )
 
     def _known(self, codec: str) -> str:
         return codec if self._codecs is None or codec in self._codecs else OTHER_CODEC
@@ -260,7 +319,10 @@ class Ledger:
 
 def _grown(before: int, now: int, most: float) -> int:
     """The growth of a counter, clamped to 0 and `most`."""
-    return int(max(0, min(now - before, most)))
+    grown = now - before
+    if grown <= 0:
+        return 0
+    return grown if grown <= most else int(max(0.0, most))
 
 
 def _baseline(now: LinkReport, before: LinkReport | None) -> LinkReport:
