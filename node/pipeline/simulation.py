@@ -160,11 +160,9 @@ class _Simulation:
     ) -> None:
         self._orders = orders
         self._turns = [Turns(order, swap=swap) for order in orders]
+        head_first = has_head_first(orders)
         self._edges = [
-            [
-                dependencies(action, stage, len(orders), chunks, head_first=has_head_first(orders))
-                for action in order
-            ]
+            [dependencies(action, stage, len(orders), chunks, head_first=head_first) for action in order]
             for stage, order in enumerate(orders)
         ]
         self._compute_time = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time}

@@ -39,9 +39,7 @@ class Turns:
     @property
     def choices(self) -> Sequence[int]:
         """What may run once its tensor has arrived: the order's next action, then what may run early."""
-        places = {s: one[b] for s, (one, b) in enumerate(self._pairs()) if b < len(one)}
-        first = min(places.values(), default=None)
-        return sorted(place for s, place in places.items() if place == first or self._may_begin(s))
+        return [place for place, _ in self._places()]
 
     def upcoming(self, count: int) -> Sequence[int]:
         """The next `count` actions of the order, and what may run early."""
@@ -50,12 +48,19 @@ class Turns:
 
     def begin(self, ready: Callable[[int], bool]) -> int | None:
         """Take the turn of the first of `choices` that is ready; None when all of them wait."""
-        for place in self.choices:
+        for place, sequence in self._places():
             if ready(place):
-                taken = next(s for s, (one, b) in enumerate(self._pairs()) if one[b : b + 1] == [place])
-                self._begun[taken] += 1
+                self._begun[sequence] += 1
                 return place
         return None
+
+    def _places(self) -> Sequence[tuple[int, int]]:
+        """Each of `choices`, and the number of its sequence."""
+        places = [(one[b], s) for s, (one, b) in enumerate(self._pairs()) if b < len(one)]
+        if len(places) < 2:
+            return places
+        first, _ = min(places)
+        return sorted((place, s) for place, s in places if place == first or self._may_begin(s))
 
     def _may_begin(self, sequence: int) -> bool:
         """Whether memory, or the forward of a backward, lets this sequence's next action run early."""
