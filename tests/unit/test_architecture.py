@@ -112,7 +112,14 @@ def dotted(node: ast.expr) -> list[str]:
     return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
 
 
-def wrong_imports(tree: ast.AST, module: Path) -> list[str]:
+@cache
+def names_in(file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What one of our files imports, for a type checker too, and the attributes that it reads."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return tuple(imported(tree, file)), tuple(used(tree))
+
+
+def wrong_imports(imports: Iterable[str], module: Path) -> list[str]:
     """Imports that `module` must not have: a package above it, the network, generated code, or I/O."""
     package = module.parts[0]
     strange = OURS - MAY_IMPORT[package]
@@ -122,15 +129,14 @@ def wrong_imports(tree: ast.AST, module: Path) -> list[str]:
         strange |= IMPURE
     return [
         name
-        for name in imported(tree, module)
+        for name in imports
         if name.split(".")[0] in strange or (f"{name}.".startswith(f"{GENERATED}.") and module not in EDGE)
     ]
 
 
-def forbidden_names(tree: ast.AST, module: Path) -> list[str]:
+def forbidden_names(names: Iterable[str]) -> list[str]:
     """Imports and attributes that are forbidden, or are part of something forbidden."""
-    names = {*imported(tree, module), *used(tree)}
-    return sorted(n for n in names if any(n == bad or n.startswith(bad + ".") for bad in FORBIDDEN))
+    return sorted(n for n in {*names} if any(n == bad or n.startswith(bad + ".") for bad in FORBIDDEN))
 
 
 def module_of(name: str, known: Collection[Path]) -> Path | None:
@@ -152,8 +158,8 @@ def all_imports() -> Imports:
     files = frozenset({*MODULES, *SCRIPTS})
     found: Imports = {}
     for file in files:
-        names = imported(ast.parse((ROOT / file).read_text(encoding="utf-8")), file)
-        found[file] = {target for name in names if (target := module_of(name, files)) and target != file}
+        imports, _ = names_in(file)
+        found[file] = {target for name in imports if (target := module_of(name, files)) and target != file}
     return found
 
 
@@ -272,14 +278,14 @@ def test_a_name_is_found_in_the_module_that_defines_it() -> None:
 
 @each("module", MODULES)
 def test_module_keeps_the_rules(module: Path) -> None:
-    source = (ROOT / module).read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    assert wrong_imports(tree, module) == [], (
+    imports, attributes = names_in(module)
+    assert wrong_imports(imports, module) == [], (
         "imports point one way: node -> wire -> kernels, which knows no network; protobuf stays at the edge; "
         "the state machine does no I/O"
     )
-    assert forbidden_names(tree, module) == [], "no pickle, no torch.load, no time.sleep"
-    assert len(source.splitlines()) <= LINES, "split the module: one subject each"
+    assert forbidden_names(imports + attributes) == [], "no pickle, no torch.load, no time.sleep"
+    lines = (ROOT / module).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= LINES, "split the module: one subject each"
 
 
 @each("script", SCRIPTS)
@@ -312,7 +318,7 @@ def test_a_script_is_no_longer_than_a_module(script: Path) -> None:
     ],
 )
 def test_imports_against_the_direction_are_found(module: str, source: str, found: list[str]) -> None:
-    assert wrong_imports(ast.parse(source), Path(module)) == found
+    assert wrong_imports(imported(ast.parse(source), Path(module)), Path(module)) == found
 
 
 @each(
@@ -329,21 +335,25 @@ def test_imports_against_the_direction_are_found(module: str, source: str, found
     ],
 )
 def test_forbidden_names_are_found(source: str, found: list[str]) -> None:
-    assert forbidden_names(ast.parse(source), Path("node/a.py")) == found
+    tree = ast.parse(source)
+    assert forbidden_names([*imported(tree, Path("node/a.py")), *used(tree)]) == found
 
 
 class _AtRuntime(ast.NodeTransformer):
     """Removes imports that only a type checker sees."""
 
     def visit_If(self, node: ast.If) -> ast.If | list[ast.stmt]:
-        return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else node
+        checked = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        return node.orelse if checked else node
 
 
 @cache
 def imported_at_runtime(module: Path) -> tuple[str, ...]:
     """As `imported`, without imports that only a type checker sees."""
-    tree = _AtRuntime().visit(ast.parse((ROOT / module).read_text(encoding="utf-8")))
-    return tuple(imported(tree, module))
+    source = (ROOT / module).read_text(encoding="utf-8")
+    if "TYPE_CHECKING" not in source:
+        return names_in(module)[0]
+    return tuple(imported(_AtRuntime().visit(ast.parse(source)), module))
 
 
 def brought_in(start: Path) -> dict[str, Path]:
@@ -406,7 +416,5 @@ def test_a_command_with_tensors_is_found_to_load_torch() -> None:
 
 
 def test_what_only_a_type_checker_imports_brings_nothing_in() -> None:
-    assert "torch" in imported(
-        ast.parse((ROOT / "wire/spec.py").read_text(encoding="utf-8")), Path("wire/spec.py")
-    )
+    assert "torch" in names_in(Path("wire/spec.py"))[0]
     assert "torch" not in brought_in(Path("wire/spec.py"))

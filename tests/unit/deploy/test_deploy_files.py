@@ -12,7 +12,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from compose_spec import PyCompose
 
 from node.cli.main import build_parser
 from node.run_file.loader import load_config
@@ -188,6 +187,8 @@ def test_files_copied_into_the_image_exist_and_are_not_ignored() -> None:
 
 
 def test_compose_follows_its_specification() -> None:
+    from compose_spec import PyCompose
+
     parsed = PyCompose.from_yaml(COMPOSE.read_text(encoding="utf-8"))
     parsed.validate()
     assert set(parsed.service_names()) == {"coordinator", "prometheus", "grafana"}

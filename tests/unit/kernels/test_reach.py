@@ -61,7 +61,9 @@ def test_a_query_sees_its_window_and_its_document(
     repeated = [part.repeat_interleave(HEADS // part.shape[1], 1) for part in leaves]
     scores = repeated[0] @ repeated[1].transpose(2, 3) / WIDTH**0.5
     wanted = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ repeated[2]
-    torch.testing.assert_close(exact(query, key, value, window, apart).double(), wanted, atol=1e-5, rtol=0)
+    if flash:
+        one_by_one = exact(query, key, value, window, apart).double()
+        torch.testing.assert_close(one_by_one, wanted, atol=1e-5, rtol=0)
     gradients = torch.autograd.grad(wanted, leaves, grad.double())
     out, sums = attention(query, key, value, reach)
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)

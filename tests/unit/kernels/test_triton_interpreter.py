@@ -144,9 +144,8 @@ def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Lau
 
 
 @inside
-@each("launch", LAUNCHES)
+@each(("width", "constant", "launch"), [(4, 1.0, LAUNCHES[0]), (7, 1.0, LAUNCHES[1]), (9, 3.0, LAUNCHES[1])])
 @each("which", inputs())
-@each(("width", "constant"), [(4, 1.0), (7, 1.0), (9, 3.0)])
 def test_fixed_is_the_reference_for_any_launch(
     which: str, width: int, constant: float, launch: Launch
 ) -> None:

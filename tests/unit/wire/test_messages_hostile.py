@@ -48,7 +48,7 @@ from wire.spec import Direction, TensorKey
 from wire.telemetry import FlowReport, LinkReport, Span, StepSpans, Telemetry
 from wire.v1 import control_pb2
 
-MUTATIONS = examples(100_000)
+MUTATIONS = examples(50_000)
 """For each direction."""
 
 TELEMETRY = Telemetry(

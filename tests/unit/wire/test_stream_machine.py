@@ -200,4 +200,4 @@ class StreamMachine(RuleBasedStateMachine):
 
 
 TestStreamMachine = StreamMachine.TestCase
-TestStreamMachine.settings = settings(max_examples=examples(150), stateful_step_count=60)
+TestStreamMachine.settings = settings(max_examples=examples(100), stateful_step_count=60)

@@ -145,13 +145,13 @@ def test_blocks_do_not_see_each_other() -> None:
         assert torch.equal(whole, parts)
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", [4, 16])
 def test_operators_say_what_they_do(bits: int) -> None:
     x, weight = normal(3, 200), normal(200)
     packed = blockfloat.pack(x, bits)
     torch.library.opcheck(blockfloat_ops.store, (x, bits))
     torch.library.opcheck(blockfloat_ops.restore, (packed, [3, 200], bits, torch.bfloat16))
-    if bits not in (3, 4):
+    if bits == 16:
         return
     for bias in (None, weight):
         torch.library.opcheck(blockfloat_ops.norm_store, (x, weight, bias, 1e-5, bits, torch.bfloat16))

@@ -204,8 +204,7 @@ def test_a_code_beyond_the_range_is_found(bits: int) -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-@each("dtype", DTYPES)
-@each("width", [64, 100, 200])
+@each(("width", "dtype"), zip([64, 100, 200], DTYPES, strict=True))
 def test_threads_do_not_interfere(width: int, dtype: torch.dtype) -> None:
     for rows in (683, 1366):
         check(normal(3, rows, width).to(dtype), 6)

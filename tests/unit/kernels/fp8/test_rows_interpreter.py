@@ -110,9 +110,17 @@ def test_gpus_before_ada_have_no_such_products(monkeypatch: pytest.MonkeyPatch) 
 
 
 @inside
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("chunk", [16, 4096])
-@pytest.mark.parametrize("width", [1, 48, 100])
+@pytest.mark.parametrize(
+    ("width", "chunk", "dtype"),
+    [
+        (1, 4096, torch.bfloat16),
+        (48, 16, torch.float32),
+        (48, 4096, torch.float32),
+        (100, 16, torch.bfloat16),
+        (100, 4096, torch.float32),
+    ],
+    ids=str,
+)
 def test_codes_and_scales_are_the_references(width: int, chunk: int, dtype: torch.dtype) -> None:
     """Also of rows longer than a program reads at a time, and of columns of a wider matrix."""
     from kernels.fp8 import triton

@@ -167,8 +167,7 @@ def test_a_bit_map_that_does_not_match_the_planes_is_refused(change: int) -> Non
 
 
 @pytest.mark.usefixtures("two_threads")
-@each("dtype", DTYPES)
-@each("width", [64, 100, 200])
+@each(("width", "dtype"), zip([64, 100, 200], DTYPES, strict=True))
 def test_threads_do_not_interfere(width: int, dtype: torch.dtype) -> None:
     for rows in (683, 1366):
         sections = random_sections(3 * rows * tiles_per_row(width), seed=rows, turned=0.1)

@@ -22,11 +22,16 @@ def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
 
 @inside
 @pytest.mark.parametrize(
-    ("where", "highest"),
-    [(Grid(300, 2, 7, 32), 19), (Grid(61, 3, 5, 5), 59), (Grid(10, 1, 10, 1), 103), (Grid(1, 1, 1, 1), 12)],
+    ("where", "highest", "salt"),
+    [
+        (Grid(300, 2, 7, 32), 19, None),
+        (Grid(61, 3, 5, 5), 59, None),
+        (Grid(61, 3, 5, 5), 59, 2**32 - 77),
+        (Grid(10, 1, 10, 1), 103, 2**32 - 77),
+        (Grid(1, 1, 1, 1), 12, None),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("salt", [None, 2**32 - 77])
 def test_lanes_give_the_cpus_words(where: Grid, highest: int, salt: int | None) -> None:
     from kernels.trellis.triton import decode as triton_trellis_decode
     from kernels.trellis.triton import lanes as triton_trellis

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
 
@@ -75,6 +74,8 @@ def snapshot(run_directory: Path, config: RunConfig, chunk: Chunk) -> None:
 @pytest.mark.filterwarnings("ignore")  # PEFT's own
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "olmo2", "gpt2"])
 def test_peft_loads_the_exported_adapters(family: str, tmp_path: Path) -> None:
+    from peft import PeftModel  # takes seconds, which only some workers spend
+
     model = base(family, tmp_path / "base")
     config = RunConfig(model=model, lora=LORA)
     chunk = trained(config)

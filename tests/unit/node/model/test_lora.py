@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from kernels.common.random_bits import mixed, mixed_on_device, random_bits, signed
@@ -56,6 +55,8 @@ def frozen(chunk: Chunk) -> dict[str, FrozenLinear]:
 
 def in_peft(model: ModelSection, chunk: Chunk, lora: LoraSection) -> nn.Module:
     """The same weights and adapters in transformers, by PEFT."""
+    from peft import LoraConfig, get_peft_model  # takes seconds, which only some workers spend
+
     theirs = hf_model(model)
     whole = build_chunk(model, unit_names(model), 5, CPU)
     state = {}

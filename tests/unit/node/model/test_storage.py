@@ -196,8 +196,10 @@ STORES: dict[str, dict[str, str]] = {
 }
 
 
-@each("stores", STORES.values())
-@each("chunks", [1, 2])
+@each(
+    ("stores", "chunks"),
+    [(STORES["float32"], 1), (STORES["fp8 gradients"], 2), (STORES["bfloat16 weights"], 1)],
+)
 @each("stages", [2, 3, 4])
 @each(("model", "microbatch"), SHAPES.values())
 def test_bits_by_stage_never_raise_what_the_heaviest_stage_is_estimated_to_take(

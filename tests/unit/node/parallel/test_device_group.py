@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +82,8 @@ def pipeline(config: RunConfig, middle: StageModel | None = None) -> list[StageM
 
 @pytest.mark.parametrize(
     ("place", "config"),
-    [*product((0, 1, 2), (CONFIG, PACKED)), (0, HEAD_FIRST)],
-    ids=[*(f"{place}-{name}" for place, name in product((0, 1, 2), ("float32", "fp8"))), "0-head-first"],
+    [(0, PACKED), (1, CONFIG), (2, CONFIG), (0, HEAD_FIRST)],
+    ids=["0-fp8", "1-float32", "2-float32", "0-head-first"],
 )
 def test_two_ranks_do_as_one_device(place: int, config: RunConfig) -> None:
     alone = pipeline(config)
@@ -159,7 +158,7 @@ def test_a_step_that_breaks_off_after_its_last_backward_is_in_no_other(global_ba
             leader.backward(0, microbatch, torch.randn(4, 16, 32, generator=generator))
 
     found = []
-    for aborted in (0, 1, 2):
+    for aborted in (0, 2):
         with leading(config, 2) as leader:
             leader.build(1, 3)
             for attempt in range(aborted):

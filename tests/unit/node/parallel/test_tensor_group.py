@@ -98,7 +98,6 @@ def equal(first: State, second: State) -> bool:
         (GPT2, 2, 2),
         (FP8_GRADIENTS, 4, 2),
         (ADAPTED, 4, 2),
-        (ADAPTED, 2, 1),
         (ADAPTED_LLAMA, 2, 2),
     ],
     ids=[
@@ -106,7 +105,6 @@ def equal(first: State, second: State) -> bool:
         "gpt2 2",
         "gpt2 2 x 2, fp8 gradients",
         "adapters on stored gpt2 2 x 2",
-        "adapters on two rows of gpt2",
         "adapters on llama 2",
     ],
 )
@@ -114,11 +112,11 @@ def test_ranks_do_as_one_device(config: RunConfig, ranks: int, tensor_parallel: 
     alone = StageModel(config, CPU)
     alone.build(0, 1)
     initial = states(alone)
-    expected = [run_step(alone, step) for step in range(3)]
+    expected = [run_step(alone, step) for step in range(2)]
     with leading(config, ranks, tensor_parallel) as leader:
         leader.build(0, 1)
         assert equal(states(leader), initial), "shards of the same initial weights"
-        found = [run_step(leader, step) for step in range(3)]
+        found = [run_step(leader, step) for step in range(2)]
         after = states(leader)
     packed = config is FP8_GRADIENTS
     # In e4m3 every rank's gradients are rounded before they are added.

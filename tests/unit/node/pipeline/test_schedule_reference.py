@@ -1,9 +1,8 @@
 """The orders equal those of torch.distributed.pipelining, which runs here without processes or tensors."""
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
-
-from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from node.pipeline.schedule import Action, Kind, Orders, interleaved_1f1b, one_f_one_b, schedule
 from tests.support.cases import each
@@ -32,18 +31,22 @@ class RecordingStage:
     perform_reduce_grad = no_operations
 
 
-class Plain(Schedule1F1B):
+@cache
+def plain() -> Any:
     """torch's 1F1B as it runs. (Its `pipeline_order` numbers the last stage's forwards from 1 by mistake.)"""
+    from torch.distributed.pipelining import Schedule1F1B  # slow to import: not when tests are collected
 
-    def _initialize_stage(self, *args: object, **kwargs: object) -> None:
-        """Nothing to set up: there are no tensors whose shapes must be learnt."""
+    class Plain(Schedule1F1B):
+        def _initialize_stage(self, *args: object, **kwargs: object) -> None:
+            """Nothing to set up: there are no tensors whose shapes must be learnt."""
+
+    return Plain
 
 
 def reference_1f1b(stages: int, microbatches: int) -> Orders:
     recorders = [RecordingStage(stages, stage) for stage in range(stages)]
     for recorder in recorders:
-        as_stage: Any = recorder
-        Plain(as_stage, microbatches)._step_microbatches()
+        plain()(recorder, microbatches)._step_microbatches()
     return tuple(tuple(recorder.actions) for recorder in recorders)
 
 
@@ -53,6 +56,8 @@ KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
 
 def reference_interleaved(stages: int, chunks: int, microbatches: int) -> Orders:
     """torch calls a chunk a stage and a stage a rank; its stage index is our global chunk."""
+    from torch.distributed.pipelining import ScheduleInterleaved1F1B
+
     local: list[Any] = [
         SimpleNamespace(num_stages=stages * chunks, group_size=stages, group_rank=0, stage_index=c * stages)
         for c in range(chunks)

@@ -15,13 +15,13 @@ from tests.support.memory_pipeline import MemoryIO, MemoryPipeline, reference_ru
 from wire.spec import Direction, TensorKey
 
 STEPS = 8
-TRAINED = 4
-"""Steps that equality is shown for: warm-up's three, and one after it; they begin, commit and end alike."""
+TRAINED = 3
+"""Steps that equality is shown for: warm-up's two, and one after it; they begin, commit and end alike."""
 
 CONFIG = RunConfig(
     run=RunSection(steps=STEPS, seed=7),
     model=ModelSection(hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=16),
-    training=TrainingSection(global_batch=12, microbatch=2, lr=1e-2, warmup_steps=3),
+    training=TrainingSection(global_batch=12, microbatch=2, lr=1e-2, warmup_steps=2),
     pipeline=PipelineSection(stages=1, forward_codec="fp32", backward_codec="fp32"),
 )
 
@@ -72,8 +72,16 @@ def test_the_reference_learns() -> None:
     assert len({step.loss for step in steps}) == STEPS
 
 
-@pytest.mark.parametrize(("family", "tied", "head"), WHOLE)
-@pytest.mark.parametrize(("layers", "pipeline"), PLACEMENTS, ids=name)
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "family", "tied", "head"),
+    [
+        # Each placement with two of the four, so each of these with half of the placements.
+        (*placement, *WHOLE[which])
+        for number, placement in enumerate(PLACEMENTS)
+        for which in (number % 4, (number + 1 + number // 4) % 4)
+    ],
+    ids=name,
+)
 def test_every_split_and_schedule_is_the_unsplit_model(
     layers: int, pipeline: PipelineSection, family: str, tied: bool, head: str
 ) -> None:
@@ -84,9 +92,8 @@ def test_every_split_and_schedule_is_the_unsplit_model(
         assert stages.weights_sha256() == weights
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_run_in_float16_skips_and_takes_the_steps_of_the_unsplit_model(tied: bool) -> None:
-    config = model(4, "llama", tied)
+def test_a_run_in_float16_skips_and_takes_the_steps_of_the_unsplit_model() -> None:
+    config = model(4, "llama", True)
     training = replace(config.training, precision="float16", loss_scale=2.0**20, loss_scale_steps=2)
     config = placed(replace(config, training=training), PipelineSection(stages=3), ("fp32", "fp32"))
     expected, weights = reference_run(config, STEPS)
@@ -113,11 +120,10 @@ def test_codecs_are_deterministic_and_sit_where_the_reference_has_them(
     config = placed(model(4, "llama", False), pipeline, codecs)
     groups = split_units(config.model, pipeline.stages * pipeline.chunks)
     expected, weights = reference_run(config, TRAINED, groups)
-    assert expected != reference_run(config, TRAINED)[0]
-    for _ in range(2):
-        with MemoryPipeline(config) as stages:
-            assert stages.train(TRAINED) == expected
-            assert stages.weights_sha256() == weights
+    assert expected != unsplit(4, "llama", False)[0]
+    with MemoryPipeline(config) as stages:
+        assert stages.train(TRAINED) == expected
+        assert stages.weights_sha256() == weights
 
 
 class LateInbox(Inbox):
@@ -158,7 +164,7 @@ class LateIO(MemoryIO):
             self._inbox.gradient_sent(key.microbatch)
 
 
-@pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("tah", "fixed-6"), ("aqsgd-4", "fixed-8")], ids=name)
+@pytest.mark.parametrize("codecs", [("tah", "fixed-6"), ("aqsgd-4", "fixed-8")], ids=name)
 def test_gradients_that_overtake_late_forwards_change_no_bit(codecs: tuple[str, str]) -> None:
     config = placed(model(4, "llama", False), PipelineSection(stages=4, window=1), codecs)
     config = replace(config, data=replace(config.data, shift=False))

@@ -117,7 +117,7 @@ def test_every_split_and_schedule_is_the_simulation(pipeline: PipelineSection, b
     with pipeline_of(config) as stages, pipeline_of(stateless) as others:
         assert stages.train(STEPS) == expected
         assert stages.weights_sha256() == weights
-        assert others.train(STEPS) != expected
+        assert others.train(1) != expected[:1]
 
 
 def test_bytes_on_the_wire_are_those_of_two_kinds_of_passes() -> None:

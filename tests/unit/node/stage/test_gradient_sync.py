@@ -29,7 +29,7 @@ from wire.spec import Direction, TensorKey
 TRAINED = 2
 CONFIG = RunConfig(
     run=RunSection(steps=8, seed=7),
-    model=ModelSection(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=16),
+    model=ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=16),
     training=TrainingSection(global_batch=16, microbatch=2, lr=1e-2, warmup_steps=1),
     pipeline=PipelineSection(stages=2, forward_codec="fp32", backward_codec="fp32", groups=4),
 )
@@ -56,8 +56,10 @@ def trained(config: RunConfig, rows: int = 1) -> tuple[list[Step], str]:
         return stages.train(TRAINED), stages.weights_sha256()
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("rows", "codec"),
+    [(1, "bf16"), (2, "fp32"), (2, "trellis-4.41"), (3, "fixed-8"), (4, "bf16"), (4, "fixed-8")],
+)
 def test_any_number_of_rows_gives_the_bits_of_the_unsplit_model(rows: int, codec: str) -> None:
     assert trained(synced(codec), rows) == unsplit(synced(codec))
 
@@ -77,14 +79,12 @@ VARIANTS = {
     "tied, head last": changed(model={"tied": True}, pipeline={"head": "last"}),
     "tied, head first": changed(model={"tied": True}, pipeline={"head": "first", "window": 1}),
     "gpt2, one stage": changed(model={"family": "gpt2"}, pipeline={"stages": 1}),
-    "interleaved": changed(pipeline={"chunks": 2}),
+    "interleaved": changed(model={"layers": 4}, pipeline={"chunks": 2}),
     "wide window, three groups of uneven halves": changed(
         training={"global_batch": 12}, pipeline={"groups": 3, "window": 3}
     ),
     "fp8 gradients and moments": changed(training={"gradients": "fp8", "moments": "fp8"}),
-    "fp8, stochastic": changed(
-        model={"layers": 2}, training={"gradients": "fp8", "global_batch": 40}, pipeline={"groups": 2}
-    ),
+    "fp8, stochastic": changed(training={"gradients": "fp8", "global_batch": 40}, pipeline={"groups": 2}),
     "bf16 weights": changed(
         training={
             "precision": "bfloat16",
@@ -102,12 +102,9 @@ def test_every_kind_of_run_has_groups(name: str) -> None:
     config = VARIANTS[name]
     groups = range(config.pipeline.groups)
     rows = [groups[: len(groups) // 2 + 1], groups[len(groups) // 2 + 1 :]] if len(groups) > 2 else [[0], [1]]
-    expected = unsplit(config)
 
-    for placed in (None, rows):
-        with MemoryPipeline(config, rows=placed) as stages:
-            assert stages.train(TRAINED) == expected[0]
-            assert stages.weights_sha256() == expected[1]
+    with MemoryPipeline(config, rows=rows) as stages:
+        assert (stages.train(TRAINED), stages.weights_sha256()) == unsplit(config)
 
 
 def test_codecs_between_stages_sit_where_the_reference_has_them() -> None:
@@ -130,7 +127,7 @@ def test_rows_in_float16_skip_the_steps_of_the_unsplit_model() -> None:
         assert stages.weights_sha256() == weights
 
 
-@pytest.mark.parametrize("rows", [2, 3, 4])
+@pytest.mark.parametrize("rows", [3, 4])
 def test_a_node_sends_little_more_than_a_reduce_scatter_and_an_all_gather(rows: int) -> None:
     # Many pieces, so that owners' shares are equal within the bound.
     config = changed(model={"hidden": 64, "vocab": 32768}, training={"global_batch": 4, "microbatch": 1})
@@ -180,10 +177,10 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
 
         def spoiled(self: StageModel, units: Sequence[str]) -> dict[str, dict[str, Tensor | Fp8Gradient]]:
             found = put(self, units)
-            found["block.0001"]["gate.weight"].fill_(torch.nan)  # type: ignore[union-attr]  # a tensor
+            found["block.0000"]["gate.weight"].fill_(torch.nan)  # type: ignore[union-attr]  # a tensor
             return found
 
         model = stages.executors[0].model
         model.take_gradients = partial(spoiled, model)  # type: ignore[method-assign, arg-type]
-        with pytest.raises(NonFiniteError, match=r"gradient of gate\.weight of block\.0001"):
+        with pytest.raises(NonFiniteError, match=r"gradient of gate\.weight of block\.0000"):
             stages.outcomes()

@@ -22,10 +22,10 @@ from tests.support.memory_pipeline import MemoryPipeline, reference_run
 
 CONFIG = RunConfig(
     run=RunSection(steps=8, seed=3),
-    model=ModelSection(layers=4, hidden=32, heads=4, kv_heads=4, ffn=48, vocab=256, sequence=16, tied=True),
+    model=ModelSection(layers=2, hidden=32, heads=4, kv_heads=4, ffn=48, vocab=256, sequence=16, tied=True),
     training=TrainingSection(global_batch=4, microbatch=1, lr=1e-2, warmup_steps=2),
     lora=LoraSection(rank=4, dropout=0.2, base="4"),
-    pipeline=PipelineSection(stages=4, window=1, forward_codec="fp32", backward_codec="fp32"),
+    pipeline=PipelineSection(stages=2, window=1, forward_codec="fp32", backward_codec="fp32"),
 )
 FORMS = {
     "4 bits, dropout": CONFIG,
@@ -39,7 +39,11 @@ FORMS = {
         ),
     ),
     "stored": replace(CONFIG, storage=StorageSection(preset="agoq")),
-    "interleaved": replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=2, chunks=2)),
+    "interleaved": replace(
+        CONFIG,
+        model=replace(CONFIG.model, layers=4),
+        pipeline=replace(CONFIG.pipeline, chunks=2),
+    ),
 }
 
 
@@ -61,7 +65,7 @@ def test_a_step_that_was_aborted_drops_the_same_elements_again() -> None:
         losses = [outcome.loss for outcome in aborted.outcomes(epoch=1)]
         aborted.forget()
         # Called off in the middle.
-        submitted = aborted.submit(lambda: aborted.inboxes[2].interrupt("a neighbour has gone"))
+        submitted = aborted.submit(lambda: aborted.inboxes[1].interrupt("a neighbour has gone"))
         submitted.result()
         with pytest.raises(StepInterrupted):
             aborted.outcomes(epoch=2)
@@ -92,8 +96,8 @@ def test_a_snapshot_holds_adapters_alone_and_resumes_on_another_split() -> None:
     def fetch(unit: str) -> Mapping[str, Tensor]:
         return deserialize_unit(files[unit])
 
-    two = replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=2))
-    for config in (CONFIG, two):
+    alone = replace(CONFIG, pipeline=replace(CONFIG.pipeline, stages=1))
+    for config in (CONFIG, alone):
         with MemoryPipeline(config) as stages:
             stages.restore(2, fetch)
             assert stages.train(2) == expected

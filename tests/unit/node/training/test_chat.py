@@ -224,7 +224,7 @@ def test_text_has_the_same_bits_with_and_without_the_mask(tmp_path: Path) -> Non
     assert label_weight(labels) == 1.0 and losses[0] == losses[1]
 
 
-def llama_of(config: RunConfig) -> transformers.LlamaForCausalLM:
+def llama_of(config: RunConfig) -> "transformers.LlamaForCausalLM":
     """transformers' model with the run's initial weights."""
     model = config.model
     theirs: transformers.LlamaForCausalLM = hf_model(model)

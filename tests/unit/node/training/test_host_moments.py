@@ -82,7 +82,7 @@ def test_moments_that_move_out_and_back_between_steps_have_the_same_bits(case: s
     assert same(states(other), states(plain))
 
 
-@pytest.mark.parametrize("case", TRAININGS)
+@pytest.mark.parametrize("case", ["float32", "fp8 moments", "bf16 weights"])
 def test_snapshots_of_either_resume_the_other(case: str) -> None:
     kinds = {"plain": None, "moved": LateHostMemory()}
     wanted = build(TRAININGS[case])

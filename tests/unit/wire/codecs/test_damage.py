@@ -28,7 +28,7 @@ def intact(name: str) -> torch.Tensor:
     return codec(name).encode(SOURCE)
 
 
-@settings(max_examples=examples(2000))
+@settings(max_examples=examples(600))
 @given(name=names, changes=st.lists(st.tuples(offsets, st.integers(1, 255)), min_size=1, max_size=8))
 def test_changed_bytes_are_refused(name: str, changes: list[tuple[int, int]]) -> None:
     damaged = intact(name).clone()
@@ -51,7 +51,7 @@ def test_other_lengths_are_refused(name: str, keep: int, more: bytes) -> None:
         codec(name).decode(damaged, SPEC)
 
 
-@settings(max_examples=examples(2000))
+@settings(max_examples=examples(700))
 @given(
     name=names,
     start=offsets,
