@@ -55,6 +55,7 @@ from node.run_state.actions import (
     Send,
     StepDone,
     Stop,
+    costs_last,
 )
 from node.run_state.epoch import Epoch
 from node.run_state.held_out import LOSSLESS
@@ -228,7 +229,7 @@ class Coordinator:
             happening = await self._events.get()
             await self._disk.room()
             try:
-                for action in happening(time.monotonic()):
+                for action in costs_last(happening(time.monotonic())):
                     await self._carry_out(action)
             except (RunError, OSError) as error:
                 # The actions after the one that failed build on it: nobody may receive them.

@@ -2,7 +2,7 @@
 action starts, so a commit is on disk before any stage learns of it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -214,3 +214,11 @@ def let_go(node_id: str) -> list[Action]:
         *run_over([node_id], "you have left the run", failed=False),
         Released(node_id=node_id, reason=LEFT),
     ]
+
+
+def costs_last(actions: Sequence[Action]) -> Sequence[Action]:
+    """With the begin of the next step before the end of this one: its costs are summed up while nodes are at
+    the next."""
+    if actions and isinstance(actions[0], StepDone) and all(isinstance(one, Send) for one in actions[1:]):
+        return [*actions[1:], actions[0]]
+    return actions

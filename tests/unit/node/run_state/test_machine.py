@@ -16,6 +16,7 @@ from node.run_state.actions import (
     Released,
     Send,
     StepDone,
+    costs_last,
 )
 from node.run_state.epoch import Phase
 from node.run_state.machine import RunMachine
@@ -100,11 +101,16 @@ def test_a_step_is_recorded_when_all_have_voted_before_anybody_hears_of_it() -> 
     ]
     assert run.applied("a") == []
     assert run.applied("a") == []
-    assert run.applied("b") == [
+    done = run.applied("b")
+    assert done == [
         StepDone(epoch=1, step=0, nodes=("a", "b")),
         Send(node_id="a", message=Begin(epoch=1, step=1)),
         Send(node_id="b", message=Begin(epoch=1, step=1)),
     ]
+    # Nobody waits for what the step cost. With anything to record or to open, the order stays.
+    assert costs_last(done) == [*done[1:], done[0]]
+    others = [*done, OpenSnapshot(step=1)]
+    assert costs_last(others) == others and costs_last([]) == []
 
 
 def test_the_norm_does_not_depend_on_the_order_of_votes() -> None:
