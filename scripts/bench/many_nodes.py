@@ -62,6 +62,7 @@ backward_codec = "fp32"
 window = 0
 [coordinator]
 listen = "127.0.0.1:0"
+one_port = {one_port}
 heartbeat_seconds = {heartbeat}
 """
 
@@ -149,6 +150,7 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
             stages=arguments.stages,
             rows=arguments.rows,
             heartbeat=arguments.heartbeat,
+            one_port=str(not arguments.several_ports).lower(),
         )
     )
     run, python = folder / "run", [sys.executable, "-m"]
@@ -306,6 +308,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=20.0, help="enrolments a second (default 20)")
     parser.add_argument("--processes", type=int, default=4, help="that share the members (default 4)")
     parser.add_argument("--heartbeat", type=float, default=2.0, help="seconds between heartbeats (default 2)")
+    parser.add_argument("--several-ports", action="store_true", help="nodes have a port of their own")
     parser.add_argument(
         "--step-seconds", type=float, default=10.0, help="compute time of a slow step (default 10)"
     )
@@ -331,6 +334,7 @@ def main() -> int:
         "runs": 1,
         "stages": arguments.stages,
         "rows": arguments.rows,
+        "one_port": not arguments.several_ports,
         **found,
     }
     write(arguments.out, report)
