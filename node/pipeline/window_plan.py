@@ -9,7 +9,8 @@ memory allows.
 
 A node's links share its line, so the simulation has the most that each line was seen to carry. Where every
 link has a line of its own, nodes receive from both sides at once and the most is the sum: then it limits
-nothing. Where a line is shared and full, a window beyond what fills it only makes its queue longer.
+nothing. Where a line is shared and full, a window beyond what fills it only makes its queue longer, with
+activations in front of gradients: its links get no margin.
 
 A step's result does not depend on its window, so a plan may come late or be lost with the coordinator.
 """
@@ -18,9 +19,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from node.pipeline.floor import LinkRate, Network, chunk_shares
+from node.pipeline.floor import LinkRate, Network, Resource, ResourceKind, chunk_shares
 from node.pipeline.schedule import Kind, held_activations, schedule
-from node.pipeline.simulation import simulate
+from node.pipeline.simulation import Timeline, simulate
 from node.telemetry.clock import TimeKind
 from node.telemetry.events import StepCosts
 from wire.telemetry import LinkReport
@@ -35,6 +36,8 @@ than one too wide."""
 MARGIN = 1
 """Extra microbatches in flight on a link beyond what an undisturbed step needs, to make up for delays. Not
 with interleaved chunks, where a wide window costs more than memory."""
+FULL = 0.75
+"""A line that is busy for this share of a simulated step is full."""
 MOST_SIMULATED = 96
 """Microbatches; a longer step is as busy in its middle."""
 
@@ -171,7 +174,11 @@ def plan_windows(
     near = all(
         least <= now <= least + 2 * MARGIN for now, least in zip(current, found, strict=False) if least
     )
-    margins = tuple(window + MARGIN if window else 0 for window in found)
+    full = steps.full_lines(found)
+    margins = tuple(
+        window + MARGIN if window and full.isdisjoint((link, (link + 1) % stages)) else window
+        for link, window in enumerate(found)
+    )
     return current if good and near else _raised(found, margins, suits)
 
 
@@ -200,7 +207,7 @@ class _Steps:
         ]
         lines = [LinkRate(up=line.up / CAUTION, down=line.down / CAUTION) for line in measures.lines]
         self._network = Network(len(measures.forward), links, lines)
-        self._known: dict[Windows, float] = {}
+        self._known: dict[Windows, Timeline] = {}
         self._enough = min(map(self._seconds, allowed)) * (1 + TOLERANCE)
 
     def near_best(self, windows: Windows, beyond: float = 0.0) -> bool:
@@ -221,7 +228,21 @@ class _Steps:
                 windows = lower
         return windows
 
+    def full_lines(self, windows: Windows) -> frozenset[int]:
+        """Stages whose line is busy for most of the step."""
+        step = self._timeline(windows)
+        return frozenset(
+            part.stage
+            for part, busy in step.link_busy.items()
+            if isinstance(part, Resource)
+            and part.kind is ResourceKind.INTERFACE
+            and busy >= FULL * step.total
+        )
+
     def _seconds(self, windows: Windows) -> float:
+        return self._timeline(windows).total
+
+    def _timeline(self, windows: Windows) -> Timeline:
         if windows not in self._known:
             measures, chunks = self._measures, self._chunks
             stages, share = len(measures.forward), measures.head_share
@@ -236,7 +257,7 @@ class _Steps:
                     Kind.BACKWARD: measures.gradient_bytes,
                 },
                 swap=chunks == 1,
-            ).total
+            )
         return self._known[windows]
 
 

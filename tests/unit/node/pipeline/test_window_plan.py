@@ -241,6 +241,20 @@ def test_no_fixed_window_beats_the_plan_on_shared_lines(
     assert sum(windows) <= sum(alone), "as if each link had a line of its own"
 
 
+def test_links_of_a_full_line_get_no_margin() -> None:
+    """A window more would only make its queue longer; where compute binds it makes up for delays."""
+
+    def narrowest(rate: float) -> bool:
+        given = replace(measures(latency=3.0), lines=(LinkRate(down=rate),) * 4)
+        cautious = replace(given, links=(LinkRate(latency=3.3),) * 3, lines=(LinkRate(down=rate / 1.1),) * 4)
+        windows = plan(given)
+        lower = [tuple(w - (at == link) for at, w in enumerate(windows)) for link in range(3)]
+        taken = seconds(cautious, windows)
+        return all(seconds(cautious, one) > taken * (1 + TOLERANCE / 2) for one in lower)
+
+    assert narrowest(4.0) and not narrowest(1000.0)
+
+
 def costs(*, aborted: bool = False, idle_stage: bool = False) -> StepCosts:
     busy = {"forward": 8.0, "backward": 16.0, "encode": 3.0, "decode": 1.0, "wait-upstream": 5.0}
     stages = tuple(
