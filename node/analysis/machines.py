@@ -1,7 +1,8 @@
 """The machines that a run is planned for: their cards, memory and lines.
 
 Peaks are data sheets' (dense bf16 with float32 sums). A CPU's is such that a stage is as fast as it was on
-one core of a server (scripts/results/explained_steps.json). The share of the peak that a stage reaches was
+one core of a server (scripts/results/explained_steps.json); others may differ by a factor of two
+(`node.analysis.machine_speed`). The share of the peak that a stage reaches was
 measured on an H200 (scripts/results/compute.json); for other devices it is an estimate.
 """
 
@@ -46,7 +47,7 @@ CARDS = {
     "a100": Card(312, 80),
     "h100": Card(989, 80),
     "h200": Card(989, 141),
-    "cpu": Card(0.15, 8),
+    "cpu": Card(0.25, 8),
 }
 
 
@@ -59,6 +60,10 @@ class Machine:
     up_mbit: float = inf
     """What its line sends, shared by all its links."""
     down_mbit: float = inf
+    measured_flops: float = 0.0
+    """Operations a second of a forward pass, where they were measured."""
+    backward_times: float = 2.0
+    """Seconds of a backward pass over those of its forward pass."""
 
     @property
     def on_cpu(self) -> bool:
@@ -75,7 +80,9 @@ class Machine:
         return self.down_mbit * PAYLOAD_SHARE / 8e-6
 
     def flops(self, hidden: int) -> float:
-        """Operations a second in a model of this width."""
+        """Operations a second of a forward pass in a model of this width."""
+        if self.measured_flops:
+            return self.measured_flops
         (narrow, low), (wide, high) = SHARES
         share = low + (high - low) * min(1.0, max(0.0, (hidden - narrow) / (wide - narrow)))
         return self.card.teraflops * 1e12 * share

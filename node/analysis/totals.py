@@ -6,25 +6,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from node.analysis.explain import Explanation, Flow, explain
+from node.analysis.machine_speed import CPUS_DIFFER, TRELLIS, other_cpus, stage_seconds
 from node.analysis.machines import Machine
+from node.analysis.pace import REACHED, StepWork, lines_of, simulated
 from node.config.schema import RunConfig
-from node.model.units import EMBED, HEAD, block_name, is_block, unit_cost, unit_parameters
-from node.pipeline.codec_ladder import first_codecs
-from node.pipeline.floor import Floor, LinkRate, step_floor
-from node.pipeline.placement import head_first, stage_units
+from node.model.units import EMBED, HEAD, block_name, is_block, unit_cost
+from node.pipeline.floor import Floor
+from node.pipeline.memory import expected_bytes
+from node.pipeline.placement import head_first, head_share, stage_units
 from node.pipeline.snapshot_place import NODES, is_url, snapshot_bytes
 from node.pipeline.stage_order import Machines, Work, plan_order
 
-BACKWARD_TIMES = 2.0
-"""Operations of a backward pass over those of its forward pass."""
-TRELLIS = "trellis-4.41"
-PACKING_SHARE = {TRELLIS: 0.0163}
-"""How much longer a GPU computes beside packing with it, measured (scripts/results/packing_overhead.json)."""
-CORE_SECONDS = {TRELLIS: 90e-9, "tah": 7.2e-9}
-"""Seconds an element on one core, both ways, measured (scripts/results/rivals.json)."""
-REACHED = 0.93
-"""Of the lower bound's pace, what runs reach: the median of the lab's cells whose nodes have one line each
-(scripts/results/lab_gpt2-xl-*-nic*.json)."""
 MOST_PASSES = 4
 """Over the same text; more teach little that is new."""
 
@@ -46,7 +38,13 @@ class Totals:
     """No step is shorter."""
     seconds: float
     """Of a step, as runs reach it."""
+    between: tuple[float, float]
+    """The same with CPUs as fast and as slow as they may be, where none measured them."""
     run_seconds: float
+    window: int
+    """Microbatches in flight on each link beyond what the schedule holds."""
+    memory: tuple[int, ...]
+    """Bytes that each stage takes in steps: of a CPU's main memory, as expected; of a GPU's, as estimated."""
 
 
 def machine_bytes(explanation: Explanation) -> tuple[MachineBytes, ...]:
@@ -78,9 +76,25 @@ def snapshots_need(config: RunConfig) -> tuple[int, int]:
 def totals(explanation: Explanation, machines: Sequence[Machine]) -> Totals:
     """Of a run with these machines, one a stage."""
     config = explanation.config
-    floor = _floor(explanation, machines, config)
-    seconds = floor.seconds / REACHED
-    return Totals(floor=floor, seconds=seconds, run_seconds=seconds * config.run.steps)
+    work = _work(explanation, machines)
+    pace = simulated(work, None if config.pipeline.window == "auto" else config.pipeline.window)
+    slow, fast = (
+        simulated(_work(explanation, other_cpus(machines, factor)), pace.window).seconds
+        for factor in (1 / CPUS_DIFFER, CPUS_DIFFER)
+    )
+    seconds = pace.seconds / REACHED
+    expected = expected_bytes(config, config.pipeline.stages, pace.window)
+    return Totals(
+        floor=work.floor(),
+        seconds=seconds,
+        between=(min(fast / REACHED, seconds), max(slow / REACHED, seconds)),
+        run_seconds=seconds * config.run.steps,
+        window=pace.window,
+        memory=tuple(
+            least if machine.on_cpu else need.gpu.total
+            for machine, least, need in zip(machines, expected, explanation.memory, strict=True)
+        ),
+    )
 
 
 def codec_advice(explanation: Explanation, machines: Sequence[Machine]) -> str | None:
@@ -111,7 +125,7 @@ def order_advice(explanation: Explanation, machines: Sequence[Machine]) -> str |
         return None
     block, head = (unit_cost(config.model, unit) for unit in (block_name(0), HEAD))
     here = totals(explanation, machines)
-    own = _stage_seconds(config, machines)
+    own = list(map(sum, zip(*stage_seconds(config, machines), strict=True)))
     parts = [
         sum(unit_cost(config.model, unit) for unit in units if unit != EMBED) / block
         for units in stage_units(config, stages)
@@ -120,9 +134,7 @@ def order_advice(explanation: Explanation, machines: Sequence[Machine]) -> str |
     sizes = [_tensor_bytes(explanation, what) for what in ("activation", "gradient")]
     order = plan_order(
         Machines(
-            block_seconds=tuple(
-                (1 + BACKWARD_TIMES) * seconds / part for seconds, part in zip(own, parts, strict=True)
-            ),
+            block_seconds=tuple(seconds / part for seconds, part in zip(own, parts, strict=True)),
             most_blocks=tuple(_blocks_that_fit(explanation, machine) for machine in machines),
             rate=np.minimum(np.array(up)[:, None], np.array(down)[None, :]),
             latency=np.zeros((stages, stages)),
@@ -155,16 +167,23 @@ def _bits(explanation: Explanation) -> float:
     return flow.bits_per_element
 
 
-def _floor(explanation: Explanation, machines: Sequence[Machine], config: RunConfig) -> Floor:
-    forward = _stage_seconds(config, machines)
-    return step_floor(
+def _work(explanation: Explanation, machines: Sequence[Machine]) -> StepWork:
+    config = explanation.config
+    forward, backward = stage_seconds(config, machines)
+    loads = [(load.up, load.down) for load in machine_bytes(explanation)]
+    lines = lines_of(machines, loads)
+    tied = [flow for flow in explanation.flows if flow.what.startswith("tied")]
+    return StepWork(
         microbatches=config.microbatches,
         forward=forward,
-        backward=[BACKWARD_TIMES * seconds for seconds in forward],
+        backward=backward,
         activation_bytes=_tensor_bytes(explanation, "activation"),
         gradient_bytes=_tensor_bytes(explanation, "gradient"),
-        interfaces=[LinkRate(up=machine.up, down=machine.down) for machine in machines],
+        lines=lines,
         chunks=config.pipeline.chunks,
+        head_share=head_share(config, config.pipeline.stages),
+        # A tied weight's gradient crosses when all others are there, and its sum comes back.
+        after=sum(one.bytes / min(lines[one.sender].up, lines[one.receiver].down) for one in tied),
     )
 
 
@@ -181,26 +200,3 @@ def _blocks_that_fit(explanation: Explanation, machine: Machine) -> int:
     counts = [sum(map(is_block, units)) for units in stage_units(config, config.pipeline.stages)]
     each = max(need.total / max(1, count) for need, count in zip(needs, counts, strict=True))
     return max(0, int(machine.card.memory_gb * 1e9 / each))
-
-
-def _stage_seconds(config: RunConfig, machines: Sequence[Machine]) -> list[float]:
-    """Forward of a microbatch on each stage, with its packing."""
-    model, training, pipeline = config.model, config.training, config.pipeline
-    tokens = training.microbatch * model.sequence
-    elements = tokens * model.hidden
-    forward = []
-    for stage, units in enumerate(stage_units(config, pipeline.stages)):
-        weights = sum(unit_parameters(model, unit) for unit in units if unit != "embed")
-        blocks = sum(is_block(unit) for unit in units)
-        operations = 2.0 * weights * tokens + 2.0 * blocks * elements * model.sequence
-        machine = machines[stage]
-        seconds = operations / machine.flops(model.hidden)
-        codecs = first_codecs(pipeline)
-        sides = (stage > 0) + (stage < pipeline.stages - 1)
-        if machine.on_cpu:
-            # Packing has a thread of its own, but a core that computes as well.
-            seconds += sum(CORE_SECONDS.get(codec, 5e-9) for codec in codecs) * elements * sides / 4
-        else:
-            seconds *= 1.0 + max(PACKING_SHARE.get(codec, 0.004) for codec in codecs)
-        forward.append(seconds)
-    return forward

@@ -9,6 +9,7 @@ from node.cli.parser import add_run_file
 
 if TYPE_CHECKING:
     from node.analysis.machines import Machine
+    from node.config.schema import RunConfig
 
 MACHINE_HELP = (
     "card of a machine, and its line in Mbit/s: 'rtx 4090,20/100' (up and down), 'cpu,10'; repeat it, in the "
@@ -23,6 +24,11 @@ def add_parser(commands: Any) -> None:
     explain = actions.add_parser("explain", help="resolved values, memory, bytes and seconds a step")
     add_run_file(explain)
     explain.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    explain.add_argument(
+        "--measure",
+        action="store_true",
+        help="take the speed of machines that are 'cpu' from this machine's CPU",
+    )
     explain.set_defaults(run=run, parser=explain)
     init = actions.add_parser("init", help="write a run file that fits the machines you have")
     init.add_argument("run_file", metavar="RUN.toml", type=Path, help="the file to write")
@@ -57,12 +63,27 @@ def run(args: argparse.Namespace) -> int:
             "the other rows of embedding and head are never used"
         )
     machines = machines_for(config.pipeline.stages, given) if given else ()
+    if args.measure:
+        machines = _as_fast_as_here(config, machines)
     shown = explanation_json if args.json else explanation_text
     sys.stdout.write(shown(explanation, machines) + "\n")
     sys.stdout.flush()
     if explanation.text is not None and explanation.text.problem:
         raise DataError(explanation.text.problem)
     return 0
+
+
+def _as_fast_as_here(config: "RunConfig", machines: "tuple[Machine, ...]") -> "tuple[Machine, ...]":
+    from node.analysis.machine_speed import measured_machine
+    from node.cli.measured_times import measured_times
+    from node.cli.parser import UsageError
+
+    if not any(machine.on_cpu for machine in machines):
+        raise UsageError(
+            "--measure takes the speed of this machine's CPU: name a machine, such as --machine cpu,20"
+        )
+    times = measured_times(config, "cpu")
+    return tuple(measured_machine(one, config, times) if one.on_cpu else one for one in machines)
 
 
 def run_init(args: argparse.Namespace) -> int:

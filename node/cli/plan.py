@@ -3,15 +3,14 @@
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from node.cli.measured_times import measured_times
 from node.cli.parser import add_run_file
 
 if TYPE_CHECKING:
-    from node.config.schema import RunConfig
     from node.pipeline.block_times import BlockTimes
     from node.pipeline.memory_choice import MemoryPlan
 
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     host = 0 if on_cpu else int(1e9 * (args.host_gb or HOST_TIMES * (args.gb or TYPICAL_GB)))
     stages, devices = config.pipeline.stages, Devices(on_cpu=on_cpu, host_bytes=host)
     memory = int(args.gb * 1e9)
-    times = _measured(config, args.device) if args.measure else assumed_times(config, devices)
+    times = measured_times(config, args.device) if args.measure else assumed_times(config, devices)
     room = Room(devices=devices, memory_bytes=memory, times=times)
     storages = [choose(config, stages, stage, room) for stage in range(stages)]
     configs = [chosen_config(config, storage) for storage in storages]
@@ -103,21 +102,6 @@ def run(args: argparse.Namespace) -> int:
         lines += ["", f"what fits: {' or '.join(changes) or IN_GENERAL}"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0 if fits else 1
-
-
-def _measured(config: "RunConfig", device: str) -> "BlockTimes":
-    """Raises UserError where this machine has no such device, or cannot compute a block of the run."""
-    from node.pipeline.block_times import BlockTimes
-    from node.run_file.loader import to_json
-    from wire.errors import UserError
-
-    # Only there is torch loaded.
-    command = [sys.executable, "-m", "node.stage.block_measure", device]
-    done = subprocess.run(command, input=to_json(config), capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["nothing was said"]
-        raise UserError(f"--measure: {lines[-1]}")
-    return BlockTimes.from_json(done.stdout)
 
 
 def _times_text(times: "BlockTimes", *, on_cpu: bool) -> list[str]:

@@ -9,6 +9,7 @@ from node.analysis.explain import DeviceNeed, Explanation, HeadPlace, StageNeed,
 from node.analysis.machines import PAYLOAD_SHARE, Machine
 from node.analysis.totals import (
     MOST_PASSES,
+    Totals,
     codec_advice,
     machine_bytes,
     order_advice,
@@ -57,6 +58,8 @@ def explanation_json(explanation: Explanation, machines: Sequence[Machine] = ())
     if machines:
         found = totals(explanation, machines)
         whole["step_seconds"], whole["run_seconds"] = found.seconds, found.run_seconds
+        whole["step_seconds_between"], whole["window"] = found.between, found.window
+        whole["expected_memory"] = found.memory
     whole["busiest"] = asdict(busiest) if busiest else None
     return json.dumps(whole, indent=2)
 
@@ -331,6 +334,8 @@ def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> l
             f"{config.run.steps} steps take {duration_text(found.run_seconds)} "
             f"({count_text(explanation.tokens_per_step / found.seconds)} tokens/s)"
         )
+        lines += _uncertainty_lines(found)
+        lines += _expected_memory_lines(found, machines, explanation)
         needs = zip(machines, explanation.memory, strict=True)
         for stage, (machine, need) in enumerate(needs):
             total = (need.cpu if machine.on_cpu else need.gpu).total
@@ -351,3 +356,31 @@ def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> l
             "give more text or fewer steps"
         )
     return lines
+
+
+def _uncertainty_lines(found: Totals) -> list[str]:
+    """How far a step may be off, where a CPU's speed is the table's."""
+    least, most = found.between
+    if most <= 1.02 * least:
+        return []
+    return [
+        f"CPUs count as one core of a server: twice or half as fast, a step takes {duration_text(least)} or "
+        f"{duration_text(most)}; --measure takes the speed of this machine's"
+    ]
+
+
+def _expected_memory_lines(found: Totals, machines: Sequence[Machine], explanation: Explanation) -> list[str]:
+    """What CPUs' processes are expected to take, beside what they are planned with."""
+    rows = [
+        [str(stage), bytes_text(memory), bytes_text(need.cpu.total)]
+        for stage, (machine, memory, need) in enumerate(
+            zip(machines, found.memory, explanation.memory, strict=True)
+        )
+        if machine.on_cpu
+    ]
+    if not rows:
+        return []
+    return [
+        "memory of stages on CPUs, as expected in steps, and as planned with, copies of a snapshot included:",
+        *table_lines(["stage", "expected", "planned with"], rows, left=1),
+    ]

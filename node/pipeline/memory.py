@@ -14,7 +14,8 @@ from functools import lru_cache
 from node.config.schema import RunConfig
 from node.model.shard_shapes import check_shards
 from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
-from node.model.units import HEAD, is_block
+from node.model.units import HEAD, is_block, unit_parameters
+from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.cpu_work import at_work
 from node.pipeline.device_memory import MULTIPROCESSORS, RUNS_AT_WORK, RUNS_KEPT, Devices, Share
 from node.pipeline.gradient_groups import model_pieces, piece_bytes
@@ -34,6 +35,16 @@ FIXED_BYTES = 256 * 1024 * 1024
 CPU_FIXED_BYTES = 512 * 1024 * 1024
 """The same where it is in the memory that the stage computes in, with torch's libraries and compiled codecs:
 measured (scripts/results/explained_steps.json)."""
+CPU_PROCESS_BYTES = 370_000_000
+"""What is expected there of a process with torch and its links,"""
+COMPILED_CODEC_BYTES = 82_000_000
+"""with compiled codecs, found in their cache,"""
+HELD_BYTES = 47_000_000
+"""and at a stage that holds microbatches while others compute: what malloc does not reuse."""
+PLAIN_CODECS = ("fp32", "bf16", "fp16")
+"""These need nothing compiled."""
+UNIT_BYTES = 44
+"""A parameter of the largest unit, beside its state: copies while it is restored."""
 TRAVELLING = 4
 """Boundary tensors in float32, unpacked ahead or waiting to be packed."""
 COMPARED_DEVICES = 8
@@ -101,6 +112,25 @@ def stage_memory(
         block = one.pages(block_bytes(config, one, storages[stage], devices), RUNS_KEPT)
         found.append(replace(own, pages=held[stage] * block + one.pages(own.working, RUNS_AT_WORK)))
     return tuple(found)
+
+
+def expected_bytes(config: RunConfig, stages: int, window: int) -> tuple[int, ...]:
+    """What each stage's process is expected to take on a CPU with this window, in steps beside which no
+    snapshot is sent. `stage_bytes`, by which nodes are admitted and plans made, is a bound: it counts the
+    copies of a snapshot too, and a process that compiles its codecs."""
+    wide = replace(config, pipeline=replace(config.pipeline, window=window))
+    compiled = any(name not in PLAIN_CODECS for name in first_codecs(config.pipeline))
+    fixed = CPU_PROCESS_BYTES + COMPILED_CODEC_BYTES * compiled
+    units = stage_units(config, stages)
+    return tuple(
+        fixed
+        + HELD_BYTES * (stage < stages - 1)
+        + UNIT_BYTES * max(unit_parameters(config.model, unit) for unit in units[stage])
+        + one.total
+        - one.fixed
+        - one.snapshot
+        for stage, one in enumerate(stage_memory(wide, stages))
+    )
 
 
 def block_bytes(config: RunConfig, share: Share, storage: Storage, devices: Devices) -> int:

@@ -1,11 +1,12 @@
 """What `thinwire config explain` foretells, beside steps that the lab measures: six runs on shaped lines.
 
-    python -m scripts.experiments.explained_steps [--only NAME ...]
+    python -m scripts.experiments.explained_steps [--only NAME ...] [--add]
 
 Each machine has one line for all its links (`network.topology = "interfaces"`), as at home. The run file and
 `--machine` are those that a user would give: a CPU's row of the table of cards, and the line. Measured are
 the median seconds of a step, the bytes that the busiest machine sends in it, headers of TCP/IP left out, and
-the most memory that a stage's process had, which sent no snapshot meanwhile.
+the most memory that a stage's process had, which sent no snapshot meanwhile. Of several runs, the median of
+each figure counts.
 """
 
 import argparse
@@ -110,14 +111,17 @@ def foretold(setting: Setting, folder: Path) -> dict[str, Any]:
     sections["pipeline"] |= {"forward_codec": forward, "backward_codec": backward}
     run_file = folder / "run.toml"
     run_file.write_text(toml(sections), encoding="utf-8")
-    machine = f"cpu,{setting.line}"
+    # The lab's lines have one rate both ways unless they name two.
+    up, _, down = setting.line.partition("/")
+    machine = f"cpu,{up}/{down or up}"
     whole = json.loads(
         thinwire("config", "explain", str(run_file), "--json", "--machine", machine, where=folder)
     )
     return {
         "seconds": whole["step_seconds"],
         "bytes": max(one["up"] for one in whole["machines"]),
-        "memory": [one["cpu"]["total"] for one in whole["memory"]],
+        "memory": whole["expected_memory"],
+        "planned_memory": [one["cpu"]["total"] for one in whole["memory"]],
     }
 
 
@@ -146,6 +150,20 @@ def measured(setting: Setting, folder: Path) -> dict[str, Any]:
         "bytes": median(max(one) for one in sent),
         "memory": [stage.peak_memory_bytes for stage in last],
         "stage_seconds": cell["stage_seconds"],
+        "load": os.getloadavg()[0],
+    }
+
+
+def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What several runs of a setting come to."""
+    seconds = [one["seconds"] for one in runs]
+    return {
+        "seconds": median(seconds),
+        "least": min(seconds),
+        "most": max(seconds),
+        "bytes": median(one["bytes"] for one in runs),
+        "memory": [median(stage) for stage in zip(*(one["memory"] for one in runs), strict=True)],
+        "most_memory": [max(stage) for stage in zip(*(one["memory"] for one in runs), strict=True)],
     }
 
 
@@ -158,12 +176,13 @@ def off(told: float, found: float) -> float:
     return told / found - 1
 
 
-def compare(setting: Setting, before: dict[str, Any] | None) -> dict[str, Any]:
-    """`before`: a record of this setting, whose measurement is kept."""
+def compare(setting: Setting, runs: Sequence[dict[str, Any]], *, measure: bool) -> dict[str, Any]:
+    """`runs`: those of this setting that were measured before and count."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         told = foretold(setting, folder)
-        found = before["measured"] if before is not None else measured(setting, folder)
+        runs = [*runs, measured(setting, folder)] if measure else runs
+    found = together(runs)
     memory = [off(*pair) for pair in zip(told["memory"], found["memory"], strict=True)]
     return {
         "name": setting.name,
@@ -177,28 +196,33 @@ def compare(setting: Setting, before: dict[str, Any] | None) -> dict[str, Any]:
             "bytes": off(told["bytes"], found["bytes"]),
             "memory": max(memory, key=abs),
         },
+        "runs": list(runs),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare `config explain` with steps in the lab.")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a setting; repeat it")
+    parser.add_argument("--add", action="store_true", help="runs that were measured before count too")
     parser.add_argument(
         "--foretell", action="store_true", help="only foretell, beside what was measured before"
     )
     parser.add_argument("--out", type=Path, default=OUT, help="goes on there: other settings stay")
     arguments = parser.parse_args(argv)
-    earlier = json.loads(arguments.out.read_text())["runs"] if arguments.out.exists() else []
-    runs = {run["name"]: run for run in earlier}
+    earlier = json.loads(arguments.out.read_text())["settings"] if arguments.out.exists() else []
+    known = {one["name"]: one for one in earlier}
     for setting in SETTINGS:
         if arguments.only and setting.name not in arguments.only:
             continue
-        before = runs[setting.name] if arguments.foretell else None
-        machine = describe_machine() if before is None else before["machine"]
-        run = runs[setting.name] = compare(setting, before) | {"machine": machine}
-        print(setting.name, {key: f"{value:+.1%}" for key, value in run["off"].items()}, flush=True)
-        ordered = [runs[one.name] for one in SETTINGS if one.name in runs]
-        write(arguments.out, {"experiment": "explained_steps", "steps": STEPS, "runs": ordered})
+        before = known.get(setting.name)
+        keeps = before is not None and (arguments.add or arguments.foretell)
+        runs = before["runs"] if before is not None and keeps else []
+        machine = before["machine"] if before is not None and arguments.foretell else describe_machine()
+        one = compare(setting, runs, measure=not arguments.foretell) | {"machine": machine}
+        known[setting.name] = one
+        print(setting.name, {key: f"{value:+.1%}" for key, value in one["off"].items()}, flush=True)
+        ordered = [known[one.name] for one in SETTINGS if one.name in known]
+        write(arguments.out, {"experiment": "explained_steps", "steps": STEPS, "settings": ordered})
     return 0
 
 
