@@ -23,7 +23,7 @@ REACHED = 0.96
 ACKNOWLEDGED = ((10.0, 0.040), (100.0, 0.019), (300.0, 0.003))
 """Mbit/s of a line, and bytes of acknowledgements, over those of the frames that it receives, that it sends
 back: measured in the same cells. On a slow line each packet gets one of its own."""
-WINDOWS = (1, 2, 4, 8, 16)
+WINDOWS = (0, 1, 2, 4, 8)
 MOST_SIMULATED = 32
 """Microbatches; each more takes as long as the resource that binds."""
 
@@ -67,24 +67,26 @@ class Pace:
 
     seconds: float
     window: int
-    """Microbatches in flight on each link beyond what the schedule holds, as a run would plan it."""
+    """Microbatches in flight on each link beyond what the schedule holds, in a step that nothing disturbs."""
+    widest: int
+    """As a run plans it: with a margin, which only delays use."""
 
 
 @lru_cache(maxsize=64)
 def simulated(work: StepWork, window: int | None = None) -> Pace:
-    """A step with this window, or with the narrowest that is as good as wider ones, and a run's margin."""
+    """A step with this window, or with the narrowest that is as good as wider ones."""
     if window is not None:
-        return Pace(seconds=_seconds(work, window), window=window)
-    best, found = 0, _seconds(work, 0)
-    for width in WINDOWS:
-        if width >= work.microbatches or len(work.forward) == 1:
+        return Pace(seconds=_seconds(work, window), window=window, widest=window)
+    widths = [width for width in WINDOWS if width < max(1, work.microbatches)]
+    seconds, least = dict[int, float](), (1 + TOLERANCE) * work.floor().seconds
+    for width in widths if len(work.forward) > 1 else widths[:1]:
+        seconds[width] = _seconds(work, width)
+        if seconds[width] <= least:
             break
-        seconds = _seconds(work, width)
-        if seconds * (1 + TOLERANCE) >= found:
-            break
-        best, found = width, seconds
-    margin = MARGIN if best and work.chunks == 1 else 0
-    return Pace(seconds=found, window=best + margin)
+    best = min(seconds.values())
+    narrowest = next(width for width, one in seconds.items() if one <= (1 + TOLERANCE) * best)
+    margin = MARGIN if narrowest and work.chunks == 1 else 0
+    return Pace(seconds=best, window=narrowest, widest=narrowest + margin)
 
 
 def acknowledgements(mbit: float) -> float:

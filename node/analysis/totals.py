@@ -11,8 +11,9 @@ from node.analysis.machines import Machine
 from node.analysis.pace import REACHED, StepWork, lines_of, simulated
 from node.config.schema import RunConfig
 from node.model.units import EMBED, HEAD, block_name, is_block, unit_cost
+from node.pipeline.device_memory import Devices
 from node.pipeline.floor import Floor
-from node.pipeline.memory import expected_bytes
+from node.pipeline.memory import expected_bytes, stage_bytes
 from node.pipeline.placement import head_first, head_share, stage_units
 from node.pipeline.snapshot_place import NODES, is_url, snapshot_bytes
 from node.pipeline.stage_order import Machines, Work, plan_order
@@ -45,6 +46,8 @@ class Totals:
     """Microbatches in flight on each link beyond what the schedule holds."""
     memory: tuple[int, ...]
     """Bytes that each stage takes in steps: of a CPU's main memory, as expected; of a GPU's, as estimated."""
+    most_memory: tuple[int, ...]
+    """Of CPUs with copies of a snapshot on its way, and codecs being compiled: a bound."""
 
 
 def machine_bytes(explanation: Explanation) -> tuple[MachineBytes, ...]:
@@ -83,7 +86,10 @@ def totals(explanation: Explanation, machines: Sequence[Machine]) -> Totals:
         for factor in (1 / CPUS_DIFFER, CPUS_DIFFER)
     )
     seconds = pace.seconds / REACHED
-    expected = expected_bytes(config, config.pipeline.stages, pace.window)
+    stages = config.pipeline.stages
+    expected = expected_bytes(config, stages, pace.window)
+    wide = replace(config, pipeline=replace(config.pipeline, window=pace.widest))
+    needs = [stage_bytes(wide, stages, Devices(on_cpu=on_cpu)) for on_cpu in (False, True)]
     return Totals(
         floor=work.floor(),
         seconds=seconds,
@@ -91,9 +97,9 @@ def totals(explanation: Explanation, machines: Sequence[Machine]) -> Totals:
         run_seconds=seconds * config.run.steps,
         window=pace.window,
         memory=tuple(
-            least if machine.on_cpu else need.gpu.total
-            for machine, least, need in zip(machines, expected, explanation.memory, strict=True)
+            (expected if machine.on_cpu else needs[0])[stage] for stage, machine in enumerate(machines)
         ),
+        most_memory=tuple(needs[machine.on_cpu][stage] for stage, machine in enumerate(machines)),
     )
 
 

@@ -80,7 +80,7 @@ def _as_fast_as_here(config: "RunConfig", machines: "tuple[Machine, ...]") -> "t
 
     if not any(machine.on_cpu for machine in machines):
         raise UsageError(
-            "--measure takes the speed of this machine's CPU: name a machine, such as --machine cpu,20"
+            "--measure takes the speed of this machine's CPU: name one, such as --machine cpu,20"
         )
     times = measured_times(config, "cpu")
     return tuple(measured_machine(one, config, times) if one.on_cpu else one for one in machines)

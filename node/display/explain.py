@@ -59,7 +59,7 @@ def explanation_json(explanation: Explanation, machines: Sequence[Machine] = ())
         found = totals(explanation, machines)
         whole["step_seconds"], whole["run_seconds"] = found.seconds, found.run_seconds
         whole["step_seconds_between"], whole["window"] = found.between, found.window
-        whole["expected_memory"] = found.memory
+        whole["expected_memory"], whole["most_memory"] = found.memory, found.most_memory
     whole["busiest"] = asdict(busiest) if busiest else None
     return json.dumps(whole, indent=2)
 
@@ -335,7 +335,7 @@ def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> l
             f"({count_text(explanation.tokens_per_step / found.seconds)} tokens/s)"
         )
         lines += _uncertainty_lines(found)
-        lines += _expected_memory_lines(found, machines, explanation)
+        lines += _expected_memory_lines(found, machines)
         needs = zip(machines, explanation.memory, strict=True)
         for stage, (machine, need) in enumerate(needs):
             total = (need.cpu if machine.on_cpu else need.gpu).total
@@ -369,18 +369,18 @@ def _uncertainty_lines(found: Totals) -> list[str]:
     ]
 
 
-def _expected_memory_lines(found: Totals, machines: Sequence[Machine], explanation: Explanation) -> list[str]:
-    """What CPUs' processes are expected to take, beside what they are planned with."""
+def _expected_memory_lines(found: Totals, machines: Sequence[Machine]) -> list[str]:
+    """What CPUs' processes are expected to take, beside the bound that they are planned with."""
     rows = [
-        [str(stage), bytes_text(memory), bytes_text(need.cpu.total)]
-        for stage, (machine, memory, need) in enumerate(
-            zip(machines, found.memory, explanation.memory, strict=True)
+        [str(stage), bytes_text(expected), bytes_text(most)]
+        for stage, (machine, expected, most) in enumerate(
+            zip(machines, found.memory, found.most_memory, strict=True)
         )
         if machine.on_cpu
     ]
     if not rows:
         return []
     return [
-        "memory of stages on CPUs, as expected in steps, and as planned with, copies of a snapshot included:",
-        *table_lines(["stage", "expected", "planned with"], rows, left=1),
+        "memory of stages on CPUs; at most with a snapshot on its way, delays, and codecs that are compiled:",
+        *table_lines(["stage", "expected in steps", "at most"], rows, left=1),
     ]

@@ -14,7 +14,7 @@ from functools import lru_cache
 from node.config.schema import RunConfig
 from node.model.shard_shapes import check_shards
 from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
-from node.model.units import HEAD, is_block, unit_parameters
+from node.model.units import HEAD, is_block
 from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.cpu_work import at_work
 from node.pipeline.device_memory import MULTIPROCESSORS, RUNS_AT_WORK, RUNS_KEPT, Devices, Share
@@ -35,16 +35,19 @@ FIXED_BYTES = 256 * 1024 * 1024
 CPU_FIXED_BYTES = 512 * 1024 * 1024
 """The same where it is in the memory that the stage computes in, with torch's libraries and compiled codecs:
 measured (scripts/results/explained_steps.json)."""
-CPU_PROCESS_BYTES = 370_000_000
-"""What is expected there of a process with torch and its links,"""
-COMPILED_CODEC_BYTES = 82_000_000
-"""with compiled codecs, found in their cache,"""
-HELD_BYTES = 47_000_000
-"""and at a stage that holds microbatches while others compute: what malloc does not reuse."""
+COMPILING_BYTES = 80 * 1024 * 1024
+"""Added where codecs may have to be compiled first."""
 PLAIN_CODECS = ("fp32", "bf16", "fp16")
 """These need nothing compiled."""
-UNIT_BYTES = 44
-"""A parameter of the largest unit, beside its state: copies while it is restored."""
+CPU_PROCESS_BYTES = 400_000_000
+"""What is expected of a CPU's process with torch and its links, measured as above,"""
+COMPILED_CODEC_BYTES = 73_000_000
+"""with compiled codecs, found in their cache,"""
+HELD_BYTES = 20_000_000
+"""and at a stage that holds microbatches while others compute."""
+UNRETURNED_STATE, UNRETURNED_PASSES = 0.3, 0.7
+"""What malloc holds of a CPU's memory beside tensors, over those of the state and of passes: of processes
+with 40 to 930 MB of tensors, which took 37 to 376 MB more."""
 TRAVELLING = 4
 """Boundary tensors in float32, unpacked ahead or waiting to be packed."""
 COMPARED_DEVICES = 8
@@ -75,6 +78,8 @@ class StageMemory:
     """What a GPU's allocator holds beside the tensors of passes: pages that they fill in part."""
     ending: int = 0
     """The embedding's gradient, with what other microbatches keep then, where that was counted apart."""
+    on_cpu: bool = False
+    """Tensors are in memory that malloc gives out."""
 
     @property
     def passes(self) -> int:
@@ -85,7 +90,17 @@ class StageMemory:
     def total(self) -> int:
         passes = self.passes
         step = passes + self.applying if self.captured else max(passes, self.applying)
-        return self.fixed + self.state + self.snapshot + step
+        return self.fixed + self.state + self.beside + step
+
+    @property
+    def unreturned(self) -> int:
+        """What malloc holds of a CPU's memory beside tensors."""
+        return int(UNRETURNED_STATE * self.state + UNRETURNED_PASSES * self.passes) if self.on_cpu else 0
+
+    @property
+    def beside(self) -> int:
+        """Copies for a snapshot lie in what malloc holds, as far as that goes."""
+        return max(self.snapshot, self.unreturned)
 
 
 def stage_bytes(
@@ -119,18 +134,15 @@ def expected_bytes(config: RunConfig, stages: int, window: int) -> tuple[int, ..
     snapshot is sent. `stage_bytes`, by which nodes are admitted and plans made, is a bound: it counts the
     copies of a snapshot too, and a process that compiles its codecs."""
     wide = replace(config, pipeline=replace(config.pipeline, window=window))
-    compiled = any(name not in PLAIN_CODECS for name in first_codecs(config.pipeline))
-    fixed = CPU_PROCESS_BYTES + COMPILED_CODEC_BYTES * compiled
-    units = stage_units(config, stages)
+    fixed = CPU_PROCESS_BYTES + COMPILED_CODEC_BYTES * _compiles(config)
     return tuple(
-        fixed
-        + HELD_BYTES * (stage < stages - 1)
-        + UNIT_BYTES * max(unit_parameters(config.model, unit) for unit in units[stage])
-        + one.total
-        - one.fixed
-        - one.snapshot
+        fixed + HELD_BYTES * (stage < stages - 1) + one.unreturned + one.total - one.fixed - one.beside
         for stage, one in enumerate(stage_memory(wide, stages))
     )
+
+
+def _compiles(config: RunConfig) -> bool:
+    return any(name not in PLAIN_CODECS for name in first_codecs(config.pipeline))
 
 
 def block_bytes(config: RunConfig, share: Share, storage: Storage, devices: Devices) -> int:
@@ -205,6 +217,7 @@ def _estimate(
     caches = stage_cache_bytes(config, stages, windows)
     whole = config.training.microbatch * config.model.sequence
     boundary = 4 * whole * config.model.hidden
+    process = CPU_FIXED_BYTES + COMPILING_BYTES * _compiles(config) if devices.on_cpu else FIXED_BYTES
     found: list[StageMemory] = []
     for stage, units in enumerate(stage_units(config, stages)):
         storage = storages[stage]
@@ -232,7 +245,7 @@ def _estimate(
         travelling = TRAVELLING + (2 if devices.count > 1 else 0)
         found.append(
             StageMemory(
-                fixed=(CPU_FIXED_BYTES if devices.on_cpu else FIXED_BYTES) + travelling * boundary,
+                fixed=process + travelling * boundary,
                 state=one.state(units) + one.rotary() * chunks + cache + _group_sums(config, units, one),
                 snapshot=one.snapshot(units),
                 kept=kept,
@@ -240,6 +253,7 @@ def _estimate(
                 ending=ending,
                 applying=one.applying(units),
                 captured=captured,
+                on_cpu=devices.on_cpu,
             )
         )
     return tuple(found)
@@ -295,7 +309,7 @@ def most_held(
         # Except with CUDA graphs, the optimizer may reuse the memory of activations.
         after = least.applying if least.captured else 0
         passes = least.passes
-        spare = room - (least.fixed + least.state + least.snapshot + passes + after)
+        spare = room - (least.fixed + least.state + least.beside + passes + after)
         if least.total > room:
             spare = 0
         if config.pipeline.window_gb > 0:

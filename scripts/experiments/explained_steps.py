@@ -6,7 +6,7 @@ Each machine has one line for all its links (`network.topology = "interfaces"`),
 `--machine` are those that a user would give: a CPU's row of the table of cards, and the line. Measured are
 the median seconds of a step, the bytes that the busiest machine sends in it, headers of TCP/IP left out, and
 the most memory that a stage's process had, which sent no snapshot meanwhile. Of several runs, the median of
-each figure counts.
+each figure counts; for seconds only of runs beside which the cores had nothing else to do, if there are any.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from node.lab.results import describe_machine
+from node.lab.results import commit, describe_machine
 from node.run_file.loader import toml_value
 from node.telemetry.events import StepCosts
 from node.telemetry.history import read_history
@@ -30,6 +30,9 @@ from scripts.report import RESULTS, ROOT, write
 OUT = RESULTS / "explained_steps.json"
 STEPS = 5
 """Measured of each run, after the lab's warm-up."""
+QUIET_LOAD = 3.5
+"""Load average, at the end of a run, of a machine that does nothing else. None was not recorded, on a machine
+that did nothing else."""
 SMALL = {
     "family": "llama",
     "layers": 4,
@@ -121,7 +124,7 @@ def foretold(setting: Setting, folder: Path) -> dict[str, Any]:
         "seconds": whole["step_seconds"],
         "bytes": max(one["up"] for one in whole["machines"]),
         "memory": whole["expected_memory"],
-        "planned_memory": [one["cpu"]["total"] for one in whole["memory"]],
+        "most_memory": whole["most_memory"],
     }
 
 
@@ -151,16 +154,19 @@ def measured(setting: Setting, folder: Path) -> dict[str, Any]:
         "memory": [stage.peak_memory_bytes for stage in last],
         "stage_seconds": cell["stage_seconds"],
         "load": os.getloadavg()[0],
+        "commit": commit(),
     }
 
 
 def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What several runs of a setting come to."""
-    seconds = [one["seconds"] for one in runs]
+    alone = [one for one in runs if one["load"] is None or one["load"] <= QUIET_LOAD]
+    quiet = alone or runs
     return {
-        "seconds": median(seconds),
-        "least": min(seconds),
-        "most": max(seconds),
+        "seconds": median(one["seconds"] for one in quiet),
+        "least": min(one["least"] for one in quiet),
+        "most": max(one["most"] for one in quiet),
+        "quiet_runs": len(alone),
         "bytes": median(one["bytes"] for one in runs),
         "memory": [median(stage) for stage in zip(*(one["memory"] for one in runs), strict=True)],
         "most_memory": [max(stage) for stage in zip(*(one["memory"] for one in runs), strict=True)],

@@ -8,10 +8,14 @@ import pytest
 
 from node.analysis.explain import explain
 from node.analysis.first_run import TOKENS_A_PARAMETER, Text, first_run, run_file
+from node.analysis.machine_speed import measured_machine
 from node.analysis.machines import CARDS, PAYLOAD_SHARE, Card, Machine, machines_for, parse_machine
-from node.analysis.totals import REACHED, codec_advice, machine_bytes, order_advice, snapshots_need, totals
+from node.analysis.pace import REACHED
+from node.analysis.totals import codec_advice, machine_bytes, order_advice, snapshots_need, totals
 from node.cli.main import main
 from node.config.schema import DataSection, ModelSection, PipelineSection, RunConfig, TrainingSection
+from node.pipeline.block_times import BlockTimes
+from node.pipeline.memory import COMPILED_CODEC_BYTES, expected_bytes, stage_memory
 from node.run_file.loader import load_config, recipe
 from wire.errors import UserError
 
@@ -42,7 +46,8 @@ def test_a_step_takes_as_long_as_the_fullest_upload(mbit: float) -> None:
     upload = machine_bytes(explained)[1].up * 8 / (mbit * 1e6 * PAYLOAD_SHARE)
     assert str(found.floor.binds) in ("upload of stage 1", "upload of stage 2")
     assert upload <= found.floor.seconds <= 1.3 * upload
-    assert found.seconds == pytest.approx(found.floor.seconds / REACHED)
+    assert 1 <= found.seconds * REACHED / found.floor.seconds < 1.05
+    assert found.between == pytest.approx((found.seconds, found.seconds)), "no CPU's speed is in it"
     assert found.run_seconds == found.seconds * CONFIG.run.steps
 
 
@@ -51,6 +56,45 @@ def test_a_slow_card_sets_the_pace_on_a_fast_line() -> None:
     fast = replace(slow, card=CARDS["h100"])
     found = totals(explain(CONFIG), [fast, slow, fast, fast])
     assert str(found.floor.binds) == "compute of stage 1"
+
+
+def test_a_cpu_of_unknown_speed_is_uncertain_until_it_is_measured() -> None:
+    explained = explain(CONFIG)
+    cpus = machines_for(4, [parse_machine("cpu,1000")])
+    found = totals(explained, cpus)
+    fast, slow = found.between
+    # Compute binds here.
+    assert fast == pytest.approx(found.seconds / 2, rel=0.1) and slow == pytest.approx(
+        2 * found.seconds, rel=0.1
+    )
+    block = BlockTimes(
+        **dict.fromkeys(("attention", "attention_output", "ffn_input", "out_rate", "in_rate"), 1.0),
+        forward=0.1,
+        backward=0.15,
+        measured=True,
+    )
+    measured = totals(explained, [measured_machine(cpu, CONFIG, block) for cpu in cpus])
+    assert measured.between == (measured.seconds, measured.seconds)
+    # Two blocks a stage and 16 microbatches, of which three more fill and drain the pipeline.
+    assert measured.seconds * REACHED == pytest.approx(0.25 * 2 * (16 + 3), rel=0.1)
+
+
+def test_what_a_cpu_is_expected_to_take_is_less_than_the_most() -> None:
+    explained = explain(CONFIG)
+    found = totals(explained, machines_for(4, [parse_machine("cpu,4")]))
+    assert all(least < most for least, most in zip(found.memory, found.most_memory, strict=True))
+    # A wider window holds more, but at the last stage; plain codecs need nothing compiled.
+    few, more = (expected_bytes(CONFIG, 4, window) for window in (0, 2))
+    assert few[0] < more[0] and few[3] == more[3]
+    pipeline = replace(CONFIG.pipeline, forward_codec="bf16", backward_codec="bf16")
+    plain = expected_bytes(replace(CONFIG, pipeline=pipeline), 4, 0)
+    assert {a - b for a, b in zip(few, plain, strict=True)} == {COMPILED_CODEC_BYTES}
+    # Bounds know of malloc's share where a snapshot's copies are less.
+    held = stage_memory(replace(CONFIG, training=replace(CONFIG.training, microbatch=8)), 4)[0]
+    assert held.unreturned == held.beside > held.snapshot
+    cards = totals(explained, machines_for(4, [parse_machine("h100,4")]))
+    assert cards.memory == cards.most_memory
+    assert cards.memory[3] == explained.memory[3].gpu.total
 
 
 def test_a_codec_without_a_cost_in_loss_is_named_where_it_costs_no_time() -> None:
@@ -189,6 +233,20 @@ def test_explain_gives_totals_and_fails_on_text_that_cannot_be_read(
     assert main(["config", "explain", str(path), f"data.path={tmp_path / 'absent.txt'}"]) == 2
     said = capsys.readouterr()
     assert "in total:" in said.out and "absent.txt" in said.err
+
+
+def test_cpus_may_be_as_fast_as_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\nhidden = 64\nheads = 2\nkv_heads = 2\nffn = 128\nsequence = 32\n")
+    asked = ["config", "explain", str(path), "--machine", "cpu,20"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert "twice or half as fast, a step takes" in said and "expected in steps" in said
+    assert main([*asked, "--measure"]) == 0
+    said = capsys.readouterr().out
+    assert "a step takes about" in said and "twice or half" not in said
+    assert main(["config", "explain", str(path), "--machine", "l4,20", "--measure"]) == 2
+    assert "name one, such as --machine cpu,20" in capsys.readouterr().err
 
 
 def test_rows_that_no_token_uses_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,8 +178,8 @@ def test_a_half_duplex_link_carries_one_tensor_at_a_time() -> None:
     assert set(timeline.link_busy.values()) == {8.0}
 
 
-def test_an_interface_carries_one_tensor_at_a_time_whatever_its_link() -> None:
-    """The middle stage uploads an activation to one neighbour and a gradient to the other in turn."""
+def test_links_of_a_stage_share_its_interface() -> None:
+    """The middle stage uploads activations to one neighbour and gradients to the other."""
     network = Network(3, [], [LinkRate(up=1, down=1)] * 3)
     sizes = {Kind.FORWARD: 4.0, Kind.BACKWARD: 6.0}
     timeline = simulate(one_f_one_b(3, 16, 4), 1, 1, network=network, sizes=sizes)
