@@ -45,8 +45,8 @@ COMPILED_CODEC_BYTES = 73_000_000
 """with compiled codecs, found in their cache,"""
 HELD_BYTES = 20_000_000
 """and at a stage that holds microbatches while others compute."""
-UNRETURNED_STATE, UNRETURNED_PASSES = 0.3, 0.7
-"""What malloc holds of a CPU's memory beside tensors, over those of the state and of passes: of processes
+UNRETURNED_STATE, UNRETURNED_STEP = 0.3, 0.7
+"""What malloc holds of a CPU's memory beside tensors, over those of the state and of a step: of processes
 with 40 to 930 MB of tensors, which took 37 to 376 MB more."""
 TRAVELLING = 4
 """Boundary tensors in float32, unpacked ahead or waiting to be packed."""
@@ -88,19 +88,31 @@ class StageMemory:
 
     @property
     def total(self) -> int:
+        return self.fixed + self.state + self.beside + self.step
+
+    @property
+    def step(self) -> int:
+        """Passes and what follows them, at their peak."""
         passes = self.passes
-        step = passes + self.applying if self.captured else max(passes, self.applying)
-        return self.fixed + self.state + self.beside + step
+        return passes + self.applying if self.captured else max(passes, self.applying)
 
     @property
     def unreturned(self) -> int:
         """What malloc holds of a CPU's memory beside tensors."""
-        return int(UNRETURNED_STATE * self.state + UNRETURNED_PASSES * self.passes) if self.on_cpu else 0
+        return int(UNRETURNED_STATE * self.state + UNRETURNED_STEP * self.step) if self.on_cpu else 0
 
     @property
     def beside(self) -> int:
         """Copies for a snapshot lie in what malloc holds, as far as that goes."""
         return max(self.snapshot, self.unreturned)
+
+    def room(self, memory_bytes: float) -> float:
+        """What `step` may take on a device with so much memory."""
+        left = memory_bytes - self.fixed - self.state
+        room = left - self.snapshot
+        if self.on_cpu:
+            room = min(room, (left - UNRETURNED_STATE * self.state) / (1 + UNRETURNED_STEP))
+        return room
 
 
 def stage_bytes(
@@ -305,12 +317,11 @@ def most_held(
         needs.append([by_kind[kind][stage] for stage, kind in enumerate(own)])
     most: list[int] = []
     for narrow, wide, least, large, memory in zip(*held, *needs, memory_bytes, strict=True):
-        room = MEMORY_SHARE * memory
+        room = least.room(MEMORY_SHARE * memory)
         # Except with CUDA graphs, the optimizer may reuse the memory of activations.
         after = least.applying if least.captured else 0
-        passes = least.passes
-        spare = room - (least.fixed + least.state + least.beside + passes + after)
-        if least.total > room:
+        spare = room - least.passes - after
+        if least.step > room:
             spare = 0
         if config.pipeline.window_gb > 0:
             spare = min(spare, config.pipeline.window_gb * 1e9)

@@ -388,7 +388,7 @@ class _Stage:
 
     def _program(self, memory_bytes: int) -> Program:
         kept = self._kept
-        room = memory_bytes - kept.fixed - kept.state - kept.beside
+        room = int(kept.room(memory_bytes))
         passes = room - self._base_kept - (kept.applying if kept.captured else 0)
         working, pages = kept.working, self._work_pages
         if not kept.captured:

@@ -84,7 +84,7 @@ def _stages(numbers: Sequence[str]) -> str:
 
 
 def _described(stage: StageMemory) -> str:
-    state = stage.state + stage.beside
+    state = stage.state + stage.snapshot
     return (
         f"{bytes_text(stage.total)} ({bytes_text(state)} weights, gradients, optimizer, a snapshot's copy, "
         f"{bytes_text(stage.kept)} activations between forward and backward, the rest at work)"

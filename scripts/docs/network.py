@@ -8,6 +8,7 @@ from typing import Any
 from node.lab.reach import doctor_table, reach_table
 from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
+from scripts.docs.explained import EXPLAINED, explained_steps
 from scripts.docs.markdown import Tables, commit, if_recorded, notes, read_report, spaced
 from scripts.report import RESULTS, markdown
 
@@ -24,7 +25,6 @@ FOUR_LINKS = RESULTS / "four_links.json"
 REACH = RESULTS / "reach.json"
 RELAY = RESULTS / "relay.json"
 RELAY_LINES = RESULTS / "relay_lines.json"
-EXPLAINED = RESULTS / "explained_steps.json"
 SMALL_STEPS = RESULTS / "small_steps.json"
 GOAL = 0.9
 """Efficiency to reach wherever a link is the bottleneck."""
@@ -517,50 +517,6 @@ def relay_lines() -> str:
         f"{len(report['lines'][0]['rounds'])} rounds of {report['seconds']:g} s. Without a tensor after the "
         f"process of a link's relay was {outages}. {spaced(report['hardware'])}, kernel {report['kernel']}, "
         f"{report['event_loop']}, Python {report['python']}, commit {commit(report)}."
-    )
-    return f"{markdown(columns, rows)}\n\n{caption}"
-
-
-def explained_steps() -> str:
-    """What `config explain` foretells of six runs, and what the lab measured."""
-    report = read_report(EXPLAINED)
-    rows = []
-    for run in report["settings"]:
-        told, found, off = run["foretold"], run["measured"], run["off"]
-        pairs = zip(told["memory"], found["memory"], strict=True)
-        memory = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
-        bounds = zip(told["most_memory"], found["most_memory"], strict=True)
-        rows.append(
-            [
-                run["name"],
-                run["codecs"],
-                f"{told['seconds']:.2f}, {found['seconds']:.2f} ({off['seconds']:+.1%})",
-                f"{found['least']:.2f} to {found['most']:.2f}",
-                f"{told['bytes'] / 1e6:.3f}, {found['bytes'] / 1e6:.3f} ({off['bytes']:+.1%})",
-                f"{memory[0] / 1e6:.0f}, {memory[1] / 1e6:.0f} ({off['memory']:+.1%})",
-                f"{min(most / peak for most, peak in bounds):.2f}",
-                f"{found['quiet_runs']} of {len(run['runs'])}",
-            ]
-        )
-    headings = (
-        "seconds a step",
-        "of the steps",
-        "MB that the busiest machine sends",
-        "MB of memory at the stage furthest off",
-        "least bound over peak",
-        "quiet runs",
-    )
-    columns = [("run", "left"), ("codecs", "left"), *((words, "right") for words in headings)]
-    machine = report["settings"][0]["machine"]
-    versions = machine["versions"]
-    measured = ", ".join(
-        dict.fromkeys(one["commit"][:12] for run in report["settings"] for one in run["runs"])
-    )
-    caption = (
-        "Foretold, measured (difference). Each machine has one line for all its links; medians of runs of "
-        f"{report['steps']} steps, whose stages share {machine['cores']} cores; seconds only of runs beside "
-        f"which nothing else used these. {spaced(machine['processor'])}, torch {versions['torch']}, "
-        f"Python {versions['python']}, measured at commit {measured}."
     )
     return f"{markdown(columns, rows)}\n\n{caption}"
 
