@@ -342,8 +342,8 @@ class SnapshotTransfer:
             layers = [HeldLayer(**name._asdict()) for name in names[first : first + MOST_HELD]]
             for step, unit in await self._client.hold_layers(layers):
                 await asyncio.to_thread(self._cache.drop, step, unit)
-        # Then look whether they are still what they were; a damaged one is removed.
-        for name in names:
+        # Then look whether those that are left are still what they were; a damaged one is removed.
+        for name in await asyncio.to_thread(self._cache.names):
             if await asyncio.to_thread(self._cache.get, name.step, name.unit) is None:
                 log.warning("this node's copy of layer %s of step %d is damaged", name.unit, name.step)
                 await self._client.hold_layers([], [(name.step, name.unit)])
