@@ -42,9 +42,7 @@ PLAIN_CODECS = ("fp32", "bf16", "fp16")
 CPU_PROCESS_BYTES = 400_000_000
 """What is expected of a CPU's process with torch and its links, measured as above,"""
 COMPILED_CODEC_BYTES = 73_000_000
-"""with compiled codecs, found in their cache,"""
-HELD_BYTES = 20_000_000
-"""and at a stage that holds microbatches while others compute."""
+"""with compiled codecs, found in their cache."""
 UNRETURNED_STATE, UNRETURNED_STEP = 0.3, 0.7
 """What malloc holds of a CPU's memory beside tensors, over those of the state and of a step: of processes
 with 40 to 930 MB of tensors, which took 37 to 376 MB more."""
@@ -147,10 +145,8 @@ def expected_bytes(config: RunConfig, stages: int, window: int) -> tuple[int, ..
     copies of a snapshot too, and a process that compiles its codecs."""
     wide = replace(config, pipeline=replace(config.pipeline, window=window))
     fixed = CPU_PROCESS_BYTES + COMPILED_CODEC_BYTES * _compiles(config)
-    return tuple(
-        fixed + HELD_BYTES * (stage < stages - 1) + one.unreturned + one.total - one.fixed - one.beside
-        for stage, one in enumerate(stage_memory(wide, stages))
-    )
+    ones = stage_memory(wide, stages)
+    return tuple(fixed + one.state + one.step + one.unreturned for one in ones)
 
 
 def _compiles(config: RunConfig) -> bool:
