@@ -409,10 +409,12 @@ def test_commands_without_tensors_load_no_torch() -> None:
     assert loaded_by(dict.fromkeys(names)) == []
 
 
-def test_a_command_with_tensors_is_found_to_load_torch() -> None:
+def test_what_loads_something_heavy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     names = brought_in(Path("node/cli/join.py"))
     assert "torch" in names and any(name.startswith("kernels.fp8.reference.") for name in names)
-    assert "torch by kernels.fp8.reference" in loaded_by(["node.cli.main", "kernels.fp8.reference"])
+    # Something that is light, and that no module of ours imports.
+    monkeypatch.setattr(sys.modules[__name__], "HEAVY", {"colorsys"})
+    assert loaded_by(["node.cli.main", "colorsys.rgb_to_yiq"]) == ["colorsys by colorsys.rgb_to_yiq"]
 
 
 def test_what_only_a_type_checker_imports_brings_nothing_in() -> None:

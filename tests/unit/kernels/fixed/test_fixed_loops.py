@@ -103,11 +103,10 @@ def check(x: torch.Tensor, bits: int, constant: float = 1.0) -> None:
     check_decode(found, int(exponent), tuple(x.shape), x.dtype, constant)
 
 
-@each("dtype", DTYPES)
 @each("bits", BITS)
 @each("width", [1, 7, 63, 64, 65, 128, 200])
-def test_any_width(width: int, bits: int, dtype: torch.dtype) -> None:
-    check(normal(3, 5, width, seed=width).to(dtype), bits)
+def test_any_width(width: int, bits: int) -> None:
+    check(normal(3, 5, width, seed=width).to(DTYPES[(width + bits) % 3]), bits)
 
 
 @each("dtype", DTYPES)
