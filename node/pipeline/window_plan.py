@@ -10,7 +10,7 @@ memory allows.
 A node's links share its line, so the simulation has the most that each line was seen to carry. Where every
 link has a line of its own, nodes receive from both sides at once and the most is the sum: then it limits
 nothing. Where a line is shared and full, a window beyond what fills it only makes its queue longer, with
-activations in front of gradients: its links get no margin.
+activations in front of gradients: its links get no margin, and keep no wider window.
 
 A step's result does not depend on its window, so a plan may come late or be lost with the coordinator.
 """
@@ -36,8 +36,6 @@ than one too wide."""
 MARGIN = 1
 """Extra microbatches in flight on a link beyond what an undisturbed step needs, to make up for delays. Not
 with interleaved chunks, where a wide window costs more than memory."""
-FULL = 0.75
-"""A line that is busy for this share of a simulated step is full."""
 MOST_SIMULATED = 96
 """Microbatches; a longer step is as busy in its middle."""
 
@@ -171,15 +169,15 @@ def plan_windows(
         return fits(windows) and steps.near_best(windows)
 
     found = _raised(steps.smallest(), fast.smallest(), suits)
-    near = all(
-        least <= now <= least + 2 * MARGIN for now, least in zip(current, found, strict=False) if least
-    )
     full = steps.full_lines(found)
-    margins = tuple(
-        window + MARGIN if window and full.isdisjoint((link, (link + 1) % stages)) else window
-        for link, window in enumerate(found)
+    margins = [0 if full & {link, (link + 1) % stages} else MARGIN for link in range(links)]
+    near = all(
+        least <= now <= least + 2 * margin
+        for now, least, margin in zip(current, found, margins, strict=False)
+        if least
     )
-    return current if good and near else _raised(found, margins, suits)
+    wanted = tuple(least + margin if least else 0 for least, margin in zip(found, margins, strict=True))
+    return current if good and near else _raised(found, wanted, suits)
 
 
 class _Steps:
@@ -229,14 +227,13 @@ class _Steps:
         return windows
 
     def full_lines(self, windows: Windows) -> frozenset[int]:
-        """Stages whose line is busy for most of the step."""
+        """Stages whose line carries for longer than any stage computes."""
         step = self._timeline(windows)
+        computes = max(step.busy)
         return frozenset(
             part.stage
             for part, busy in step.link_busy.items()
-            if isinstance(part, Resource)
-            and part.kind is ResourceKind.INTERFACE
-            and busy >= FULL * step.total
+            if isinstance(part, Resource) and part.kind is ResourceKind.INTERFACE and busy >= computes
         )
 
     def _seconds(self, windows: Windows) -> float:

@@ -249,6 +249,8 @@ def test_links_of_a_full_line_get_no_margin() -> None:
         cautious = replace(given, links=(LinkRate(latency=3.3),) * 3, lines=(LinkRate(down=rate / 1.1),) * 4)
         windows = plan(given)
         lower = [tuple(w - (at == link) for at, w in enumerate(windows)) for link in range(3)]
+        wider = tuple(w + 1 for w in windows)
+        assert (plan(given, current=wider) == wider) == (rate > 100.0), "a wider one stays where it is free"
         taken = seconds(cautious, windows)
         return all(seconds(cautious, one) > taken * (1 + TOLERANCE / 2) for one in lower)
 
