@@ -22,6 +22,7 @@ from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
 MANY_NODES = RESULTS / "many_nodes.json"
+MEMBER_COSTS = RESULTS / "member_costs.json"
 SIZED_SHAPE = (4, 1024, 1024)
 
 
@@ -170,6 +171,25 @@ def many_nodes() -> str:
     return f"{markdown([('what', 'left'), ('measured', 'right')], rows)}\n\n{caption}"
 
 
+def member_costs() -> str:
+    """What members cost the coordinator itself, by commit (scripts/bench/member_costs.py)."""
+    report = read_report(MEMBER_COSTS)
+    runs = report["runs"]
+    rows = [
+        ["a heartbeat, us", *(f"{1e6 * run['heartbeat_seconds']:.0f}" for run in runs)],
+        ["all reports of a step, and its sums, ms", *(f"{1e3 * run['step_seconds']:.0f}" for run in runs)],
+        ["`/metrics`, ms", *(f"{1e3 * run['metrics_seconds']:.0f}" for run in runs)],
+        ["the placements of an epoch, MB", *(f"{run['placement_bytes'] / 1e6:.1f}" for run in runs)],
+    ]
+    columns = [("what", "left"), *((f"commit {commit(run)[:7]}", "right") for run in runs)]
+    caption = (
+        f"{runs[0]['members']:,} members, {report['stages']} stages in {report['rows']} rows, without gRPC "
+        f"and sockets; processor time, the least of {report['repeats']}. {spaced(report['hardware'])}, "
+        f"Python {report['python']}."
+    )
+    return f"{markdown(columns, rows)}\n\n{caption}"
+
+
 TABLES: Tables = {
     "run_file": run_file,
     "lab_profile": lab_profile,
@@ -179,4 +199,5 @@ TABLES: Tables = {
     "codec_sizes": codec_sizes,
     "trellis_constants": trellis_constants,
     **if_recorded(MANY_NODES, "many_nodes", many_nodes),
+    **if_recorded(MEMBER_COSTS, "member_costs", member_costs),
 }

@@ -1,4 +1,4 @@
-"""The table of the public meter: seconds of a step by codec on Protocol NanoGPT's lines, with their loss."""
+"""Tables of lines that activations and gradients share: the public meter by codec, windows on small ones."""
 
 import math
 from typing import Any
@@ -10,6 +10,7 @@ from scripts.docs.markdown import Tables, read_report
 from scripts.report import RESULTS, markdown
 
 NANOGPT = RESULTS / "lab_nanogpt.json"
+SHARED_LINE, SHARED_LINE_PLANS = RESULTS / "lab_shared-line.json", RESULTS / "shared_line_plans.json"
 
 
 def public_meter() -> str:
@@ -57,4 +58,27 @@ def _exponent(rates: dict[str, Any]) -> float:
     return math.log(before * len(after) / sum(after)) / math.log(more / fewer)
 
 
-TABLES: Tables = {"public_meter": public_meter}
+def shared_line() -> str:
+    """Seconds of a step by window, and of windows as other commits plan them."""
+    swept = read_results(SHARED_LINE)
+    plans = read_report(SHARED_LINE_PLANS)["results"]
+    rows = []
+    for result in (swept, *plans):
+        for cell in result["cells"]:
+            seconds = cell["step_seconds"]
+            rows.append(
+                [
+                    cell["key"]["shape"],
+                    str(cell["key"]["window"]),
+                    result["machine"]["commit"][:7],
+                    f"{seconds['median']:.1f} ({seconds['least']:.1f} to {seconds['most']:.1f})",
+                    f"{cell['floor']['share']:.2f}",
+                ]
+            )
+    columns = [("Mbit/s out/in, round trip", "left"), ("window", "left"), ("commit", "left")]
+    columns += [("s a step", "right"), ("of the floor", "right")]
+    what = "; ".join(f"{one['machine']['commit'][:7]}: {one['what']}" for one in plans)
+    return f"{markdown(columns, rows)}\n\n{what}. {provenance(swept)}."
+
+
+TABLES: Tables = {"public_meter": public_meter, "shared_line": shared_line}
