@@ -6,8 +6,6 @@ full for one span. The few largest do not count: a shaper's bucket and a late cl
 repeats.
 """
 
-from collections import deque
-
 SPAN_SECONDS = 1.0
 SPANS = 120
 """The newest ones that carried anything."""
@@ -19,39 +17,33 @@ class LineMeter:
     """One direction. Times are seconds on any clock."""
 
     def __init__(self) -> None:
-        self._whole: deque[float] = deque(maxlen=SPANS)
-        """Bytes of spans that are over."""
-        self._open: dict[int, float] = {}
-        """Bytes of those that are not, by number."""
+        self._spans: dict[int, float] = {}
+        """Bytes by the number of a span."""
 
     def carried(self, size: int, start: float, end: float) -> None:
-        """A link carried `size` bytes evenly between two moments, of which the second is about now."""
+        """A link carried `size` bytes evenly between two moments, of which the second is about now.
+
+        Of tensors that take long that is known late: they count in the spans in which they were carried.
+        """
         last = int(end // SPAN_SECONDS)
-        # What began long ago counts from its last spans on: no stalled link fills them all.
         first = max(int(min(start, end) // SPAN_SECONDS), last - SPANS + 1)
         if first == last:
-            self._open[last] = self._open.get(last, 0.0) + size
-        else:
-            seconds = end - start
-            for span in range(first, last + 1):
-                within = min(end, (span + 1) * SPAN_SECONDS) - max(start, span * SPAN_SECONDS)
-                self._open[span] = self._open.get(span, 0.0) + size * within / seconds
-        if len(self._open) > 2:
-            self._close(last - 1)
+            self._add(last, size)
+            return
+        seconds = end - start
+        for span in range(first, last + 1):
+            within = min(end, (span + 1) * SPAN_SECONDS) - max(start, span * SPAN_SECONDS)
+            self._add(span, size * within / seconds)
 
     def rate(self, now: float) -> float:
         """Bytes a second; 0 before a span was whole."""
-        self._close(int(now // SPAN_SECONDS) - 1)
-        if not self._whole:
-            return 0.0
-        sizes = sorted(self._whole)
-        return sizes[-1 - int(BEYOND * len(sizes))] / SPAN_SECONDS
+        whole = sorted(size for span, size in self._spans.items() if span < int(now // SPAN_SECONDS))
+        return whole[-1 - int(BEYOND * len(whole))] / SPAN_SECONDS if whole else 0.0
 
-    def _close(self, before: int) -> None:
-        """Spans before this one are whole: what comes for them later is too late to count."""
-        for span in sorted(self._open):
-            if span < before:
-                self._whole.append(self._open.pop(span))
+    def _add(self, span: int, size: float) -> None:
+        self._spans[span] = self._spans.get(span, 0.0) + size
+        if len(self._spans) > SPANS:
+            del self._spans[min(self._spans)]
 
 
 class Line:

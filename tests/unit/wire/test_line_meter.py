@@ -39,6 +39,15 @@ def test_what_took_long_counts_where_it_was_carried() -> None:
     assert meter.rate(9.0) == pytest.approx(RATE)
 
 
+def test_links_whose_tensors_take_long_count_together() -> None:
+    """Each acknowledgement covers four seconds, and those of the two links take turns."""
+    meter = LineMeter()
+    for i in range(20):
+        meter.carried(2000, 4.0 * i, 4.0 * i + 4.0)
+        meter.carried(2000, 4.0 * i - 2.0, 4.0 * i + 2.0)
+    assert meter.rate(90.0) == pytest.approx(RATE)
+
+
 def test_a_burst_that_no_other_span_repeats_does_not_count() -> None:
     meter = LineMeter()
     for i in range(40):
