@@ -24,10 +24,11 @@ if INTERPRETED:
     accept_loop_bounds()
 
 LONGEST = (
-    *("interpreter", "test_attacks.py", "test_lab_reach.py", "test_fault_matrix.py", "test_run_rows.py"),
-    *("test_lab_run.py", "test_lab_network.py", "test_cli_demo_run.py", "test_run_resume.py"),
+    *("interpreter", "test_lab_reach.py", "test_lab_run.py", "test_lab_network.py", "test_attacks.py"),
+    *("test_attacks_silence.py", "test_run_rows.py", "test_run_resume.py", "test_cli_demo_run.py"),
+    *("test_deploy_commands.py", "test_sieges.py", "test_fault_matrix.py"),
 )
-"""Files of minutes, longest first: begun late, one of them would run alone at the end."""
+"""The longest files, longest first: begun late, one of them would run alone at the end."""
 
 # No deadline for an example: a busy machine is slow at times, and pytest-timeout bounds each test.
 settings.register_profile(

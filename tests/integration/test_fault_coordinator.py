@@ -5,6 +5,7 @@ It is started again with `thinwire resume` at the same ports, from its database;
 
 import asyncio
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -35,34 +36,40 @@ def killed(phase: Phase, *, step: int = STEP, skip: int = 0) -> Fault:
     return Fault(kind=Kind.COORDINATOR_KILL, phase=phase, step=step, skip=skip)
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [
-        # Between two batches, votes or answers of one step: some nodes have it, some do not.
-        killed(Phase.FORWARD, skip=1),
-        killed(Phase.VOTING),
-        killed(Phase.VOTING, skip=2),
-        killed(Phase.COMMIT_APPLY),
-        killed(Phase.APPLY),
-        killed(Phase.APPLY, skip=2),
-        killed(Phase.SNAPSHOT, step=SNAPSHOT),
-        killed(Phase.SNAPSHOT, step=SNAPSHOT, skip=UNITS - 1),
-    ],
-    ids=lambda kill: f"{kill.phase}-{kill.skip}",
+KILLS = (
+    # Before the first layer of the first snapshot, and after the last.
+    (killed(Phase.SNAPSHOT, step=SNAPSHOT),),
+    (killed(Phase.SNAPSHOT, step=SNAPSHOT, skip=UNITS - 1),),
+    # Between two batches, votes or answers of one step: some nodes have it, some do not.
+    (
+        killed(Phase.FORWARD, step=3, skip=1),
+        killed(Phase.VOTING, step=4),
+        killed(Phase.VOTING, step=5, skip=2),
+        killed(Phase.COMMIT_APPLY, step=6),
+        killed(Phase.APPLY, step=7),
+        killed(Phase.APPLY, step=8, skip=2),
+    ),
 )
-def test_a_killed_coordinator_finds_its_nodes_again(kill: Fault, tmp_path: Path, prefork: Prefork) -> None:
+
+
+@pytest.mark.parametrize("kills", KILLS, ids=["first-layer", "last-layer", "in-steps"])
+def test_a_killed_coordinator_finds_its_nodes_again(
+    kills: tuple[Fault, ...], tmp_path: Path, prefork: Prefork
+) -> None:
     """Every stage is where it was: no step that was recorded is done again, none is lost."""
-    with FaultRun(tmp_path, small(), [kill], launch=prefork.popen) as run:
+    with FaultRun(tmp_path, small(steps=5 + len(kills)), kills, launch=prefork.popen) as run:
         run.start()
         nodes = run.add_nodes(3)
         run.assert_ends_undisturbed()
-        assert [coordinator.exit_code for coordinator in run.coordinators] == [KILLED, 0]
+        assert [coordinator.exit_code for coordinator in run.coordinators] == [KILLED] * len(kills) + [0]
         assert [node.exit_code for node in nodes] == [0, 0, 0]
-        before, after = run.all(PlacementMade)
-        assert after.nodes == before.nodes
-        recorded = [record.step for record in run.records if record.epoch == before.epoch]
-        # Small batches come several steps at a time, so the kill may come before a step is recorded.
-        assert after.resume_step == max(recorded, default=-1) + 1
+        placements = run.all(PlacementMade)
+        assert len(placements) == len(kills) + 1
+        for before, after in pairwise(placements):
+            assert after.nodes == before.nodes
+            recorded = [record.step for record in run.records if record.epoch <= before.epoch]
+            # Small batches come several steps at a time, so the kill may come before a step is recorded.
+            assert after.resume_step == max(recorded, default=-1) + 1
 
 
 def test_a_coordinator_killed_while_it_admits_a_node(tmp_path: Path, prefork: Prefork) -> None:
@@ -94,7 +101,9 @@ def test_a_coordinator_killed_while_a_replacement_fetches_its_state(tmp_path: Pa
 def test_a_coordinator_killed_while_a_node_leaves(tmp_path: Path, prefork: Prefork) -> None:
     """The node repeats that it wants to leave."""
     leave = Fault(kind=Kind.LEAVE, phase=Phase.FORWARD, stage=1, step=STEP)
-    with FaultRun(tmp_path, small(), [leave, killed(Phase.DRAIN, step=-1)], launch=prefork.popen) as run:
+    with FaultRun(
+        tmp_path, small(), [leave, killed(Phase.DRAIN, step=-1)], gather=4, launch=prefork.popen
+    ) as run:
         run.start()
         nodes = [*run.add_nodes(3), run.add_spare()]
         run.assert_ends_undisturbed(codes=(0, LEFT))
@@ -113,18 +122,25 @@ def test_coordinator_and_node_killed_in_the_same_step(tmp_path: Path, prefork: P
         run.assert_undisturbed()
 
 
-@pytest.mark.parametrize("skip", [0, UNITS - 1, UNITS], ids=["first-layer", "last-layer", "manifest"])
-@pytest.mark.parametrize("step", [SNAPSHOT, 6], ids=["on-the-way", "last"])
+@pytest.mark.parametrize(
+    "skips",
+    [(0, UNITS), (UNITS - 1, 0), (UNITS, UNITS - 1)],
+    ids=["first-layer-and-manifest", "last-layer-and-first", "manifest-and-last-layer"],
+)
 def test_a_snapshot_torn_in_the_middle_of_a_write(
-    step: int, skip: int, tmp_path: Path, prefork: Prefork
+    skips: tuple[int, int], tmp_path: Path, prefork: Prefork
 ) -> None:
-    """kill -9 between writing a temporary file and renaming it: the partial file is never used."""
-    torn = Fault(kind=Kind.TORN_WRITE, phase=Phase.SNAPSHOT, step=step, skip=skip)
-    with FaultRun(tmp_path, small(), [torn], launch=prefork.popen) as run:
+    """kill -9 between writing a temporary file and renaming it, on the way and in the last snapshot: the
+    partial file is never used."""
+    torn = [
+        Fault(kind=Kind.TORN_WRITE, phase=Phase.SNAPSHOT, step=step, skip=skip)
+        for step, skip in zip((SNAPSHOT, 6), skips, strict=True)
+    ]
+    with FaultRun(tmp_path, small(), torn, launch=prefork.popen) as run:
         run.start()
         run.add_nodes(3)
         run.assert_ends_undisturbed()
-        assert [coordinator.exit_code for coordinator in run.coordinators] == [KILLED, 0]
+        assert [coordinator.exit_code for coordinator in run.coordinators] == [KILLED, KILLED, 0]
         assert list((run.run_dir / "snapshots").rglob(".*.tmp")) == []
         assert list_snapshots(run.run_dir / "snapshots")[-1] == 6
 

@@ -1,7 +1,6 @@
 """Faults of links and of numbers, in real processes: damaged tensors are never used, steps with non-finite
 values never committed."""
 
-import fcntl
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from node.faults import Fault, Kind, Phase
 from node.telemetry.events import NodeJoined, NodeLeft, Notice, PlacementMade, RunFinished, StepAborted
 from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
-from tests.support.fault_run import FaultRun, small
+from tests.support.fault_run import FaultRun, held, small
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -51,8 +50,7 @@ def test_a_peer_that_sends_nonsense_gives_up_its_stage(tmp_path: Path, prefork: 
     nonsense = Fault(kind=Kind.NONSENSE, phase=Phase.SENDING, stage=1, step=2)
     hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=1)
     with FaultRun(tmp_path, small(), [nonsense, hold], launch=prefork.popen) as run:
-        with run.plan.gate(hold).open("a") as gate:
-            fcntl.flock(gate, fcntl.LOCK_EX)
+        with held(run, hold):
             run.start()
             run.add_nodes(3)
             run.add_spare()

@@ -3,6 +3,9 @@
 Faults of links and of the coordinator are in the files beside this one.
 """
 
+import contextlib
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,15 +13,23 @@ import pytest
 from node.config.schema import RunConfig
 from node.faults import Fault, Kind, Phase
 from node.pipeline.memory import stage_storages
-from node.telemetry.events import Event, NodeJoined, NodeLeft, Notice, PlacementMade, StepAborted
+from node.telemetry.events import (
+    Event,
+    NodeJoined,
+    NodeLeft,
+    Notice,
+    PlacementMade,
+    SnapshotStored,
+    StepAborted,
+)
 from tests.support.fault_prefork import Prefork
-from tests.support.fault_run import KILLED, FaultRun, small
+from tests.support.fault_run import KILLED, FaultRun, held, small, until_joined
 from tests.support.run_harness import Process, packed
 
 pytestmark = pytest.mark.timeout(240)
 
-SILENT_SECONDS = 3.0
-"""`silent_seconds` of tests in which a silent node is replaced."""
+SILENT_SECONDS = 4.0
+"""`silent_seconds` of a test in which silent nodes are replaced."""
 STEP = 3
 SNAPSHOT = 2
 """The newest snapshot before `STEP`."""
@@ -50,18 +61,26 @@ def exit_codes(nodes: list[Process]) -> list[int]:
     return sorted(node.wait_exit() for node in nodes)
 
 
-@pytest.mark.parametrize(
-    ("stage", "phase"),
-    [
-        *((1, phase) for phase in (*IN_A_STEP, Phase.SNAPSHOT)),
-        *((stage, phase) for stage in (0, 2) for phase in AT_THE_ENDS),
-    ],
-)
-def test_a_spare_takes_the_stage_of_a_killed_node(
-    stage: int, phase: Phase, tmp_path: Path, prefork: Prefork
+KILLS = {
+    "the-middle": (
+        *(Fault(kind=Kind.KILL, phase=phase, stage=1, step=step) for step, phase in enumerate(IN_A_STEP, 3)),
+        Fault(kind=Kind.KILL, phase=Phase.SNAPSHOT, stage=1, step=10),
+    ),
+    "the-ends": tuple(
+        Fault(kind=Kind.KILL, phase=phase, stage=stage, step=step)
+        for step, (phase, stage) in zip(
+            (3, 4, 5, 6, 8, 10), ((phase, stage) for phase in AT_THE_ENDS for stage in (0, 2)), strict=True
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("kills", KILLS.values(), ids=KILLS.keys())
+def test_spares_take_the_stages_of_killed_nodes(
+    kills: tuple[Fault, ...], tmp_path: Path, prefork: Prefork
 ) -> None:
-    """Death is noticed by its connection, and the spare goes on from a snapshot."""
-    replace_a_killed_node(small(), at(Kind.KILL, phase, stage), tmp_path, prefork)
+    """Each death is noticed by its connection, and a spare goes on from a snapshot."""
+    replace_killed_nodes(small(steps=12), kills, tmp_path, prefork)
 
 
 def test_a_spare_takes_the_stage_of_a_killed_node_that_kept_few_bits(
@@ -70,30 +89,29 @@ def test_a_spare_takes_the_stage_of_a_killed_node_that_kept_few_bits(
     """e4m3 gradients and moments, weights in bfloat16, 4-bit activations, on each stage in other bits."""
     config = packed(small())
     assert len({storage.ffn_input for storage in stage_storages(config, 3)}) > 1
-    replace_a_killed_node(config, at(Kind.KILL, Phase.BACKWARD), tmp_path, prefork)
+    replace_killed_nodes(config, [at(Kind.KILL, Phase.BACKWARD)], tmp_path, prefork)
 
 
-def replace_a_killed_node(config: RunConfig, kill: Fault, tmp_path: Path, prefork: Prefork) -> None:
-    stage = kill.stage
-    assert stage is not None
-    with FaultRun(tmp_path, config, [kill], launch=prefork.popen) as run:
+def replace_killed_nodes(config: RunConfig, kills: Sequence[Fault], tmp_path: Path, prefork: Prefork) -> None:
+    """One node after the other dies, in later and later steps. There is a spare for each."""
+    count = 3 + len(kills)
+    with FaultRun(tmp_path, config, kills, gather=count, launch=prefork.popen) as run:
         run.start()
-        nodes = [*run.add_nodes(3), run.add_spare()]
-        assert run.tend(restart=False) == 0
-        assert exit_codes(nodes) == [KILLED, 0, 0, 0]
-        run.assert_undisturbed()
-        (died,) = run.times(kill)
-        _, left = run.after(died, NodeLeft)
-        assert left.reason == "its connection closed and did not come back", "long before it counts as silent"
-        before, after = run.all(PlacementMade)
-        assert after.resume_step in (0, SNAPSHOT), "there is no other snapshot"
-        (notice,) = run.all(Notice)
-        assert notice.text.startswith(f"back at step {after.resume_step} in ")
-        assert "expected at most 10 s + " in notice.text
-        assert left.node_id == before.nodes[stage] != after.nodes[stage]
-        assert [before.nodes[s] for s in range(3) if s != stage] == [
-            after.nodes[s] for s in range(3) if s != stage
-        ]
+        nodes = [*run.add_nodes(3), *(run.add_spare() for _ in kills)]
+        run.assert_ends_undisturbed(restart=False)
+        assert exit_codes(nodes) == [KILLED] * len(kills) + [0] * 3
+        placements, notices = run.all(PlacementMade), run.all(Notice)
+        assert len(placements) == count - 2 and len(notices) == len(kills)
+        kept = {0, *(stored.step for stored in run.all(SnapshotStored))}
+        for kill, before, after, notice in zip(kills, placements, placements[1:], notices, strict=False):
+            (died,) = run.times(kill)
+            _, left = run.after(died, NodeLeft)
+            assert left.reason == "its connection closed and did not come back", "long before it is silent"
+            assert after.resume_step in kept and after.resume_step <= kill.step
+            assert notice.text.startswith(f"back at step {after.resume_step} in ")
+            assert "expected at most 10 s + " in notice.text
+            changed = [stage for stage in range(3) if before.nodes[stage] != after.nodes[stage]]
+            assert changed == [kill.stage] and left.node_id == before.nodes[kill.stage]
 
 
 def test_a_node_killed_in_every_phase_comes_back_each_time(tmp_path: Path, prefork: Prefork) -> None:
@@ -117,18 +135,18 @@ def test_a_node_killed_in_every_phase_comes_back_each_time(tmp_path: Path, prefo
 def test_a_node_killed_while_its_state_is_saved_before_it_leaves(tmp_path: Path, prefork: Prefork) -> None:
     leave = at(Kind.LEAVE, Phase.FORWARD)
     kill = Fault(kind=Kind.KILL, phase=Phase.DRAIN, stage=1)
-    with FaultRun(tmp_path, small(), [leave, kill], launch=prefork.popen) as run:
+    with FaultRun(tmp_path, small(), [leave, kill], gather=4, launch=prefork.popen) as run:
         run.start()
         nodes = [*run.add_nodes(3), run.add_spare()]
         run.assert_ends_undisturbed(restart=False)
         assert exit_codes(nodes) == [KILLED, 0, 0, 0]
 
 
-@pytest.mark.parametrize("phase", IN_A_STEP)
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.VOTING, Phase.APPLY])
 def test_a_node_that_leaves_loses_nothing(phase: Phase, tmp_path: Path, prefork: Prefork) -> None:
     """Ctrl-C in any phase: the step ends, its state is saved, the spare goes on with the next step."""
     leave = at(Kind.LEAVE, phase)
-    with FaultRun(tmp_path, small(), [leave], launch=prefork.popen) as run:
+    with FaultRun(tmp_path, small(), [leave], gather=4, launch=prefork.popen) as run:
         run.start()
         nodes = [*run.add_nodes(3), run.add_spare()]
         run.assert_ends_undisturbed(restart=False, codes=(0, LEFT))
@@ -137,45 +155,61 @@ def test_a_node_that_leaves_loses_nothing(phase: Phase, tmp_path: Path, prefork:
         assert resumed_at[0] == 0 and resumed_at[-1] > STEP, "the state of the step was kept"
 
 
-@pytest.mark.parametrize("phase", [*IN_A_STEP, Phase.SNAPSHOT])
-def test_a_frozen_node_is_replaced_and_comes_back_late(
-    phase: Phase, tmp_path: Path, prefork: Prefork
-) -> None:
-    """SIGSTOP: the silence is noticed, the spare takes over; the late node waits in the lobby."""
-    stop = at(Kind.STOP, phase)
-    # The run stands still later, until the late node is back: it might be over by then.
-    still = Fault(kind=Kind.STOP, phase=Phase.FORWARD, stage=0, step=6)
+def test_frozen_nodes_are_replaced_and_come_back_late(tmp_path: Path, prefork: Prefork) -> None:
+    """SIGSTOP: the silence is noticed, the spare takes over; the late node waits in the lobby, and is the
+    spare for the next one that freezes."""
+    stops = [
+        Fault(kind=Kind.STOP, phase=phase, stage=1, step=step)
+        for phase, step in ((Phase.FORWARD, 3), (Phase.COMMIT_APPLY, 4), (Phase.SNAPSHOT, 6))
+    ]
+    # Each later step stands still until the late node is back: it is the spare there.
+    holds = [Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=stop.step + 1) for stop in stops]
     config = small(steps=8, silent_seconds=SILENT_SECONDS)
-    with FaultRun(tmp_path, config, [stop, still], launch=prefork.popen) as run:
-        run.start()
-        nodes = [*run.add_nodes(3), run.add_spare()]
-        assert run.tend(until=lambda event: isinstance(event, NodeJoined) and bool(run.all(NodeLeft))) is None
-        run.wait_frozen().go_on()
-        assert run.tend() == 0
-        run.assert_undisturbed()
+    with FaultRun(tmp_path, config, [*stops, *holds], gather=4, launch=prefork.popen) as run:
+        with contextlib.ExitStack() as every:
+            gates = [every.enter_context(contextlib.ExitStack()) for _ in holds]
+            for gate, hold in zip(gates, holds, strict=True):
+                gate.enter_context(held(run, hold))
+            run.start()
+            nodes = [*run.add_nodes(3), run.add_spare()]
+            for number, gate in enumerate(gates, 1):
+                assert run.tend(until=partial(_late_one_is_back, run, number)) is None
+                gate.close()
+        run.assert_ends_undisturbed()
         assert exit_codes(nodes) == [0, 0, 0, 0]
-        (frozen,) = run.times(stop)
-        _, left = run.after(frozen, NodeLeft)
-        assert left.reason == f"it has been silent for more than {SILENT_SECONDS:g} s"
         placements = run.all(PlacementMade)
-        assert placements[0].nodes[1] == left.node_id
-        assert left.node_id not in placements[-1].nodes
-        late = next(node for node in nodes if run.node_id(nodes.index(node)) == left.node_id)
-        assert any("epoch 1 is over" in line for line in late.lines)
+        assert len(placements) == len(run.all(NodeLeft)) + 1 == len(stops) + 1
+        for stop, before, after in zip(stops, placements, placements[1:], strict=False):
+            (frozen,) = run.times(stop)
+            _, left = run.after(frozen, NodeLeft)
+            assert left.reason == f"it has been silent for more than {SILENT_SECONDS:g} s"
+            assert before.nodes[1] == left.node_id not in after.nodes
+            late = next(node for node in nodes if run.node_id(nodes.index(node)) == left.node_id)
+            assert any(f"epoch {before.epoch} is over" in line for line in late.lines)
+
+
+def _late_one_is_back(run: FaultRun, number: int, event: Event) -> bool:
+    """The `number`-th node that left has joined again."""
+    left = run.all(NodeLeft)
+    return isinstance(event, NodeJoined) and len(left) == number and event.node_id == left[-1].node_id
 
 
 def test_a_node_that_froze_while_it_enrolled_waits_in_the_lobby(tmp_path: Path, prefork: Prefork) -> None:
     stop = Fault(kind=Kind.STOP, phase=Phase.ENROLMENT)
-    config = small(steps=25, snapshot_every=10)
-    with FaultRun(tmp_path, config, [stop], launch=prefork.popen) as run:
-        run.start()
-        nodes = [*run.add_nodes(3), run.add_spare()]
-        assert run.tend(until=lambda event: isinstance(event, PlacementMade)) is None
-        late = next(node for node in nodes if run.node_id(nodes.index(node)) is None)
-        late.go_on()
+    hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=3)
+    with FaultRun(tmp_path, small(), [stop, hold], launch=prefork.popen) as run:
+        with held(run, hold):
+            run.start()
+            nodes = [*run.add_nodes(3), run.add_spare()]
+            assert run.tend(until=lambda event: isinstance(event, PlacementMade)) is None
+            late = next(node for node in nodes if run.node_id(nodes.index(node)) is None)
+            late.wait_frozen()
+            late.go_on()
+            assert run.tend(until=until_joined(1)) is None
         run.assert_ends_undisturbed()
         (placement,) = run.all(PlacementMade)
-        assert run.node_id(nodes.index(late)) not in placement.nodes
+        joined = run.all(NodeJoined)[-1].node_id
+        assert joined == run.node_id(nodes.index(late)) not in placement.nodes
 
 
 @pytest.mark.parametrize("kind", [Kind.CUT, Kind.CUT_CONTROL])
@@ -213,15 +247,15 @@ def test_the_model_moves_to_fewer_nodes_and_back(tmp_path: Path, prefork: Prefor
     """No spare and `min_stages`: two nodes go on with three stages' layers, until a third is there again."""
     kill = Fault(kind=Kind.KILL, phase=Phase.BACKWARD, stage=1, step=11)
     # The two stand still on their way, until the third is there: they might be done by then.
-    still = Fault(kind=Kind.STOP, phase=Phase.FORWARD, stage=0, step=20)
-    config = small(steps=40, snapshot_every=10, min_stages=2)
+    still = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=16)
+    config = small(steps=30, snapshot_every=10, min_stages=2)
     with FaultRun(tmp_path, config, [kill, still], launch=prefork.popen) as run:
-        run.start()
-        run.add_nodes(3)
-        assert run.tend(until=_on_two_nodes, restart=False) is None
-        run.add_spare()
-        assert run.tend(until=lambda event: isinstance(event, NodeJoined), restart=False) is None
-        run.wait_frozen().go_on()
+        with held(run, still):
+            run.start()
+            run.add_nodes(3)
+            assert run.tend(until=_on_two_nodes, restart=False) is None
+            run.add_spare()
+            assert run.tend(until=until_joined(1), restart=False) is None
         assert run.tend(restart=False) == 0
         run.assert_undisturbed()
         assert [len(placement.nodes) for placement in run.all(PlacementMade)] == [3, 2, 3]

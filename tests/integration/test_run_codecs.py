@@ -11,7 +11,8 @@ from node.pipeline.codec_plan import CodecPlan
 from node.run_state.actions import RecordCodecs
 from node.telemetry.events import CodecsPlanned, Notice, PlacementMade, StepCosts
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, TINY, Run, Still
+from tests.support.fault_run import FaultRun
+from tests.support.run_harness import SMALL, TINY, Still
 
 CONFIG = replace(
     SMALL,
@@ -29,12 +30,13 @@ pytestmark = pytest.mark.timeout(300)
 def test_steps_that_run_again_have_the_codecs_on_record(prefork: Prefork, tmp_path: Path) -> None:
     """The record says that codecs change some steps after the run goes on. A node dies after the change, and
     the run goes back to before it, and through it again."""
-    still = Still(stage=1, steps=10)
-    with Run(tmp_path, CONFIG, launch=prefork.popen, still=still) as run:
+    early, still = Still(stage=1, steps=1), Still(stage=1, steps=10)
+    with FaultRun(tmp_path, CONFIG, [early.fault, still.fault], launch=prefork.popen) as run:
         first = run.start()
         nodes = run.add_nodes(2)
-        first.wait_step(1)
+        frozen = run.wait_frozen()
         first.interrupt()
+        frozen.go_on()
         assert first.wait_exit() == 130
         for node in nodes:
             node.wait_exit()
@@ -47,7 +49,7 @@ def test_steps_that_run_again_have_the_codecs_on_record(prefork: Prefork, tmp_pa
 
         second = run.resume("coordinator.regroup_seconds=0.5")
         run.add_nodes(2)
-        run.wait_still().kill()
+        run.wait_frozen().kill()
         run.add_node(run.new_token())
         assert second.wait_exit() == 0
         with Store.open(run.run_dir) as store:

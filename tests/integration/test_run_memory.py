@@ -54,7 +54,7 @@ def test_a_spare_takes_the_stage_of_a_node_that_ran_out(
     phase: Phase, tmp_path: Path, prefork: Prefork
 ) -> None:
     fault = Fault(kind=Kind.MEMORY, phase=phase, stage=1, step=3)
-    with FaultRun(tmp_path, small(), [fault], launch=prefork.popen) as run:
+    with FaultRun(tmp_path, small(), [fault], gather=4, launch=prefork.popen) as run:
         run.start()
         nodes = [*run.add_nodes(3), run.add_spare()]
         run.assert_ends_undisturbed(restart=False, codes=(0, 1))

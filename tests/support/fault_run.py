@@ -94,16 +94,22 @@ class FaultRun(Run):
         config: RunConfig,
         faults: Sequence[Fault],
         *,
+        gather: int = 0,
         snapshot_first: bool = False,
         text: bytes = TEXT,
         launch: Launch = subprocess.Popen,
     ) -> None:
         """
         Args:
+            gather: hold the first step until so many nodes have joined, if the run is tended. Otherwise a
+                node that starts slowly may come after the fault, or after the end.
             snapshot_first: hold the step after the first snapshot until that is stored, if the run is
                 tended. Otherwise a snapshot may take longer than the steps that follow.
         """
-        hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=config.run.snapshot_every)
+        begin, hold = (
+            Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=step)
+            for step in (0, config.run.snapshot_every)
+        )
         self._news: queue.SimpleQueue[tuple[float, Process, str | None]] = queue.SimpleQueue()
         self.heard_at: list[tuple[float, Event]] = []
         """Every event of every coordinator, with the Unix time of its reading."""
@@ -113,18 +119,21 @@ class FaultRun(Run):
         port = int(config.coordinator.listen.rpartition(":")[2])
         self.plan = Plan(
             directory=str(self._marker_directory),
-            faults=(*faults, hold) if snapshot_first else tuple(faults),
+            faults=(*faults, *[begin] * bool(gather), *[hold] * snapshot_first),
             control_port=port,
         )
-        self._gate = contextlib.ExitStack()
-        if snapshot_first:
-            fcntl.flock(self._gate.enter_context(self.plan.gate(hold).open("a")), fcntl.LOCK_EX)
+        self._gather, self._joined = gather, set[str]()
+        self._begin_gate, self._gate = contextlib.ExitStack(), contextlib.ExitStack()
+        for wanted, gate, fault in ((gather, self._begin_gate, begin), (snapshot_first, self._gate, hold)):
+            if wanted:
+                gate.enter_context(held(self, fault))
         self.state_dirs: dict[Process, Path] = {}
         self._over = False
         self.killed: list[Process] = []
         """Processes that faults killed, in the order of discovery."""
 
     def __exit__(self, *error: Any) -> None:
+        self._begin_gate.close()
         self._gate.close()
         super().__exit__(*error)
 
@@ -184,6 +193,10 @@ class FaultRun(Run):
                 self._over = self._over or isinstance(event, RunFinished)
                 if isinstance(event, SnapshotStored):
                     self._gate.close()
+                if isinstance(event, NodeJoined):
+                    self._joined.add(event.node_id)
+                    if len(self._joined) >= self._gather:
+                        self._begin_gate.close()
                 if isinstance(event, NodeLeft) and "silent" in event.reason:
                     self.wake(event.node_id)
                 if until(event) and not isinstance(event, RunFinished):

@@ -1,0 +1,21 @@
+"""Strangers besiege a real run: it goes on to the same bits, and members and honest newcomers get in.
+
+`make attack` has sieges at full size.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.fault_prefork import Prefork
+from tests.support.strangers import SIEGES, Siege, besiege
+
+SHORT = [replace(siege, calm_seconds=0.2, seconds=2.5) for siege in SIEGES]
+
+
+@pytest.mark.timeout(600)  # it starts six processes, most of them one after the other
+@pytest.mark.parametrize("siege", SHORT, ids=lambda one: one.name)
+def test_strangers_at_a_port(tmp_path: Path, prefork: Prefork, siege: Siege) -> None:
+    withstood = besiege(siege, tmp_path, launch=prefork.popen)
+    assert withstood.good and withstood.reached >= siege.idle, withstood
