@@ -17,7 +17,7 @@ from node.training.samples import held_out_samples
 from node.training.shards import load_data
 from tests.support.chat_data import conversations, write_jsonl, write_tokenizer
 from tests.support.fault_prefork import Prefork
-from tests.support.run_harness import SMALL, Run
+from tests.support.run_harness import SMALL, Run, Still
 
 
 @pytest.mark.timeout(240)
@@ -55,11 +55,12 @@ def test_a_run_on_conversations_is_the_unsplit_model(
         if step % 6 == 0:
             losses[step] = trainer.validation_loss(held_out)
     data.close()
-    with Run(tmp_path / "run", config, launch=prefork.popen) as run:
+    with Run(tmp_path / "run", config, launch=prefork.popen, still=Still(stage=0, steps=4)) as run:
         first = run.start()
         run.add_nodes(2)
-        first.wait_step(4)
+        still = run.wait_still()
         first.interrupt()
+        still.go_on()
         assert first.wait_exit() == 130
         second = run.resume()
         run.add_nodes(2)
