@@ -8,7 +8,7 @@ from node.telemetry.format import bytes_text
 from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
 from scripts.report import RESULTS, markdown
 
-ROWS, SOAK_ROWS = RESULTS / "rows.json", RESULTS / "soak_rows.json"
+ROWS, ROW_WAITS, SOAK_ROWS = (RESULTS / f"{name}.json" for name in ("rows", "row_waits", "soak_rows"))
 
 
 def rows() -> str:
@@ -45,21 +45,25 @@ def rows_of(report: dict[str, Any]) -> str:
         f"{bytes_text(max(one['sync_bytes'] for one in report['results']))} a node. "
         f"{spaced(report['hardware'])}, torch {report['versions']['torch']}, commit {commit(report)}."
     )
-    waits = report["waits"]
-    return f"{markdown(columns, lines)}\n\n{caption}" + (f"\n\n{_waits(waits)}" if waits else "")
+    return f"{markdown(columns, lines)}\n\n{caption}"
 
 
-def _waits(waits: dict[str, Any]) -> str:
+def row_waits() -> str:
+    """What steps wait for snapshots and newcomers (scripts/experiments/paced_rows.py)."""
+    waits = read_report(ROW_WAITS)
     new, usual = waits["newcomers"], waits["usual_step_seconds"]
     slowest = waits["slowest_usual_step_seconds"] - usual
-    return (
+    text = (
         f"With a snapshot of {bytes_text(waits['snapshot_bytes'])} every {waits['snapshot_every']} steps, "
         f"kept by `{waits['keep']}`, the longest step beside one took "
         f"{waits['longest_wait_for_a_snapshot_seconds']:.2f} s more than the usual {usual:.2f} s; the "
         f"slowest without one {slowest:.2f} s more. A row that came entered "
         f"{new['seconds_from_arrival_to_entry']:.1f} s later, {new['steps_meanwhile']} steps went on "
-        f"meanwhile, and the others waited {max(0.0, new['wait_seconds']):.2f} s for it."
+        f"meanwhile, and the others waited {max(0.0, new['wait_seconds']):.2f} s for it. "
+        f"{waits['stages']} stages; {waits['paced']}. {spaced(waits['hardware'])}, torch "
+        f"{waits['versions']['torch']}, commit {commit(waits)}."
     )
+    return fill(text, 118)
 
 
 def soak_rows() -> str:
@@ -97,4 +101,8 @@ def _place(one: dict[str, Any]) -> tuple[int, int, float, float]:
     return one["rows"], *_link(one)
 
 
-TABLES: Tables = {**if_recorded(ROWS, "rows", rows), "soak_rows": soak_rows}
+TABLES: Tables = {
+    **if_recorded(ROWS, "rows", rows),
+    **if_recorded(ROW_WAITS, "row_waits", row_waits),
+    "soak_rows": soak_rows,
+}

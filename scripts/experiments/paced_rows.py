@@ -1,10 +1,13 @@
-"""Rows of a grid over shaped relays: `python -m scripts.experiments.paced_rows`.
+"""Rows of a grid over shaped relays: `python -m scripts.experiments.paced_rows [--waits]`.
 
 Processes of the program on one machine, whose blocks wait for a set time and compute nothing, so that a few
-cores can play many machines (`paced_pipeline`). Three questions, one report:
+cores can play many machines (`paced_pipeline`). It measures
 
 - rows: the step of 2 x S nodes against that of 1 x S, with equal global batch and equal bits, over links of
   several rates and round trips.
+
+and with `--waits` in place of that
+
 - snapshots: the longest time between two steps with snapshots every few steps, against that without.
 - newcomers: the time between the two steps at which a row enters, and the steps done while it fetched.
 """
@@ -46,7 +49,7 @@ from scripts.experiments.paced_pipeline import PacedRun, paced_run
 from scripts.report import RESULTS, write
 from wire.codecs.formats import codec_format
 
-OUT = RESULTS / "rows.json"
+OUT, WAITS_OUT = RESULTS / "rows.json", RESULTS / "row_waits.json"
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 START_SECONDS, STEP_SECONDS = 180.0, 180.0
 RATES, ROUND_TRIPS = (1000.0, 300.0, 100.0), (0.0, 50.0)
@@ -241,7 +244,7 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Rows of a grid over shaped relays, with paced blocks.")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--stages", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--rates", type=float, nargs="*", default=RATES, metavar="MBIT")
     parser.add_argument("--round-trips", type=float, nargs="*", default=ROUND_TRIPS, metavar="MS")
@@ -249,13 +252,9 @@ def main() -> int:
     parser.add_argument("--settle", type=int, default=2, help="steps after each change of the links")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--every", type=int, default=5, help="steps between snapshots")
-    parser.add_argument("--keep", default="nodes", help="snapshots.keep of the run that measures waits")
-    parser.add_argument("--no-waits", action="store_true")
+    parser.add_argument("--waits", action="store_true", help="what steps wait for snapshots and newcomers")
+    parser.add_argument("--keep", default="nodes", help="with --waits: snapshots.keep of the run")
     arguments = parser.parse_args()
-    results = []
-    for stages in arguments.stages:
-        for rows in (1, 2):
-            results += asyncio.run(throughput(stages, rows, arguments))
     report = {
         "experiment": "rows",
         "commit": commit(),
@@ -265,11 +264,15 @@ def main() -> int:
         "paced": f"blocks wait {FORWARD_SECONDS:g} s forward and {BACKWARD_SECONDS:g} s backward",
         "microbatches": arguments.microbatches,
         "steps": arguments.steps,
-        "speedups": compare(results),
-        "waits": None if arguments.no_waits else asyncio.run(waits(arguments)),
-        "results": results,
     }
-    write(arguments.out, report)
+    if arguments.waits:
+        write(arguments.out or WAITS_OUT, {**report, **asyncio.run(waits(arguments))})
+        return 0
+    results = []
+    for stages in arguments.stages:
+        for rows in (1, 2):
+            results += asyncio.run(throughput(stages, rows, arguments))
+    write(arguments.out or OUT, {**report, "speedups": compare(results), "results": results})
     return 0
 
 
