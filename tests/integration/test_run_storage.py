@@ -13,7 +13,7 @@ from node.pipeline.storage_choice import allowed_storages, kept_bytes, words_of_
 from node.telemetry.events import StoragesPlanned
 from tests.support.fault_prefork import Prefork
 from tests.support.memory_pipeline import MemoryPipeline
-from tests.support.run_harness import SMALL, Run
+from tests.support.run_harness import SMALL, Run, Still
 
 WIDE, NARROW = "none/none/none/none", "none/8/none/none"
 CONFIG = replace(
@@ -34,11 +34,12 @@ def test_stages_store_by_their_nodes_memory_and_go_on_so_with_other_nodes(
     room = (max(narrow[0], wide[1]) + wide[0]) // 2
     assert max(narrow[0], wide[1]) < room < wide[0]
     small = ("--max-memory", f"{room / 1e9:.7f}")
-    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
+    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=2)) as run:
         first = run.start()
         nodes = [run.add_node(options=small) for _ in range(2)]
-        first.wait_step(2)
+        still = run.wait_still()
         first.interrupt()
+        still.go_on()
         assert first.wait_exit() == 130
         for node in nodes:
             node.wait_exit()
