@@ -89,6 +89,7 @@ def _as_fast_as_here(config: "RunConfig", machines: "tuple[Machine, ...]") -> "t
 def run_init(args: argparse.Namespace) -> int:
     from node.analysis.first_run import first_run, run_file
     from node.analysis.machines import parse_machine
+    from node.analysis.totals import MOST_PASSES
     from node.cli.parser import UsageError
     from node.display.explain import total_lines
 
@@ -102,6 +103,12 @@ def run_init(args: argparse.Namespace) -> int:
     found = first_run(machines, days=args.days, text=_text(args.data, args.tokenizer))
     args.run_file.write_text(run_file(found), encoding="utf-8")
     sys.stdout.write("\n".join(total_lines(found.explanation, machines)) + "\n")
+    if args.data == "stdlib":
+        millions = found.config.run.steps * found.explanation.tokens_per_step / 1e6
+        sys.stdout.write(
+            f"the run reads {millions:.3g} million tokens, and stdlib is only an example: set data.path to a "
+            f"text of at least {millions / MOST_PASSES:.3g} million, for {MOST_PASSES} passes over it\n"
+        )
     sys.stdout.write(f"wrote {args.run_file}; start it with: thinwire coordinator {args.run_file}\n")
     return 0
 

@@ -174,9 +174,10 @@ def run(args: argparse.Namespace) -> int:
     from node.display.volunteer import VolunteerScreen
 
     set_up_logging()
-    VolunteerScreen(json_lines=args.json)("starting")  # the import below takes seconds
-
-    from node.processes.node import run_node
+    screen = VolunteerScreen(json_lines=args.json)
+    screen("starting")
+    with screen.seconds_of("loading torch"):  # takes seconds
+        from node.processes.node import run_node
 
     with owner_only():
         return run_node(token, options)

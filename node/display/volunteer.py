@@ -3,12 +3,15 @@
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from node.display.terminal import Screen
 from node.telemetry.format import clock_text, printable
 
+TICK_SECONDS = 1.0
 FIRST_REPEAT_SECONDS = 30.0
 LONGEST_REPEAT_SECONDS = 300.0
 """Without a terminal, what goes on is reported again after these times: doubled, up to the longest."""
@@ -53,6 +56,27 @@ class VolunteerScreen:
             self._show(text)
         elif self._is_due(what):
             self._line(text)
+
+    @contextmanager
+    def seconds_of(self, what: str) -> Iterator[None]:
+        """Inside the block, on a terminal, show for how many seconds it has gone on: from a thread, as the
+        caller's is busy."""
+        began, over = self._clock(), threading.Event()
+
+        def tick() -> None:
+            while not over.wait(TICK_SECONDS):
+                self._show(f"{what}   {self._clock() - began:.0f} s")
+
+        thread = threading.Thread(target=tick, daemon=True)
+        if self._live:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if self._live:
+                thread.join()
+                self._clear()
 
     def _is_due(self, what: str) -> bool:
         """Whether a line of what goes on is to be printed: something else goes on, or it is time again."""

@@ -202,6 +202,7 @@ def test_from_machines_to_a_run_file_in_one_command(
     assert main(asked) == 0
     said = capsys.readouterr().out
     assert "a step takes about" in said and f"thinwire coordinator {path}" in said
+    assert "stdlib is only an example: set data.path to a text of at least" in said
     assert load_config(path).pipeline.stages == 2
     assert main(asked) == 2, "it replaces no file"
     copied = tmp_path / "copied.toml"

@@ -1,9 +1,11 @@
 """A volunteer's screen: lines where output is kept, one line that changes in place on a terminal."""
 
 import json
+import threading
 
 import pytest
 
+from node.display import volunteer
 from node.display.volunteer import FIRST_REPEAT_SECONDS, VolunteerScreen
 
 
@@ -50,3 +52,25 @@ def test_json_has_an_event_a_line_and_no_escapes(capsys: pytest.CaptureFixture[s
         {"event": "node", "text": "starting"},
         {"event": "node", "text": "stage 1 of 2   step 3"},
     ]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_terminal_shows_for_how_long_a_busy_thread_is_at_it(
+    live: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volunteer, "TICK_SECONDS", 0.001)
+    shown = threading.Event()
+
+    class Shown(VolunteerScreen):
+        def _show(self, text: str) -> None:
+            super()._show(text)
+            shown.set()
+
+    screen = Shown(json_lines=False, clock=Clock(), live=live)
+    with screen.seconds_of("loading torch"):
+        if live:
+            assert shown.wait(10.0)
+    screen("enrolling")
+    out = capsys.readouterr().out
+    assert out.startswith("\r\x1b[Kloading torch   0 s") is live
+    assert out.endswith("\r\x1b[Kenrolling\n" if live else "enrolling\n")
