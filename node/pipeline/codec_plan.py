@@ -287,14 +287,18 @@ class _Choice:
 
     def _shortest(self, least: float, fastest: dict[Way, int]) -> tuple[float, dict[Way, int]]:
         """The pace and the plan of the shortest step: at a slower pace than the least, codecs that pack in
-        less time may fit, and make its ramp shorter."""
-        found = [(least, fastest)]
-        if not math.isinf(self._lines.microbatches):
+        less time may fit, and make its ramp shorter. With few microbatches the ramp is most of the step, and
+        one codec for all tensors may take less than a plan for any of these paces."""
+        lines, found = self._lines, [(least, fastest)]
+        if not math.isinf(lines.microbatches):
             for slower in range(1, PACES):
                 pace = least * (1 + SLOWER * slower)
                 if (plan := self._within(pace)) is not None:
                     found.append((pace, plan))
-        return min(found, key=lambda one: one[0] + self._lines.ramp(self._names(one[1])))
+            for rung in range(len(self._rungs)):
+                plan = {way: self._of(way, rung) for way in self._allowed}
+                found.append((lines.pace(self._names(plan)), plan))
+        return min(found, key=lambda one: one[0] + lines.ramp(self._names(one[1])))
 
     def _within(self, seconds: float) -> dict[Way, int] | None:
         """A plan that takes no longer, by what packs fastest of what the lines carry; None without one."""

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from node.pipeline.codec_ladder import CHEAP, PackingTimes, ladder, of_gradients, precision
@@ -260,6 +260,7 @@ def test_no_single_codec_is_faster_than_the_plan_whatever_packing_takes(
     st.floats(0, 0.1),
     st.integers(1, 64),
 )
+@example(rates=[1.0, 4.0], trellis=0.25, fixed=0.0, microbatches=1)
 def test_no_single_codec_has_a_much_shorter_step_than_the_plan(
     rates: list[float], trellis: float, fixed: float, microbatches: int
 ) -> None:
