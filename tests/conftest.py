@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from node.parallel import processes
 from tests.support.examples import FUZZ, examples
@@ -39,6 +40,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("thinwire")
+if not FUZZ:
+    # Hypothesis draws constants of the modules that happen to be imported: a test's examples would depend on
+    # the tests before it on the same worker.
+    vars(providers)["is_local_module_file"] = lambda path: False
 
 
 def pytest_configure() -> None:
