@@ -50,7 +50,11 @@ def rows_of(report: dict[str, Any]) -> str:
 
 def row_waits() -> str:
     """What steps wait for snapshots and newcomers (scripts/experiments/paced_rows.py)."""
-    waits = read_report(ROW_WAITS)
+    return waits_of(read_report(ROW_WAITS))
+
+
+def waits_of(waits: dict[str, Any]) -> str:
+    """A report in words."""
     new, usual = waits["newcomers"], waits["usual_step_seconds"]
     slowest = waits["slowest_usual_step_seconds"] - usual
     text = (

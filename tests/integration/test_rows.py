@@ -104,6 +104,9 @@ class Node:
     async def settle(self) -> None:
         pass
 
+    async def storage_seconds(self, stage: int, stages: int) -> Mapping[str, float]:
+        return {}
+
     def keep_sums(self, *, wanted: bool) -> None:
         assert not wanted, "nobody follows"
 

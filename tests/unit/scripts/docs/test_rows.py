@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scripts.docs.rows import rows_of
+from scripts.docs.rows import rows_of, waits_of
 
 LINK = {"stages": 2, "rate_mbit": 100.0, "round_trip_ms": 50.0}
 
@@ -11,8 +11,14 @@ def result(rows: int, steps: list[float], floor: float) -> dict[str, Any]:
     return {**LINK, "rows": rows, "step_seconds": steps, "floor_seconds": floor, "sync_bytes": 2_000_000}
 
 
-def test_two_rows_stand_beside_one_with_their_floors() -> None:
+MACHINE = {"commit": "0123456789abcdef", "hardware": "A  machine", "versions": {"torch": "2"}}
+
+
+def test_waits_are_beside_the_usual_step() -> None:
     waits = {
+        **MACHINE,
+        "paced": "blocks wait",
+        "stages": 2,
         "keep": "nodes",
         "snapshot_bytes": 5_000_000,
         "snapshot_every": 5,
@@ -25,20 +31,21 @@ def test_two_rows_stand_beside_one_with_their_floors() -> None:
             "wait_seconds": -0.1,
         },
     }
+    words = " ".join(waits_of(waits).split())
+    assert "took 0.12 s more than the usual 2.00 s" in words and "waited 0.00 s for it" in words
+    assert words.endswith("2 stages; blocks wait. A machine, torch 2, commit 0123456789ab.")
+
+
+def test_two_rows_stand_beside_one_with_their_floors() -> None:
     report = {
-        "commit": "0123456789abcdef",
-        "hardware": "A  machine",
-        "versions": {"torch": "2"},
+        **MACHINE,
         "microbatches": 32,
         "steps": 3,
         "paced": "blocks wait",
         "speedups": [{**LINK, "times": 1.9}],
         "results": [result(1, [2.0, 9.0, 1.0], 1.8), result(2, [1.0, 1.0, 1.0], 0.95)],
-        "waits": waits,
     }
-    table, caption, words = rows_of(report).split("\n\n")
+    table, caption = rows_of(report).split("\n\n")
     cells = [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")]
     assert cells == ["2 x 2 against 1 x 2", "100", "50", "2.00", "1.00", "1.90", "0.90", "0.95"]
     assert "2 MB a node. A machine, torch 2, commit 0123456789ab." in caption
-    assert "took 0.12 s more than the usual 2.00 s" in words and "waited 0.00 s for it" in words
-    assert rows_of({**report, "waits": None}) == f"{table}\n\n{caption}"
