@@ -61,6 +61,9 @@ class VolunteerScreen:
     def seconds_of(self, what: str) -> Iterator[None]:
         """Inside the block, on a terminal, show for how many seconds it has gone on: from a thread, as the
         caller's is busy."""
+        if not self._live:
+            yield
+            return
         began, over = self._clock(), threading.Event()
 
         def tick() -> None:
@@ -68,15 +71,13 @@ class VolunteerScreen:
                 self._show(f"{what}   {self._clock() - began:.0f} s")
 
         thread = threading.Thread(target=tick, daemon=True)
-        if self._live:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             over.set()
-            if self._live:
-                thread.join()
-                self._clear()
+            thread.join()
+            self._clear()
 
     def _is_due(self, what: str) -> bool:
         """Whether a line of what goes on is to be printed: something else goes on, or it is time again."""

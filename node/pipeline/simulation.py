@@ -3,9 +3,9 @@
 The model: a stage computes one action at a time, in its order, as soon as the tensor it needs has arrived;
 sending never holds up computing. Each ordered pair of stages has a connection that carries one tensor at a
 time, first made first sent; a tensor arrives `latency` after its transfer ends. A `Network` says what a
-tensor passes: links that are not full duplex, interfaces that the links of a node share. Connections that
-pass the same part share its rate evenly, as TCP's do, and leave to others what they cannot use (max-min
-fairness). A boundary between two chunks of the same stage costs nothing.
+tensor passes: links that are not full duplex, interfaces that the links of a node share. Connections through
+the same part get equal rates, as with TCP; what one cannot use goes to the others (max-min fairness). A
+boundary between two chunks of the same stage costs nothing.
 """
 
 from collections import defaultdict, deque
@@ -145,7 +145,7 @@ class _Connection:
     """each of which takes this long now."""
     since: float = 0.0
     turn: int = 0
-    """Grows with each change of pace: what was foretold before does not count."""
+    """Goes up when the pace changes: an end that was scheduled at an earlier pace is ignored."""
 
 
 class _Simulation:
@@ -243,7 +243,7 @@ class _Simulation:
             self._users[part][one] = transfer.rate
 
     def _passed(self, one: _Connection, turn: int, now: float) -> None:
-        """The first tensor of a connection has passed, unless its pace changed since this was foretold."""
+        """The first tensor of a connection has passed, unless its pace changed since this was scheduled."""
         if turn != one.turn:
             return
         sharing = dict.fromkeys(self._sharing(one))

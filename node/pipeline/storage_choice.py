@@ -2,9 +2,9 @@
 
 Bits change the run's, so a node does not choose them: the coordinator does, when it places a stage. Each node
 works out how fast it is with each storage, by the best plan of memory with it (`node.pipeline.memory_plan`)
-and the times that it measured. A stage gets the storage with which its slowest node is fastest, and of
-storages that are as fast the one with the most bits. What was chosen is on record before a node learns of it,
-and stays for as long as the run has as many stages. Torch-free.
+and the times that it measured. A stage gets the storage with which its slowest node is fastest; among equally
+fast ones, the one with the most bits. The choice is recorded before any node hears of it, and holds while the
+run has as many stages. Torch-free.
 """
 
 import json
@@ -142,12 +142,15 @@ def fastest(config: RunConfig, nodes: Sequence[Mapping[str, float]]) -> Storage:
         nodes: `storage_seconds` of each.
     """
     allowed = allowed_storages(config)
-    known = set[str]().union(*nodes).intersection(*nodes)
-    slowest = {name: max(node[name] for node in nodes) for name in map(name_of, allowed) if name in known}
+    slowest = {
+        storage: max(node[name] for node in nodes)
+        for storage in allowed
+        if all((name := name_of(storage)) in node for node in nodes)
+    }
     if not slowest:
         return allowed[-1]
     most = (1 + FREE) * min(slowest.values())
-    return next(one for one in allowed if slowest.get(name_of(one), most + 1) <= most)
+    return next(storage for storage, seconds in slowest.items() if seconds <= most)
 
 
 def choose(config: RunConfig, stages: int, stage: int, room: Room) -> Storage:

@@ -1,4 +1,4 @@
-"""One stage: its placement, its state, and what it votes and applies in a step.
+"""Runs one stage: takes its placement, holds its state, computes its votes, applies commits.
 
 It runs on the compute thread. The passes of a step are `node.stage.step_passes`; `run_step` changes nothing
 durable, and gradients accumulate beside the weights until `apply`.

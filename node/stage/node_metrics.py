@@ -38,7 +38,8 @@ class NodeMetrics:
     def _count(self) -> None:
         """Add what the newest report has over the one that was counted last: few reports are looked at."""
         before = self._counted if self._counted.epoch == self._newest.epoch else Telemetry()
-        self._ledger.add(_SELF, self._stages, before, self._newest, rows=MOST_ROWS)
+        growth = self._ledger.growth(_SELF, self._stages, before, self._newest, rows=MOST_ROWS)
+        self._ledger.count(growth)
         self._counted = self._newest
 
     def render(self) -> bytes:

@@ -56,7 +56,7 @@ def backward_from(made: Tensor, gradient: Tensor | None) -> None:
     CPU half a second before the first step ends, and 34 MiB for as long as the process lives.
     """
     if gradient is not None:
-        made = _Given.apply(made, gradient)  # type: ignore[no-untyped-call]
+        made = _Given.apply(made, gradient)  # type: ignore[no-untyped-call]  # torch's
     torch.autograd.backward(made)
 
 

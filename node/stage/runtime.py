@@ -75,7 +75,7 @@ LEAVE_SECONDS = 120.0
 LEAVE_IDLE_SECONDS = 2.0
 """The same for a node without a stage, which holds nothing."""
 MOST_PAUSE = 60.0
-"""Seconds between two heartbeats, whatever the coordinator says."""
+"""The longest time between two heartbeats, in seconds, even if the coordinator asks for more."""
 COMPUTING = TimeKind.FORWARD, TimeKind.BACKWARD, TimeKind.OPTIMIZER
 SUMS_PART = 4
 """Of the room for snapshots on disk, one part in so many is for gradients that followers fetch."""

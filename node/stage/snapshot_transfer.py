@@ -342,7 +342,7 @@ class SnapshotTransfer:
             layers = [HeldLayer(**name._asdict()) for name in names[first : first + MOST_HELD]]
             for step, unit in await self._client.hold_layers(layers):
                 await asyncio.to_thread(self._cache.drop, step, unit)
-        # Then look whether those that are left are still what they were; a damaged one is removed.
+        # Then check the hashes of the remaining layers; damaged ones are removed.
         for name in await asyncio.to_thread(self._cache.names):
             if await asyncio.to_thread(self._cache.get, name.step, name.unit) is None:
                 log.warning("this node's copy of layer %s of step %d is damaged", name.unit, name.step)

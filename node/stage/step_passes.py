@@ -60,7 +60,7 @@ def sum_own_tie(model: StageCompute) -> None:
 
 
 def put_group_sums(model: StageCompute, unit: str, sums: dict[str, Tensor], *, of_round: bool) -> None:
-    """Take what was summed over all gradient groups: gradients, or how a round changed the weights."""
+    """Store the sum over all gradient groups: gradients or, in a round, changes of the weights."""
     if of_round:
         model.local.put(unit, sums)
     else:

@@ -222,23 +222,6 @@ class Ledger:
     def link(self, source: Place, target: Place) -> LinkSums:
         return self.links.setdefault((source, target), LinkSums())
 
-    def add(
-        self,
-        place: Place,
-        stages: int,
-        before: Telemetry,
-        now: Telemetry,
-        most: float = math.inf,
-        rows: int = 1,
-    ) -> int:
-        """Add what the node of a place did between two reports of one epoch; returns the bytes counted.
-
-        Arguments as for `growth`.
-        """
-        growth = self.growth(place, stages, before, now, most, rows)
-        self.count(growth)
-        return growth.counted
-
     def growth(
         self,
         place: Place,

@@ -20,7 +20,7 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig, Trainin
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.reporter import Reporter
 from node.lab.results import commit, hardware
-from node.run_state.actions import RecordCommit, RecordRestored
+from node.run_state.actions import RecordCommit, RecordRestored, Send
 from node.run_state.epoch import Epoch
 from node.run_state.votes import VoteHistory
 from node.telemetry import events
@@ -133,7 +133,8 @@ def placement_bytes() -> int:
         neighbours=lambda stage, stages: {stage - 1, stage + 1} & set(range(stages)),
         history=VoteHistory(lambda stages: [frozenset()] * stages),
     )
-    return sum(coordinator_message_to_proto(one.message).ByteSize() for one in epoch.announce())  # type: ignore[union-attr]
+    sent = [one.message for one in epoch.announce() if isinstance(one, Send)]
+    return sum(coordinator_message_to_proto(message).ByteSize() for message in sent)
 
 
 def spent(work: Callable[[], object]) -> float:

@@ -205,6 +205,16 @@ def attack(
         return _seen(run, chosen, code, stuck=code is None)
 
 
+def assert_harmless(lie: str, seed: int, says: str, directory: Path, *, launch: Launch) -> None:
+    """The member that tells this lie, from a place that the seed says, harms nobody, and the operator reads
+    `says` about it."""
+    (known,) = (member for member in MEMBERS if member.name == lie)
+    chosen = anywhere(known, seed)
+    seen = attack(chosen, directory, launch=launch, hasty=True)
+    assert seen.good, (chosen, seen)
+    assert says in seen.line, (chosen, seen)
+
+
 def _seen(run: LyingRun, chosen: Attack, code: int | None, *, stuck: bool) -> Seen:
     assert run.liar is not None
     liar_id = run.node_id(run.nodes.index(run.liar)) or ""

@@ -1,4 +1,4 @@
-"""The line's meter: the most that all links carry together, whatever each carries alone."""
+"""The line's meter measures the most that all links of a machine carry together."""
 
 import pytest
 

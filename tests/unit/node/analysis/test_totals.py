@@ -75,7 +75,7 @@ def test_a_cpu_of_unknown_speed_is_uncertain_until_it_is_measured() -> None:
     )
     measured = totals(explained, [measured_machine(cpu, CONFIG, block) for cpu in cpus])
     assert measured.between == (measured.seconds, measured.seconds)
-    # Two blocks a stage and 16 microbatches, of which three more fill and drain the pipeline.
+    # Two blocks a stage, 16 microbatches, and the time of three more to fill and drain the pipeline.
     assert measured.seconds * REACHED == pytest.approx(0.25 * 2 * (16 + 3), rel=0.1)
 
 

@@ -107,7 +107,7 @@ def test_a_step_is_recorded_when_all_have_voted_before_anybody_hears_of_it() -> 
         Send(node_id="a", message=Begin(epoch=1, step=1)),
         Send(node_id="b", message=Begin(epoch=1, step=1)),
     ]
-    # Nobody waits for what the step cost. With anything to record or to open, the order stays.
+    # The next step begins before this one's costs are summed up. Other actions keep their order.
     assert costs_last(done) == [*done[1:], done[0]]
     others = [*done, OpenSnapshot(step=1)]
     assert costs_last(others) == others and costs_last([]) == []
