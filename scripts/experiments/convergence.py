@@ -16,7 +16,7 @@ Suites (65,536 tokens a step, AdamW, bf16 autocast):
     memory    310 steps with activations, gradients, moments or weights in few bits, boundaries uncompressed
               in all runs but one; gradients accumulate over eight microbatches a step
     memory-long    the same over 900 steps
-    compute        450 steps of the one stage of a run with `stages = 1`, as a node computes it: CUDA graphs,
+    compute        900 steps of the one stage of a run with `stages = 1`, as a node computes it: CUDA graphs,
                    matrix products in bf16 or in FP8
 """
 
@@ -54,6 +54,7 @@ from node.pipeline.placement import split_units
 from node.run_file.validate import validate
 from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
+from node.training.data import document_starts
 from node.training.reference import ReferenceTrainer, Step
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from scripts.experiments.convergence_runs import (
@@ -90,23 +91,34 @@ class Windows:
     A window's position in the text never changes, so AQ-SGD meets the same samples again.
     """
 
-    def __init__(self, tokens: np.ndarray, *, limit: int | None, seed: int) -> None:
+    def __init__(
+        self, tokens: np.ndarray, *, limit: int | None = None, seed: int, global_batch: int = GLOBAL_BATCH
+    ) -> None:
         """`tokens` [N] uint16; the first `limit` windows of `SEQUENCE` are used, or all."""
         self._tokens = tokens
+        self._global_batch = global_batch
         count = (len(tokens) - 1) // SEQUENCE
         self.count = count if limit is None else min(count, limit)
         self._seed = seed
 
     def samples(self, step: int) -> np.ndarray:
-        """Window numbers of a step, [GLOBAL_BATCH] int64."""
-        places = np.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
+        """Window numbers of a step, [global_batch] int64."""
+        places = np.arange(step * self._global_batch, (step + 1) * self._global_batch)
         return np.array(
             [self._order(number)[index] for number, index in zip(*divmod(places, self.count), strict=True)]
         )
 
     def batch(self, step: int) -> np.ndarray:
-        """Tokens [GLOBAL_BATCH, SEQUENCE + 1] uint16."""
+        """Tokens [global_batch, SEQUENCE + 1] uint16."""
         return windows(self._tokens, self.samples(step))
+
+    def labels(self, step: int) -> np.ndarray:
+        """Labels of a step, [global_batch, SEQUENCE]: every token counts."""
+        return self.batch(step)[:, 1:]
+
+    def documents(self, step: int) -> np.ndarray:
+        """Where documents begin, bool [global_batch, SEQUENCE]: a window is one."""
+        return document_starts(self.batch(step)[:, :-1], None)
 
     @cache  # noqa: B019  # lives as long as its run
     def _order(self, number: int) -> np.ndarray:
@@ -226,7 +238,7 @@ def make_trainer(
     config = run_config(run, stages=STAGES)
     trainer = ReferenceTrainer(
         config,
-        text,  # type: ignore[arg-type]  # all that the trainer asks of a corpus is `batch`
+        text,  # type: ignore[arg-type]  # has all that the trainer asks of a corpus
         groups=split_units(config.model, STAGES, BLOCKS),
         boundary=boundary,
         device=device,

@@ -136,7 +136,7 @@ RUNS = (
         for seed in (0, 1, 2)
     ),
     *(
-        Run(suite=COMPUTE, forward="fp32", backward="fp32", memory=way, seed=seed, steps=450)
+        Run(suite=COMPUTE, forward="fp32", backward="fp32", memory=way, seed=seed, steps=900)
         for seed in (0, 1, 2)
         for way in COMPUTE_WAYS
     ),

@@ -11,9 +11,10 @@ The unsplit trainer, whose bits are those of rows of nodes, with nothing lost be
 
 A run of local steps begins without outer momentum, as a run with `sync.warmup` does. The held-out loss is of
 the final weights. Each run is written to `--out` when it ends; those there with the same settings are kept.
-The defaults take minutes on a CPU. 124 million parameters, 59 million tokens, on a GPU:
+The defaults take minutes on a CPU. 124 million parameters, 59 million tokens, on a GPU, with the token ids that
+`convergence` reads:
 
-    python -m scripts.experiments.sync_loss --data books-train.txt.xz --tokenizer gpt2-bpe --device cuda \\
+    python -m scripts.experiments.sync_loss --tokens DIR --tokenizer gpt2-bpe --device cuda \\
         --layers 12 --hidden 768 --heads 12 --kv-heads 12 --ffn 2048 --vocab 50304 --sequence 1024 \\
         --batch 64 --microbatch 16 --steps 912 --warm 304 --lr-warmup 32 --lr 6e-4 --precision bfloat16 \\
         --tied --out scripts/results/sync_loss_124m.json
@@ -49,6 +50,7 @@ from node.model.units import parameter_specs, unit_names
 from node.run_file.validate import validate
 from node.training.data import Corpus
 from node.training.reference import ReferenceTrainer
+from scripts.experiments.convergence import Windows, windows
 from scripts.report import RESULTS, write
 from wire.version import VERSION
 
@@ -56,6 +58,7 @@ OUT = RESULTS / "sync_loss.json"
 CODECS = ("fp32", "bf16", "fixed-8", "trellis-4.41")
 EVERY = (2, 4, 8, 16)
 HELD_OUT_WINDOWS = 256
+TOKENS = "books-train.npy"
 LAST_STEPS = 16
 """Exact steps whose mean loss is reported; as many as the longest round has."""
 
@@ -99,7 +102,7 @@ class Experiment:
                 sequence=asked.sequence,
                 tied=asked.tied,
             ),
-            data=DataSection(path=str(asked.data), tokenizer=asked.tokenizer),
+            data=DataSection(path=str(asked.data or asked.tokens / TOKENS), tokenizer=asked.tokenizer),
             training=TrainingSection(
                 global_batch=asked.batch * every,
                 microbatch=asked.microbatch,
@@ -138,7 +141,7 @@ class Experiment:
             losses.append(trainer.train_step().loss)
             if not np.isfinite(losses[-1]):
                 raise SystemExit(f"{way}: the loss of step {trainer.step} is not finite")
-        held_out = trainer.validation_loss(_held_out(trainer.corpus))
+        held_out = trainer.validation_loss(self._held_out(trainer.corpus))
         found = {
             **asdict(way),
             "commit": commit(),
@@ -159,20 +162,27 @@ class Experiment:
         return {unit: trainer.optimizer.unit_state(unit) for unit in trainer.optimizer.units}, losses
 
     def _trainer(self, way: Way) -> ReferenceTrainer:
-        config = self._config(way)
-        corpus = _corpus(config.data, config.model.sequence, config.training.global_batch, way.seed)
+        config, tokens = self._config(way), self._arguments.tokens
+        sizes = {"global_batch": config.training.global_batch, "seed": way.seed}
+        corpus: Any
+        if tokens is None:
+            corpus = _corpus(config.data, sequence=config.model.sequence, **sizes)
+        else:
+            corpus = Windows(np.load(tokens / TOKENS, mmap_mode="r"), **sizes)
         return ReferenceTrainer(config, corpus, device=torch.device(self._arguments.device))
+
+    def _held_out(self, corpus: Any) -> np.ndarray:
+        """Windows that no step sees: evenly spaced ones of the text's end, or the first of `books-valid`."""
+        if isinstance(corpus, Corpus):
+            ends = corpus.validation_windows()
+            return ends[np.linspace(0, len(ends) - 1, min(HELD_OUT_WINDOWS, len(ends))).astype(int)]
+        valid = np.load(self._arguments.tokens / "books-valid.npy", mmap_mode="r")
+        return windows(valid, np.arange(HELD_OUT_WINDOWS))
 
 
 @cache
-def _corpus(data: DataSection, sequence: int, global_batch: int, seed: int) -> Corpus:
+def _corpus(data: DataSection, *, sequence: int, global_batch: int, seed: int) -> Corpus:
     return Corpus.load(data, sequence=sequence, global_batch=global_batch, seed=seed)
-
-
-def _held_out(corpus: Any) -> np.ndarray:
-    """Evenly spaced windows of the text's end, which no step sees."""
-    windows: np.ndarray = corpus.validation_windows()
-    return windows[np.linspace(0, len(windows) - 1, min(HELD_OUT_WINDOWS, len(windows))).astype(int)]
 
 
 def main() -> int:
@@ -192,7 +202,7 @@ def main() -> int:
 def _open_report(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     """The report in `--out` if it has the same settings, to add runs to; else a new one."""
     cuda = arguments.device != "cpu"
-    text: Path = arguments.data
+    text: Path = arguments.data or arguments.tokens / TOKENS
     sync, units = SyncSection(), unit_names(config.model)
     report: dict[str, Any] = {
         "experiment": "sync_loss",
@@ -227,7 +237,11 @@ def _open_report(arguments: argparse.Namespace, config: RunConfig) -> dict[str, 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure what packed sums and local steps cost in loss.")
-    parser.add_argument("--data", type=Path, required=True, help="text to train on")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path, help="text to train on")
+    source.add_argument(
+        "--tokens", type=Path, help="folder of token ids, as for `convergence`; windows of its length"
+    )
     parser.add_argument("--tokenizer", default="bytes", help="as `data.tokenizer` of a run file")
     for name, number in (
         ("layers", 4),
