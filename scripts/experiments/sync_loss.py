@@ -11,8 +11,8 @@ The unsplit trainer, whose bits are those of rows of nodes, with nothing lost be
 
 A run of local steps begins without outer momentum, as a run with `sync.warmup` does. The held-out loss is of
 the final weights. Each run is written to `--out` when it ends; those there with the same settings are kept.
-The defaults take minutes on a CPU. 124 million parameters, 59 million tokens, on a GPU, with the token ids that
-`convergence` reads:
+The defaults take minutes on a CPU. 124 million parameters, 59 million tokens, on a GPU, with the token ids
+that `convergence` reads:
 
     python -m scripts.experiments.sync_loss --tokens DIR --tokenizer gpt2-bpe --device cuda \\
         --layers 12 --hidden 768 --heads 12 --kv-heads 12 --ffn 2048 --vocab 50304 --sequence 1024 \\
