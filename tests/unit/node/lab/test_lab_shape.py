@@ -1,8 +1,10 @@
 """Shapers' parameters, and the laboratory on paper."""
 
+import socket
+
 import pytest
 
-from node.lab.calibration import Measured, steady
+from node.lab.calibration import Measured, arrived, steady
 from node.lab.relay import VNET_HEADER, Way
 from node.lab.shape import (
     PAYLOAD_SHARE,
@@ -157,3 +159,16 @@ def test_the_relay_gives_frames_to_whom_they_are_for() -> None:
     assert way.takes(header + bytes.fromhex("ffffffffffff") + bytes(50))
     assert not way.takes(header + bytes.fromhex("02000a4d0003") + bytes(50))
     assert Way("relay0a", None, "").takes(header + bytes.fromhex("02000a4d0003"))  # type: ignore[arg-type]
+
+
+def test_what_arrived_counts_before_a_program_takes_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as sender:
+        sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1000)
+        sender.connect(listener.getsockname())
+        receiver, _ = listener.accept()
+        with receiver:
+            full = sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+            assert arrived(sender, receiver) == 0
+            sender.sendall(bytes(3 * full))
+            there = receiver.recv(3 * full, socket.MSG_PEEK | socket.MSG_WAITALL)
+            assert len(there) == arrived(sender, receiver) == 3 * full
