@@ -181,6 +181,8 @@ def test_files_copied_into_the_image_exist_and_are_not_ignored() -> None:
     }
     assert copied == allowed
     assert all((ROOT / source).exists() for source in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert copied >= {project["readme"], *project["license-files"]}, "the installed package lacks them"
 
 
 # ---- compose
