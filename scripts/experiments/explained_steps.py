@@ -21,11 +21,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from node.lab.results import commit, describe_machine
 from node.run_file.loader import toml_value
 from node.telemetry.events import StepCosts
 from node.telemetry.history import read_history
 from scripts.report import RESULTS, ROOT, write
+from wire.codecs.registry import codec
+from wire.spec import TensorSpec
 
 OUT = RESULTS / "explained_steps.json"
 STEPS = 5
@@ -80,6 +84,15 @@ SETTINGS = (
         batch=(8, 2),
     ),
 )
+
+
+def compile_codecs(setting: Setting) -> None:
+    """Into numba's cache: what a process takes while it compiles is foretold by the bound alone."""
+    shape = (setting.batch[1], setting.model["sequence"], setting.model["hidden"])
+    spec = TensorSpec(torch.float32, shape)
+    for name in setting.codecs:
+        one = codec(name)
+        one.decode(one.encode(torch.linspace(-1, 1, spec.elements).view(shape)), spec)
 
 
 def toml(sections: dict[str, dict[str, Any]]) -> str:
@@ -187,7 +200,9 @@ def compare(setting: Setting, runs: Sequence[dict[str, Any]], *, measure: bool) 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         told = foretold(setting, folder)
-        runs = [*runs, measured(setting, folder)] if measure else runs
+        if measure:
+            compile_codecs(setting)
+            runs = [*runs, measured(setting, folder)]
     found = together(runs)
     memory = [off(*pair) for pair in zip(told["memory"], found["memory"], strict=True)]
     return {
