@@ -70,18 +70,22 @@ clean:
 # what is installed are never imported, and pip would compile all of them for a minute: only what a node imports is compiled.
 PIP_INSTALL = .venv/bin/python -m pip install --disable-pip-version-check --no-compile
 COMPILE = .venv/bin/python -c 'import node.processes.coordinator, node.processes.node'
+# The pip of Python 3.11 takes half a minute longer to choose versions. Where no newer one is to be had, it will do.
+INSTALL = $(PIP_INSTALL) 'pip>=25' || true; $(PIP_INSTALL) -c constraints.txt -e .
 unexport PYTHONDONTWRITEBYTECODE
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/pip
-	$(PIP_INSTALL) -c constraints.txt -e .
+	$(INSTALL)
 	$(COMPILE)
 	touch $@
 
+# While one core installs what tests need, the other compiles what nodes import and the codecs, as scripts/test would.
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/pip
-	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
-	[ "`uname -s`" != Linux ] || .venv/bin/python -c 'import triton' 2>/dev/null || \
-	  $(PIP_INSTALL) --no-deps $(TRITON)
-	$(COMPILE)
+	$(INSTALL)
+	{ $(COMPILE) && .venv/bin/python -m tests.support.compile_codecs; } & \
+	{ $(PIP_INSTALL) -c constraints.txt 'thinwire[dev]' && { \
+	  [ "`uname -s`" != Linux ] || .venv/bin/python -c 'import triton' 2>/dev/null || \
+	  $(PIP_INSTALL) --no-deps $(TRITON); }; }; installed=$$?; wait $$! && exit $$installed
 	touch .venv/installed $@
 
 # pip comes last into a new environment, so it is there only if the environment is whole.

@@ -1,7 +1,8 @@
-"""Compile the CPU loops of codecs into numba's cache: `python -m tests.support.compile_codecs CODEC...`.
+"""Compile the CPU loops of codecs into numba's cache: `python -m tests.support.compile_codecs`.
 
-`scripts/test` does so first. On a fresh clone every process of the first runs would compile the same loops at
-the same time, and tests' limits of time would have to allow for it.
+`make test` does so while it installs, and `scripts/test` before the tests. On a fresh clone every process of
+the first runs would compile the same loops at the same time, and tests' limits of time would have to allow
+for it.
 """
 
 import sys
@@ -11,6 +12,7 @@ import torch
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
+CODECS = ("tah", "fixed-8", "dither-4.41", "trellis-4.41")
 SPEC = TensorSpec(torch.float32, (2, 32, 64))
 
 
@@ -21,7 +23,7 @@ def use(name: str) -> None:
 
 
 def main() -> int:
-    for name in sys.argv[1:]:
+    for name in CODECS:
         use(name)
     return 0
 
