@@ -114,13 +114,11 @@ def _part(gradient: Gradient, first: int, end: int) -> Tensor:
 class GroupSums:
     """Sums the gradient groups of a whole model in one process, as a run's stages do."""
 
-    def __init__(
-        self, config: RunConfig, units: Sequence[str], device: torch.device, *, of_round: bool
-    ) -> None:
+    def __init__(self, config: RunConfig, units: Sequence[str], packing: Packing, *, of_round: bool) -> None:
         """`of_round`: what is summed is how local steps changed the weights, not gradients."""
         pieces = model_pieces(config, of_round=of_round)
         self._tree = GroupTree(config.pipeline.groups)
-        self._sums = PieceSums(CodecPacking(device))
+        self._sums = PieceSums(packing)
         self._pieces = {unit: pieces[unit] for unit in units}
         self._folds = {piece.number: self._sums.fold(piece) for unit in units for piece in self._pieces[unit]}
 

@@ -49,12 +49,16 @@ from node.config.schema import (
 from node.lab.results import commit
 from node.model.chunk import compute_precision
 from node.model.rng import generator
+from node.model.units import unit_names
+from node.pipeline.gradient_groups import group_of
 from node.pipeline.memory import stage_storages
 from node.pipeline.placement import split_units
 from node.run_file.validate import validate
 from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
+from node.stage.step_passes import sum_own_tie
 from node.training.data import document_starts
+from node.training.group_sums import GroupSums
 from node.training.reference import ReferenceTrainer, Step
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from scripts.experiments.convergence_runs import (
@@ -72,6 +76,7 @@ from scripts.experiments.convergence_runs import (
     Run,
 )
 from scripts.report import RESULTS
+from wire.codecs.base import Codec
 from wire.codecs.header import EXPONENT
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError
@@ -182,22 +187,31 @@ class Boundaries:
         self.error[f"{key.direction.name.lower()} {key.boundary}"] = error.item()
 
 
+class DevicePacking:
+    """`node.training.group_sums.Packing` whose packed tensors stay on the GPU, without their checksum, which
+    is made and checked on the host."""
+
+    def pack(self, which: Codec, tensor: Tensor) -> Tensor:
+        return which.pack(tensor)
+
+    def unpack(self, which: Codec, packed: Tensor, spec: TensorSpec) -> Tensor:
+        exponent = int(packed[EXPONENT].view(torch.int32).item())
+        if exponent == NON_FINITE:
+            raise NonFiniteError(f"a tensor for {which} is not finite")
+        return which.unpack(packed, spec, replace(which._header(spec), exponent=exponent))
+
+
 def _change(name: str) -> Callable[[Tensor], Tensor]:
     """A function that encodes and decodes a tensor with this codec."""
     if name == NAIVE:
         return _naive
     if name.startswith("aqsgd-"):
         name = name.replace("aqsgd-", "fixed-")
-    chosen = codec(name)
+    packing, chosen = DevicePacking(), codec(name)
 
     def change(tensor: Tensor) -> Tensor:
         spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
-        packed = chosen.pack(tensor.contiguous())
-        # Decode on the GPU without `open`, which checks a checksum on the host.
-        exponent = int(packed[EXPONENT].view(torch.int32).item())
-        if exponent == NON_FINITE:
-            raise NonFiniteError(f"a tensor for {name} is not finite")
-        return chosen.unpack(packed, spec, replace(chosen._header(spec), exponent=exponent))
+        return packing.unpack(chosen, packing.pack(chosen, tensor.contiguous()), spec)
 
     return change
 
@@ -253,23 +267,37 @@ def make_trainer(
 class StageTrainer:
     """A run of one stage as a node does it, in place of the reference trainer."""
 
-    def __init__(self, run: Run, text: Windows, device: torch.device) -> None:
-        self.config, self._text, self._device, self._step = run_config(run, stages=1), text, device, 0
-        self._stage = StageModel(self.config, device)
+    def __init__(self, config: RunConfig, text: Windows, device: torch.device) -> None:
+        self.config, self._text, self._device = config, text, device
+        self.step = 0
+        self._units = unit_names(config.model)
+        self._stage = StageModel(config, device)
         self._stage.build(0, 1)
 
     def train_step(self) -> Step:
-        stage, training = self._stage, self.config.training
+        config, stage = self.config, self._stage
+        groups, sums = config.pipeline.groups, None
+        if groups > 1:
+            sums = GroupSums(config, self._units, DevicePacking(), of_round=False)
         stage.begin_step()
         losses = []
-        for number, ids in enumerate(np.split(self._text.batch(self._step), self.config.microbatches)):
+        for number, ids in enumerate(np.split(self._text.batch(self.step), config.microbatches)):
             losses.append(stage.forward(0, number, *self._ids(ids)).clone())
             stage.backward(0, number, None)
-        stage.finish_step()
+            group = group_of(config, number)
+            if sums is not None and group != group_of(config, number + 1):
+                sums.group_done(group, stage.take_gradients(self._units))
+        if sums is None:
+            stage.finish_step()
+        else:
+            for unit, values in sums.finish():
+                stage.put_gradients(unit, values)
+        if config.model.tied:
+            sum_own_tie(stage)
         grad_norm = global_norm(stage.squared_norms().values())
-        lr = learning_rate(self._step, training, self.config.run.steps)
-        stage.apply(lr, clip_coefficient(grad_norm, training.clip))
-        self._step += 1
+        lr = learning_rate(self.step, config.training, config.run.steps)
+        stage.apply(lr, clip_coefficient(grad_norm, config.training.clip))
+        self.step += 1
         return Step(loss=float(torch.stack(losses).double().sum()), grad_norm=grad_norm, lr=lr)
 
     @torch.no_grad()
@@ -297,7 +325,7 @@ def train(run: Run, tokens: Path, out: Path) -> None:
     trainer: StageTrainer | ReferenceTrainer
     if run.suite == COMPUTE:
         fix_order(device)
-        trainer = StageTrainer(run, text, device)
+        trainer = StageTrainer(run_config(run, stages=1), text, device)
     else:
         trainer = make_trainer(run, text, boundary, device)
     valid = np.load(tokens / "books-valid.npy", mmap_mode="r")

@@ -8,17 +8,20 @@ results replace or join those of the file, if it is of the same commit and machi
 
 Such blocks learn nothing. So small models then train in one process, on the same bytes and seeds, with four
 boundaries that have the codecs of `auto`'s last plan, those of a fixed codec that is nearly as fast as the
-fastest, or none.
+fastest, or none: side by side, one on each core. `--losses` trains them alone, with the codecs of `--out`.
 """
 
 import argparse
 import asyncio
 import json
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +172,23 @@ def losses(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> 
     """Of `auto`, of the fixed codecs that are nearly as fast as the fastest, and without any codec."""
     best = min((one["step_seconds"] for one in results if one["codec"] != PLANNED), default=0.0)
     compared = [one for one in results if one["codec"] == PLANNED or NEARLY * one["step_seconds"] <= best]
+    cases = [(one, seed) for one in (None, *compared) for seed in range(arguments.loss_seeds)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        trained = list(pool.map(held_out_loss, *zip(*cases, strict=True), repeat(arguments.loss_steps)))
     found: dict[str, list[float]] = {}
-    for seed in range(arguments.loss_seeds):
-        for one in (None, *compared):
-            name = "none" if one is None else one["codec"]
-            found.setdefault(name, []).append(held_out_loss(one, seed, arguments.loss_steps))
-            print(f"{name}, seed {seed}: held-out loss {found[name][-1]:.4f}", flush=True)
-    return {"steps": arguments.loss_steps, "batch": LOSS_BATCH, "held_out": found}
+    for (one, seed), loss in zip(cases, trained, strict=True):
+        name = "none" if one is None else one["codec"]
+        found.setdefault(name, []).append(loss)
+        print(f"{name}, seed {seed}: held-out loss {loss:.4f}", flush=True)
+    return {
+        "commit": commit(),
+        "hardware": hardware(),
+        "torch": torch.__version__,
+        "steps": arguments.loss_steps,
+        "batch": LOSS_BATCH,
+        "held_out": found,
+    }
 
 
 def report(
@@ -210,9 +223,14 @@ def main() -> int:
     parser.add_argument("--auto-seconds", type=float, default=300.0, help="after which steps count anyway")
     parser.add_argument("--loss-steps", type=int, default=200, help="of the small models; 0 trains none")
     parser.add_argument("--loss-seeds", type=int, default=2)
+    parser.add_argument("--losses", action="store_true", help="train with what the file has, no more")
     parser.add_argument("--merge", action="store_true", help="keep the file's results of other codecs")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
+    if arguments.losses:
+        before = json.loads(arguments.out.read_text(encoding="utf-8"))
+        write(arguments.out, {**before, "losses": losses(before["results"], arguments)})
+        return 0
     known: dict[str, dict[str, Any]] = {}
     if arguments.merge and arguments.out.exists():
         before = json.loads(arguments.out.read_text(encoding="utf-8"))

@@ -51,6 +51,7 @@ from wire.codecs.formats import codec_format
 
 OUT, WAITS_OUT = RESULTS / "rows.json", RESULTS / "row_waits.json"
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
+"""Of a block and a microbatch; `--pace` multiplies them."""
 START_SECONDS, STEP_SECONDS = 180.0, 180.0
 RATES, ROUND_TRIPS = (1000.0, 300.0, 100.0), (0.0, 50.0)
 """Mbit/s, ms."""
@@ -101,11 +102,11 @@ class Running:
 
 
 @asynccontextmanager
-async def running(config: RunConfig, nodes: int) -> AsyncIterator[Running]:
-    """A run of this config with so many nodes."""
+async def running(config: RunConfig, nodes: int, pace: float = 1.0) -> AsyncIterator[Running]:
+    """A run of this config with so many nodes, whose blocks take `pace` times as long."""
     with tempfile.TemporaryDirectory() as folder:
         async with paced_run(
-            config, Path(folder), forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS
+            config, Path(folder), forward=pace * FORWARD_SECONDS, backward=pace * BACKWARD_SECONDS
         ) as paced:
             run = Running(paced)
             line = await run.until(events.JoinLine, START_SECONDS)
@@ -127,7 +128,7 @@ async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> l
     # A direction of a node's relay has one kind of boundary tensor and, with two rows, one row's sums.
     crossed = own * max(framed_bytes(codec_format(name).packed_bytes(tensor)) for name in codecs)
     found = []
-    async with running(config, rows * stages) as run:
+    async with running(config, rows * stages, arguments.pace) as run:
         while True:
             placed = await run.until(events.PlacementMade, START_SECONDS)
             if len(placed.nodes) == rows * stages:
@@ -141,7 +142,7 @@ async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> l
             costs = [one for _, one in run.told[begun:] if isinstance(one, events.StepCosts)]
             kinds = seconds_by_kind(costs)
             # What each row must compute, one microbatch after the other, and the pipeline's fill and drain.
-            least = (own + stages - 1) * (FORWARD_SECONDS + BACKWARD_SECONDS)
+            least = (own + stages - 1) * arguments.pace * (FORWARD_SECONDS + BACKWARD_SECONDS)
             found.append(
                 {
                     "stages": stages,
@@ -249,6 +250,7 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES, metavar="MBIT")
     parser.add_argument("--round-trips", type=float, nargs="*", default=ROUND_TRIPS, metavar="MS")
     parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--pace", type=float, default=1.0, help="how many times as long blocks wait")
     parser.add_argument("--settle", type=int, default=2, help="steps after each change of the links")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--every", type=int, default=5, help="steps between snapshots")
@@ -261,7 +263,8 @@ def main() -> int:
         "hardware": hardware(),
         "load": list(os.getloadavg()),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "paced": f"blocks wait {FORWARD_SECONDS:g} s forward and {BACKWARD_SECONDS:g} s backward",
+        "paced": f"blocks wait {arguments.pace * FORWARD_SECONDS:g} s forward and "
+        f"{arguments.pace * BACKWARD_SECONDS:g} s backward",
         "microbatches": arguments.microbatches,
         "steps": arguments.steps,
     }

@@ -16,7 +16,7 @@ that `convergence` reads:
 
     python -m scripts.experiments.sync_loss --tokens DIR --tokenizer gpt2-bpe --device cuda \\
         --layers 12 --hidden 768 --heads 12 --kv-heads 12 --ffn 2048 --vocab 50304 --sequence 1024 \\
-        --batch 64 --microbatch 16 --steps 912 --warm 304 --lr-warmup 32 --lr 6e-4 --precision bfloat16 \\
+        --batch 64 --microbatch 8 --steps 900 --warm 300 --lr-warmup 30 --lr 6e-4 --precision bfloat16 \\
         --tied --out scripts/results/sync_loss_124m.json
 """
 
@@ -48,9 +48,10 @@ from node.config.schema import (
 from node.lab.results import commit, hardware
 from node.model.units import parameter_specs, unit_names
 from node.run_file.validate import validate
+from node.stage.machine_info import fix_order
 from node.training.data import Corpus
 from node.training.reference import ReferenceTrainer
-from scripts.experiments.convergence import Windows, windows
+from scripts.experiments.convergence import StageTrainer, Windows, windows
 from scripts.report import RESULTS, write
 from wire.version import VERSION
 
@@ -80,6 +81,7 @@ class Experiment:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
+        self._on_gpu = arguments.device != "cpu" and arguments.tokens is not None
         self.config = self._config(Way(every=1, codec="fp32", seed=0))
 
     def _config(self, way: Way) -> RunConfig:
@@ -129,25 +131,27 @@ class Experiment:
     def run(self, way: Way) -> dict[str, Any]:
         """Train, and measure the loss."""
         asked, began = self._arguments, time.monotonic()
-        from_warm = way.every > 1 or way.codec == "fp32"
-        trainer, losses = self._trainer(way), []
-        if from_warm:
-            states, losses = self._warm(way.seed)
-            losses = list(losses)
-            for unit, state in states.items():
-                trainer.optimizer.load_unit_state(unit, state)
-            trainer.step = asked.warm // way.every
+        if self._on_gpu and way.every == 1:
+            trainer, losses = self._stage_trainer(way), []
+        else:
+            trainer, losses = self._trainer(way), []
+            if way.every > 1 or (way.codec == "fp32" and asked.every):
+                states, before = self._warm(way.seed)
+                losses.extend(before)
+                for unit, state in states.items():
+                    trainer.optimizer.load_unit_state(unit, state)
+                trainer.step = asked.warm // way.every
         while trainer.step < trainer.config.run.steps:
             losses.append(trainer.train_step().loss)
             if not np.isfinite(losses[-1]):
                 raise SystemExit(f"{way}: the loss of step {trainer.step} is not finite")
-        held_out = trainer.validation_loss(self._held_out(trainer.corpus))
+        held_out = trainer.validation_loss(self._held_out(trainer))
         found = {
             **asdict(way),
             "commit": commit(),
             "loss_last": float(np.mean(losses[-(LAST_STEPS // way.every) or -1 :])),
             "loss_held_out": held_out,
-            "weights_sha256": trainer.weights_sha256(),
+            "weights_sha256": None if isinstance(trainer, StageTrainer) else trainer.weights_sha256(),
             "seconds": time.monotonic() - began,
             "losses": [round(loss, 5) for loss in losses],
         }
@@ -161,6 +165,13 @@ class Experiment:
         losses = [step.loss for step in trainer.train(self._arguments.warm)]
         return {unit: trainer.optimizer.unit_state(unit) for unit in trainer.optimizer.units}, losses
 
+    def _stage_trainer(self, way: Way) -> StageTrainer:
+        """Takes exact steps on a GPU as a node does, with passes as CUDA graphs."""
+        config, device = self._config(way), torch.device(self._arguments.device, 0)
+        fix_order(device)
+        tokens = np.load(self._arguments.tokens / TOKENS, mmap_mode="r")
+        return StageTrainer(config, Windows(tokens, seed=way.seed), device)
+
     def _trainer(self, way: Way) -> ReferenceTrainer:
         config, tokens = self._config(way), self._arguments.tokens
         sizes = {"global_batch": config.training.global_batch, "seed": way.seed}
@@ -171,10 +182,10 @@ class Experiment:
             corpus = Windows(np.load(tokens / TOKENS, mmap_mode="r"), **sizes)
         return ReferenceTrainer(config, corpus, device=torch.device(self._arguments.device))
 
-    def _held_out(self, corpus: Any) -> np.ndarray:
+    def _held_out(self, trainer: Any) -> np.ndarray:
         """Windows that no step sees: evenly spaced ones of the text's end, or the first of `books-valid`."""
-        if isinstance(corpus, Corpus):
-            ends = corpus.validation_windows()
+        if self._arguments.tokens is None:
+            ends = trainer.corpus.validation_windows()
             return ends[np.linspace(0, len(ends) - 1, min(HELD_OUT_WINDOWS, len(ends))).astype(int)]
         valid = np.load(self._arguments.tokens / "books-valid.npy", mmap_mode="r")
         return windows(valid, np.arange(HELD_OUT_WINDOWS))
