@@ -146,7 +146,9 @@ def fp8_compute() -> str:
         compiled = row["seconds"]["compiled, fastest"]
         rows.append([row["name"], f"{1e3 * compiled:.1f}"])
         rows[-1] += [_number(row["seconds"].get(way, math.nan) / compiled, 2) for way in ways]
+        rows[-1].append(_number(row["seconds"]["plain"] / row["seconds"].get("products", math.nan), 2))
     columns = [("stage of", "left"), ("compiled, ms", "right"), *((way, "right") for way in ways)]
+    columns.append(("plain over products and attention", "right"))
     commits = ", ".join(dict.fromkeys(row["commit"][:12] for row in report["rows"]))
     caption = (
         "Times over that of transformers' layers under `torch.compile`, a microbatch of 8,192 tokens forward "

@@ -69,10 +69,12 @@ def memory_plan() -> str:
         over = "" if held is None else f"{row['estimate_without_process'] / held:.2f}"
         lines.append([row["tokens"], str(row["gb"]), *cells, over, f"{row['solve_seconds']:.2f}"])
         plans.append(f"- {row['gb']} GB: {row['plan']}.")
-        if second := row.get("again"):
-            seconds = second["ways"]["plan"]["microbatch_seconds"]
-            later = f"at commit {second['commit'][:12]}, {1e3 * seconds:.1f} ms"
-            plans.append(f"- {row['gb']} GB, {later}: {second['plan']}.")
+        if (bits := row["ways"].get("plan, few bits")) and bits["plan"] != row["plan"]:
+            plans.append(f"- {row['gb']} GB, few bits: {bits['storage']}; {bits['plan']}.")
+    others = {
+        found["commit"][:12] for row in report["rows"] for found in row["ways"].values() if "commit" in found
+    }
+    earlier = ", ".join(sorted(others))
     columns = [("tokens", "left"), ("GB", "right"), *((f"{way}, ms", "right") for way in ways)]
     columns += [("estimate over peak", "right"), ("solved in, s", "right")]
     caption = (
@@ -83,7 +85,7 @@ def memory_plan() -> str:
         "torch's selective checkpointing; *budget*: torch.compile with the largest memory budget of "
         "activations that fits; `agoq` and `compact` are presets of few bits, with everything else kept. "
         f"*Estimate over peak*: of what torch reserved. {spaced(report['gpu'])}, torch {report['torch']}, "
-        f"commit {commit(report)}; *few bits* at a later one."
+        f"commit {commit(report)}; of ways that did not fit or are torch's, {earlier}."
     )
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}\n\nThe plans:\n\n" + "\n".join(plans)
 
