@@ -38,21 +38,27 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.parser import check_devices
-    from node.parallel.processes import choose_devices
-    from node.processes.doctor import Status, checks_json, checks_text, examine, healthy
+    from node.display.volunteer import VolunteerScreen
     from wire.errors import UserError
 
     check_devices(args)
-    chosen = choose_devices(args.device, args.gpus)
-    checks = examine(token=args.token, state_dir=args.state_dir)
+    screen = VolunteerScreen(json_lines=args.json)
+    with screen.seconds_of("checking this machine" + (" and the token's coordinator" if args.token else "")):
+        from node.parallel.processes import choose_devices
+        from node.processes.doctor import Status, checks_json, checks_text, examine, healthy
+
+        chosen = choose_devices(args.device, args.gpus)
+        checks = examine(token=args.token, state_dir=args.state_dir)
     if args.token is not None:
         from node.processes.reach_check import check_reach
 
-        checks += check_reach(args.token)
+        with screen.seconds_of("checking the paths to the coordinator and to others of the run"):
+            checks += check_reach(args.token)
     if args.run_file is not None:
         from node.processes.run_check import check_run
 
-        checks += check_run(args.run_file, chosen, args.tensor_parallel)
+        with screen.seconds_of("estimating the run's stages"):
+            checks += check_run(args.run_file, chosen, args.tensor_parallel)
     sys.stdout.write((checks_json(checks) if args.json else checks_text(checks)) + "\n")
     if any(check.name in GIVEN and check.status is Status.FAIL for check in checks):
         return UserError.exit_code

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import ssl
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from node.cli.main import main
+from node.display import volunteer
 from node.processes import doctor
 from node.processes.doctor import (
     MIN_FREE_BYTES,
@@ -318,6 +320,32 @@ def test_the_command(
     monkeypatch.setattr(doctor, "examine", lambda token, state_dir: [check])
     assert main(["doctor", "--json"]) == code
     assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
+
+
+def test_a_terminal_shows_what_is_checked_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = threading.Event()
+
+    def examine(token: str, state_dir: Path | None) -> list[Check]:
+        assert shown.wait(30.0), "nothing was shown"
+        return [Check(name="x", status=Status.OK, detail="y")]
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    show = volunteer.VolunteerScreen._show
+
+    def shows(screen: volunteer.VolunteerScreen, text: str) -> None:
+        show(screen, text)
+        shown.set()
+
+    monkeypatch.setattr(volunteer.VolunteerScreen, "_show", shows)
+    monkeypatch.setattr(volunteer, "TICK_SECONDS", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "checking this machine   0 s" in out
+    assert out.endswith("ok    x: y\nthis machine is ready\n")
 
 
 @pytest.mark.parametrize(
