@@ -124,7 +124,9 @@ class EnrolmentService:
         self._limits = RateLimits()
         self._work = asyncio.Semaphore(_MOST_AT_WORK)
         self._silent = _Silent()
-        self.looks = Looks(self._silent.first, self._refuse, handler.would_refuse, front.host)
+        self.looks = Looks(
+            self._silent.first, self._refuse, handler.would_refuse, front.host, lambda: self.control_port
+        )
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `server.add_generic_rpc_handlers`."""

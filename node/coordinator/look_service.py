@@ -41,6 +41,7 @@ class Looks:
         refuse: Callable[[JoinRequest, str], Awaitable[Refusal | None]],
         would_refuse: Callable[[str, bytes], str],
         source: Callable[[str], str],
+        control_port: Callable[[], int],
     ) -> None:
         """
         Args:
@@ -48,6 +49,7 @@ class Looks:
             refuse: why a gRPC peer is no holder of a token; raises `TimeoutError` if it asks too often.
             would_refuse: of a token's id and secret: why a join would be refused. It blocks.
             source: the IP address of gRPC's peer.
+            control_port: where nodes that were admitted go next; 0: where they asked.
         """
         self.relays: Callable[[], list[str]] = list
         """host:port of volunteers that relay, the fastest first."""
@@ -59,6 +61,7 @@ class Looks:
         self._refuse = refuse
         self._would_refuse = would_refuse
         self._source = source
+        self._control_port = control_port
         self._asking: set[str] = set()
         """Tokens whose holders are answered now."""
 
@@ -124,6 +127,7 @@ class Looks:
             relays=self.relays()[:MOST_RELAYS],
             links=[sentence[:MOST_CHARACTERS] for sentence in self.links()[:MOST_SENTENCES]],
             refusal=refusal,
+            control_port=self._control_port(),
         )
 
 

@@ -39,6 +39,8 @@ class SeenThere:
     """Which paths the run's links take, in sentences."""
     refusal: str
     """Why a join with this token would be refused; empty if it would not."""
+    control_port: int
+    """Of the coordinator, for nodes that were admitted; 0: the one that answered."""
     down: float
     """Bytes a second from the coordinator."""
     up: float
@@ -96,6 +98,7 @@ async def look(
                 relays=tuple(seen.relays),
                 links=tuple(seen.links),
                 refusal=seen.refusal,
+                control_port=seen.control_port,
                 down=down,
                 up=sent / max(1e-6, time.monotonic() - began),
             )

@@ -21,7 +21,7 @@ from wire import event_loop
 from wire.bootstrap import fetch_authority
 from wire.dialing import Place, connect, proxy_for
 from wire.errors import LinkError, ThinwireError, TokenError
-from wire.identity.names import split_address
+from wire.identity.names import join_address, split_address
 from wire.identity.token import JoinToken
 from wire.interfaces import ipv6_addresses
 from wire.mirror import seen_as
@@ -75,6 +75,10 @@ class Findings:
     """This machine's own IPv6 address."""
     refusal: str = ""
     """Why a join would be refused."""
+    members: str = ""
+    """host:port of the coordinator where nodes go once they are admitted, if it is another port,"""
+    members_answer: bool = True
+    """and whether it accepts connections from here."""
 
 
 def check_reach(text: str) -> Iterator[Check]:
@@ -124,6 +128,8 @@ def judged(found: Findings) -> Iterator[Check]:
         yield Check(
             name="token", status=Status.FAIL, detail=printable(found.refusal), fix="ask for a new token"
         )
+    if found.members:
+        yield _members(found)
     yield Check(name="nat", status=Status.OK, detail=nat_words(found))
     yield _direct(found)
     yield Check(name="simultaneous open", status=Status.OK, detail=_together_words(found))
@@ -131,6 +137,18 @@ def judged(found: Findings) -> Iterator[Check]:
     yield _line(found)
     if found.links:
         yield Check(name="links", status=Status.OK, detail=printable("; ".join(found.links)))
+
+
+def _members(found: Findings) -> Check:
+    name = printable(f"coordinator {found.members}")
+    if found.members_answer:
+        return Check(name=name, status=Status.OK, detail="answers; nodes go there once they are admitted")
+    return Check(
+        name=name,
+        status=Status.FAIL,
+        detail="nothing answers, and nodes go there once they are admitted: a join would wait for it",
+        fix="let this port through, too, or ask the run's operator for coordinator.one_port = true",
+    )
 
 
 def nat_words(found: Findings) -> str:
@@ -255,6 +273,7 @@ async def find(token: JoinToken, address: str, authority: x509.Certificate) -> F
             why_not, by, outside = mapped.why_not, mapped.by, mapped.outside
             await mapped.close()
     mirrors = () if proxy is not None else (*token.addresses, *seen.relays)
+    members = join_address(split_address(address)[0], seen.control_port) if seen.control_port else ""
     return Findings(
         proxy=proxy.shown if proxy is not None else "",
         host=seen.host,
@@ -272,6 +291,8 @@ async def find(token: JoinToken, address: str, authority: x509.Certificate) -> F
         up=seen.up,
         six=next(iter(ipv6_addresses()), ""),
         refusal=seen.refusal,
+        members=members,
+        members_answer=not members or await _answers(members),
     )
 
 
@@ -319,6 +340,16 @@ async def _places(address: str) -> list[Place]:
     except (OSError, ValueError):
         return []
     return sorted(((int(family), place[:2]) for family, _, _, _, place in found), key=lambda one: one[0])
+
+
+async def _answers(address: str) -> bool:
+    """Whether somebody accepts connections there."""
+    try:
+        async with asyncio.timeout(CONTACT_SECONDS):
+            (await connect(address)).close()
+    except (OSError, ValueError):  # a port that is none is a ValueError
+        return False
+    return True
 
 
 async def _nearness(relays: tuple[str, ...]) -> tuple[tuple[str, float], ...]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from node.coordinator.control_service import ControlService
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.ports import Ports, open_ports
 from node.coordinator.store import Store
-from node.processes.reach_check import Findings, _find_by, _places, find
+from node.processes import reach_check
+from node.processes.doctor import Status
+from node.processes.reach_check import Findings, _find_by, _places, find, judged
 from tests.support.links import SECONDS
 from wire.bootstrap import fetch_authority
+from wire.dialing import connect
 from wire.errors import LinkError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.token import JoinToken
@@ -37,12 +41,12 @@ class Desk:
 
 
 @contextlib.asynccontextmanager
-async def open_desk(folder: Path) -> AsyncIterator[Desk]:
+async def open_desk(folder: Path, *, one_port: bool = True) -> AsyncIterator[Desk]:
     authority = CertificateAuthority.create("demo-run", time.time())
     store = Store.create(folder, run_id="demo-run", config_json="{}", pin=authority.pin, now=time.time())
     try:
         enrolment = EnrolmentHandler(store, authority, DAY, time.time)
-        settings = CoordinatorSection(listen="127.0.0.1:0")
+        settings = CoordinatorSection(listen="127.0.0.1:0", one_port=one_port)
         async with open_ports(
             settings, authority, enrolment, lambda front: ControlService(None, front)
         ) as ports:  # type: ignore[arg-type]
@@ -72,9 +76,28 @@ async def test_the_coordinator_says_what_it_sees_and_the_token_stays_unused(tmp_
         assert [seen.target for seen in found.seen] == [desk.address]
         assert found.seen[0].here == found.seen[0].there
         assert [address for address, _ in found.relays] == [desk.address] * 3
+        assert (found.members, found.members_answer) == ("", True), "the port of joins is that of members"
         assert found.links == ("x" * 1000,) * 20
         assert found.down > 0 and found.up > 0 and found.round_trip > 0
         assert (found.mapped_port, found.not_mapped) == (0, "")
+
+
+async def test_a_port_of_members_alone_is_looked_at_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_desk(tmp_path / "run", one_port=False) as desk:
+        found = await findings(desk.token())
+        assert found.members_answer and found.members not in ("", desk.address)
+        assert Status.FAIL not in [check.status for check in judged(found)]
+
+        async def blocked(address: str) -> socket.socket:
+            if address == found.members:
+                raise OSError("as behind a firewall")
+            return await connect(address)
+
+        monkeypatch.setattr(reach_check, "connect", blocked)
+        (failed,) = (check for check in judged(await findings(desk.token())) if check.status is Status.FAIL)
+        assert failed.name == f"coordinator {found.members}" and "let this port through" in failed.fix
 
 
 async def test_a_token_that_was_revoked_is_told_so_and_a_forged_one_no_more(tmp_path: Path) -> None:
