@@ -328,7 +328,8 @@ def four_links() -> str:
         learned = (
             "Loss by seed of a small model with these codecs at its boundaries, after "
             f"{trained['steps']} steps of {trained['batch']} windows; without codecs "
-            f"{_losses_of(trained['held_out'], 'none')}. "
+            f"{_losses_of(trained['held_out'], 'none')} ({spaced(trained['hardware'])}, torch "
+            f"{trained['torch']}, commit {commit(trained)}). "
         )
     rows = [
         [
