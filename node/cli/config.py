@@ -92,6 +92,7 @@ def run_init(args: argparse.Namespace) -> int:
     from node.analysis.totals import MOST_PASSES
     from node.cli.parser import UsageError
     from node.display.explain import total_lines
+    from node.telemetry.format import count_text
 
     if args.run_file.exists():
         raise UsageError(f"{args.run_file} is there already: give the name of a new file")
@@ -104,10 +105,10 @@ def run_init(args: argparse.Namespace) -> int:
     args.run_file.write_text(run_file(found), encoding="utf-8")
     sys.stdout.write("\n".join(total_lines(found.explanation, machines)) + "\n")
     if args.data == "stdlib":
-        millions = found.config.run.steps * found.explanation.tokens_per_step / 1e6
+        tokens = found.config.run.steps * found.explanation.tokens_per_step
         sys.stdout.write(
-            f"the run reads {millions:.3g} million tokens, and stdlib is only an example: set data.path to a "
-            f"text of at least {millions / MOST_PASSES:.3g} million, for {MOST_PASSES} passes over it\n"
+            f"the run reads {count_text(tokens)} tokens, and stdlib is only an example: set data.path to a "
+            f"text of at least {count_text(tokens / MOST_PASSES)}, for {MOST_PASSES} passes over it\n"
         )
     sys.stdout.write(f"wrote {args.run_file}; start it with: thinwire coordinator {args.run_file}\n")
     return 0
