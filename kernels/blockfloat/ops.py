@@ -12,9 +12,10 @@ from kernels.blockfloat import layers as blockfloat_layers
 from kernels.blockfloat import reference as blockfloat
 from kernels.blockfloat.layout import packed_bytes
 from kernels.common import dispatch
+from kernels.common.operators import operator
 
 
-@torch.library.custom_op("thinwire::store", mutates_args=())
+@operator("thinwire::store")
 def store(x: Tensor, bits: int) -> Tensor:
     """`kernels.blockfloat.reference.pack`."""
     if dispatch.has_kernels(x.device.type):
@@ -24,7 +25,7 @@ def store(x: Tensor, bits: int) -> Tensor:
     return blockfloat.pack(x, bits)
 
 
-@torch.library.custom_op("thinwire::restore", mutates_args=())
+@operator("thinwire::restore")
 def restore(packed: Tensor, shape: Sequence[int], bits: int, dtype: torch.dtype) -> Tensor:
     """`kernels.blockfloat.reference.unpack`."""
     if dispatch.has_kernels(packed.device.type):
@@ -34,7 +35,7 @@ def restore(packed: Tensor, shape: Sequence[int], bits: int, dtype: torch.dtype)
     return blockfloat.unpack(packed, shape, bits, dtype)
 
 
-@torch.library.custom_op("thinwire::norm_store", mutates_args=())
+@operator("thinwire::norm_store")
 def norm_store(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, bits: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -46,7 +47,7 @@ def norm_store(
     return blockfloat_layers.norm_store(x, weight, bias, eps, bits, dtype)
 
 
-@torch.library.custom_op("thinwire::norm_from_stored", mutates_args=())
+@operator("thinwire::norm_from_stored")
 def norm_from_stored(
     packed: Tensor,
     shape: Sequence[int],
@@ -64,7 +65,7 @@ def norm_from_stored(
     return blockfloat_layers.norm_from_stored(packed, shape, weight, bias, eps, bits, dtype)
 
 
-@torch.library.custom_op("thinwire::norm_backward", mutates_args=())
+@operator("thinwire::norm_backward")
 def norm_backward(
     grad: Tensor,
     packed: Tensor,
@@ -82,7 +83,7 @@ def norm_backward(
     return blockfloat_layers.norm_backward(grad, packed, residual, weight, bias, eps, bits)
 
 
-@torch.library.custom_op("thinwire::ffn_store", mutates_args=())
+@operator("thinwire::ffn_store")
 def ffn_store(
     gate: Tensor, up: Tensor | None, bits: int, gelu: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +95,7 @@ def ffn_store(
     return blockfloat_layers.ffn_store(gate, up, bits, gelu)
 
 
-@torch.library.custom_op("thinwire::ffn_backward", mutates_args=("grad",))
+@operator("thinwire::ffn_backward", mutates_args=("grad",))
 def ffn_backward(
     grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int, gelu: bool = False
 ) -> Tensor:

@@ -7,11 +7,12 @@ them once they have run. Scratch memory comes from torch's allocator.
 import torch
 
 from kernels.common import dispatch
+from kernels.common.operators import operator
 from kernels.fixed import loops
 from kernels.fixed.reference import FixedSections
 
 
-@torch.library.custom_op("thinwire::fixed_encode", mutates_args=("scales", "planes", "exponent"))
+@operator("thinwire::fixed_encode", mutates_args=("scales", "planes", "exponent"))
 def encode(
     x: torch.Tensor, scales: torch.Tensor, planes: torch.Tensor, exponent: torch.Tensor, constant: float
 ) -> None:
@@ -25,7 +26,7 @@ def encode(
         exponent.copy_(loops.encode(x, FixedSections(scales, planes), constant=constant))
 
 
-@torch.library.custom_op("thinwire::fixed_decode", mutates_args=("out",))
+@operator("thinwire::fixed_decode", mutates_args=("out",))
 def decode(
     scales: torch.Tensor, planes: torch.Tensor, out: torch.Tensor, exponent: torch.Tensor, constant: float
 ) -> torch.Tensor:

@@ -8,12 +8,13 @@ without Triton.
 import torch
 
 from kernels.common import dispatch
+from kernels.common.operators import operator
 from kernels.tah.loops import decode as loops_decode
 from kernels.tah.loops import encode as loops_encode
 from kernels.tah.reference import TahSections
 
 
-@torch.library.custom_op(
+@operator(
     "thinwire::tah_encode",
     mutates_args=(
         "scales",
@@ -61,7 +62,7 @@ def encode(
         exponent.copy_(loops_encode.encode(x, sections, samples=samples, four_bit=four_bit, tau=tau))
 
 
-@torch.library.custom_op("thinwire::tah_decode", mutates_args=("out",))
+@operator("thinwire::tah_decode", mutates_args=("out",))
 def decode(
     scales: torch.Tensor,
     zero_points: torch.Tensor,

@@ -39,9 +39,10 @@ import sys
 import torch
 from node.stage.passes import backward_from
 from tests.support.memory_pipeline import reference_run
-from tests.support.run_harness import SMALL
+from tests.support.run_harness import SMALL, packed
 
 reference_run(SMALL, 2)
+reference_run(packed(SMALL), 1)
 fed = torch.ones(2, 3, requires_grad=True)
 given = torch.randn(2, 3)
 backward_from(fed.exp(), given)
@@ -51,7 +52,8 @@ print(sorted({"torch._dynamo", "sympy"} & sys.modules.keys()))
 
 
 def test_training_imports_no_compiler(prefork: Prefork, tmp_path: Path) -> None:
-    """Importing it takes seconds, and sympy half a second, which each node would wait for."""
+    """Importing it takes seconds, and sympy half a second, which each node would wait for. This holds for
+    activations that are stored packed, too."""
     (tmp_path / "trains.py").write_text(TRAINS)
     command = [sys.executable, str(tmp_path / "trains.py")]
     process = prefork.popen(command, stdout=subprocess.PIPE, text=True)
