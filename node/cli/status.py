@@ -15,6 +15,8 @@ GONE = "gone"
 STEPS = ("training", "replaying")
 """States in which the speed of the newest step is the run's."""
 GOES_ON = (*STEPS, "waiting for nodes")
+PAUSED = "paused"
+"""The disk is full: no step is news, and nothing of the run is slow."""
 _OF_A_LINK = (
     "source",
     "target",
@@ -99,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool, replays_to: int = 0) -> str:
-    """`finished`, `failed`, `training`, `replaying`, `waiting for nodes`, `stopped`, `gone`, `not seen here`.
+    """`finished`, `failed`, `training`, `replaying`, `waiting for nodes`, `paused`, `stopped`, `gone`,
+    `not seen here`.
 
     `gone` is a coordinator that died without ending its run, `replaying` one whose steps ran before.
 
@@ -117,6 +120,8 @@ def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool,
         return "stopped"
     if not alive:
         return GONE
+    if status.paused:
+        return PAUSED
     connected = {node.node_id for node in status.nodes}
     placed = status.placement is not None and connected.issuperset(status.placement.nodes)
     if not placed:
@@ -136,6 +141,8 @@ def _live_lines(status: "RunStatus", now: float, alive: bool | None, *, steps: b
         )
     ]
     nodes = status.placement.nodes if status.placement else ()
+    if status.paused and alive and not status.finished:
+        lines.append(printable(status.paused))
     if alive is not False:
         grid = f"{len(nodes) or status.started.stages} stages"
         if status.placement is not None and status.placement.groups:

@@ -131,7 +131,7 @@ class Coordinator:
         self._machine = RunMachine(plan, step_plan(config), past)
         self._reporter = Reporter(config, emit, unreported)
         self._tracer = Tracer(config.telemetry, directory, self._places)
-        self._disk = Disk(lambda text: emit(events.Notice(text=text)))
+        self._disk = Disk(lambda text: emit(events.DiskRoom(text=text, full=self._disk.is_full)))
         self._snapshots = SnapshotHandler(
             config=config,
             windows=corpus.windows,

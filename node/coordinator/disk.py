@@ -22,7 +22,7 @@ class Disk:
     """Repeats writes that find the disk full. Call it on the event loop."""
 
     def __init__(self, tell: Callable[[str], None], retry_seconds: float = RETRY_SECONDS) -> None:
-        """`tell` shows the operator a line."""
+        """`tell` shows the operator a line; `is_full` says then what it is about."""
         self._tell = tell
         self._retry_seconds = retry_seconds
         self._room = asyncio.Event()
@@ -37,6 +37,10 @@ class Disk:
     async def full(self) -> None:
         """Wait until the disk is full."""
         await self._full.wait()
+
+    @property
+    def is_full(self) -> bool:
+        return self._full.is_set()
 
     def give_up(self) -> None:
         """The run ends at once: writes fail from now on."""
@@ -63,9 +67,9 @@ class Disk:
                         await self._given_up.wait()
                 continue
             if told:
-                self._tell("the disk has room again: the run goes on")
                 self._full.clear()
                 self._room.set()
+                self._tell("the disk has room again: the run goes on")
             return result
 
 

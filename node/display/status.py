@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from node.telemetry.events import (
+    DiskRoom,
     Event,
     HeldOutLoss,
     NodeJoined,
@@ -63,6 +64,8 @@ class RunStatus(Event):
     snapshot: SnapshotStored | None = None
     finished: RunFinished | None = None
     page: PageServed | None = None
+    paused: str = ""
+    """Why the run stands still until somebody does something; empty if it does not."""
     process_start: str = ""
     """Distinguishes the process from a later one with the same id; empty if unknown."""
 
@@ -90,6 +93,8 @@ def after(status: RunStatus, event: Event) -> RunStatus:
             return replace(status, aborted=status.aborted + 1)
         case SnapshotStored():
             return replace(status, snapshot=event)
+        case DiskRoom():
+            return replace(status, paused=event.text if event.full else "")
         case SnapshotSetAside():
             damaged = status.snapshot is not None and status.snapshot.step > event.whole
             return replace(status, snapshot=None) if damaged else status

@@ -359,6 +359,14 @@ class StoragesPlanned(Notice):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DiskRoom(Notice):
+    """The coordinator's disk is full, and the run pauses; or it has room again."""
+
+    event: ClassVar[str] = "disk-room"
+    full: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotSetAside(Notice):
     """A stored snapshot was found damaged during the run and is no longer used."""
 

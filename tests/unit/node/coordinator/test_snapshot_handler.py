@@ -177,10 +177,11 @@ async def test_a_full_disk_pauses_until_there_is_room(
             await hand_in(handler, 4, unit, made[unit])
         waits = asyncio.create_task(told.disk.room())
         await asyncio.sleep(0)
-        assert told.stored.empty() and not waits.done()
+        assert told.stored.empty() and not waits.done() and told.disk.is_full
         room.set()
         assert (await told.stored.get()).step == 4
         await waits
+        assert not told.disk.is_full
         assert told.failed == []
         assert told.said == [
             "paused: disk full: head.safetensors needs 9 bytes; the run goes on by itself once there is room",

@@ -22,11 +22,13 @@ from node.display.status import (
     WRITE_INTERVAL,
     RunStatus,
     StatusWriter,
+    after,
     coordinator_alive,
     read_status,
 )
 from node.run_file.loader import to_json
 from node.telemetry.events import (
+    DiskRoom,
     NodeJoined,
     NodeLeft,
     Notice,
@@ -355,9 +357,16 @@ def test_a_run_that_waits_or_is_gone_shows_no_speed_of_earlier(
     assert main(["status", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert ": waiting for nodes" in out and "speed" not in out and "snapshots 1, the newest" in out
-    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
-        pass  # it has ended, and was waited for
-    (run_dir / STATUS_FILE).write_text(replace(status, process_id=dead.pid).to_json())
+    full = after(status, DiskRoom(text="paused: disk full: block 3 needs 9 bytes", full=True))
+    (run_dir / STATUS_FILE).write_text(full.to_json())
     assert main(["status", str(run_dir)]) == 0
     out = capsys.readouterr().out
-    assert ": gone, " in out and "speed" not in out and "snapshots 1\n" in out
+    assert ": paused, " in out and "\npaused: disk full: block 3" in out
+    assert "speed" not in out and "slow" not in out
+    assert after(full, DiskRoom(text="the disk has room again", full=False)) == status
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass  # it has ended, and was waited for
+    (run_dir / STATUS_FILE).write_text(replace(full, process_id=dead.pid).to_json())
+    assert main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert ": gone, " in out and "paused" not in out and "speed" not in out and "snapshots 1\n" in out
