@@ -2,7 +2,8 @@
 
 `history-view.json` holds a view builder's state and the position up to which it has seen the history. It is a
 cache: every reader goes on from it, and whoever has read `SAVE_BYTES` more writes a new one. The writer of
-the history does so during the run (`refresh`), so readers parse little more than `INDEX_BYTES` of events.
+the history does so during the run (`refresh`), so readers parse little more than `INDEX_BYTES` of events, or
+`INDEX_TIMES` the checkpoint's size.
 """
 
 import contextlib
@@ -52,9 +53,12 @@ def read_view(
     return builder, position
 
 
-def refresh(directory: Path, cancelled: Cancelled) -> None:
-    """Bring the checkpoint up to the end of the history. RunError."""
+def refresh(directory: Path, cancelled: Cancelled) -> int:
+    """Bring the checkpoint up to the end of the history; gives its bytes, 0 if there is none. RunError."""
     read_view(directory, cancelled=cancelled)
+    with contextlib.suppress(OSError):
+        return (directory / CHECKPOINT_FILE).stat().st_size
+    return 0
 
 
 def _load(directory: Path, end: int | None) -> tuple[RunViewBuilder, int]:

@@ -10,7 +10,7 @@ counts them, so it stays valid when files are renamed or compressed.
 
 **Growth.** A step takes about 0.4 kB, plus 0.8 kB for each stage with its links. Costs of steps shorter than
 `COSTS_SECONDS` are summed and written together, so a stage adds at most 0.8 kB in that time: 70 MB a
-day, before compression.
+day, before compression. That time grows with the stages: all of them add at most `COSTS_STAGES` times as much.
 
 Join lines contain a secret and are never written.
 """
@@ -36,7 +36,8 @@ from wire.errors import ProtocolViolationError, RunError
 
 HISTORY_FILE = "history.jsonl"
 COSTS_SECONDS = 1.0
-"""Least time between two lines of costs."""
+"""Least time between two lines of costs, of up to `COSTS_STAGES` stages, rows counted; of more as much longer."""
+COSTS_STAGES = 100
 _BLOCK_BYTES = 1 << 16
 MOST_BYTES = 4 << 20
 """A tail reads at most this much at a time, whatever the length of the history."""
@@ -44,7 +45,9 @@ MOST_WAITING = 10_000
 """Lines kept in memory while the disk is full; then the oldest are lost."""
 SEGMENT_BYTES = 32 << 20
 INDEX_BYTES = 1 << 20
-"""Bytes between two calls of a writer's `index`."""
+"""Bytes between two calls of a writer's `index`, at least."""
+INDEX_TIMES = 4
+"""Bytes between two calls, as a multiple of what the last one wrote: an index of many stages is large."""
 CLOSE_SECONDS = 10.0
 """The longest that `HistoryWriter.close` waits for its thread."""
 _SEGMENT = re.compile(r"history-(\d{15})-(\d{15})\.jsonl(\.gz)?")
@@ -81,17 +84,20 @@ class HistoryWriter:
         self,
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.time,
-        index: Callable[[Path, Cancelled], object] | None = None,
+        index: Callable[[Path, Cancelled], int] | None = None,
     ) -> None:
         """
         Args:
-            index: called on a thread with the run's directory, each time `INDEX_BYTES` were added, so that
-                readers need not read the whole history. It returns early once its second argument gives true.
+            index: called on a thread with the run's directory, each time `INDEX_BYTES` were added or more, so
+                that readers need not read the whole history. It gives its size in bytes, and returns early
+                once its second argument gives true.
         """
         self._warn = warn
         self._clock = clock
         self._index = index
         self._unindexed = 0
+        self._index_bytes = 0
+        """Of the newest index."""
         self._worker: threading.Thread | None = None
         self._closing = threading.Event()
         self._path: Path | None = None
@@ -147,7 +153,8 @@ class HistoryWriter:
             self._flush_costs(now)
             total = costs
         self._pending = total
-        if not 0 <= now - self._costs_at < COSTS_SECONDS:
+        pause = COSTS_SECONDS * max(1.0, len(costs.stages) / COSTS_STAGES)
+        if not 0 <= now - self._costs_at < pause:
             self._flush_costs(now)
 
     def _flush_costs(self, now: float) -> None:
@@ -171,10 +178,15 @@ class HistoryWriter:
                 )
             return
         self._told = False
-        if self._unindexed >= INDEX_BYTES and (self._worker is None or not self._worker.is_alive()):
+        if self._unindexed >= self._index_after and (self._worker is None or not self._worker.is_alive()):
             self._unindexed = 0
             self._worker = threading.Thread(target=self._tidy, args=(self._path.parent,), daemon=True)
             self._worker.start()
+
+    @property
+    def _index_after(self) -> int:
+        """Bytes that are added before the next index."""
+        return max(INDEX_BYTES, INDEX_TIMES * self._index_bytes)
 
     @staticmethod
     def _line(event: events.Event, now: float, replayed: bool) -> str:
@@ -191,13 +203,13 @@ class HistoryWriter:
         if os.fstat(self._file.fileno()).st_size >= SEGMENT_BYTES:
             self._drop_file()
             _rotate(self._path.parent)
-            self._unindexed = INDEX_BYTES
+            self._unindexed = self._index_after
 
     def _tidy(self, directory: Path) -> None:
         """On a thread: index what was added, compress whole segments. Failures cost readers time only."""
         try:
             if self._index is not None:
-                self._index(directory, self._closing.is_set)
+                self._index_bytes = self._index(directory, self._closing.is_set)
             for segment in _segments(directory):
                 if not segment.compressed and not self._closing.is_set():
                     _compress(segment.path)

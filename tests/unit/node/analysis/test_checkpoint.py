@@ -27,6 +27,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few events a file, so that short runs rotate and are indexed often."""
     monkeypatch.setattr(history, "SEGMENT_BYTES", 6000)
     monkeypatch.setattr(history, "INDEX_BYTES", 2000)
+    monkeypatch.setattr(history, "INDEX_TIMES", 0)
     monkeypatch.setattr(checkpoint, "SAVE_BYTES", 2000)
 
 

@@ -16,6 +16,7 @@ from node.telemetry.history import (
     HistoryTail,
     HistoryWriter,
     highest_step,
+    history_size,
     read_history,
 )
 from tests.support.recorded_run import append
@@ -303,3 +304,26 @@ def test_text_that_is_no_utf8_is_written_and_read(tmp_path: Path) -> None:
     writing.say(notice("the folder \udcff is missing"))
     tail = HistoryTail(tmp_path)
     assert texts(tail) == ["the folder \udcff is missing"] and writing.warnings == []
+
+
+def test_an_index_is_made_again_once_a_multiple_of_its_own_size_was_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "INDEX_BYTES", 1000)
+    made: list[int] = []
+
+    def index(directory: Path, _cancelled: history.Cancelled) -> int:
+        made.append(history_size(directory))
+        return 5000
+
+    writer = HistoryWriter(pytest.fail, lambda: BEGAN, index=index)
+    writer(events.RunStarted(**{**vars(started()), "directory": str(tmp_path)}))
+    while len(made) < 3:
+        writer(events.Notice(text="a line of some length"))
+        if writer._worker is not None:
+            writer._worker.join()
+    writer.close()
+    first, second, third = made
+    assert 1000 <= first < 1200
+    assert history.INDEX_TIMES * 5000 <= second - first < history.INDEX_TIMES * 5000 + 200
+    assert history.INDEX_TIMES * 5000 <= third - second < history.INDEX_TIMES * 5000 + 200
