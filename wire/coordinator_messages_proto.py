@@ -69,7 +69,7 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
                 )
             )
         case Restore():
-            missed = None if message.missed is None else control_pb2.Commit(**vars(message.missed))
+            missed = None if message.missed is None else _commit_to_proto(message.missed)
             return control_pb2.CoordinatorMessage(
                 restore=control_pb2.Restore(
                     epoch=message.epoch,
@@ -85,7 +85,7 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
         case Begin():
             return control_pb2.CoordinatorMessage(begin=control_pb2.Begin(**vars(message)))
         case Commit():
-            return control_pb2.CoordinatorMessage(commit=control_pb2.Commit(**vars(message)))
+            return control_pb2.CoordinatorMessage(commit=_commit_to_proto(message))
         case TakeSnapshot():
             return control_pb2.CoordinatorMessage(take_snapshot=control_pb2.TakeSnapshot(**vars(message)))
         case Validate():
@@ -174,16 +174,7 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
                 storages=tuple(restore.storages),
             )
         case "begin":
-            begin = message.begin
-            return Begin(
-                epoch=begin.epoch,
-                step=begin.step,
-                link_windows=tuple(begin.link_windows),
-                keep_sums=begin.keep_sums,
-                audited=tuple(begin.audited),
-                waited_seconds=amount(begin.waited_seconds, "a wait"),
-                loss_scale=amount(begin.loss_scale, "a loss scale"),
-            )
+            return _begin_from_proto(message.begin)
         case "commit":
             return _commit_from_proto(message.commit)
         case "take_snapshot":
@@ -297,6 +288,23 @@ def _placement_from_proto(message: control_pb2.Placement) -> Placement:
     )
 
 
+def _begin_from_proto(message: control_pb2.Begin) -> Begin:
+    return Begin(
+        epoch=message.epoch,
+        step=message.step,
+        link_windows=tuple(message.link_windows),
+        keep_sums=message.keep_sums,
+        audited=tuple(message.audited),
+        waited_seconds=amount(message.waited_seconds, "a wait"),
+        loss_scale=amount(message.loss_scale, "a loss scale"),
+    )
+
+
+def _commit_to_proto(message: Commit) -> control_pb2.Commit:
+    then = None if message.then is None else control_pb2.Begin(**vars(message.then))
+    return control_pb2.Commit(**{**vars(message), "then": then})
+
+
 def _commit_from_proto(message: control_pb2.Commit) -> Commit:
     return Commit(
         epoch=message.epoch,
@@ -304,6 +312,7 @@ def _commit_from_proto(message: control_pb2.Commit) -> Commit:
         clip_coefficient=amount(message.clip_coefficient, "a clip coefficient"),
         lr=amount(message.lr, "a learning rate"),
         waited_seconds=amount(message.waited_seconds, "a wait"),
+        then=_begin_from_proto(message.then) if message.HasField("then") else None,
     )
 
 

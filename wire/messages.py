@@ -135,10 +135,13 @@ class Vote:
     """From the last stage with several groups: by group of its row, the group's part of the mean loss."""
     digests: Mapping[int, GroupDigests] = field(default_factory=dict)
     """With audits: of each group of its row, and of `Begin.audited`."""
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
+    """Answer to a commit that no step follows at once. Else the vote for the next step says the same."""
+
     epoch: int
     step: int
     telemetry: Telemetry
@@ -343,6 +346,8 @@ class Commit:
     lr: float
     waited_seconds: float = 0.0
     """As in `Begin`."""
+    then: Begin | None = None
+    """The step to begin as soon as this one is applied; its vote says that it is. None: say `Applied`."""
 
 
 @dataclass(frozen=True, kw_only=True)

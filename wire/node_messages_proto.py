@@ -157,6 +157,7 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
                         for g, one in sorted(message.group_losses.items())
                     ],
                     digests=[_digests_to_proto(g, one) for g, one in sorted(message.digests.items())],
+                    telemetry=telemetry_to_proto(message.telemetry),
                 )
             )
         case Applied():
@@ -251,6 +252,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 loss=vote.loss if vote.has_loss else None,
                 group_losses={one.group: one.loss for one in vote.group_losses},
                 digests={one.group: _digests_from_proto(one) for one in vote.digests},
+                telemetry=telemetry_from_proto(vote.telemetry),
             )
         case "applied":
             applied = message.applied

@@ -445,7 +445,7 @@ def measured(message: control_pb2.NodeMessage) -> Measured:
     if kind == "step_spans":
         spans = message.step_spans
         return Measured(kind=kind, size=size, step=spans.step, spans=len(spans.lengths))
-    has_report = kind in ("heartbeat", "ready", "applied")
+    has_report = kind in ("heartbeat", "ready", "vote", "applied")
     return Measured(
         kind=kind, size=size, links=len(getattr(message, kind).telemetry.links) if has_report else 0
     )

@@ -319,11 +319,10 @@ class Coordinator:
             case RecordPlacement():
                 self._reporter.placed()
                 self.relays.placed(action.nodes, action.addresses, len(action.groups))
-                hosts = zip(action.nodes, action.addresses, strict=True)
                 stages = len(action.nodes) // len(action.groups)
                 placed = [
                     PlacedNode(place % stages, node, address, place // stages)
-                    for place, (node, address) in enumerate(hosts)
+                    for place, (node, address) in enumerate(zip(action.nodes, action.addresses, strict=True))
                 ]
                 await self._record(self._store.record_placement, action.epoch, placed)
             case RecordRestored():
@@ -481,7 +480,7 @@ class Coordinator:
         if session not in self._sessions:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
         before = self.accounting.newest.get(node_id, Telemetry())
-        if isinstance(message, Ready | Applied | Validated | Heartbeat):
+        if isinstance(message, Ready | Vote | Applied | Validated | Heartbeat):
             self._reporter.report(node_id, message.telemetry)
         if isinstance(message, Ready | Vote | Applied | Validated):
             self._answers.came(node_id, time.monotonic())
@@ -504,6 +503,7 @@ class Coordinator:
                 self._post(lambda now: self._machine.leave(node_id, now))
             case _:
                 if isinstance(message, Vote):
+                    faults.reach_coordinator(faults.Phase.APPLY, step=message.step - 1)  # is applied, too
                     faults.reach_coordinator(faults.Phase.VOTING, step=message.step)
                 elif isinstance(message, Applied):
                     faults.reach_coordinator(faults.Phase.APPLY, step=message.step)

@@ -91,7 +91,7 @@ class RecordHeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone:
-    """All stages have applied `step`."""
+    """All stages have applied `step`, or begin the next one as soon as they have."""
 
     epoch: int
     step: int
@@ -219,6 +219,7 @@ def let_go(node_id: str) -> list[Action]:
 def costs_last(actions: Sequence[Action]) -> Sequence[Action]:
     """With the begin of the next step before the end of this one: its costs are summed up while nodes are at
     the next."""
-    if actions and isinstance(actions[0], StepDone) and all(isinstance(one, Send) for one in actions[1:]):
-        return [*actions[1:], actions[0]]
-    return actions
+    at = next((at for at, one in enumerate(actions) if isinstance(one, StepDone)), None)
+    if at is None or not all(isinstance(one, Send) for one in actions[at + 1 :]):
+        return actions
+    return [*actions[:at], *actions[at + 1 :], actions[at]]

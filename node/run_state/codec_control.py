@@ -77,14 +77,14 @@ class CodecControl:
         if self._wanted is None:
             self._wanted = self._rates.step_done(lines, seconds)
 
-    def recorded_change(self, epoch: Epoch) -> bool:
-        """Whether the next step has run before, with other codecs than this epoch's."""
-        known = None if epoch.codecs is None else self.history.at(epoch.step)
+    def recorded_change(self, epoch: Epoch, step: int) -> bool:
+        """Whether this step has run before, with other codecs than this epoch's."""
+        known = None if epoch.codecs is None else self.history.at(step)
         return known is not None and known != epoch.codecs
 
-    def may_gain(self, epoch: Epoch) -> bool:
-        """Whether other codecs are worth another epoch."""
-        return epoch.codecs is not None and self._wanted is not None and not self._repeats(epoch.step)
+    def may_gain(self, epoch: Epoch, step: int) -> bool:
+        """Whether other codecs are worth another epoch that begins with this step."""
+        return epoch.codecs is not None and self._wanted is not None and not self._repeats(step)
 
     def _repeats(self, step: int) -> bool:
         return step < max(self._newest, self.history.newest)

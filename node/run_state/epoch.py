@@ -3,7 +3,7 @@
     PLACING     every stage says which state it holds
     RESTORING   every stage loads one common state and warms its links
     STEPPING    the step runs; stages vote
-    APPLYING    the commit is recorded; stages apply the optimizer
+    APPLYING    the commit is recorded; stages apply the optimizer, and do not go on to the next step by themselves
     VALIDATING  between steps: forward passes over held-out samples
     IDLE        between steps, when the run must not begin another yet
 
@@ -31,15 +31,15 @@ from node.run_state.actions import (
 )
 from node.run_state.audits import Audit, Auditor, Contradiction, Difference, rows_alike
 from node.run_state.grid import ONE_ROW, Groups
-from node.run_state.held_out import HeldOutPass, mean_loss
+from node.run_state.held_out import HeldOutPass, pass_losses
 from node.run_state.votes import (
-    Disagreement,
     FiniteUncompressed,
     Implausible,
     NonFinite,
     Outcome,
     RefusedVote,
     VoteHistory,
+    disagreement,
     step_loss,
     unscaled,
 )
@@ -60,13 +60,11 @@ from wire.messages import (
     Vote,
 )
 
+REMEMBERED_AUDITS = 16
 Neighbours = Callable[[int, int], Collection[int]]
 """(stage, number of stages) -> the stages that it has links with."""
 StepPlan = Callable[[int, float], tuple[float, float]]
 """(step, global gradient norm) -> (clip coefficient, learning rate)."""
-
-
-REMEMBERED_AUDITS = 16
 
 
 class Phase(StrEnum):
@@ -175,6 +173,8 @@ class Epoch:
         self._loss = math.nan
         self._windows: tuple[int, ...] = ()
         self._keeps_sums = False
+        self._follows_commit = False
+        """The step that runs began with the commit of the one before."""
 
     # ---- who is where
 
@@ -231,6 +231,21 @@ class Epoch:
 
     def begin(self) -> list[Action]:
         """Open the step. Call in `IDLE` only."""
+        self._follows_commit = False
+        self._open_step()
+        return [Send(node_id=node, message=self._begin(node)) for node in self.hosts]
+
+    def go_on(self) -> list[Action]:
+        """Open the next step with the commit of this one: who votes for it has applied this one. In place of
+        what `vote` sends."""
+        done = StepDone(epoch=self.number, step=self.step, nodes=self.hosts)
+        self.step += 1
+        self.steps_done += 1
+        self._follows_commit = True
+        self._open_step()
+        return [*(Send(node_id=node, message=self._step_message(node)) for node in self.hosts), done]
+
+    def _open_step(self) -> None:
         self.phase = Phase.STEPPING
         self._history.begins(self.step)
         # All stages must run the step with the same windows, also one that receives it again.
@@ -240,7 +255,6 @@ class Epoch:
         self.audit = None if self.uncompressed else self._auditor.draw(self.step, self.groups, self._kinds)
         if self.audit is not None:
             self._audited.append(self.step)
-        return [Send(node_id=node, message=self._begin(node)) for node in self.hosts]
 
     @property
     def all_hold_it(self) -> bool:
@@ -293,7 +307,9 @@ class Epoch:
     def outstanding(self, node_id: str) -> list[CoordinatorMessage]:
         """What a node whose control connection broke may have missed; nodes ignore what they know already."""
         missed: list[CoordinatorMessage] = []
-        taken = self._snapshot is not None and self._snapshot.step == self.step
+        # A node that has missed the commit holds the state before it.
+        oldest = self.step - (self._follows_commit and self.phase is Phase.STEPPING)
+        taken = self._snapshot is not None and self._snapshot.step >= oldest
         if self._snapshot is not None and taken and node_id in self.snapshot_nodes:
             missed.append(self._snapshot)
         match self.phase:
@@ -302,7 +318,7 @@ class Epoch:
             case Phase.RESTORING:
                 return [self._restore]
             case Phase.STEPPING:
-                missed.append(self._begin(node_id))
+                missed.append(self._step_message(node_id))
             case Phase.APPLYING:
                 missed.append(self._commit())
             case Phase.VALIDATING if node_id in self.asked:
@@ -416,7 +432,7 @@ class Epoch:
         return [StepDone(epoch=self.number, step=step, nodes=self.hosts)]
 
     def validated(self, node_id: str, message: Validated) -> list[Action]:
-        """A stage is done with a pass: begins the next one, or ends with `RecordHeldOut`."""
+        """A pass is done: begins the next one, or ends with `RecordHeldOut`."""
         current = self._validate() if self.phase is Phase.VALIDATING else None
         if current is None or (message.step, message.number) != (current.step, current.number):
             return []
@@ -430,15 +446,14 @@ class Epoch:
         if len(self._losses) < len(self._passes):
             return self._to_asked(self._validate())
         self.phase = Phase.IDLE
-        done = list(zip(self._passes, self._losses, strict=True))
-        as_trained = mean_loss([(one.microbatches, loss) for one, loss in done if one.number % 2 == 0])
-        exact = [(one.microbatches, loss) for one, loss in done if one.number % 2]
-        uncompressed = mean_loss(exact)
-        assert uncompressed is not None, "every batch has a pass with fp32"
-        samples = self._microbatch * sum(count for count, _ in exact)
+        found = pass_losses(self._passes, self._losses)
         return [
             RecordHeldOut(
-                epoch=self.number, step=self.step, loss=as_trained, uncompressed=uncompressed, samples=samples
+                epoch=self.number,
+                step=self.step,
+                loss=found.as_trained,
+                uncompressed=found.uncompressed,
+                samples=self._microbatch * found.microbatches,
             )
         ]
 
@@ -457,7 +472,7 @@ class Epoch:
         finite = all(0.0 <= norm < math.inf for vote in self.votes.values() for norm in vote.norms.values())
         if not finite and self._may_overflow:
             return self._skip_step()
-        if (odd := self._disagreement() or self._audit_step()) is not None:
+        if (odd := disagreement(self.votes, self.hosts, self.stages) or self._audit_step()) is not None:
             return odd
         loss = step_loss(self._head_votes)
         factor = 1.0 if self._scales is None else self._scales.at(self.step).factor
@@ -504,16 +519,6 @@ class Epoch:
         )
         return [record, *self._to_asked(self._commit())]
 
-    def _disagreement(self) -> Disagreement | None:
-        """Nodes of one stage that did not get the same gradient, if there are any."""
-        for stage in range(self.stages):
-            column = self.hosts[stage :: self.stages]
-            norms = {node: self.votes[node].norms for node in column}
-            said = {tuple(sorted(one.items())) for one in norms.values()}
-            if len(said) > 1:
-                return Disagreement(f"the gradient of stage {stage} is not the same in all rows", norms)
-        return None
-
     def _audit_step(self) -> Difference | Contradiction | None:
         if self.audit is None:
             return None
@@ -558,15 +563,16 @@ class Epoch:
             loss_scale=0.0 if self._scales is None else self._scales.at(self.step).factor,
         )
 
+    def _step_message(self, node_id: str) -> Begin | Commit:
+        """What a node begins the step that runs with."""
+        begin = self._begin(node_id)
+        return replace(self._commit(), then=begin) if self._follows_commit else begin
+
     def _commit(self) -> Commit:
-        committed = self.committed
-        assert committed is not None, "called only when there is one"
-        return Commit(
-            epoch=self.number,
-            step=committed.step,
-            clip_coefficient=committed.clip_coefficient,
-            lr=committed.lr,
-        )
+        one = self.committed
+        assert one is not None, "called only when there is one"
+        clip = one.clip_coefficient
+        return Commit(epoch=self.number, step=one.step, clip_coefficient=clip, lr=one.lr)
 
     @functools.cached_property
     def _rows(self) -> tuple[tuple[PlacedStage, ...], ...]:

@@ -477,7 +477,10 @@ class Stragglers:
     def _note_step(self, at: tuple[int, int, Phase] | None, now: float) -> None:
         """A phase is over: remember how long a step took that got its votes."""
         before = self._at
-        if before and at and before[2] is Phase.STEPPING and at == (*before[:2], Phase.APPLYING):
+        if before is None or at is None or before[2] is not Phase.STEPPING:
+            return
+        number, step, _ = before
+        if at in ((number, step, Phase.APPLYING), (number, step + 1, Phase.STEPPING)):
             self._seconds = [*self._seconds, now - self._began][-REMEMBERED_STEPS:]
 
 

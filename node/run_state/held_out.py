@@ -56,6 +56,27 @@ class HeldOutSchedule:
         return is_best
 
 
+@dataclass(frozen=True, kw_only=True)
+class PassLosses:
+    """Of all passes of one measurement, in nats a token."""
+
+    as_trained: float | None
+    """With the run's codecs; None if no pass has them."""
+    uncompressed: float
+    microbatches: int
+
+
+def pass_losses(passes: Sequence[HeldOutPass], losses: Sequence[float]) -> PassLosses:
+    """The means over these passes' losses."""
+    done = list(zip(passes, losses, strict=True))
+    as_trained = mean_loss([(one.microbatches, loss) for one, loss in done if one.number % 2 == 0])
+    exact = [(one.microbatches, loss) for one, loss in done if one.number % 2]
+    uncompressed = mean_loss(exact)
+    assert uncompressed is not None, "every batch has a pass with fp32"
+    count = sum(count for count, _ in exact)
+    return PassLosses(as_trained=as_trained, uncompressed=uncompressed, microbatches=count)
+
+
 def mean_loss(parts: Sequence[tuple[int, float]]) -> float | None:
     """The weighted mean of (weight, loss); None without parts."""
     whole = sum(weight for weight, _ in parts)

@@ -30,6 +30,7 @@ from node.run_state.actions import (
     sent_away,
 )
 from node.run_state.audits import Auditor, Contradiction, Difference
+from node.run_state.between_steps import BetweenSteps
 from node.run_state.epoch import Epoch, Phase, StepPlan
 from node.run_state.epoch_series import EpochSeries
 from node.run_state.failures import Blame, Ending, Failures, GiveUp, Quarantine, Stragglers, Verdict
@@ -87,6 +88,8 @@ class RunMachine:
         self._newcomers = Newcomers(self._assigner, self._roster, plan.unit_numbers, follows=plan.follows)
         self._ending = Ending()
         self._measurements = HeldOutSchedule(past.validated, past.best)
+        parts = self._roster, self._snapshots, self._newcomers, self._sharing, self.codecs
+        self._between = BetweenSteps(lambda: self.plan, *parts, self._measurements, self._ending)
         self._unseen = 0.0
         """Seconds of the epoch in which nobody could be received."""
         self.goodbye = goodbye("the run is over", failed=False, done=True)
@@ -200,7 +203,7 @@ class RunMachine:
             return []
         member.leaving = True
         epoch = self.epoch
-        if epoch is not None and node_id in epoch.hosts and self._holds_progress(epoch):
+        if epoch is not None and node_id in epoch.hosts and self._between.holds_progress(epoch):
             return []  # `_placed` or, after the step, `_between_steps` sees the flag
         return self._release(node_id, now) + self._try_place(now)
 
@@ -210,7 +213,7 @@ class RunMachine:
         `soon`: it goes on in a moment, with other settings.
         """
         self._ending.ask(reason, soon=soon)
-        if not at_once and self.epoch is not None and self._holds_progress(self.epoch):
+        if not at_once and self.epoch is not None and self._between.holds_progress(self.epoch):
             return []
         return self._end()
 
@@ -251,8 +254,7 @@ class RunMachine:
     def snapshot_stored(self, step: int, now: float) -> list[Action]:
         """The snapshot of `step` is complete and on disk."""
         self._snapshots.stored(step)
-        epoch = self.epoch
-        if self.stopped or epoch is None:
+        if self.stopped or (epoch := self.epoch) is None:
             return []
         actions = self._prefetch(self.members) + self._newcomers.stored(step)
         if self._snapshots.awaited and epoch.step == step:
@@ -293,7 +295,7 @@ class RunMachine:
         actions = epoch.placed(node_id, message)
         # A commit that somebody missed comes with the restore.
         misses = self._snapshots.newest < epoch.step and not epoch.all_hold_it
-        if not actions or misses or not self._is_to_end(epoch):
+        if not actions or misses or not self._between.is_to_end(epoch):
             return self._storages.begin(epoch, self.codecs.begin(epoch, actions))
         epoch.phase = Phase.IDLE
         return self._between_steps(epoch, now)
@@ -319,18 +321,33 @@ class RunMachine:
                 if outcome and epoch.committed is not None:
                     self._epochs.committed(epoch.committed)
                     self._failures.committed(epoch.committed.step)
-                    return [*outcome, *self._newcomers.committed(epoch), *self._settle_doubt(epoch, now)]
+                    told = [*self._newcomers.committed(epoch), *self._settle_doubt(epoch, now)]
+                    return [*self._with_next_step(epoch, outcome, now), *told]
                 return outcome
+
+    def _with_next_step(self, epoch: Epoch, commit: list[Action], now: float) -> list[Action]:
+        """`commit`, with the begin of the next step if nothing is to be done before it."""
+        on = self.epoch is epoch and not self.stopped
+        if not on or not self._between.nothing(epoch, self._candidates(), now - self._unseen):
+            return commit
+        if epoch.steps_done:
+            self._step_applied(epoch, epoch.step - 1)  # said by the votes for this one
+        epoch.keeps_sums = self._newcomers.follow
+        return [*(one for one in commit if not isinstance(one, Send)), *epoch.go_on()]
+
+    def _step_applied(self, epoch: Epoch, step: int) -> None:
+        """All stages of the epoch have applied this step of it."""
+        self._failures.forgive()
+        self._blame.done(epoch.hosts, step + 1)
+        self.codecs.step_done(step)
 
     def _progress(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
         """After a restore or a step is complete, decide what comes next."""
         if not actions:
             return []
         if isinstance(actions[-1], StepDone):
-            self._failures.forgive()
-            self._blame.done(epoch.hosts, epoch.step)
-            self.codecs.step_done(epoch.step - 1)
-        if epoch.step < self.plan.total_steps and not self._newcomers.ready(epoch):
+            self._step_applied(epoch, epoch.step - 1)
+        if epoch.step < self.plan.total_steps and not self._newcomers.ready(epoch.step):
             actions = [*actions, *self._snapshot_if_wanted(epoch, now)]
         return actions + self._between_steps(epoch, now)
 
@@ -338,11 +355,13 @@ class RunMachine:
         """Beside the next steps: one is due, or nodes are here that could make a row."""
         # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
         due = self._snapshots.due(epoch.step, now - self._unseen)
-        able = self._may_go_on(epoch) and self._snapshots.reachable(epoch.step)
+        able = self._between.may_go_on(epoch) and self._snapshots.reachable(epoch.step)
         began = self._newcomers.begin(epoch, self._candidates(), able=able, due=due)
         if self._snapshots.newest == epoch.step:
             return began + self._newcomers.stored(epoch.step)
-        if (began or self._snapshots.wanted(epoch.step, now - self._unseen)) and self._may_go_on(epoch):
+        if (began or self._snapshots.wanted(epoch.step, now - self._unseen)) and self._between.may_go_on(
+            epoch
+        ):
             return began + self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=False)
         return began
 
@@ -352,26 +371,26 @@ class RunMachine:
             return actions
         best = self._measurements.record(epoch.step, record.uncompressed)
         actions = [*actions[:-1], replace(record, best=best)]
-        if best and self.plan.keep_best and self._may_go_on(epoch) and self._snapshots.room(epoch.step):
+        if (
+            best
+            and self.plan.keep_best
+            and self._between.may_go_on(epoch)
+            and self._snapshots.room(epoch.step)
+        ):
             actions += self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=False)
         return actions + self._between_steps(epoch, now)
 
-    def _validation_due(self, epoch: Epoch) -> bool:
-        plan = self.plan
-        if not plan.held_out or epoch.uncompressed or self._is_to_end(epoch) or self._snapshots.awaited:
-            return False
-        return self._measurements.due(epoch.step, plan.valid_every, plan.total_steps)
-
     def _between_steps(self, epoch: Epoch, now: float) -> list[Action]:
-        if self._validation_due(epoch):
+        if self._between.validation_due(epoch, epoch.step):
             return epoch.validate(self.plan.held_out, self.plan.microbatch, self.plan.label_weight)
-        if self._may_go_on(epoch):
-            if self._newcomers.ready(epoch) and self._snapshots.idle:
+        if self._between.may_go_on(epoch):
+            if self._newcomers.ready(epoch.step) and self._snapshots.idle:
                 grid, why = self._newcomers.enter(), "nodes that followed the run enter"
                 return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
             epoch.keeps_sums = self._newcomers.follow
-            return epoch.begin() if not self._moves_groups(epoch) else self._new_placement(now)
-        if self._snapshots.newest < epoch.step and not self._leaves_to_others(epoch):
+            moves = self._between.moves_groups(epoch, epoch.step, epoch.steps_done)
+            return self._new_placement(now) if moves else epoch.begin()
+        if self._snapshots.newest < epoch.step and not self._between.leaves_to_others(epoch):
             return self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=True)
         if epoch.step >= self.plan.total_steps:
             return self._stop("all steps are done", failed=False)
@@ -385,18 +404,6 @@ class RunMachine:
     def _new_placement(self, now: float) -> list[Action]:
         return self._end_epoch(AbortKind.PLACEMENT, "the placement changes") + self._try_place(now)
 
-    def _leaves_to_others(self, epoch: Epoch) -> bool:
-        """Whether the epoch ends only for nodes that leave, and other rows hold the state of their stages."""
-        stays = self._ending.due or self._newcomers.awaited or epoch.step >= self.plan.total_steps
-        return not stays and self._roster.dispensable(epoch)
-
-    def _moves_groups(self, epoch: Epoch) -> bool:
-        """Whether it pays to give rows other groups or links other codecs; or a replay has other codecs."""
-        left = self.plan.total_steps - epoch.step
-        gains = self._sharing.may_gain(epoch.hosts, epoch.groups, steps=epoch.steps_done, left=left)
-        free = self._snapshots.idle and self._roster.connected(epoch.hosts)
-        return self.codecs.recorded_change(epoch) or (free and (gains or self.codecs.may_gain(epoch)))
-
     def _join_early(self, now: float) -> list[Action]:
         """Before the first step is done, newcomers enter at once: its state costs little."""
         epoch, over = self.epoch, self.stopped or self._ending.due
@@ -404,17 +411,6 @@ class RunMachine:
             return []
         self._assigner.regroup(now)
         return self._new_placement(now)
-
-    def _may_go_on(self, epoch: Epoch) -> bool:
-        return not (self._newcomers.awaited or self._is_to_end(epoch)) and epoch.step < self.plan.total_steps
-
-    def _is_to_end(self, epoch: Epoch) -> bool:
-        """Whether the epoch ends once its state is on disk, because the run does or a stage leaves."""
-        return self._ending.due or bool(self._roster.leaving(epoch.hosts))
-
-    def _holds_progress(self, epoch: Epoch) -> bool:
-        """Whether the epoch may be past the newest snapshot, so that ending it now would lose work."""
-        return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._snapshots.newest < epoch.step
 
     # ---- inside: failures
 
@@ -538,9 +534,8 @@ class RunMachine:
         if self._assigner.vacate(node_id, now):
             # Failures that its neighbours reported were caused by its end.
             self._failures.forgive()
-        if self.epoch is None or node_id not in self.epoch.hosts:
-            return actions
-        return actions + self._end_epoch(AbortKind.LOST, reason)
+        hosts = () if self.epoch is None else self.epoch.hosts
+        return actions + (self._end_epoch(AbortKind.LOST, reason) if node_id in hosts else [])
 
     def _end_epoch(self, kind: AbortKind, reason: str) -> list[Action]:
         if (epoch := self._epochs.end()) is None:
@@ -576,9 +571,8 @@ class RunMachine:
             kinds=self._roster.kinds(nodes),
             groups=self._sharing.groups_for(nodes, rows=self._assigner.rows, now=now),
         )
-        placement = RecordPlacement(
-            epoch=epoch.number, nodes=nodes, addresses=epoch.addresses, groups=epoch.groups
-        )
+        where, groups = epoch.addresses, epoch.groups
+        placement = RecordPlacement(epoch=epoch.number, nodes=nodes, addresses=where, groups=groups)
         return [placement, *epoch.announce()]
 
     def _prefetch(self, nodes: Iterable[str]) -> list[Action]:

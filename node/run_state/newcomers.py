@@ -88,15 +88,11 @@ class Newcomers:
         """
         if self._entry is not None:
             return []
-        here = candidates if self._roster.connected(epoch.hosts) else ()
-        grid = orders = None
-        if able and self._follows and epoch.step > 0 and (due or not self._waits):
-            fast = [one for one in here if one.node_id not in self._slow]
-            grid = self._assigner.with_more_rows(epoch.hosts, fast)
-        if grid is not None:
-            orders = self._orders(epoch, grid)
+        grid = self._next_grid(epoch, candidates, due=due) if able and epoch.step > 0 else None
+        orders = None if grid is None else self._orders(epoch, grid)
         if grid is None or orders is None:
             if due:
+                here = candidates if self._roster.connected(epoch.hosts) else ()
                 self.awaited = self._assigner.can_grow(epoch.stages, here, epoch.rows)
             return []
         self._entry = _Entry(
@@ -111,6 +107,22 @@ class Newcomers:
         )
         return [Announce(text=text)]
 
+    def may_begin(self, epoch: Epoch, candidates: Sequence[Candidate]) -> bool:
+        """Whether `begin` may find nodes for an attempt though no snapshot is due."""
+        return self._entry is None and self._next_grid(epoch, candidates, due=False) is not None
+
+    def _next_grid(
+        self, epoch: Epoch, candidates: Sequence[Candidate], *, due: bool
+    ) -> tuple[str, ...] | None:
+        """The grid with more rows that these nodes could make."""
+        # Counted first: with hosts alone, as in most steps, there is nothing to look for.
+        if len(candidates) <= len(epoch.hosts) or not self._follows or (self._waits and not due):
+            return None
+        if not self._roster.connected(epoch.hosts):
+            return None
+        fast = [one for one in candidates if one.node_id not in self._slow]
+        return self._assigner.with_more_rows(epoch.hosts, fast)
+
     def enter_at_once(self, epoch: Epoch, candidates: Sequence[Candidate]) -> bool:
         """Whether there are newcomers who enter now: before the first step is done its state costs little."""
         is_early = epoch.step == 0 and epoch.phase is not Phase.APPLYING
@@ -118,12 +130,12 @@ class Newcomers:
             return False
         return self._assigner.can_grow(epoch.stages, candidates, epoch.rows)
 
-    def ready(self, epoch: Epoch) -> bool:
-        """Whether all newcomers are near enough to enter before the next step."""
+    def ready(self, step: int) -> bool:
+        """Whether all newcomers are near enough to enter before this step."""
         entry = self._entry
         if entry is None or not self._roster.connected(entry.orders):
             return False
-        return all(held >= epoch.step - MOST_BEHIND for held in entry.held.values())
+        return all(held >= step - MOST_BEHIND for held in entry.held.values())
 
     def enter(self) -> tuple[str, ...]:
         """They enter: the grid of the epoch that is about to begin. Call it when `ready`."""

@@ -80,6 +80,10 @@ class SnapshotSchedule:
             return False
         return self.newest < step and len(self._asked) < MAX_ASKED
 
+    def wanted_or_due(self, step: int, now: float) -> bool:
+        """Whether one is asked for after this step, also where it cannot be taken now."""
+        return self.due(step, now) or self._requested
+
     def room(self, step: int) -> bool:
         """Whether the state of `step` can be saved beside the next steps, and is not yet."""
         taken = any(asked.step == step for asked in self._asked)

@@ -7,6 +7,7 @@ and not executed again.
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from node import faults
@@ -100,6 +101,10 @@ class Services(StateServices, Protocol):
 
     def uploading(self, step: int) -> bool:
         """Whether this step's layers are being saved or are safe."""
+        ...
+
+    def applied(self, epoch: int, step: int) -> None:
+        """A step's commit is applied: what was traced of it may go out."""
         ...
 
     def waited_for_votes(self, seconds: float) -> None:
@@ -234,10 +239,7 @@ class EpochTask:
                     await self._restore(command)
                 self._services.post(Ready(epoch=self.number, telemetry=self._services.telemetry()))
             case Begin():
-                if self._vote is None or self._vote.step != command.step:
-                    await self._run_step(command)
-                if self._vote is not None:
-                    self._services.post(self._vote)
+                await self._begin(command)
             case Commit():
                 await self._apply(command)
             case Validate():
@@ -298,6 +300,13 @@ class EpochTask:
         services.progress.doing("waiting for the other stages")
         self._step = step
         self._ready = True
+
+    async def _begin(self, begin: Begin) -> None:
+        if self._vote is None or self._vote.step != begin.step:
+            await self._run_step(begin)
+        if self._vote is not None:
+            # The newest totals, also where the vote is repeated: they only grow.
+            self._services.post(replace(self._vote, telemetry=self._services.telemetry()))
 
     async def _run_step(self, begin: Begin) -> None:
         services, executor, step = self._services, self._services.executor, begin.step
@@ -404,6 +413,10 @@ class EpochTask:
             faults.reach(faults.Phase.APPLY, stage=self.stage, step=commit.step)
             self._step = commit.step + 1
             services.progress.step_done(commit.step + 1)
+            services.applied(self.number, commit.step)
+        if commit.then is not None:
+            await self._begin(commit.then)
+            return
         services.post(Applied(epoch=self.number, step=commit.step, telemetry=services.telemetry()))
 
     async def _take_snapshot(self, take: TakeSnapshot) -> None:

@@ -42,7 +42,6 @@ from node.telemetry.format import bytes_text
 from wire.errors import MemoryExhaustedError, RunError
 from wire.messages import (
     Abort,
-    Applied,
     Begin,
     Commit,
     Follow,
@@ -230,9 +229,10 @@ class RunMember:
 
     def post(self, message: NodeMessage) -> None:
         self._session.post(message)
-        if isinstance(message, Applied):
-            for spans in self._meter.step_spans(message.epoch, message.step, self.executor.stage):
-                self._session.post(spans)
+
+    def applied(self, epoch: int, step: int) -> None:
+        for spans in self._meter.step_spans(epoch, step, self.executor.stage):
+            self._session.post(spans)
 
     async def compute(self, work: Callable[[], Result]) -> Result:
         return await self._compute.run(work)

@@ -10,7 +10,7 @@ counts them, so it stays valid when files are renamed or compressed.
 
 **Growth.** A step takes about 0.4 kB, plus 0.8 kB for each stage with its links. Costs of steps shorter than
 `COSTS_SECONDS` are summed and written together, so a stage adds at most 0.8 kB in that time: 70 MB a
-day, before compression. That time grows with the stages: all of them add at most `COSTS_STAGES` times as much.
+day, before compression. That time grows with the stages: together they add at most `COSTS_STAGES` times that.
 
 Join lines contain a secret and are never written.
 """
@@ -36,7 +36,7 @@ from wire.errors import ProtocolViolationError, RunError
 
 HISTORY_FILE = "history.jsonl"
 COSTS_SECONDS = 1.0
-"""Least time between two lines of costs, of up to `COSTS_STAGES` stages, rows counted; of more as much longer."""
+"""Least time between two lines of costs, of up to `COSTS_STAGES` stages in all; of more as much longer."""
 COSTS_STAGES = 100
 _BLOCK_BYTES = 1 << 16
 MOST_BYTES = 4 << 20

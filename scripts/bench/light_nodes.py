@@ -141,6 +141,9 @@ class LightNode:
                 self._start(self._vote(session, message))
             case Commit():
                 self.held, self.steps = message.step + 1, self.steps + 1
+                if message.then is not None:
+                    self._start(self._vote(session, message.then))
+                    return
                 session.post(Applied(epoch=message.epoch, step=message.step, telemetry=self._telemetry()))
             case Validate() | Finish():
                 raise LinkError(f"the run sent {type(message).__name__}")
@@ -176,6 +179,7 @@ class LightNode:
                 norms={names.index(unit): NORM for unit in units},
                 loss=sum(groups.values()) if groups and self.config.pipeline.groups == 1 else None,
                 group_losses=groups if self.config.pipeline.groups > 1 else {},
+                telemetry=self._telemetry(),
             )
         )
 

@@ -122,6 +122,9 @@ class Node:
     def uploading(self, step: int) -> bool:
         return False
 
+    def applied(self, epoch: int, step: int) -> None:
+        pass
+
     def waited_for_votes(self, seconds: float) -> None:
         pass
 

@@ -28,6 +28,7 @@ from wire.errors import LinkError
 from wire.messages import (
     Applied,
     Begin,
+    Commit,
     CoordinatorMessage,
     FailureKind,
     Heartbeat,
@@ -84,6 +85,8 @@ class Liar:
                 self.placement = message
             case Begin():
                 self.begin = message
+            case Commit() if message.then is not None:
+                self.begin = message.then
 
     def install(self) -> None:
         """Replace the client's session and uploads in this process."""
@@ -101,7 +104,7 @@ class Liar:
                 self.note(message)
                 if self.drops_sessions and self.lying:
                     raise LinkError("dropped on purpose")
-                if self.does_nothing and isinstance(message, Begin) and self.lying:
+                if self.does_nothing and isinstance(message, Begin | Commit) and self.lying:
                     return
                 await handle(message)
 

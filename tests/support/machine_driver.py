@@ -8,7 +8,7 @@ from typing import TypeVar
 from node.pipeline.rate_control import RateHistory
 from node.pipeline.routing import neighbours
 from node.pipeline.storage_choice import StorageHistory
-from node.run_state.actions import Action, OpenSnapshot, RecordPlacement, Send, Stop
+from node.run_state.actions import Action, OpenSnapshot, RecordPlacement, Send, StepDone, Stop
 from node.run_state.codec_control import CodecControl, no_codecs
 from node.run_state.epoch import Epoch, Phase
 from node.run_state.held_out import HeldOutPass
@@ -19,6 +19,8 @@ from node.run_state.storage_control import StorageControl, no_choice
 from wire.messages import (
     Abort,
     Applied,
+    Begin,
+    Commit,
     CoordinatorMessage,
     FailureKind,
     Finish,
@@ -113,6 +115,8 @@ class Driver:
         self.kinds: dict[str, str] = {}
         """Of nodes, by name; "" if not given."""
         self._nonces: dict[str, int] = {}
+        self._went_on: list[Action] = []
+        """What the newest vote did, if it began the next step."""
         self.lineage = 0
         """The default lineage of the states that nodes report."""
 
@@ -203,9 +207,14 @@ class Driver:
         first, *others = sorted(unit_numbers(epoch.stages)[stage])
         norms = {first: norm, **dict.fromkeys(others, 0.0)}
         answer = Vote(epoch=epoch.number, step=epoch.step, norms=norms, loss=loss, group_losses=losses)
-        return self.machine.message(node_id, answer, self.time)
+        actions = self.machine.message(node_id, answer, self.time)
+        self._went_on = actions if of_kind(actions, StepDone) else []
+        return actions
 
     def applied(self, node_id: str) -> list[Action]:
+        """Of a step that the next one followed at once, what its last vote did."""
+        if self._went_on:
+            return self._went_on
         answer = Applied(epoch=self.epoch.number, step=self.epoch.step, telemetry=Telemetry())
         return self.machine.message(node_id, answer, self.time)
 
@@ -262,6 +271,8 @@ class Driver:
         actions: list[Action] = []
         for node_id in self.epoch.hosts:
             actions = self.vote(node_id)
+            if self._went_on:
+                break
         return actions
 
     def all_applied(self) -> list[Action]:
@@ -269,6 +280,11 @@ class Driver:
         for node_id in self.epoch.hosts:
             actions = self.applied(node_id)
         return actions
+
+    def step(self) -> list[Action]:
+        """What the last vote on a step and the end of the step lead to."""
+        voted = self.all_vote()
+        return voted if self._went_on else voted + self.all_applied()
 
     def restored(self, held: int = -1) -> list[Action]:
         self.all_placed(held)
@@ -315,6 +331,12 @@ class Driver:
                 pass
         assert self.epoch.phase is phase
         return self
+
+
+def begins(actions: Sequence[Action], node_id: str | None = None) -> list[Begin]:
+    """Begins of steps for one node, or for all: alone, or with the commit of the step before."""
+    found = [one.then if isinstance(one, Commit) else one for one in sent(actions, node_id)]
+    return [one for one in found if isinstance(one, Begin)]
 
 
 def placement_of(actions: Sequence[Action]) -> tuple[str, ...]:

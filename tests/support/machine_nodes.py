@@ -298,15 +298,13 @@ class SimNode:
             case Restore():
                 self._restore(epoch, command)
             case Begin():
-                if epoch.vote is None or epoch.vote.step != command.step:
-                    assert self.state_step == command.step, "a step begins on its own state"
-                    assert epoch.ready
-                    self.voted = True
-                    epoch.vote = self._vote(epoch, command.step)
-                self.outbox.append(epoch.vote)
+                self._begin(epoch, command)
             case Commit():
                 if self.state_step == command.step:
                     self._apply(command)
+                if command.then is not None:
+                    self._begin(epoch, command.then)
+                    return
                 assert self.state_step == command.step + 1
                 self.outbox.append(Applied(epoch=command.epoch, step=command.step, telemetry=Telemetry()))
             case TakeSnapshot():
@@ -315,6 +313,14 @@ class SimNode:
                     self._upload(epoch, command.step)
             case _:
                 raise AssertionError(f"no command: {command}")
+
+    def _begin(self, epoch: SimEpoch, begin: Begin) -> None:
+        if epoch.vote is None or epoch.vote.step != begin.step:
+            assert self.state_step == begin.step, "a step begins on its own state"
+            assert epoch.ready
+            self.voted = True
+            epoch.vote = self._vote(epoch, begin.step)
+        self.outbox.append(epoch.vote)
 
     def fail(self, kind: FailureKind, peer_stage: int = -1) -> None:
         """Whatever runs in this epoch fails."""

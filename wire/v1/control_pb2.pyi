@@ -88,7 +88,7 @@ class UnitNorm(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., squared_norm: _Optional[float] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("epoch", "step", "norms", "loss", "has_loss", "group_losses", "digests")
+    __slots__ = ("epoch", "step", "norms", "loss", "has_loss", "group_losses", "digests", "telemetry")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NORMS_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class Vote(_message.Message):
     HAS_LOSS_FIELD_NUMBER: _ClassVar[int]
     GROUP_LOSSES_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     norms: _containers.RepeatedCompositeFieldContainer[UnitNorm]
@@ -103,7 +104,8 @@ class Vote(_message.Message):
     has_loss: bool
     group_losses: _containers.RepeatedCompositeFieldContainer[GroupLoss]
     digests: _containers.RepeatedCompositeFieldContainer[GroupDigests]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ..., digests: _Optional[_Iterable[_Union[GroupDigests, _Mapping]]] = ...) -> None: ...
+    telemetry: Telemetry
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., group_losses: _Optional[_Iterable[_Union[GroupLoss, _Mapping]]] = ..., digests: _Optional[_Iterable[_Union[GroupDigests, _Mapping]]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
 
 class GroupDigests(_message.Message):
     __slots__ = ("group", "gradient", "boundaries", "loss", "has_loss")
@@ -592,18 +594,20 @@ class SendLayers(_message.Message):
     def __init__(self, step: _Optional[int] = ..., units: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("epoch", "step", "clip_coefficient", "lr", "waited_seconds")
+    __slots__ = ("epoch", "step", "clip_coefficient", "lr", "waited_seconds", "then")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLIP_COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
     LR_FIELD_NUMBER: _ClassVar[int]
     WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    THEN_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     clip_coefficient: float
     lr: float
     waited_seconds: float
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ..., waited_seconds: _Optional[float] = ...) -> None: ...
+    then: Begin
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., then: _Optional[_Union[Begin, _Mapping]] = ...) -> None: ...
 
 class Follow(_message.Message):
     __slots__ = ("step", "stage", "stages", "lineage", "sources")

@@ -185,8 +185,7 @@ async def test_a_commit_is_recorded_before_it_is_sent(tmp_path: Path) -> None:
             2.0,
         )
         assert run.store.placements == [(1, [PlacedNode(0, "a", "a:1")])]
-        node.say(Applied(epoch=1, step=0, telemetry=Telemetry()))
-        assert await node.hear() == Begin(epoch=1, step=1)
+        assert commit.then == Begin(epoch=1, step=1)
         (done,) = [event for event in run.events if isinstance(event, events.StepDone)]
         assert (done.step, done.loss) == (1, 2.0)
 

@@ -160,10 +160,14 @@ class Play:
                 self.note(run.all_ready())
             case Phase.STEPPING:
                 for node in epoch.hosts:
+                    step, wrong = epoch.step, any(errs(epoch, n, self.flaw) for n in epoch.hosts)
                     actions = self.note(run.machine.message(node, vote(epoch, node, self.flaw), run.time))
-                    if of_kind(actions, RecordCommit) and any(errs(epoch, n, self.flaw) for n in epoch.hosts):
-                        self.spoiled.append(epoch.step)
+                    if of_kind(actions, RecordCommit) and wrong:
+                        self.spoiled.append(step)
                     if run.machine.epoch is not epoch:
+                        break
+                    if epoch.step > step:
+                        self._held |= self._state(epoch.step)
                         break
             case Phase.APPLYING:
                 step = epoch.step + 1

@@ -85,7 +85,7 @@ def test_stages_restore_once_all_are_placed_and_begin_once_all_are_ready() -> No
 def test_a_step_is_recorded_when_all_have_voted_before_anybody_hears_of_it() -> None:
     run = Driver(stages=2).started("ab")
     assert run.vote("b", norm=16.0, loss=3.0) == []
-    commit = Commit(epoch=1, step=0, clip_coefficient=1.0 / 6.0, lr=0.5)
+    commit = Commit(epoch=1, step=0, clip_coefficient=1.0 / 6.0, lr=0.5, then=Begin(epoch=1, step=1))
     assert run.vote("a", norm=9.0) == [
         RecordCommit(
             epoch=1,
@@ -98,17 +98,31 @@ def test_a_step_is_recorded_when_all_have_voted_before_anybody_hears_of_it() -> 
         ),
         Send(node_id="a", message=commit),
         Send(node_id="b", message=commit),
+        StepDone(epoch=1, step=0, nodes=("a", "b")),
     ]
+
+
+def test_a_step_with_something_to_do_after_it_ends_when_all_have_applied_it() -> None:
+    run = Driver(stages=2, every=1, steps=2).started("ab")
+    assert sent(run.all_vote(), "a")[0].then is None
     assert run.applied("a") == []
     assert run.applied("a") == []
     done = run.applied("b")
-    assert done == [
-        StepDone(epoch=1, step=0, nodes=("a", "b")),
+    take = TakeSnapshot(epoch=1, step=1)
+    begun = [
         Send(node_id="a", message=Begin(epoch=1, step=1)),
         Send(node_id="b", message=Begin(epoch=1, step=1)),
     ]
+    assert done == [
+        StepDone(epoch=1, step=0, nodes=("a", "b")),
+        OpenSnapshot(step=1),
+        Send(node_id="a", message=take),
+        Send(node_id="b", message=take),
+        *begun,
+    ]
     # The next step begins before this one's costs are summed up. Other actions keep their order.
-    assert costs_last(done) == [*done[1:], done[0]]
+    assert costs_last([done[0], *begun]) == [*begun, done[0]]
+    assert costs_last(done) == done
     others = [*done, OpenSnapshot(step=1)]
     assert costs_last(others) == others and costs_last([]) == []
 
@@ -294,27 +308,24 @@ def test_earlier_output_is_repeated() -> None:
     run.vote("a")
     assert again(run, "a") == [Begin(epoch=1, step=0)]
     run.vote("b")
-    commit = Commit(epoch=1, step=0, clip_coefficient=1.0 / (1.0 + math.sqrt(2)), lr=0.5)
+    clip = 1.0 / (1.0 + math.sqrt(2))
+    commit = Commit(epoch=1, step=0, clip_coefficient=clip, lr=0.5, then=Begin(epoch=1, step=1))
     assert again(run, "a") == [commit]
-    run.applied("a")
+    run.vote("a")
     assert again(run, "a") == [commit]
-    run.applied("b")
     run.steps(1, store=False)
     assert again(run, "b") == [TakeSnapshot(epoch=1, step=2), Begin(epoch=1, step=2)]
     run.all_vote()
-    assert again(run, "b") == [
-        TakeSnapshot(epoch=1, step=2),
-        Commit(epoch=1, step=2, clip_coefficient=commit.clip_coefficient, lr=2.5),
-    ]
-    run.all_applied()
-    assert again(run, "b") == [Begin(epoch=1, step=3)]
+    commit = Commit(epoch=1, step=2, clip_coefficient=clip, lr=2.5, then=Begin(epoch=1, step=3))
+    assert again(run, "b") == [TakeSnapshot(epoch=1, step=2), commit]
     run.all_vote()
+    assert again(run, "b") == [Commit(epoch=1, step=3, clip_coefficient=clip, lr=3.5)]
     run.all_applied()
     assert again(run, "b") == [TakeSnapshot(epoch=1, step=4)]
 
 
 def test_answers_that_come_twice_change_nothing() -> None:
-    run = Driver(stages=2).started("ab")
+    run = Driver(stages=2, every=1).started("ab")  # with a snapshot to take, the next step waits for all
     assert run.ready("a") == [] and run.placed("a", 0) == []
     assert run.vote("a") == [] and run.vote("a") == []
     assert len(of_kind(run.vote("b"), RecordCommit)) == 1

@@ -12,6 +12,7 @@ from node.run_state.run_plan import Past
 from node.training.loss_scale import LEAST, loss_scales
 from tests.support.machine_driver import (
     Driver,
+    begins,
     finishes,
     of_kind,
     placement_of,
@@ -20,7 +21,7 @@ from tests.support.machine_driver import (
     step_plan,
     stop_of,
 )
-from wire.messages import Begin, Commit, FailureKind
+from wire.messages import Commit, FailureKind
 
 
 def saved(run: Driver, step: int) -> Stop:
@@ -115,7 +116,7 @@ def in_float16(factor: float) -> Past:
 
 
 def factor_of(actions: list[Action]) -> float:
-    (begin,) = [message for message in sent(actions, "a") if isinstance(message, Begin)]
+    (begin,) = begins(actions, "a")
     return begin.loss_scale
 
 

@@ -20,6 +20,7 @@ from node.run_state.grid import REMEMBERED_STEPS, SHARED_STEPS
 from tests.support.machine_driver import (
     Driver,
     aborts,
+    begins,
     of_kind,
     placement_of,
     prefetches,
@@ -417,7 +418,7 @@ def test_windows_are_planned_for_each_row() -> None:
     run.machine.plan_windows(run.epoch.number, (2, 5))
     run.all_vote()
     actions = run.all_applied()
-    windows = [m.link_windows for node in "abcd" for m in sent(actions, node) if isinstance(m, Begin)]
+    windows = [begin.link_windows for node in "abcd" for begin in begins(actions, node)]
     assert windows == [(2,), (2,), (5,), (5,)]
 
 

@@ -12,14 +12,13 @@ from node.run_state.failures import FIRST_PATIENCE, LATE_SECONDS, MAX_STRIKES, S
 from tests.support.machine_driver import (
     Driver,
     aborts,
+    begins,
     finishes,
     of_kind,
     placement_of,
-    sent,
     stop_of,
     units_of,
 )
-from wire.messages import Begin
 
 
 def wait(run: Driver, seconds: float) -> list[Action]:
@@ -28,7 +27,7 @@ def wait(run: Driver, seconds: float) -> list[Action]:
 
 
 def windows_of(actions: Sequence[Action]) -> list[tuple[int, ...]]:
-    return [message.link_windows for message in sent(actions) if isinstance(message, Begin)]
+    return [begin.link_windows for begin in begins(actions)]
 
 
 def test_a_node_that_never_takes_its_stage_is_replaced_by_a_spare() -> None:
@@ -58,6 +57,7 @@ def test_a_node_that_never_ends_a_step_is_replaced_by_a_spare(phase: Phase) -> N
     run.join("d")
     answer = run.vote if phase is Phase.STEPPING else run.applied
     if phase is Phase.APPLYING:
+        run.machine.save()  # with a snapshot to take, the next step waits for all
         run.all_vote()
     wait(run, 2)
     answer("c")

@@ -9,6 +9,7 @@ from node.run_state.epoch import Phase
 from node.run_state.newcomers import MOST_STEPS
 from tests.support.machine_driver import (
     Driver,
+    begins,
     follows,
     of_kind,
     placement_of,
@@ -17,7 +18,7 @@ from tests.support.machine_driver import (
     sent,
 )
 from tests.support.machine_world import World
-from wire.messages import Begin, Follow, FollowStep, PlacedStage
+from wire.messages import Follow, FollowStep, PlacedStage
 
 EVERY = 50
 SOURCES = {0: (PlacedStage(node_id="a", address="a:1"),), 1: (PlacedStage(node_id="b", address="b:1"),)}
@@ -28,19 +29,14 @@ def grid(steps: int = 1, *, nodes: str = "ab", groups: int = 4) -> Driver:
     return Driver(stages=2, groups=groups, every=EVERY, steps=200, follows=True).started(nodes, steps)
 
 
-def step(run: Driver) -> list[Action]:
-    """What the vote and the end of a step lead to."""
-    return run.all_vote() + run.all_applied()
-
-
 def keeps_sums(actions: list[Action]) -> set[bool]:
-    return {message.keep_sums for message in sent(actions) if isinstance(message, Begin)}
+    return {begin.keep_sums for begin in begins(actions)}
 
 
 def followed(run: Driver) -> Driver:
     """x and y have come in step 1 and hold the snapshot of step 2, and the run is in step 2."""
     run.join("xy")
-    step(run)
+    run.step()
     run.stored(2)
     for node in "xy":
         run.following(node, 2, 2)
@@ -50,9 +46,9 @@ def followed(run: Driver) -> Driver:
 def test_when_a_row_could_enter_a_snapshot_is_taken_and_steps_go_on() -> None:
     run = grid()
     run.join("x")
-    assert of_kind(step(run), OpenSnapshot) == [], "one node is no row"
+    assert of_kind(run.step(), OpenSnapshot) == [], "one node is no row"
     run.join("y")
-    actions = step(run)
+    actions = run.step()
     assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=3)]
     assert keeps_sums(actions) == {True}
     assert (run.epoch.phase, run.epoch.step) == (Phase.STEPPING, 3)
@@ -61,8 +57,8 @@ def test_when_a_row_could_enter_a_snapshot_is_taken_and_steps_go_on() -> None:
 def test_newcomers_get_the_snapshot_and_then_every_step_since() -> None:
     run = grid()
     run.join("xy")
-    step(run)
-    assert follows(step(run)) == {}, "the snapshot of step 2 is on its way"
+    run.step()
+    assert follows(run.step()) == {}, "the snapshot of step 2 is on its way"
     actions = run.stored(2)
     assert prefetches(actions) == {}, "they fetch it once"
     orders = follows(actions)
@@ -73,13 +69,13 @@ def test_newcomers_get_the_snapshot_and_then_every_step_since() -> None:
     (told,) = orders["y"][1:]
     assert isinstance(told, FollowStep) and (told.snapshot, told.step, told.lr) == (2, 2, 2.5)
     assert told.norms == {3: 1.0, 4: 0.0, 5: 0.0}, "of its own stage"
-    (next_one,) = follows(step(run))["x"]
+    (next_one,) = follows(run.step())["x"]
     assert isinstance(next_one, FollowStep) and next_one.step == 3
 
 
 def test_they_enter_between_two_steps_and_nothing_is_loaded() -> None:
     run = followed(grid())
-    actions = step(run)
+    actions = run.step()
     assert placement_of(actions) == ("a", "b", "x", "y")
     assert follows(actions).keys() == {"x", "y"}, "they still hear of the last step, before their places"
     assert [type(message).__name__ for message in sent(actions, "x")] == ["FollowStep", "Placement"]
@@ -93,19 +89,19 @@ def test_they_enter_between_two_steps_and_nothing_is_loaded() -> None:
 def test_nobody_waits_for_one_that_is_behind() -> None:
     run = grid()
     run.join("xy")
-    step(run)
+    run.step()
     run.stored(2)
     run.following("x", 2, 2)
     for _ in range(3):
-        assert of_kind(step(run), RecordPlacement) == []
+        assert of_kind(run.step(), RecordPlacement) == []
     for node in "xy":
         run.following(node, 2, 5)
-    assert placement_of(step(run)) == ("a", "b", "x", "y")
+    assert placement_of(run.step()) == ("a", "b", "x", "y")
 
 
 def test_one_that_does_not_hold_the_state_after_all_costs_the_others_nothing() -> None:
     run = followed(grid())
-    step(run)
+    run.step()
     run.placed("a", 3)
     actions = run.placed("x", 2)
     assert placement_of(actions) == ("a", "b")
@@ -115,7 +111,7 @@ def test_one_that_does_not_hold_the_state_after_all_costs_the_others_nothing() -
 
 def test_one_of_another_lineage_does_not_enter() -> None:
     run = followed(grid())
-    step(run)
+    run.step()
     assert placement_of(run.placed("x", 3, lineage=run.lineage + 5)) == ("a", "b")
 
 
@@ -132,14 +128,14 @@ def test_a_newcomer_that_is_lost_ends_the_attempt(how: str) -> None:
     assert follows(actions)["x"] == [Follow(step=2)], "the other one stops"
     assert of_kind(actions, Announce)[-1 if how == "it leaves" else 0].text.startswith("no row enters")
     run.join("z")
-    assert keeps_sums(step(run)) == {False}, "until a snapshot is due"
+    assert keeps_sums(run.step()) == {False}, "until a snapshot is due"
 
 
 def test_one_that_cannot_follow_enters_at_a_snapshot_that_is_due() -> None:
     run = followed(grid())
     run.following("y", 2, 0, failed="no room")
     run.steps(EVERY - 3)
-    actions = step(run)
+    actions = run.step()
     assert of_kind(actions, OpenSnapshot) == [OpenSnapshot(step=EVERY)]
     assert run.epoch.phase is Phase.IDLE, "all wait, once"
     assert placement_of(run.stored(EVERY)) == ("a", "b", "x", "y")
@@ -148,11 +144,11 @@ def test_one_that_cannot_follow_enters_at_a_snapshot_that_is_due() -> None:
 def test_one_that_cannot_keep_up_is_told_to_stop() -> None:
     run = grid()
     run.join("xy")
-    step(run)
+    run.step()
     run.stored(2)
     run.following("x", 2, 2)
     for _ in range(MOST_STEPS):
-        step(run)
+        run.step()
         run.following("x", 2, run.epoch.step)
     assert follows(run.all_vote()) == {"x": [Follow(step=2)], "y": [Follow(step=2)]}
 
@@ -172,18 +168,18 @@ def test_a_host_that_dies_ends_the_attempt_and_the_next_one_begins_at_once() -> 
 def test_a_newcomer_that_reconnects_is_told_again() -> None:
     run = followed(grid())
     run.machine.disconnected("x", run.time)
-    assert of_kind(step(run), RecordPlacement) == [], "it might be gone"
+    assert of_kind(run.step(), RecordPlacement) == [], "it might be gone"
     told = follows(run.hello("x"))["x"]
     assert [type(one).__name__ for one in told] == ["Follow", "FollowStep"]
     run.following("x", 2, 3)
     run.following("y", 2, 3)
-    assert placement_of(step(run)) == ("a", "b", "x", "y")
+    assert placement_of(run.step()) == ("a", "b", "x", "y")
 
 
 def test_there_is_nothing_to_follow_where_gradients_are_not_summed_by_groups() -> None:
     run = Driver(stages=2, groups=4, every=EVERY, steps=200).started("ab", 1)
     run.join("xy")
-    assert of_kind(step(run), OpenSnapshot) == []
+    assert of_kind(run.step(), OpenSnapshot) == []
 
 
 @pytest.mark.parametrize("seed", range(12))

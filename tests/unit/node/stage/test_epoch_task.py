@@ -184,6 +184,9 @@ class Node:
     def uploading(self, step: int) -> bool:
         return self.arrives
 
+    def applied(self, epoch: int, step: int) -> None:
+        pass
+
     def waited_for_votes(self, seconds: float) -> None:
         self.waited.append(seconds)
 
