@@ -74,7 +74,8 @@ class Accounting:
         place = self._place_of[node_id]
         before = self._counted.get(node_id, Telemetry())
         most = self._ready_wall.get(node_id, 0.0) + CLOCK_RATIO * elapsed
-        telemetry = replace(telemetry, wall_seconds=min(telemetry.wall_seconds, most))
+        if telemetry.wall_seconds > most:
+            telemetry = replace(telemetry, wall_seconds=most)
         self._counted[node_id] = telemetry
         sent = self._epoch_bytes.get(node_id, 0)
         room = FASTEST * (elapsed + SLACK_SECONDS) - sent
@@ -143,8 +144,11 @@ class Accounting:
 
     def link_report(self, source: Place, target: Place) -> LinkReport | None:
         """The sender's newest report of this direction of a link, if the link is in use."""
-        links = self.newest.get(self._places.get(source, ""), Telemetry()).links
-        return next((one for one in links if (one.peer_replica, one.peer_stage) == target), None)
+        newest = self.newest.get(self._places.get(source, ""))
+        for one in () if newest is None else newest.links:
+            if one.peer_stage == target.stage and one.peer_replica == target.replica:
+                return one
+        return None
 
     def line(self, place: Place) -> LinkRate:
         """The most that the machine at this place was seen to send and receive, as it says."""

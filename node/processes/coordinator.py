@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import math
@@ -84,6 +85,8 @@ log = logging.getLogger(__name__)
 
 TOKEN_LIFETIME = timedelta(hours=24)
 INTERRUPTED = 130
+COLLECT_AFTER = 50_000
+"""New objects before Python looks for cycles: a step of a thousand members makes more, none in a cycle."""
 STOPPING = "ending the run after this step and a snapshot; press Ctrl-C again to end it at once"
 
 
@@ -130,6 +133,7 @@ def run_coordinator(
             if (line := check_room(config, run_dir)) is not None:
                 tell(line)
             run = _create(config, run_dir, corpus)
+        gc.set_threshold(COLLECT_AFTER)
         again = False
         while True:
             with contextlib.closing(run.corpus), run.store:

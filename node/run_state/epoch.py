@@ -3,7 +3,7 @@
     PLACING     every stage says which state it holds
     RESTORING   every stage loads one common state and warms its links
     STEPPING    the step runs; stages vote
-    APPLYING    the commit is recorded; stages apply the optimizer, and do not go on to the next step by themselves
+    APPLYING    the commit is recorded; stages apply the optimizer, and no step begins with it
     VALIDATING  between steps: forward passes over held-out samples
     IDLE        between steps, when the run must not begin another yet
 

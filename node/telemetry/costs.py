@@ -82,53 +82,101 @@ def bits_per_element(costs: StepCosts, direction: str) -> float:
     return 8 * sum(flow.bytes for flow in flows) / elements if elements else 0.0
 
 
-def add_costs(earlier: StepCosts, later: StepCosts) -> StepCosts | None:
-    """The sum, as the later step's; None if placements differ or a step was aborted."""
-    same = (
-        not earlier.aborted
-        and not later.aborted
-        and [(c.stage, c.node_id) for c in earlier.stages] == [(c.stage, c.node_id) for c in later.stages]
-        and list(map(_ends, earlier.links)) == list(map(_ends, later.links))
-    )
-    if not same:
-        return None
-    return replace(
-        later,
-        seconds=earlier.seconds + later.seconds,
-        stages=tuple(map(_add_stages, earlier.stages, later.stages)),
-        links=tuple(map(_add_links, earlier.links, later.links)),
-    )
+class CostsSum:
+    """The costs of several steps together."""
+
+    def __init__(self, first: StepCosts) -> None:
+        self._newest = first
+        self._count = 1
+        self._seconds = first.seconds
+        self._stages: list[_StageTotal] = []
+        self._links: list[_LinkTotal] = []
+
+    def add(self, costs: StepCosts) -> bool:
+        """False, and nothing is added, if placements differ or a step was aborted."""
+        before = self._newest
+        same = (
+            not before.aborted
+            and not costs.aborted
+            and [(one.stage, one.node_id) for one in before.stages]
+            == [(one.stage, one.node_id) for one in costs.stages]
+            and list(map(_ends, before.links)) == list(map(_ends, costs.links))
+        )
+        if not same:
+            return False
+        if self._count == 1:
+            self._stages = [_StageTotal() for _ in costs.stages]
+            self._links = [_LinkTotal() for _ in costs.links]
+            self._add(before)
+        self._add(costs)
+        self._newest = costs
+        self._count += 1
+        self._seconds += costs.seconds
+        return True
+
+    def total(self) -> StepCosts:
+        """The sum, as the newest step's."""
+        if self._count == 1:
+            return self._newest
+        return replace(
+            self._newest,
+            seconds=self._seconds,
+            stages=tuple(map(_summed_stage, self._newest.stages, self._stages)),
+            links=tuple(map(_summed_link, self._newest.links, self._links)),
+        )
+
+    def _add(self, costs: StepCosts) -> None:
+        for stage, sums in zip(costs.stages, self._stages, strict=True):
+            sums.wall += stage.wall_seconds
+            for kind, spent in stage.seconds.items():
+                sums.seconds[kind] = sums.seconds.get(kind, 0.0) + spent
+        for link, of_link in zip(costs.links, self._links, strict=True):
+            of_link.bytes += link.bytes
+            of_link.busy += link.busy_seconds
+            of_link.retransmits += link.retransmits
+            of_link.rejects += link.rejects
+            for flow in link.flows:
+                key = flow.direction, flow.codec
+                size, elements = of_link.flows.get(key, (0, 0))
+                of_link.flows[key] = size + flow.bytes, elements + flow.elements
 
 
 def _ends(link: LinkCost) -> tuple[int, ...]:
     return link.source_replica, link.source, link.target_replica, link.target
 
 
-def _add_stages(earlier: StageCost, later: StageCost) -> StageCost:
-    kinds = dict.fromkeys((*earlier.seconds, *later.seconds))
-    return replace(
-        later,
-        wall_seconds=earlier.wall_seconds + later.wall_seconds,
-        seconds={kind: earlier.seconds.get(kind, 0.0) + later.seconds.get(kind, 0.0) for kind in kinds},
-    )
+def _summed_stage(newest: StageCost, sums: "_StageTotal") -> StageCost:
+    return replace(newest, wall_seconds=sums.wall, seconds=dict(sums.seconds))
 
 
-def _add_links(earlier: LinkCost, later: LinkCost) -> LinkCost:
-    flows: dict[tuple[str, str], tuple[int, int]] = {}
-    for flow in (*earlier.flows, *later.flows):
-        size, elements = flows.get((flow.direction, flow.codec), (0, 0))
-        flows[flow.direction, flow.codec] = size + flow.bytes, elements + flow.elements
+def _summed_link(newest: LinkCost, sums: "_LinkTotal") -> LinkCost:
     return replace(
-        later,
-        bytes=earlier.bytes + later.bytes,
-        busy_seconds=earlier.busy_seconds + later.busy_seconds,
-        retransmits=earlier.retransmits + later.retransmits,
-        rejects=earlier.rejects + later.rejects,
+        newest,
+        bytes=sums.bytes,
+        busy_seconds=sums.busy,
+        retransmits=sums.retransmits,
+        rejects=sums.rejects,
         flows=tuple(
             FlowCost(direction=direction, codec=codec, bytes=size, elements=elements)
-            for (direction, codec), (size, elements) in flows.items()
+            for (direction, codec), (size, elements) in sums.flows.items()
         ),
     )
+
+
+@dataclass
+class _StageTotal:
+    wall: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _LinkTotal:
+    bytes: int = 0
+    busy: float = 0.0
+    retransmits: int = 0
+    rejects: int = 0
+    flows: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    """Bytes and elements, by kind of tensor and codec."""
 
 
 OTHER_CODEC = "other"
@@ -220,7 +268,10 @@ class Ledger:
         )
 
     def link(self, source: Place, target: Place) -> LinkSums:
-        return self.links.setdefault((source, target), LinkSums())
+        sums = self.links.get((source, target))
+        if sums is None:
+            sums = self.links[source, target] = LinkSums()
+        return sums
 
     def growth(
         self,
@@ -255,7 +306,9 @@ class Ledger:
 
     def count(self, growth: "Growth") -> None:
         """Add it."""
-        sums = self.stages.setdefault(growth.place, StageSums())
+        sums = self.stages.get(growth.place)
+        if sums is None:
+            sums = self.stages[growth.place] = StageSums()
         sums.wall += growth.wall
         for kind, spent in zip(_KINDS, growth.seconds, strict=True):
             if spent:

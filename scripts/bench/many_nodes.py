@@ -6,8 +6,11 @@ Several hundred of them share a process. A vote has the same norms in every row,
 
 Measured: how long enrolments take at a given rate; the coordinator's processor time and memory while all
 members compute for some seconds a step (heartbeats are most of its work then); seconds of a step that members
-answer at once; how long the page and `/metrics` take meanwhile. With `--churn`, members die without a goodbye
+answer at once; how long the page and `/metrics` take meanwhile. At last members die without a goodbye
 and new processes of the same nodes come back; nobody may be evicted for it.
+
+`--parts` leaves some of it out. With `--processes 8 --churn-minutes 3` all of it takes about six minutes, if
+there are many cores.
 """
 
 import argparse
@@ -31,10 +34,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from node.lab.results import commit, hardware
+from node.telemetry.events import StepCosts
+from node.telemetry.history import HistoryTail
 from scripts.bench.light_nodes import LEAST_STEP
 from scripts.report import RESULTS, write
 
 OUT = RESULTS / "many_nodes.json"
+PARTS = ("steps", "heartbeats", "churn")
 RUN_FILE = """
 [run]
 name = "many"
@@ -77,7 +83,7 @@ class Output:
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
             with contextlib.suppress(ValueError):
-                self.lines.append(json.loads(line) | {"at": time.monotonic()})
+                self.lines.append(json.loads(line))
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in list(self.lines) if line.get("event") == kind]
@@ -88,6 +94,21 @@ class Output:
         while len(self.of(kind)) < count:
             if time.monotonic() > deadline or self._done.done():
                 raise TimeoutError(f"{len(self.of(kind))} of {count} {kind} after {seconds:g} s")
+            time.sleep(0.05)
+
+
+class Told(Output):
+    """The events of a run, read from its history as they come, without its costs."""
+
+    def __init__(self, directory: Path, process: "subprocess.Popen[str]", pool: ThreadPoolExecutor) -> None:
+        self.lines = []
+        self._done = pool.submit(self._follow, HistoryTail(directory), process)
+
+    def _follow(self, tail: HistoryTail, process: "subprocess.Popen[str]") -> None:
+        while process.poll() is None:
+            for entry in tail.read():
+                if not isinstance(entry.event, StepCosts):
+                    self.lines.append({"event": entry.event.event, **vars(entry.event)})
             time.sleep(0.05)
 
 
@@ -154,10 +175,11 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
         )
     )
     run, python = folder / "run", [sys.executable, "-m"]
-    command = [*python, "node.cli.main", "coordinator", str(run_file), "--run-dir", str(run), "--json"]
+    command = [*python, "node.cli.main", "coordinator", str(run_file), "--run-dir", str(run)]
     with contextlib.ExitStack() as stack:
-        coordinator, output = stack.enter_context(started(command, folder / "coordinator.log", pool))
-        output.wait("join-line", 1, 60)
+        coordinator, _ = stack.enter_context(started(command, folder / "coordinator.log", pool))
+        output = Told(run, coordinator, pool)
+        output.wait("page", 1, 60)
         page = output.of("page")[0]["url"]
         made = subprocess.run(
             [*python, "node.cli.main", "token", "create", str(run), "--uses", str(2 * nodes), "--json"],
@@ -226,18 +248,20 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
         order()
         done = len(output.of("step"))
         output.wait("step", done + 3, 300)
-        report["step"] = _steps(coordinator.pid, output, arguments.seconds, page)
-        print(json.dumps(report["step"]), flush=True)
-        order(step_seconds=arguments.step_seconds)
-        done = len(output.of("step"))
-        output.wait("step", done + 2, 60 + 4 * arguments.step_seconds)
-        report["heartbeats"] = {
-            "every": arguments.heartbeat,
-            "step_seconds": arguments.step_seconds,
-            **_steps(coordinator.pid, output, arguments.seconds, page),
-        }
-        print(json.dumps(report["heartbeats"]), flush=True)
-        if arguments.churn:
+        if "steps" in arguments.parts:
+            report["step"] = _steps(coordinator.pid, output, arguments.seconds, page)
+            print(json.dumps(report["step"]), flush=True)
+        if "heartbeats" in arguments.parts:
+            order(step_seconds=arguments.step_seconds)
+            done = len(output.of("step"))
+            output.wait("step", done + 2, 60 + 4 * arguments.step_seconds)
+            report["heartbeats"] = {
+                "every": arguments.heartbeat,
+                "step_seconds": arguments.step_seconds,
+                **_steps(coordinator.pid, output, arguments.seconds, page),
+            }
+            print(json.dumps(report["heartbeats"]), flush=True)
+        if "churn" in arguments.parts:
             order(step_seconds=LEAST_STEP)
             report["churn"] = _churn(arguments, crowds, shares, output, coordinator.pid)
             print(json.dumps(report["churn"]), flush=True)
@@ -313,13 +337,14 @@ def main() -> int:
         "--step-seconds", type=float, default=10.0, help="compute time of a slow step (default 10)"
     )
     parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement (default 30)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     parser.add_argument(
-        "--churn", type=float, default=0.0, help="share of members that die a minute (default 0)"
+        "--churn", type=float, default=0.05, help="share of members that die a minute (default 0.05)"
     )
     parser.add_argument("--churn-minutes", type=float, default=30.0)
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(arguments.processes + 1) as pool:
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(arguments.processes + 2) as pool:
         try:
             found = measure(arguments, Path(made), pool)
         except Exception:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from node.coordinator.accounting import CLOCK_RATIO, FASTEST, SLACK_SECONDS, Accounting, Answers
 from node.telemetry.clock import TimeKind
-from node.telemetry.costs import OTHER_CODEC, Place, add_costs, bits_per_element, idle_by_stage, mbit_by_stage
+from node.telemetry.costs import OTHER_CODEC, CostsSum, Place, bits_per_element, idle_by_stage, mbit_by_stage
 from wire.messages import Begin, Commit, Finish
 from wire.spec import Direction
 from wire.telemetry import FlowReport, LinkReport, Telemetry
@@ -298,13 +298,16 @@ def test_costs_of_steps_that_follow_each_other_are_added() -> None:
     first = books.step(1, 2.0)
     report(books, 3)
     second = books.step(2, 4.0)
-    both = add_costs(first, second)
-    assert both is not None and (both.step, both.seconds) == (2, 6.0)
+    sums = CostsSum(first)
+    assert sums.total() == first
+    assert sums.add(second)
+    both = sums.total()
+    assert (both.step, both.seconds) == (2, 6.0)
     assert [stage.wall_seconds for stage in both.stages] == [6.0, 6.0]
     assert [link.bytes for link in both.links] == [3000, 3000]
     assert bits_per_element(both, "activation") == bits_per_element(first, "activation")
-    assert add_costs(replace(first, aborted=True), second) is None
-    assert add_costs(first, replace(second, stages=second.stages[:1])) is None
+    assert not CostsSum(replace(first, aborted=True)).add(second)
+    assert not sums.add(replace(second, stages=second.stages[:1])) and sums.total() == both
 
 
 def test_a_node_waited_for_votes_until_the_last_answer_came() -> None:
