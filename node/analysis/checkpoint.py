@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import threading
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
@@ -85,13 +84,15 @@ def _save(directory: Path, builder: RunViewBuilder, position: int) -> None:
         "version": VERSION,
         "head": _head(directory),
         "position": position,
-        "state": asdict(builder.state()),
+        "state": builder.state(),
     }
     partial = directory / f"{CHECKPOINT_FILE}.{os.getpid()}-{threading.get_ident()}.partial"
     try:
+        # Whole, not piece by piece into the file: that would be many times slower, beside the run's steps.
+        text = json.dumps(fields, separators=(",", ":"), default=vars)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(fields, file, separators=(",", ":"))
+            file.write(text)
         partial.replace(directory / CHECKPOINT_FILE)
     except OSError:
         with contextlib.suppress(OSError):
