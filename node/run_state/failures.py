@@ -66,6 +66,8 @@ class Failures:
 
     def __init__(self) -> None:
         self._retries = 0
+        self._at = -1
+        """The newest step that failed."""
         self._suspect: tuple[int, str] | None = None
         """The step that was not finite, and which of its values."""
 
@@ -74,17 +76,25 @@ class Failures:
         """The step to run without compression."""
         return self._suspect[0] if self._suspect is not None else None
 
-    def failed(self, epoch: Epoch, node_id: str, message: str) -> RunAgain | GiveUp:
-        """A stage could not do its part of the step, and nobody is dead."""
+    def failed(self, epoch: Epoch, node_id: str, message: str, step: int | None = None) -> RunAgain | GiveUp:
+        """A stage could not do its part of the step, and nobody is dead.
+
+        Args:
+            step: where the stage was: it may still have had to apply the step before. None: in the epoch's.
+        """
+        at = epoch.step if step is None else max(epoch.step - 1, min(epoch.step, step))
+        if at > self._at:
+            # Only the node itself knows that it has applied the step before, where the next followed at once.
+            self._at, self._retries = at, 0
         self._retries += 1
         reason = f"{epoch.place_of(node_id)}: {message}"
         if self._retries > MAX_RETRIES:
             return GiveUp(
                 kind=AbortKind.FAILED,
                 reason=reason,
-                note=f"step {epoch.step + 1} failed {self._retries} times in a row: the run ends once what "
+                note=f"step {at + 1} failed {self._retries} times in a row: the run ends once what "
                 "its stages hold is on disk",
-                why=f"step {epoch.step + 1} failed {self._retries} times in a row, last at {reason}",
+                why=f"step {at + 1} failed {self._retries} times in a row, last at {reason}",
                 remedy="mend that, then resume",
             )
         return RunAgain(kind=AbortKind.FAILED, reason=reason)

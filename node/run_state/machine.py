@@ -420,7 +420,7 @@ class RunMachine:
         actions = self._complaint(epoch, node_id, message, now)
         if self.epoch is not epoch:
             return actions
-        verdict = self._failures.failed(epoch, node_id, message.message)
+        verdict = self._failures.failed(epoch, node_id, message.message, message.step)
         suspects = self._blame.suspects(epoch, node_id, message)
         # One of two neighbours breaks the protocol: only with another partner will it show which.
         replaces = isinstance(verdict, GiveUp) or message.kind is FailureKind.PEER

@@ -246,11 +246,17 @@ class Driver:
         return self.machine.message(node_id, answer, self.time)
 
     def failed(
-        self, node_id: str, kind: FailureKind = FailureKind.LINK, *, why: str = "it broke", peer: int = -1
+        self,
+        node_id: str,
+        kind: FailureKind = FailureKind.LINK,
+        *,
+        why: str = "it broke",
+        peer: int = -1,
+        step: int | None = None,
     ) -> list[Action]:
-        answer = StepFailed(
-            epoch=self.epoch.number, step=self.epoch.step, kind=kind, message=why, peer_stage=peer
-        )
+        """`step`: the one that the node is at, if that is not the epoch's."""
+        at = self.epoch.step if step is None else step
+        answer = StepFailed(epoch=self.epoch.number, step=at, kind=kind, message=why, peer_stage=peer)
         return self.machine.message(node_id, answer, self.time)
 
     # ---- stretches of a run

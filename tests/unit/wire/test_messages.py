@@ -201,7 +201,16 @@ DIGESTS = st.builds(
     ),
     loss=st.none() | ANY_FLOAT,
 )
-COMMIT = st.builds(Commit, epoch=NUMBER, step=NUMBER, clip_coefficient=AMOUNT, lr=AMOUNT)
+BEGIN = st.builds(
+    Begin,
+    epoch=NUMBER,
+    step=NUMBER,
+    keep_sums=st.booleans(),
+    audited=st.lists(NUMBER, max_size=3).map(tuple),
+)
+COMMIT = st.builds(
+    Commit, epoch=NUMBER, step=NUMBER, clip_coefficient=AMOUNT, lr=AMOUNT, then=st.none() | BEGIN
+)
 NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
     Hello: st.builds(
         Hello,
@@ -228,6 +237,7 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
         loss=st.none() | ANY_FLOAT,
         group_losses=st.dictionaries(NUMBER, ANY_FLOAT, max_size=4),
         digests=st.dictionaries(NUMBER, DIGESTS, max_size=3),
+        telemetry=TELEMETRY,
     ),
     Validated: st.builds(
         Validated,
@@ -273,13 +283,7 @@ COORDINATOR_MESSAGES: dict[type, st.SearchStrategy[CoordinatorMessage]] = {
     Restore: st.builds(
         Restore, epoch=NUMBER, step=NUMBER, missed=st.none() | COMMIT, uncompressed=st.booleans()
     ),
-    Begin: st.builds(
-        Begin,
-        epoch=NUMBER,
-        step=NUMBER,
-        keep_sums=st.booleans(),
-        audited=st.lists(NUMBER, max_size=3).map(tuple),
-    ),
+    Begin: BEGIN,
     Follow: st.integers(1, 4).flatmap(
         lambda stages: st.builds(
             Follow,

@@ -4,7 +4,7 @@ import gc
 import random
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from google.protobuf.message import DecodeError, Message
@@ -107,6 +107,7 @@ FROM_NODES = [
             loss=3.25,
             group_losses={1: 0.5},
             digests={1: DIGESTS},
+            telemetry=TELEMETRY,
         ),
         Applied(epoch=3, step=41, telemetry=TELEMETRY),
         StepFailed(epoch=3, step=41, kind=FailureKind.PEER, message="damaged frame", peer_stage=2),
@@ -127,7 +128,7 @@ FROM_THE_COORDINATOR = [
         ),
         Restore(epoch=3, step=42, missed=COMMIT, uncompressed=True),
         Begin(epoch=3, step=41),
-        COMMIT,
+        replace(COMMIT, then=Begin(epoch=3, step=42, link_windows=(1, 2))),
         TakeSnapshot(epoch=3, step=42, place="nodes"),
         Retain(steps=(20, 40), record='{"run": 1}'),
         SendLayers(step=40, units=("embed",)),

@@ -102,6 +102,25 @@ def test_a_step_is_recorded_when_all_have_voted_before_anybody_hears_of_it() -> 
     ]
 
 
+@pytest.mark.parametrize("why", ["due", "asked for", "measurement", "stop", "leave", "last step"])
+def test_a_commit_goes_alone_where_something_is_to_be_done_before_the_next_step(why: str) -> None:
+    every, steps = 3 if why == "due" else 100, 3 if why == "last step" else 20
+    run = Driver(stages=2, every=every, steps=steps).started("ab", 2)
+    match why:
+        case "asked for":
+            run.machine.save()
+        case "measurement":
+            run.validating(3)
+        case "stop":
+            run.stop()
+        case "leave":
+            run.leave("b")
+    actions = run.all_vote()
+    assert [one.then for one in sent(actions) if isinstance(one, Commit)] == [None, None]
+    assert of_kind(actions, StepDone) == [] and run.epoch.phase is Phase.APPLYING
+    assert len(of_kind(run.all_applied(), StepDone)) == 1
+
+
 def test_a_step_with_something_to_do_after_it_ends_when_all_have_applied_it() -> None:
     run = Driver(stages=2, every=1, steps=2).started("ab")
     assert sent(run.all_vote(), "a")[0].then is None

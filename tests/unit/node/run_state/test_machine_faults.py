@@ -310,6 +310,31 @@ def test_a_step_that_keeps_failing_stops_the_run() -> None:
     )
 
 
+def test_a_step_that_cannot_be_applied_stops_the_run() -> None:
+    """Though the next one begins with its commit, and it is committed each time."""
+    run = Driver(stages=2, every=100).started("ab")
+    for _ in range(MAX_RETRIES):
+        run.all_vote()
+        assert of_kind(run.failed("b", step=0), Aborted)
+        run.restored(-1)
+        assert run.epoch.step == 0
+    run.all_vote()
+    notes = [one.text for one in of_kind(run.failed("b", step=0), Announce)]
+    assert notes == ["step 1 failed 4 times in a row: the run ends once what its stages hold is on disk"]
+
+
+def test_a_step_that_the_next_one_followed_at_once_starts_the_count_afresh() -> None:
+    run = Driver(stages=2, every=100).started("ab", 3)
+    for _ in range(MAX_RETRIES):
+        run.failed("b")
+        run.restored(3)
+    run.all_vote()
+    for _ in range(MAX_RETRIES):
+        assert of_kind(run.failed("b"), Aborted)
+        run.restored(4)
+    assert any("step 5 failed 4 times" in one.text for one in of_kind(run.failed("b"), Announce))
+
+
 def test_a_step_that_is_done_or_a_death_starts_the_count_afresh() -> None:
     run = Driver(stages=2, every=2).started("ab", 3)
     for _ in range(MAX_RETRIES):

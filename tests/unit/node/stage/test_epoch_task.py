@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -281,6 +282,24 @@ async def test_a_command_that_comes_again_is_answered_again_and_not_done_again()
         talk.task.submit(take)
         await talk.ask(Begin(epoch=4, step=1))
         assert talk.node.uploads == [(4, 1)]
+
+
+async def test_a_commit_that_carries_the_next_step_is_answered_by_its_vote() -> None:
+    async with epoch() as talk:
+        await talk.begun()
+        await talk.ask(Begin(epoch=4, step=0))
+        told = Telemetry(wall_seconds=3.0)
+        talk.node.telemetry = lambda: told  # type: ignore[method-assign]
+        commit = Commit(
+            epoch=4, step=0, clip_coefficient=0.5, lr=0.25, waited_seconds=2.0, then=Begin(epoch=4, step=1)
+        )
+        vote = Vote(epoch=4, step=1, norms={1: 2.0}, loss=None, telemetry=told)
+        assert await talk.ask(commit) == vote
+        done = list(talk.node.stage.log)
+        assert done[-3:] == [("step", 0), ("apply", 0.25, 0.5), ("step", 1)]
+        told = Telemetry(wall_seconds=4.0)
+        assert await talk.ask(commit) == replace(vote, telemetry=told), "the newest report"
+        assert talk.node.stage.log == done
 
 
 async def test_a_snapshot_that_did_not_arrive_is_sent_when_it_is_asked_for_again() -> None:
