@@ -268,7 +268,11 @@ class LinkCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts(Event):
-    """Cost of a step by stage and link. Comes just before the step's `StepDone` or `StepAborted`."""
+    """Cost of a step by stage and link. Comes just before the step's `StepDone` or `StepAborted`.
+
+    Of a step that the next one followed at once, as stages said when they voted: what they were still writing
+    then, and applying the step, count with the next one.
+    """
 
     event: ClassVar[str] = "step-costs"
     step: int
