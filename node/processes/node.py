@@ -73,7 +73,7 @@ def run_node(token_text: str, options: JoinOptions) -> int:
     chosen = choose_devices(options.device, options.gpus)
     directory = claim(token.run_id, options.state_dir)
     try:
-        return event_loop.run(_serve(token, options, chosen, directory.path))
+        code = event_loop.run(_serve(token, options, chosen, directory.path))
     except (StuckError, DeviceLostError) as error:
         _end(error, directory)
     except Exception as error:  # torch raises several types when memory runs out; others pass
@@ -84,6 +84,10 @@ def run_node(token_text: str, options: JoinOptions) -> int:
         _end(MemoryExhaustedError(f"{first} ran out of memory before it had a stage: {memory}"), directory)
     finally:
         directory.release()
+    if code == INTERRUPTED:
+        # What there was to save is saved, and the interpreter would wait for threads that still compile.
+        os._exit(code)
+    return code
 
 
 def _end(error: ThinwireError, directory: StateDirectory) -> NoReturn:

@@ -21,7 +21,7 @@ from node.stage.watchdog import StuckError
 
 async def serve(*_):
     threading.Thread(target=threading.Event().wait).start()  # never ends, and the interpreter waits for it
-    raise StuckError("stuck for good")
+    ENDS
 
 main._serve = serve
 main._check_machine = lambda: None
@@ -60,8 +60,17 @@ async def test_the_clock_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
             await watching
 
 
-def test_the_process_ends_although_its_thread_does_not() -> None:
-    done = subprocess.run((sys.executable, "-c", HANGS), capture_output=True, text=True, timeout=150)
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.strip() == "thinwire: error: stuck for good"
+@pytest.mark.parametrize(
+    ("ends", "code", "words"),
+    [
+        ('raise StuckError("stuck for good")', 1, "thinwire: error: stuck for good"),
+        # Its volunteer left while a thread compiles.
+        ("return main.INTERRUPTED", 130, ""),
+    ],
+)
+def test_the_process_ends_although_its_thread_does_not(ends: str, code: int, words: str) -> None:
+    script = HANGS.replace("ENDS", ends)
+    done = subprocess.run((sys.executable, "-c", script), capture_output=True, text=True, timeout=150)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.strip() == words
     assert done.stdout.strip() == "released"
