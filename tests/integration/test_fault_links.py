@@ -63,11 +63,11 @@ def test_a_peer_that_sends_nonsense_gives_up_its_stage(tmp_path: Path, prefork: 
 
 
 @pytest.mark.parametrize(
-    ("phase", "tensor"),
-    [(Phase.FORWARD, "the activation to be sent over boundary 1"), (Phase.BACKWARD, "the gradient of layer")],
-)
-@pytest.mark.parametrize(
-    ("count", "verdict"), [(1, "the codecs are the cause"), (2, "with uncompressed links too")]
+    ("phase", "tensor", "count", "verdict"),
+    [
+        (Phase.FORWARD, "the activation to be sent over boundary 1", 1, "the codecs are the cause"),
+        (Phase.BACKWARD, "the gradient of layer", 2, "with uncompressed links too"),
+    ],
 )
 def test_a_step_that_is_not_finite_ends_the_run_in_one_line(
     phase: Phase, tensor: str, count: int, verdict: str, tmp_path: Path, prefork: Prefork

@@ -104,24 +104,19 @@ def test_interfaces_are_limited_at_both_ends(flags: tuple[str, ...]) -> None:
     assert up["share"] == NEARLY and down["share"] == NEARLY
 
 
-@pytest.mark.parametrize("topology", ["links", "interfaces"])
-@pytest.mark.parametrize("name", ["cubic", "reno"])
-def test_connections_between_nodes_have_the_congestion_control_asked_for(
-    flags: tuple[str, ...], topology: str, name: str
+@pytest.mark.parametrize(
+    ("topology", "name", "begins_slowly"), [("links", "reno", "0"), ("interfaces", "cubic", "1")]
+)
+def test_nodes_namespaces_alone_have_the_congestion_control_and_the_slow_start_asked_for(
+    flags: tuple[str, ...], topology: str, name: str, begins_slowly: str
 ) -> None:
     if name not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
         pytest.skip(f"this kernel has no {name}")
-    found = inside(flags, "measured", f"topology={topology}", "rate=50", f"congestion_control={name}")
-    assert [link["congestion_control"] for link in found["links"]] == [name, name]
-
-
-@pytest.mark.parametrize("begins_slowly", ["0", "1"])
-def test_slow_start_after_idle_is_set_only_in_the_nodes_namespaces(
-    flags: tuple[str, ...], begins_slowly: str
-) -> None:
     setting = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
     before = setting.read_text()
-    found = inside(flags, "measured", "rate=50", f"slow_start_after_idle={begins_slowly}")
+    asked = (f"congestion_control={name}", f"slow_start_after_idle={begins_slowly}")
+    found = inside(flags, "measured", f"topology={topology}", "rate=50", *asked)
+    assert [link["congestion_control"] for link in found["links"]] == [name, name]
     assert found["slow_start_after_idle"] == [begins_slowly] * 3
     assert setting.read_text() == before
 

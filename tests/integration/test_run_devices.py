@@ -38,20 +38,8 @@ def workers(run: Run) -> list[int]:
     return found
 
 
-def test_two_devices_share_a_stage(prefork: Prefork, tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG, launch=prefork.popen) as run:
-        coordinator = run.start()
-        run.add_node(options=("--gpus", "2"))
-        run.add_node()
-        assert coordinator.wait_exit() == 0
-        run.assert_quiet()
-        expected = undisturbed(run.config).losses
-        assert run.losses.keys() == expected.keys()
-        # Sums over two devices are added in another order.
-        assert run.losses == pytest.approx(expected, rel=1e-4)
-
-
 def test_a_dead_device_is_the_nodes_death_and_the_run_goes_on(prefork: Prefork, tmp_path: Path) -> None:
+    """Losses are those of an unsplit run while two devices share the stage, and after."""
     with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=5)) as run:
         coordinator = run.start()
         shared = run.add_node(options=("--gpus", "2"))

@@ -31,6 +31,8 @@ CODECS = ("tah", "fixed-2", "fixed-4", "fixed-8", "fixed-10")
 GUARD = 64
 POISON = 0xA5
 LAUNCHES = (Launch(16, 1), Launch(32, 4))
+FIXED = ((4, 1.0, LAUNCHES[0]), (7, 1.0, LAUNCHES[1]), (9, 3.0, LAUNCHES[1]))
+"""Widths, constants and launches."""
 
 pytestmark = [
     needs_triton,
@@ -100,8 +102,14 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 @inside
-@each("launch", LAUNCHES)
-@each(("which", "tau"), [*((which, 2.0) for which in inputs()), ("ties", 0.0)])
+@each(
+    ("which", "tau", "launch"),
+    [
+        *((which, 2.0, LAUNCHES[number % 2]) for number, which in enumerate(inputs())),
+        ("mixed", 2.0, LAUNCHES[1]),
+        ("ties", 0.0, LAUNCHES[1]),
+    ],
+)
 def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Launch) -> None:
     from kernels.tah.triton import decode as triton_tah_decode
     from kernels.tah.triton import encode as triton_tah
@@ -144,8 +152,13 @@ def test_tah_is_the_reference_for_any_launch(which: str, tau: float, launch: Lau
 
 
 @inside
-@each(("width", "constant", "launch"), [(4, 1.0, LAUNCHES[0]), (7, 1.0, LAUNCHES[1]), (9, 3.0, LAUNCHES[1])])
-@each("which", inputs())
+@each(
+    ("which", "width", "constant", "launch"),
+    [
+        *((which, *FIXED[number % len(FIXED)]) for number, which in enumerate(inputs())),
+        *(("mixed", *case) for case in FIXED[1:]),
+    ],
+)
 def test_fixed_is_the_reference_for_any_launch(
     which: str, width: int, constant: float, launch: Launch
 ) -> None:
