@@ -15,7 +15,6 @@ from google.protobuf.message import DecodeError
 
 from wire.byte_stream import ByteStream, StreamDroppedError
 from wire.errors import LinkError, ProtocolViolationError
-from wire.frames import frame_direction
 from wire.line_meter import SPAN_SECONDS
 from wire.link_state import LinkState
 from wire.pacing import KEEP_ALIVE, KeepAlive
@@ -168,9 +167,7 @@ class Connection:
             if state.transfers is not None:
                 state.transfers.sent(frame, now())
             keep_alive.frame_sent(now())
-            state.stats.bytes_sent += len(frame)
-            state.stats.frames_sent += 1
-            state.stats.direction_bytes_sent[frame_direction(frame)] += len(frame)
+            state.frame_sent(frame, again=again)
 
     # ---- control
 

@@ -98,6 +98,7 @@ class Link(ABC):
             self._state.stats,
             path=self.path,
             direction_bytes_sent=dict(self._state.stats.direction_bytes_sent),
+            direction_elements_sent=dict(self._state.stats.direction_elements_sent),
             retransmits=sender.retransmits,
             rejects=receiver.rejects,
             stale=receiver.stale,
@@ -119,13 +120,15 @@ class Link(ABC):
         """Bytes of tensors that wait to be sent or acknowledged."""
         return self._state.sender.queued_bytes
 
-    def send(self, key: TensorKey, payload: Payload) -> None:
+    def send(self, key: TensorKey, payload: Payload, elements: int = 0) -> None:
         """Queue a tensor's packed bytes; never blocks. The bytes must not change until acknowledged.
 
-        Raises the link's error after it has ended, `LinkError` when the outbox is full.
+        `elements`: how many these are of, for `stats`. Raises the link's error after it has ended,
+        `LinkError` when the outbox is full.
         """
         self._raise_if_over()
         self._state.sender.send(key, payload)
+        self._state.elements.append(elements)
         self._state.meter.queued(self._state.sender.sent_bytes, now())
         self._state.bulk_wake.set()
 

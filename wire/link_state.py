@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from wire.delivery import Delivery
-from wire.frames import FRAME_BYTES, HEADER_BYTES, run_tag
+from wire.frames import FRAME_BYTES, HEADER_BYTES, frame_direction, frame_place, run_tag
 from wire.line_meter import Line
 from wire.link_meter import LinkMeter
 from wire.pacing import RECONNECT_SECONDS, Pacer
@@ -78,7 +78,9 @@ class LinkStats:
     frames_sent: int = 0
     frames_received: int = 0
     direction_bytes_sent: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
-    """Bytes of frames sent, by direction."""
+    """Bytes of frames sent, by direction: of tensors whose last frame was sent, and of frames sent again."""
+    direction_elements_sent: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
+    """Elements of these tensors, as `Link.send` was told."""
     retransmits: int = 0
     """Frames sent again."""
     rejects: int = 0
@@ -116,6 +118,10 @@ class LinkState:
     stats: LinkStats = field(default_factory=LinkStats)
     meter: LinkMeter = field(default_factory=LinkMeter)
     transfers: TransferLog | None = None
+    elements: deque[int] = field(default_factory=deque)
+    """Of each queued tensor whose last frame was not sent yet."""
+    tensor_bytes: int = 0
+    """Frames sent of the first of these."""
     round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_PINGS))
     bulk_wake: asyncio.Event = field(default_factory=asyncio.Event)
     control_wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -164,6 +170,21 @@ class LinkState:
 
     def open_session(self, session: int) -> None:
         self.session = self.sender.session = self.receiver.session = session
+
+    def frame_sent(self, frame: bytes, *, again: bool) -> None:
+        """Count a frame. A direction's bytes and elements grow by whole tensors, so that their ratio is right
+        at any time."""
+        stats, direction = self.stats, frame_direction(frame)
+        stats.bytes_sent += len(frame)
+        stats.frames_sent += 1
+        if again:
+            stats.direction_bytes_sent[direction] += len(frame)
+            return
+        self.tensor_bytes += len(frame)
+        if frame_place(frame).is_last:
+            stats.direction_bytes_sent[direction] += self.tensor_bytes
+            stats.direction_elements_sent[direction] += self.elements.popleft()
+            self.tensor_bytes = 0
 
     def forget(self) -> None:
         """Drop all tensors. The ended link stays, to answer a neighbour that ends the epoch later."""

@@ -16,7 +16,7 @@ from node.pipeline.placement import chunks_of
 from node.pipeline.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
 from node.stage.following import State, StateServices, load_state
-from node.stage.inbox import ElementsSent, Inbox, LoopIO, StepInterrupted, TensorLink
+from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.out_of_memory import ran_out
 from node.stage.step_order import StepOutcome
 from node.stage.tensor_transfer import BadTensorError
@@ -77,7 +77,6 @@ class Services(StateServices, Protocol):
 
     inbox: Inbox
     batches: Batches
-    elements_sent: ElementsSent
 
     def post(self, message: NodeMessage) -> None:
         """Queue a message for the coordinator."""
@@ -388,7 +387,6 @@ class EpochTask:
             links={peer.stage: link for peer, link in self._links.items() if peer.replica == own},
             rows={peer.replica: link for peer, link in self._links.items() if peer.replica != own},
             inbox=self._services.inbox,
-            elements_sent=self._services.elements_sent,
             over=lambda: self._over,
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from node.pipeline.routing import BETWEEN_ROWS, source_stage, target_stage
 from wire.errors import LinkError, LinkLostError
-from wire.spec import Direction, TensorKey
+from wire.spec import TensorKey
 from wire.stream_receiver import SMALL_BYTES
 
 STALL_SECONDS = 600.0
@@ -101,14 +101,10 @@ class Inbox:
             self._interruption = None
 
 
-ElementsSent = dict[tuple[Direction, int], int]
-"""Elements sent, by kind of tensor and the receiver's row."""
-
-
 class TensorLink(Protocol):
     """The link to a neighbour, as a stage uses it. Call it on the event loop."""
 
-    def send(self, key: TensorKey, payload: memoryview) -> None: ...
+    def send(self, key: TensorKey, payload: memoryview, elements: int = 0) -> None: ...
 
     def want(self, key: TensorKey | None) -> None: ...
 
@@ -125,7 +121,6 @@ class LoopIO:
         stages: int,
         links: Mapping[int, TensorLink],
         inbox: Inbox,
-        elements_sent: ElementsSent,
         over: Callable[[], bool],
         replica: int = 0,
         rows: Mapping[int, TensorLink] | None = None,
@@ -142,7 +137,6 @@ class LoopIO:
         self._stages = stages
         self._links = links
         self._inbox = inbox
-        self._elements_sent = elements_sent
         self._over = over
         self._calls: deque[Callable[[], None]] = deque()
         self._scheduled = False
@@ -197,11 +191,11 @@ class LoopIO:
     def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
         payload = memoryview(packed.numpy().data)
         link = self._links[target_stage(key, self._stages)]
-        self._call(self._send, link, self._replica, key, payload, elements)
+        self._call(self._send, link, key, payload, elements)
 
     def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
         payload = memoryview(packed.numpy().data)
-        self._call(self._send, self._rows[row], row, key, payload, elements)
+        self._call(self._send, self._rows[row], key, payload, elements)
 
     def interrupt(self, error: Exception) -> None:
         self._inbox.interrupt(str(error), error)
@@ -229,13 +223,10 @@ class LoopIO:
             if self._calls:  # one has failed, which the loop reports
                 self._loop.call_soon(self._run_calls)
 
-    def _send(self, link: TensorLink, row: int, key: TensorKey, payload: memoryview, elements: int) -> None:
+    def _send(self, link: TensorLink, key: TensorKey, payload: memoryview, elements: int) -> None:
         try:
-            link.send(key, payload)
+            link.send(key, payload, elements)
         except LinkError as error:
             # An interrupted step leaves tensors for links that are already closed.
             if not self._over():
                 self._inbox.interrupt(str(error), error)
-        else:
-            kind = key.direction, row
-            self._elements_sent[kind] = self._elements_sent.get(kind, 0) + elements

@@ -35,7 +35,6 @@ class NodeMeter:
         self._device = device
         self._epoch = 0
         self._counted_from: Times | None = None
-        self._elements_before: Mapping[tuple[Direction, int], int] = {}
 
     def trace(self, steps: TracedSteps) -> None:
         """Report the spans of these steps; by default of none."""
@@ -66,11 +65,10 @@ class NodeMeter:
             for first in range(0, len(spans), MOST_SPANS)
         ]
 
-    def begin_epoch(self, epoch: int, elements_sent: Mapping[tuple[Direction, int], int]) -> None:
-        """Start the totals of a new placement at 0; `elements_sent` so far belong to earlier ones."""
+    def begin_epoch(self, epoch: int) -> None:
+        """Start the totals of a new placement at 0."""
         self._epoch = epoch
         self._counted_from = None
-        self._elements_before = dict(elements_sent)
 
     def count_time(self, clock: StageClock) -> None:
         """Count time from now on: the first step of the epoch begins."""
@@ -81,14 +79,12 @@ class NodeMeter:
         self,
         clock: StageClock,
         links: Mapping[Peer, tuple[LinkStats, int]],
-        elements_sent: Mapping[tuple[Direction, int], int],
         codec_of: Callable[[Direction], str],
     ) -> Telemetry:
         """The report of this moment.
 
         Args:
             links: by neighbour: the link's totals and its queued bytes.
-            elements_sent: by kind of tensor and the receiver's row, since the process began.
             codec_of: the name of the codec in use for a kind of tensor.
         """
         times: dict[str, float] = {}
@@ -107,8 +103,7 @@ class NodeMeter:
             times=times,
             wall_seconds=wall,
             links=tuple(
-                self._link(peer, stats, queued, elements_sent, codec_of)
-                for peer, (stats, queued) in sorted(links.items())
+                self._link(peer, stats, queued, codec_of) for peer, (stats, queued) in sorted(links.items())
             ),
             memory_bytes=resident,
             # The system counts the two separately.
@@ -129,7 +124,6 @@ class NodeMeter:
         peer: Peer,
         stats: LinkStats,
         queued: int,
-        elements_sent: Mapping[tuple[Direction, int], int],
         codec_of: Callable[[Direction], str],
     ) -> LinkReport:
         # Each kind of tensor goes to one neighbour of a row (`routing.py`): the one that got bytes of it.
@@ -138,8 +132,7 @@ class NodeMeter:
                 direction=direction,
                 codec=codec_of(direction),
                 bytes_sent=sent,
-                elements_sent=elements_sent.get((direction, peer.replica), 0)
-                - self._elements_before.get((direction, peer.replica), 0),
+                elements_sent=stats.direction_elements_sent[direction],
             )
             for direction, sent in stats.direction_bytes_sent.items()
             if sent > 0

@@ -28,7 +28,7 @@ from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask, LinkEvents
 from node.stage.executor import StageExecutor
 from node.stage.following import Follower, State
-from node.stage.inbox import ElementsSent, Inbox, TensorLink
+from node.stage.inbox import Inbox, TensorLink
 from node.stage.layer_peers import LayerPeers
 from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
@@ -117,7 +117,6 @@ class RunMember:
         self.config_json = welcome.config_json
         self.executor = executor
         self.inbox = Inbox()
-        self.elements_sent: ElementsSent = {}
         self.progress = progress
         self.batches = Batches(executor.config, client, group)
         self._room = room
@@ -267,9 +266,7 @@ class RunMember:
         self._meter.count_time(self._compute.clock)
 
     def telemetry(self) -> Telemetry:
-        report = self._meter.telemetry(
-            self._compute.clock, self._links.totals(), self.elements_sent, self.executor.codec_name
-        )
+        report = self._meter.telemetry(self._compute.clock, self._links.totals(), self.executor.codec_name)
         placement = None if self._running is None else self._running[0].placement
         stage = (-1, 0) if placement is None else (placement.stage, len(placement.stages))
         self._metrics.report(report, *stage)
@@ -283,7 +280,7 @@ class RunMember:
     # ---- epochs
 
     def _begin_epoch(self, placement: Placement) -> None:
-        self._meter.begin_epoch(placement.epoch, self.elements_sent)
+        self._meter.begin_epoch(placement.epoch)
         epoch = EpochTask(placement, self)
         self._running = epoch, self._group.create_task(epoch.run())
         stage, stages = placement.stage, len(placement.stages)

@@ -467,6 +467,6 @@ class NodeRuntime:
     def _telemetry(self) -> Telemetry:
         if self._member is not None:
             return self._member.telemetry()
-        report = self._meter.telemetry(self._compute.clock, {}, {}, lambda _: "")
+        report = self._meter.telemetry(self._compute.clock, {}, lambda _: "")
         self._metrics.report(report, -1, 0)
         return report

@@ -57,7 +57,7 @@ async def test_counted_bytes_are_those_on_the_sockets() -> None:
     size, count = 4 * MIB, 10
     async with make_pair(size) as pair:
         for i in range(count):
-            pair.lower.send(key(i), content(key(i), size))
+            pair.lower.send(key(i), content(key(i), size), size // 2)
         await pair.upper_end.until(count)
         await eventually(lambda: pair.lower.queued_bytes == 0)
         sent, received = pair.lower.stats.bytes_sent, pair.upper.stats.bytes_received
@@ -68,6 +68,7 @@ async def test_counted_bytes_are_those_on_the_sockets() -> None:
         assert pair.lower.stats.frames_sent == frames
         assert pair.lower.stats.direction_bytes_sent[Direction.ACTIVATION] == count * size + 64 * frames
         assert pair.lower.stats.direction_bytes_sent[Direction.GRADIENT] == 0
+        assert pair.lower.stats.direction_elements_sent[Direction.ACTIVATION] == count * size // 2
 
 
 async def test_a_paused_stream_sends_a_byte_now_and_then_which_is_no_frame(

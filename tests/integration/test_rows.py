@@ -17,7 +17,7 @@ from node.stage.coordinator_client import Batches
 from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask, LinkEvents, State
 from node.stage.executor import StageExecutor
-from node.stage.inbox import ElementsSent, Inbox, TensorLink
+from node.stage.inbox import Inbox, TensorLink
 from node.stage.progress import Progress
 from node.stage.session import IdentityHolder
 from node.stage.stage_model import StageModel
@@ -84,7 +84,6 @@ class Node:
         self.executor = StageExecutor(CONFIG, device, self.thread.clock, StageModel(CONFIG, device))
         self.inbox = Inbox()
         self.batches = cast(Batches, RowBatches(data))
-        self.elements_sent: ElementsSent = {}
         self.progress = Progress()
         self.links = links
         self.address = PlacedStage(node_id="", address="")

@@ -16,7 +16,7 @@ from node.pipeline.routing import Peer
 from node.stage.coordinator_client import Batches
 from node.stage.epoch_task import EpochTask, LinkEvents, State
 from node.stage.executor import StageExecutor
-from node.stage.inbox import ElementsSent, Inbox, LoopIO, StepInterrupted, TensorLink
+from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.progress import Progress
 from node.stage.step_order import StepOutcome
 from node.stage.tensor_transfer import BadTensorError
@@ -144,7 +144,6 @@ class Node:
         self.executor = cast(StageExecutor, stage)
         self.inbox = Inbox()
         self.batches = cast(Batches, None)  # neither the first nor the last stage
-        self.elements_sent: ElementsSent = {}
         self.progress = Progress()
         self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.uploads: list[tuple[int, int]] = []
@@ -514,7 +513,7 @@ async def test_a_bad_tensor_in_sound_frames_is_held_against_its_sender(
 
 
 class ClosedLink:
-    def send(self, key: TensorKey, payload: memoryview) -> None:
+    def send(self, key: TensorKey, payload: memoryview, elements: int = 0) -> None:
         raise LinkError("the link was closed here")
 
     def want(self, key: TensorKey | None) -> None:

@@ -91,7 +91,6 @@ async def test_calls_of_a_stage_wake_the_event_loop_once_and_keep_their_order() 
         stages=2,
         links=cast(dict[int, TensorLink], {0: Link()}),
         inbox=inbox,
-        elements_sent={},
         over=lambda: False,
     )
     for microbatch in range(3):

@@ -1,0 +1,44 @@
+"""`wire.link_state`: what a link counts of the frames that it sends."""
+
+import numpy as np
+
+from wire.frames import HEADER_BYTES, PAYLOAD_BYTES, Frame, pack_frame
+from wire.link_state import LinkSettings, LinkState
+from wire.spec import Direction, TensorKey
+
+TOTAL = PAYLOAD_BYTES + 100
+"""Of a tensor of two frames."""
+KEY = TensorKey(1, 0, 0, 0, Direction.GRADIENT)
+
+
+def frame(number: int) -> bytes:
+    """The first or the second of the tensor's frames."""
+    offset = number * PAYLOAD_BYTES
+    payload = np.zeros(min(PAYLOAD_BYTES, TOTAL - offset), dtype=np.uint8)
+    return pack_frame(
+        Frame(session=1, sequence=number, key=KEY, total=TOTAL, offset=offset, payload=payload.data), tag=0
+    )
+
+
+def test_bytes_and_elements_of_a_direction_grow_by_whole_tensors() -> None:
+    """A report between two frames of a tensor must not show bits an element that no codec has."""
+    state = LinkState.create(
+        run_id="run",
+        epoch=1,
+        stage=0,
+        peer_stage=1,
+        settings=LinkSettings(),
+        expect=lambda key: None,
+        on_tensor=lambda key, buffer: None,
+    )
+    stats = state.stats
+    state.elements.append(7)
+    state.frame_sent(frame(0), again=False)
+    assert stats.bytes_sent == HEADER_BYTES + PAYLOAD_BYTES
+    assert stats.direction_bytes_sent[KEY.direction] == stats.direction_elements_sent[KEY.direction] == 0
+    state.frame_sent(frame(0), again=True)
+    state.frame_sent(frame(1), again=False)
+    whole = TOTAL + 2 * HEADER_BYTES
+    assert stats.direction_bytes_sent[KEY.direction] == whole + HEADER_BYTES + PAYLOAD_BYTES
+    assert stats.direction_elements_sent[KEY.direction] == 7
+    assert stats.frames_sent == 3 and not state.elements
