@@ -34,6 +34,7 @@ def test_nodes_that_open_no_port_train_the_same_weights(prefork: Prefork, tmp_pa
     """The coordinator's relay carries all of three stages' tensors, also after a node died."""
     with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=4)) as run:
         coordinator = run.start()
+        run.program = ("tests.support.apart_node",)
         nodes = [run.add_node(options=("--no-listen",)) for _ in range(3)]
         still = run.wait_still()
         assert {event.address for event in coordinator.all(NodeJoined)} == {""}
@@ -70,6 +71,7 @@ def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(
     )
     with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=1, steps=4)) as run:
         coordinator = run.start()
+        run.program = ("tests.support.apart_node",)
         for _ in range(2):
             run.add_node(options=("--no-listen",))
         still = run.wait_still()

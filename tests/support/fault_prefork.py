@@ -37,6 +37,7 @@ from tests.support.paths import ROOT, python_path
 PROGRAMS = (
     "node.cli.main",
     "node.parallel.worker",
+    "tests.support.apart_node",
     "tests.support.hasty",
     "tests.support.impatient_node",
     "tests.support.liar",

@@ -1,4 +1,5 @@
-"""`thinwire` whose links wait less for a silent neighbour, so that a test of silence takes seconds.
+"""As `tests.support.apart_node`, with links that wait less for a silent neighbour, so that a test of silence
+takes seconds.
 
 python -m tests.support.impatient_node join TOKEN ...
 """
@@ -6,8 +7,8 @@ python -m tests.support.impatient_node join TOKEN ...
 import functools
 import sys
 
-from node.cli.main import main as thinwire
 from node.stage import runtime
+from tests.support.apart_node import main as thinwire
 from wire.link_state import LinkSettings
 
 SECONDS = 2.0
