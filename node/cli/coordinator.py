@@ -19,6 +19,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from node.cli.importing import importing
     from node.cli.parser import UsageError, set_up_logging
     from node.cli.resume import resume_run
     from node.cli.run_directory import new_run_directory, owner_only, run_began
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     set_up_logging()
     directory = new_run_directory(args.run_dir, config.run.name)
 
-    from node.processes.coordinator import run_coordinator
+    with importing():
+        from node.processes.coordinator import run_coordinator
 
     try:
         with owner_only(), emitter(config, json=args.json) as emit:

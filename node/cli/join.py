@@ -171,12 +171,13 @@ def run(args: argparse.Namespace) -> int:
         wait_seconds=wait,
         json=args.json,
     )
+    from node.cli.importing import importing
     from node.display.volunteer import VolunteerScreen
 
     set_up_logging()
     screen = VolunteerScreen(json_lines=args.json)
     screen("starting")
-    with screen.seconds_of("loading torch"):  # takes seconds
+    with screen.seconds_of("loading torch"), importing():
         from node.processes.node import run_node
 
     with owner_only():

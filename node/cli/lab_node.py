@@ -10,13 +10,15 @@ import json
 import os
 import sys
 
+from node.cli.importing import importing
 from node.cli.main import main
 
 
 def wait_and_run() -> int:
-    import torch
+    with importing():
+        import torch
 
-    import node.processes.node
+        import node.processes.node
 
     if (device := torch.device(sys.argv[1])).type == "cuda":
         # Initialising a GPU takes seconds too.

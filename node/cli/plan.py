@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.pipeline.block_times import assumed_times
     from node.pipeline.device_memory import Devices
-    from node.pipeline.memory_plan import Room, frontier, plan_stage
+    from node.pipeline.memory_plan import CURVE_POINTS, Room, frontier, plan_stage
     from node.pipeline.storage_choice import choose, chosen_config, kept_bytes, remedies, words_of
     from node.run_file.loader import load_config
     from wire.errors import UserError
@@ -70,7 +70,10 @@ def run(args: argparse.Namespace) -> int:
     plans = [
         plan_stage(one, stages, stage, devices, memory, times=times) for stage, one in enumerate(configs)
     ]
-    curves = [frontier(one, stages, stage, devices, times) for stage, one in enumerate(configs)]
+    points = CURVE_POINTS if args.curve or args.json else 2
+    curves = [
+        frontier(one, stages, stage, devices, times, points=points) for stage, one in enumerate(configs)
+    ]
     fits = all(plan.fits for plan in plans)
     changes = [] if fits else remedies(config, stages, devices, memory)
     if args.json:

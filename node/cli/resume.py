@@ -58,6 +58,7 @@ def resume_run(
     directory: Path, overrides: Sequence[str], *, json: bool, stays: bool, new_text: bool = False
 ) -> int:
     """Resume the run in `directory`; returns the exit code. `new_text`: from here on with another text."""
+    from node.cli.importing import importing
     from node.cli.parser import set_up_logging
     from node.cli.run_directory import owner_only
     from node.cli.run_output import emitter, serve_finished
@@ -77,7 +78,8 @@ def resume_run(
         config = change_config(from_json(store.run().config_json), overrides, CHANGEABLE)
     set_up_logging()
 
-    from node.processes.coordinator import run_coordinator
+    with importing():
+        from node.processes.coordinator import run_coordinator
 
     with owner_only(), emitter(config, json=json) as emit:
         if news:

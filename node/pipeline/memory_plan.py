@@ -574,17 +574,23 @@ def least_stage_bytes(
 
 
 def frontier(
-    config: RunConfig, stages: int, stage: int, devices: Devices, times: BlockTimes | None = None
+    config: RunConfig,
+    stages: int,
+    stage: int,
+    devices: Devices,
+    times: BlockTimes | None = None,
+    *,
+    points: int = CURVE_POINTS,
 ) -> tuple[MemoryPlan, ...]:
     """Plans of a stage from the one that keeps everything to the one that takes least: the fastest for each
-    of some memories between."""
+    of `points` memories, both ends included."""
     ones = [one for (one,) in _variants(config, stages, devices, only=stage, times=times)]
     everything = ones[0].plan(ones[0].alike(Choice.KEPT))
     least = min((one.least() for one in ones), key=lambda plan: plan.memory.total)
     most, low = everything.memory.total, least.memory.total
     found = [everything]
-    for number in range(1, CURVE_POINTS):
-        budget = most - (most - low) * number // (CURVE_POINTS - 1)
+    for number in range(1, points):
+        budget = most - (most - low) * number // (points - 1)
         plan = _fastest(ones, budget)
         if plan.fits and plan.memory.total < found[-1].memory.total:
             found.append(plan)
