@@ -12,11 +12,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-
-import aiohttp
+from typing import TYPE_CHECKING
 
 from wire.errors import ConfigError, DataError
 from wire.pacing import Backoff
+
+if TYPE_CHECKING:
+    # Every node imports this module, few ask a hub.
+    import aiohttp
 
 PREFIX = "hf://"
 SINGLE = "model.safetensors"
@@ -131,7 +134,7 @@ def cached_file(repository: Repository, name: str) -> Path | None:
 class HubFiles:
     """`node.checkpoints.weights.Files` of a pinned repository: from the cache, else by range requests."""
 
-    def __init__(self, repository: Repository, session: aiohttp.ClientSession) -> None:
+    def __init__(self, repository: Repository, session: "aiohttp.ClientSession") -> None:
         self.where = str(repository)
         self.fetched = 0
         """Bytes that came over the network."""
@@ -172,6 +175,8 @@ class HubFiles:
         return await asyncio.to_thread(cached_file, self._repository, name)
 
     async def read(self, name: str, start: int, end: int) -> bytes:
+        import aiohttp
+
         if (cached := await self._cached(name)) is not None:
             return await asyncio.to_thread(_read_range, cached, start, end)
         url = _library().hf_hub_url(self._repository.name, name, revision=self._repository.revision)
@@ -225,6 +230,8 @@ class HubFiles:
 async def hub_files(repository: Repository) -> AsyncIterator[HubFiles]:
     """The files of a repository at the commit that its revision names."""
     repository = await asyncio.to_thread(resolve, repository)
+    import aiohttp
+
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=60.0)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
         yield HubFiles(repository, session)

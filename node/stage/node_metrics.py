@@ -3,8 +3,6 @@
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from aiohttp import web
-
 from node.run_file.addresses import parse_listen, why_not_bound
 from node.telemetry.costs import Ledger, Place
 from node.telemetry.metrics import CONTENT_TYPE, NODE_METRICS, Families
@@ -94,6 +92,7 @@ def _peer(replica: int, stage: int) -> str:
 @contextlib.asynccontextmanager
 async def serve_metrics(listen: str, render: Callable[[], bytes]) -> AsyncIterator[str]:
     """Answer `GET /metrics` at `listen` (host:port) inside the block; gives the address bound. UserError."""
+    from aiohttp import web
 
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(body=render(), headers={"Content-Type": CONTENT_TYPE})
