@@ -229,9 +229,9 @@ class HubFiles:
 @asynccontextmanager
 async def hub_files(repository: Repository) -> AsyncIterator[HubFiles]:
     """The files of a repository at the commit that its revision names."""
-    repository = await asyncio.to_thread(resolve, repository)
     import aiohttp
 
+    repository = await asyncio.to_thread(resolve, repository)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=60.0)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
         yield HubFiles(repository, session)

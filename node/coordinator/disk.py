@@ -22,7 +22,7 @@ class Disk:
     """Repeats writes that find the disk full. Call it on the event loop."""
 
     def __init__(self, tell: Callable[[str], None], retry_seconds: float = RETRY_SECONDS) -> None:
-        """`tell` shows the operator a line; `is_full` says then what it is about."""
+        """`tell` shows the operator a line; when it is called, `is_full` is up to date."""
         self._tell = tell
         self._retry_seconds = retry_seconds
         self._room = asyncio.Event()

@@ -103,7 +103,7 @@ class Services(StateServices, Protocol):
         ...
 
     def applied(self, epoch: int, step: int) -> None:
-        """A step's commit is applied: what was traced of it may go out."""
+        """A step's commit is applied: send the spans that were traced in it."""
         ...
 
     def waited_for_votes(self, seconds: float) -> None:

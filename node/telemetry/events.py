@@ -270,8 +270,8 @@ class LinkCost:
 class StepCosts(Event):
     """Cost of a step by stage and link. Comes just before the step's `StepDone` or `StepAborted`.
 
-    Of a step that the next one followed at once, as stages said when they voted: what they were still writing
-    then, and applying the step, count with the next one.
+    If the next step began with the commit, the figures are those that came with the votes. What a stage wrote
+    after its vote, and the optimizer's time, count with the next step.
     """
 
     event: ClassVar[str] = "step-costs"

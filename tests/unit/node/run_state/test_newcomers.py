@@ -168,7 +168,7 @@ def test_a_host_that_dies_ends_the_attempt_and_the_next_one_begins_at_once() -> 
 def test_a_newcomer_that_reconnects_is_told_again() -> None:
     run = followed(grid())
     run.machine.disconnected("x", run.time)
-    assert of_kind(run.step(), RecordPlacement) == [], "it might be gone"
+    assert of_kind(run.step(), RecordPlacement) == [], "the new node may have died meanwhile"
     told = follows(run.hello("x"))["x"]
     assert [type(one).__name__ for one in told] == ["Follow", "FollowStep"]
     run.following("x", 2, 3)
