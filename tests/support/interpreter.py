@@ -178,10 +178,13 @@ def _remember_types() -> None:
     blocks: dict[object, dict[str, Any]] = {}
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (type(element_ty), str(element_ty), *(getattr(extent, "value", extent) for extent in shape))
+        extents = tuple([getattr(extent, "value", extent) for extent in shape])
+        # The name of a pointer's type does not say what it points to.
+        named = element_ty.name if type(element_ty) is core.dtype else str(element_ty)
+        key = (type(element_ty), named, extents)
         if key not in blocks:
             make_block(self, element_ty, shape)
-            blocks[key] = {**vars(self), "of_tensors": {}}
+            blocks[key] = {**vars(self), "of_tensors": {}, "extents": extents}
         vars(self).update(blocks[key])
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
@@ -204,8 +207,56 @@ def _remember_types() -> None:
     core.tuple.type = property(type_of, lambda self, type: setattr(self, "of_values", type))
 
 
+def _skip_what_is_alike() -> None:
+    """Operands of one type and shape need neither be cast nor broadcast, and a number beside a block is made
+    a block once: the interpreter compares and makes them for every operation, half of its time."""
+    from triton.language import core, semantic
+
+    of = getattr(semantic, "TritonSemantic", None)
+    known = ("binary_op_type_checking_impl", "broadcast_impl_value")
+    if not all(hasattr(of, name) for name in known):
+        return  # another version of Triton
+    check, broadcast = (getattr(of, name) for name in known)
+    # Two of such a type make another of it, divided too, and so does one with a number that it can hold.
+    floats = frozenset(map(id, (core.float32, core.float64)))
+    numbers = floats | frozenset(map(id, (core.int32, core.int64)))
+    constants: dict[object, Any] = {}
+
+    def extents(operand: Any) -> Any:
+        return vars(operand.type).get("extents")  # None of a scalar
+
+    def broadcast_unless_alike(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if extents(lhs) == extents(rhs) else broadcast(self, lhs, rhs)
+
+    def beside(self: Any, block: Any, number: float) -> Any:
+        """The number as another block like this one; None if the interpreter must look for a type."""
+        dtype = block.type.scalar
+        held = type(number) is int and -(2**31) <= number < 2**31 and id(dtype) in numbers
+        if not held and not (type(number) is float and id(dtype) in floats):
+            return None
+        key = (type(number), repr(number), dtype.name, extents(block))
+        if key not in constants:
+            constants[key] = broadcast(self, block, self.scalar_constant(number, dtype))[1]
+        return constants[key]
+
+    def check_unless_alike(self: Any, lhs: Any, rhs: Any, *allowed: Any, **named: Any) -> Any:
+        blocks = isinstance(lhs, core.tensor), isinstance(rhs, core.tensor)
+        if all(blocks):
+            if lhs.type.scalar is rhs.type.scalar and id(lhs.type.scalar) in numbers:
+                return broadcast_unless_alike(self, lhs, rhs)
+        elif blocks[0] and (made := beside(self, lhs, rhs)) is not None:
+            return lhs, made
+        elif blocks[1] and (made := beside(self, rhs, lhs)) is not None:
+            return made, rhs
+        return check(self, lhs, rhs, *allowed, **named)
+
+    for name, replaced in zip(known, (check_unless_alike, broadcast_unless_alike), strict=True):
+        setattr(of, name, replaced)
+
+
 if INTERPRETED and HAS_TRITON:
     _remember_types()
+    _skip_what_is_alike()
     _patch_once()
     _remember_dtypes()
     _reduce_by_halves()

@@ -90,7 +90,7 @@ def test_a_block_adds_its_weight_gradients_to_main_gradients(
     """Two microbatches of a fused block, against those of the plain block in float32. Projections are one
     product where their results are few."""
     monkeypatch.setattr(products, "FILLED", filled)
-    model = ModelSection(family=family, layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, sequence=9)
+    model = ModelSection(family=family, layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, sequence=5)
     compute, _, more = compute.partition(", ")
     training = TrainingSection(
         precision="bfloat16",
@@ -98,7 +98,7 @@ def test_a_block_adds_its_weight_gradients_to_main_gradients(
         compute=compute,
         weight_gradients="fp8" if more else "precision",
     )
-    x, upstream = torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    x, upstream = torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16)
 
     def run(fused: bool) -> list[Tensor]:
         monkeypatch.setattr(blocks.Block, "fuses", fused)
