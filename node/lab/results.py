@@ -6,6 +6,7 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ RESULTS_FILE = "results.json"
 FORMAT = "thinwire-lab-1"
 SAME = ("format", "profile", "profile_sha256", "model", "training", "text", "stages", "device", "seeds")
 """Values that results must share to be merged."""
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""NVIDIA's, WSL's and AMD's."""
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = ("kernels", "wire", "node", "scripts/*.py")
 
@@ -136,24 +139,29 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ..
 
 def describe_machine() -> dict[str, Any]:
     """Kernel, hardware, versions and commit: what figures depend on."""
-    import grpc
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "commit": commit(),
         "kernel": platform.release(),
         "processor": processor(),
         "cores": os.cpu_count() or 1,
-        "gpus": gpus,
+        "gpus": _gpus(),
         "versions": {
             "thinwire": VERSION,
             "python": platform.python_version(),
-            "torch": torch.__version__,
-            "grpcio": grpc.__version__,
+            "torch": version("torch"),
+            "grpcio": version("grpcio"),
             "iproute2": _words("ip", "-V"),
         },
     }
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs that torch sees. It takes seconds to import, so only where there is a driver."""
+    if not any(Path(driver).exists() for driver in DRIVERS):
+        return []
+    import torch
+
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def _text_name(profile: Profile) -> str:

@@ -178,12 +178,12 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
     assert marked(mark) == []
     results: dict[str, Any] = json.loads((out / "results.json").read_text())
     assert results["finished"]
-    fp32, tah, fixed = results["cells"]
+    fp32, tah = results["cells"]
     told = [(cell["key"]["forward_codec"], cell["key"]["window"]) for cell in results["cells"]]
-    assert told == [("fp32", "auto"), ("tah", "auto"), ("tah", 0)]
+    assert told == [("fp32", "auto"), ("tah", 0)]
     assert (results["profile_file"], results["overrides"], results["only"]) == ("smoke.toml", [], [])
 
-    # About 5 times where nothing else runs; other tests slow arithmetic, which only `tah` waits for.
+    # About 4 times where nothing else runs; other tests slow arithmetic, which only `tah` waits for.
     assert tah["tokens_per_second"]["median"] > fp32["tokens_per_second"]["median"]
     assert fp32["bits_forward"] == pytest.approx(32, abs=0.1)
     assert 4.4 < tah["bits_forward"] < 4.8 and 6.2 < tah["bits_backward"] < 6.6
@@ -210,10 +210,10 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
         lines = [json.loads(line) for line in raw]
         assert f"logs/{tah['run']}/node0.log" in archive.getnames()
         kept = [member for member in archive.getmembers() if member.name.startswith("runs/")]
-        assert sum(member.size for member in kept) < 3 * 300_000
+        assert sum(member.size for member in kept) < 2 * 300_000
         archive.extractall(tmp_path, members=kept, filter="data")
     assert {line["kind"] for line in lines} == {"warmup", "measured"}
-    assert most_in_flight(tmp_path / "runs" / fixed["run"], fixed) == 2
+    assert most_in_flight(tmp_path / "runs" / tah["run"], tah) == 2
     assert most_in_flight(tmp_path / "runs" / fp32["run"], fp32) > 2
     look_at(tmp_path / "runs" / fp32["run"], tmp_path / "runs" / tah["run"], capsys)
 
@@ -226,7 +226,7 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
         check=True,
     ).stdout
     assert "table 3 of the paper" in table
-    assert f"{tah['tokens_per_second']['median'] / fp32['tokens_per_second']['median']:.2f}" in table
+    assert all(f"{cell['tokens_per_second']['median']:.0f} (" in table for cell in (fp32, tah))
 
 
 @pytest.mark.timeout(4 * EARLY_SECONDS)
