@@ -76,12 +76,12 @@ def measured(config: RunConfig, model: StageModel, stage: int, held: int) -> int
                 model.backward(0, number - held + 1, above)
                 del above
         model.finish_step()
+        model.squared_norms()
+        model.apply(1e-3, 1.0)
 
     meter = Meter()
     meter.count(lambda: model.build(stage, 2))
     # Initial weights are drawn before gradients and activations are there.
     meter.most = meter.now
     meter.count(step)
-    meter.count(model.squared_norms)
-    meter.count(lambda: model.apply(1e-3, 1.0))
     return meter.most
