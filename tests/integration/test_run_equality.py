@@ -14,9 +14,9 @@ from node.config.schema import RunConfig
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Run
 
-PLAIN = SMALL
+PLAIN = replace(SMALL, run=replace(SMALL.run, steps=10))
 RING = replace(
-    SMALL,
+    PLAIN,
     model=replace(SMALL.model, tied=True),
     pipeline=replace(SMALL.pipeline, stages=2, chunks=2, window=1),
 )

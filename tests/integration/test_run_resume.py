@@ -15,7 +15,7 @@ from node.training.snapshot import list_snapshots, snapshot_directory
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, Still, packed
 
-CONFIG = replace(SMALL, pipeline=replace(SMALL.pipeline, stages=2))
+CONFIG = replace(SMALL, run=replace(SMALL.run, steps=12), pipeline=replace(SMALL.pipeline, stages=2))
 PACKED = packed(replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=256, sequence=32)))
 FLOAT16 = replace(
     CONFIG,
@@ -23,9 +23,10 @@ FLOAT16 = replace(
 )
 """Some steps are skipped before it stops, and some after: the factor of the loss goes on."""
 TIED_RING = replace(
-    SMALL,
-    model=replace(SMALL.model, tied=True),
-    pipeline=replace(SMALL.pipeline, stages=2, chunks=2),
+    CONFIG,
+    run=replace(CONFIG.run, steps=8),
+    model=replace(CONFIG.model, tied=True),
+    pipeline=replace(CONFIG.pipeline, chunks=2),
 )
 
 pytestmark = pytest.mark.timeout(240)
@@ -206,27 +207,23 @@ def test_a_damaged_record_is_rebuilt_by_resume(harm: str, prefork: Prefork, tmp_
         run.assert_undisturbed()
 
 
-def test_a_run_without_a_complete_snapshot_is_not_resumed(prefork: Prefork, tmp_path: Path) -> None:
-    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
-        path = damage(run, stopped(run))
-        for _ in range(2):
-            again = run.command("resume", str(run.run_dir))
-            assert again.wait_exit() == 2
-            (line,) = again.stderr.splitlines()
-            assert f"no snapshot of this run is whole ({path} is damaged: " in line
-
-
-def test_a_snapshot_that_is_damaged_while_the_run_is_on_and_the_only_one(
+def test_a_run_whose_only_snapshot_is_damaged_ends_and_is_not_resumed(
     prefork: Prefork, tmp_path: Path
 ) -> None:
+    """Damaged while the run is on, and nodes would have to fetch it."""
     with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=0, steps=3)) as run:
         newest = stopped(run)
         second = run.resume("coordinator.regroup_seconds=0.5")
         second.wait_event(JoinLine)
-        damage(run, newest)
+        path = damage(run, newest)
         run.add_nodes(2)
         assert second.wait_exit() == 1
         (finished,) = second.all(RunFinished)
         assert finished.failed and "intact" not in finished.reason
         assert f"the snapshot of step {newest} is damaged and no older one is whole" in finished.reason
         run.assert_quiet()
+        for _ in range(2):
+            again = run.command("resume", str(run.run_dir))
+            assert again.wait_exit() == 2
+            (line,) = again.stderr.splitlines()
+            assert f"no snapshot of this run is whole ({path} is damaged: " in line
