@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from node.parallel import processes
+from tests.support.cases import seed
 from tests.support.examples import FUZZ, examples
 from tests.support.fault_prefork import Prefork
 from tests.support.interpreter import INTERPRETED, Interpreted, accept_loop_bounds, skip_overflow_checks
@@ -95,7 +96,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """The same random tensors in each test, whichever tests ran before it in the process."""
-    torch.manual_seed(0)
+    seed()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -91,16 +91,15 @@ def imported(tree: ast.AST, module: Path) -> Iterator[str]:
 
 def used(tree: ast.AST) -> Iterator[str]:
     """Dotted attributes that a module reads, such as torch.load; aliases of modules are resolved."""
-    aliases = {
-        alias.asname: alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-        if alias.asname
-    }
+    aliases: dict[str, str] = {}
+    read: list[list[str]] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (names := dotted(node)):
-            yield ".".join([aliases.get(names[0], names[0]), *names[1:]])
+        if isinstance(node, ast.Attribute):
+            read.append(dotted(node))
+        elif isinstance(node, ast.Import):
+            aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
+    for names in filter(None, read):
+        yield ".".join([aliases.get(names[0], names[0]), *names[1:]])
 
 
 def dotted(node: ast.expr) -> list[str]:
@@ -139,7 +138,8 @@ def forbidden_names(names: Iterable[str]) -> list[str]:
     return sorted(n for n in {*names} if any(n == bad or n.startswith(bad + ".") for bad in FORBIDDEN))
 
 
-def module_of(name: str, known: Collection[Path]) -> Path | None:
+@cache
+def module_of(name: str, known: frozenset[Path]) -> Path | None:
     """The file among `known` that the dotted name is, or is defined in; None if it is not ours."""
     for dotted_path in (name, name.rpartition(".")[0]):
         base = dotted_path.replace(".", "/")
@@ -269,7 +269,7 @@ def test_circles_are_found(imports: str, found: list[str]) -> None:
 
 
 def test_a_name_is_found_in_the_module_that_defines_it() -> None:
-    known = {Path("wire/frames.py"), Path("wire/codecs/__init__.py"), Path("wire/codecs/tah.py")}
+    known = frozenset({Path("wire/frames.py"), Path("wire/codecs/__init__.py"), Path("wire/codecs/tah.py")})
     assert module_of("wire.frames", known) == module_of("wire.frames.Frame", known) == Path("wire/frames.py")
     assert module_of("wire.codecs.tah", known) == Path("wire/codecs/tah.py")
     assert module_of("wire.codecs.names", known) == Path("wire/codecs/__init__.py")
