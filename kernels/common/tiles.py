@@ -73,11 +73,15 @@ def powers_of_two(exponent: torch.Tensor) -> list[torch.Tensor]:
 
     The factor nearer to 1 comes first, so that a result below fp32's normal range is rounded once.
     """
-    far = exponent.clamp(-126, 126)
-    near = exponent - far
-    factors = [_power_of_two(near), _power_of_two(far)]
+    factors = both_powers_of_two(exponent)
     # Skipping a factor of one changes nothing; asking a GPU whether it is one would wait for it.
-    return factors[1:] if exponent.device.type == "cpu" and near.item() == 0 else factors
+    return factors[1:] if exponent.device.type == "cpu" and factors[0].item() == 1 else factors
+
+
+def both_powers_of_two(exponent: torch.Tensor) -> list[torch.Tensor]:
+    """`powers_of_two` of any number of exponents, always two factors."""
+    far = exponent.clamp(-126, 126)
+    return [_power_of_two(exponent - far), _power_of_two(far)]
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from kernels.common.tiles import TILE, tiles_per_row
 from kernels.common.triton.numbers import (
     MAGIC,
     MAGIC_BITS,
+    RECORD,
     as_bits,
     await_previous,
     ceil_half,
@@ -25,6 +26,7 @@ from kernels.common.triton.numbers import (
     denormalised,
     exponent_of,
     half_value,
+    in_record,
     let_next_start,
     powers_of_two,
     quotient,
@@ -91,6 +93,16 @@ def _pack(
         store_planes(planes + 4 * plane, transpose_nibbles(second), base, n, T, min(BITS, 8) - 4)
 
 
+@triton.jit
+def _row(x, row, width, per_row, FLAT: tl.constexpr):
+    """Where a row begins; the compiler knows that 64 elements are aligned."""
+    if FLAT:
+        x += row * per_row * 64
+    else:
+        x += row * width
+    return x
+
+
 @sized_jit
 def _quantize(
     x,
@@ -102,6 +114,7 @@ def _quantize(
     row_stride,
     per_row,
     constant,
+    record,
     BITS: tl.constexpr,
     LIMIT: tl.constexpr,
     INVERSE_LIMIT: tl.constexpr,
@@ -112,11 +125,18 @@ def _quantize(
     PAIRS: tl.constexpr,
     EARLY: tl.constexpr,
     T: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """Codes of every tile by its own scale; that scale, fp32, to `steps`; the program's largest element to
-    `peaks`."""
+    `peaks`. With `MANY`, those of row `program_id(1)`, a tensor of its own."""
     let_next_start(EARLY)
     program = tl.program_id(0)
+    if MANY:
+        row = tl.program_id(1).to(tl.int64)
+        x = _row(x, row, width, per_row, FLAT)
+        planes = in_record(planes, row, record)
+        steps += row * n
+        peaks += row * tl.num_programs(0)
     base = program.to(tl.int64) * T
     y, real = load_block(x, base, n, width, row_stride, per_row, T, FLAT, PAIRS)
     if SCALED:
@@ -147,6 +167,7 @@ def _finish(
     row_stride,
     per_row,
     constant,
+    record,
     BITS: tl.constexpr,
     LIMIT: tl.constexpr,
     INVERSE_LIMIT: tl.constexpr,
@@ -158,9 +179,18 @@ def _finish(
     EARLY: tl.constexpr,
     T: tl.constexpr,
     AGAIN: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """The exponent, and every tile's scale from `steps`; tiles for which that is not exact once more."""
     program = tl.program_id(0)
+    if MANY:
+        row = tl.program_id(1).to(tl.int64)
+        x = _row(x, row, width, per_row, FLAT)
+        scales = in_record(scales, row, record)
+        planes = in_record(planes, row, record)
+        steps += row * n
+        peaks += row * programs
+        exponent_out += row
     first = program.to(tl.int64) * T
     tile = first + tl.arange(0, T)
     await_previous(EARLY)
@@ -207,6 +237,7 @@ def _restore(
     width,
     per_row,
     constant,
+    record,
     BITS: tl.constexpr,
     LIMIT: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -214,9 +245,17 @@ def _restore(
     SCALED: tl.constexpr,
     FLAT: tl.constexpr,
     T: tl.constexpr,
+    MANY: tl.constexpr,
 ):
-    """Decode T tiles; write their fault, or 0, to `status[program]`."""
+    """Decode T tiles; write their fault, or 0, to `status[program]`. With `MANY`, of row `program_id(1)`."""
     program = tl.program_id(0)
+    if MANY:
+        row = tl.program_id(1).to(tl.int64)
+        scales = in_record(scales, row, record)
+        planes = in_record(planes, row, record)
+        exponent += row
+        out = _row(out, row, width, per_row, FLAT)
+        status += row * tl.num_programs(0)
     base = program.to(tl.int64) * T
     tile = tl.arange(0, T)
     step = tl.load(scales + base + tile, mask=base + tile < n, other=0x3C00).to(tl.int32)
@@ -278,26 +317,67 @@ def encode(
     finish: Launch = FIXED_FINISH,
 ) -> None:
     """As `kernels.fixed.reference.encode`, the exponent into `exponent` (int32, 1 element). Never waits."""
+    _encode(Rows(x), scales, planes, exponent, planes.shape[0], constant, launch, finish, rows=None, record=0)
+
+
+def encode_many(
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    planes: torch.Tensor,
+    exponents: torch.Tensor,
+    *,
+    bits: int,
+    constant: float,
+    record: int,
+    launch: Launch = FIXED_ENCODE,
+    finish: Launch = FIXED_FINISH,
+) -> None:
+    """As `encode` for every row of x, fp32 `[n, C]` with n below 2**16, each a tensor of its own.
+
+    Args:
+        scales: the first row's section; those of the next row begin `record` bytes, a multiple of
+            `RECORD`, behind it.
+        planes: as `scales`.
+        exponents: int32 `[n]`.
+    """
     rows = Rows(x)
-    programs = triton.cdiv(rows.tiles, launch.tiles)
-    steps = torch.empty(rows.tiles, dtype=torch.float32, device=x.device)
-    peaks = torch.empty(programs, dtype=torch.int32, device=x.device)
-    early = starts_early(x.device)
+    _encode(rows, scales, planes, exponents, bits, constant, launch, finish, rows=x.shape[0], record=record)
+
+
+def _encode(
+    of: Rows,
+    scales: torch.Tensor,
+    planes: torch.Tensor,
+    exponent: torch.Tensor,
+    bits: int,
+    constant: float,
+    launch: Launch,
+    finish: Launch,
+    *,
+    rows: int | None,
+    record: int,
+) -> None:
+    tiles, count = (of.tiles, 1) if rows is None else (of.per_row, rows)
+    programs, device = triton.cdiv(tiles, launch.tiles), of.data.device
+    steps = torch.empty(count * tiles, dtype=torch.float32, device=device)
+    peaks = torch.empty(count * programs, dtype=torch.int32, device=device)
+    early = starts_early(device)
     common = {
-        **_encoded(planes.shape[0]),
+        **_encoded(bits),
         "SCALED": constant != 1.0,
-        "FLAT": rows.flat,
-        "PAIRS": rows.pairs,
+        "FLAT": of.flat if rows is None else of.width % TILE == 0,
+        "PAIRS": of.pairs,
         "EARLY": early,
+        "MANY": rows is not None,
         "enable_fp_fusion": False,
     }
-    sizes = (rows.tiles, rows.width, rows.stride, rows.per_row, constant)
+    sizes = (tiles, of.width, of.stride, of.per_row, constant, record // RECORD)
     words = planes.view(torch.int32)
-    _quantize[(programs,)](
-        rows.data, words, steps, peaks, *sizes, **common, T=launch.tiles, num_warps=launch.warps
+    _quantize[(programs, count)](
+        of.data, words, steps, peaks, *sizes, **common, T=launch.tiles, num_warps=launch.warps
     )
-    _finish[(triton.cdiv(rows.tiles, finish.tiles),)](
-        rows.data,
+    _finish[(triton.cdiv(tiles, finish.tiles), count)](
+        of.data,
         scales.view(torch.int16),
         words,
         steps,
@@ -327,10 +407,44 @@ def decode(
     Returns int32 `[k]`: the largest is the fault (`kernels.common.dispatch`), or 0. With a fault `out` is
     meaningless; nothing outside it is written.
     """
-    width = out.shape[-1]
-    tiles = scales.numel()
-    status = torch.empty(triton.cdiv(tiles, launch.tiles), dtype=torch.int32, device=out.device)
-    _restore[(status.numel(),)](
+    return _decode(
+        scales, planes, out, exponent, planes.shape[0], constant, launch, scales.numel(), many=False, record=0
+    ).view(-1)
+
+
+def decode_many(
+    scales: torch.Tensor,
+    planes: torch.Tensor,
+    out: torch.Tensor,
+    exponents: torch.Tensor,
+    *,
+    bits: int,
+    constant: float,
+    record: int,
+    launch: Launch = FIXED_DECODE,
+) -> torch.Tensor:
+    """As `decode` into every row of contiguous `out` `[n, C]`; arguments as in `encode_many`. Returns int32
+    `[n, k]`."""
+    tiles = tiles_per_row(out.shape[1])
+    return _decode(scales, planes, out, exponents, bits, constant, launch, tiles, many=True, record=record)
+
+
+def _decode(
+    scales: torch.Tensor,
+    planes: torch.Tensor,
+    out: torch.Tensor,
+    exponent: torch.Tensor,
+    bits: int,
+    constant: float,
+    launch: Launch,
+    tiles: int,
+    *,
+    many: bool,
+    record: int,
+) -> torch.Tensor:
+    width, rows = out.shape[-1], out.shape[0] if many else 1
+    status = torch.empty(rows, triton.cdiv(tiles, launch.tiles), dtype=torch.int32, device=out.device)
+    _restore[(status.shape[1], rows)](
         scales.view(torch.int16),
         planes.view(torch.int32),
         exponent,
@@ -340,13 +454,15 @@ def decode(
         width,
         tiles_per_row(width),
         constant,
-        BITS=planes.shape[0],
-        LIMIT=2 ** (planes.shape[0] - 1) - 1,
+        record // RECORD,
+        BITS=bits,
+        LIMIT=2 ** (bits - 1) - 1,
         LARGEST=torch.finfo(out.dtype).max,
         LARGEST_EXPONENT=math.frexp(torch.finfo(out.dtype).max)[1],
         SCALED=constant != 1.0,
         FLAT=width % TILE == 0,
         T=launch.tiles,
+        MANY=many,
         num_warps=launch.warps,
         enable_fp_fusion=False,
     )

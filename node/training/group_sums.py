@@ -59,7 +59,7 @@ class PieceSums:
 
     def leaf(self, piece: Piece, gradients: Mapping[str, Gradient]) -> Tensor:
         """A group's gradient of a piece, packed. Raises NonFiniteError, which names the layer unit."""
-        parts = [_part(gradients[name], first, end) for name, first, end in piece.parts]
+        parts = [gradient_part(gradients[name], first, end) for name, first, end in piece.parts]
         return self._pack(piece, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def add(self, piece: Piece, left: Tensor, right: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class PieceSums:
         return TensorSpec(torch.float32, (piece.elements,))
 
 
-def _part(gradient: Gradient, first: int, end: int) -> Tensor:
+def gradient_part(gradient: Gradient, first: int, end: int) -> Tensor:
     """Elements of a gradient, flat and in float32."""
     if isinstance(gradient, Fp8Gradient):
         # A piece is whole blocks, except the last.

@@ -20,8 +20,9 @@ from node.model.labels import label_weight
 from node.model.units import EMBED, HEAD, unit_names
 from node.pipeline.gradient_groups import parts_of_group
 from node.pipeline.memory import stage_storages
+from node.training.device_sums import model_sums
 from node.training.gradients import gradient_of
-from node.training.group_sums import CodecPacking, Gradient, GroupSums
+from node.training.group_sums import Gradient
 from node.training.local_steps import LocalSteps
 from node.training.loss_scale import SKIPPED, loss_scales
 from node.training.manifest import unit_weights_sha256, weights_sha256
@@ -122,11 +123,9 @@ class ReferenceTrainer:
         config, count = self.config, self.config.pipeline.groups
         is_round, parts = config.is_round(self.step), config.parts_of(self.step)
         shares: list[list[Tensor]] = [[] for _ in range(count)]
-        sums = (
-            GroupSums(config, self.optimizer.units, CodecPacking(self.device), of_round=is_round)
-            if count > 1
-            else None
-        )
+        sums = None
+        if count > 1:
+            sums = model_sums(config, self.optimizer.units, self.device, of_round=is_round)
         self.optimizer.zero_grad()
         labels = self.corpus.labels(self.step)
         factor = 1.0 if self.scales is None else self.scales.at(self.step).factor

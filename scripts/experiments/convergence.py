@@ -49,6 +49,7 @@ from node.config.schema import (
 from node.lab.results import commit
 from node.model.chunk import compute_precision
 from node.model.rng import generator
+from node.model.rng import salt as rng_salt
 from node.model.units import unit_names
 from node.pipeline.gradient_groups import group_of
 from node.pipeline.memory import stage_storages
@@ -58,7 +59,7 @@ from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
 from node.stage.step_passes import sum_own_tie
 from node.training.data import document_starts
-from node.training.group_sums import GroupSums
+from node.training.device_sums import DeviceSums
 from node.training.reference import ReferenceTrainer, Step
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from scripts.experiments.convergence_runs import (
@@ -278,7 +279,8 @@ class StageTrainer:
         config, stage = self.config, self._stage
         groups, sums = config.pipeline.groups, None
         if groups > 1:
-            sums = GroupSums(config, self._units, DevicePacking(), of_round=False)
+            salt = rng_salt(config.run.seed, step=self.step, layer="", purpose="sync dither")
+            sums = DeviceSums(config, self._units, of_round=False, salt=salt)
         stage.begin_step()
         losses = []
         for number, ids in enumerate(np.split(self._text.batch(self.step), config.microbatches)):

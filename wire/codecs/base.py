@@ -6,6 +6,7 @@ the device.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.common.tiles import NON_FINITE
 from wire.codecs import header as wire_header
 from wire.codecs.formats import Format, Sections
 from wire.codecs.header import HEADER_BYTES, Header, PackedBytes, Parameters
@@ -25,6 +27,10 @@ _ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<i2"),
     "int64": np.dtype("<i8"),
 }
+
+
+ROW_BYTES = 128
+"""Packed rows begin at multiples of it in a GPU's memory."""
 
 
 class Layout(Sections):
@@ -163,6 +169,47 @@ class Codec(ABC):
         exponent = self._pack(tensor, packed[HEADER_BYTES:])
         packed[wire_header.EXPONENT].view(torch.int32).copy_(exponent)
         return packed
+
+    def pack_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """`pack` of every row of x, fp32 `[n, C]`, as a tensor by itself: uint8 `[n, packed_bytes]`, of which
+        a row's bytes are contiguous. A few launches for all rows where a GPU has kernels for that."""
+        spec = TensorSpec(x.dtype, (x.shape[1],))
+        size = self.packed_bytes(spec)
+        if x.device.type == "cpu":
+            return torch.stack([self.pack(row) for row in x])
+        records = torch.empty(len(x), -(-size // ROW_BYTES) * ROW_BYTES, dtype=torch.uint8, device=x.device)
+        records[:, :HEADER_BYTES] = _cached_head(self._agreed(spec).header, x.device)
+        exponents = self._pack_rows(x.contiguous(), records, size)
+        records.view(torch.int32)[:, wire_header.EXPONENT.start // 4] = exponents
+        return records[:, :size]
+
+    def round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `decode` gives for the packed form of every row of x, fp32 `[n, C]`, each a tensor by itself:
+        fp32 `[n, C]`, and the rows' exponents, int32 `[n]`.
+
+        Values are meaningless where the exponent is `NON_FINITE`, which `seal` would refuse. On a GPU with
+        kernels for that, a few launches for all rows, and the host waits for none of them.
+        """
+        return self._round_trip(x.contiguous())
+
+    def _pack_rows(self, x: torch.Tensor, records: torch.Tensor, size: int) -> torch.Tensor:
+        """Fill the payloads in `records`, uint8 `[n, k * ROW_BYTES]`, whose first `size` bytes are a row's
+        packed form; return the exponents, int32 `[n]`."""
+        found = [self._pack(row, record[HEADER_BYTES:size]) for row, record in zip(x, records, strict=True)]
+        return torch.stack(found)
+
+    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`round_trip` of a contiguous tensor."""
+        spec = TensorSpec(x.dtype, (x.shape[1],))
+        out, header = torch.empty_like(x), self._agreed(spec).header
+        packed = torch.empty(self.packed_bytes(spec), dtype=torch.uint8, device=x.device)
+        exponents = []
+        for row, values in zip(x, out, strict=True):
+            self.pack(row, packed)
+            exponents.append(int(packed[wire_header.EXPONENT].view(torch.int32).item()))
+            if exponents[-1] != NON_FINITE:
+                self.unpack(packed, spec, replace(header, exponent=exponents[-1]), values)
+        return out, torch.tensor(exponents, dtype=torch.int32, device=x.device)
 
     def open(self, buffer: PackedBytes, spec: TensorSpec) -> Header:
         """Check received bytes in host memory against `spec`, this codec and their checksum.

@@ -21,9 +21,10 @@ from kernels.common.tiles import (
 from kernels.fixed import loops as fixed_loops
 from kernels.fixed import ops
 from kernels.fixed import reference as fixed
-from wire.codecs.base import Codec, Layout
-from wire.codecs.formats import FixedFormat
+from wire.codecs.base import ROW_BYTES, Codec, Layout
+from wire.codecs.formats import HEADER_BYTES, FixedFormat
 from wire.errors import NonFiniteError, PackedMismatchError
+from wire.spec import TensorSpec
 
 
 class FixedCodec(Codec):
@@ -74,6 +75,47 @@ class FixedCodec(Codec):
             self._refuse(dispatch.BAD_SCALE)
         if not fixed_loops.decode(sections, out, exponent, constant=self._constant):
             self._refuse(dispatch.BAD_CODE)
+
+    def _pack_rows(self, x: torch.Tensor, records: torch.Tensor, size: int) -> torch.Tensor:
+        if not dispatch.has_kernels(x.device.type):
+            return super()._pack_rows(x, records, size)
+        from kernels.fixed import triton
+
+        layout = self._layout((x.shape[1],))
+        for gap in layout.gaps:
+            records[:, HEADER_BYTES + gap.start : HEADER_BYTES + gap.stop] = 0
+        exponents = torch.empty(len(x), dtype=torch.int32, device=x.device)
+        scales, planes = layout.views(records[0, HEADER_BYTES:size])
+        triton.encode_many(
+            x,
+            scales,
+            planes,
+            exponents,
+            bits=self.parameters.bits,
+            constant=self._constant,
+            record=records.shape[1],
+        )
+        return exponents
+
+    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not dispatch.has_kernels(x.device.type):
+            return super()._round_trip(x)
+        from kernels.fixed import triton
+
+        size = self.packed_bytes(TensorSpec(x.dtype, (x.shape[1],)))
+        records = torch.empty(len(x), -(-size // ROW_BYTES) * ROW_BYTES, dtype=torch.uint8, device=x.device)
+        exponents, out = self._pack_rows(x, records, size), torch.empty_like(x)
+        scales, planes = self._layout((x.shape[1],)).views(records[0, HEADER_BYTES:size])
+        triton.decode_many(
+            scales,
+            planes,
+            out,
+            exponents,
+            bits=self.parameters.bits,
+            constant=self._constant,
+            record=records.shape[1],
+        )
+        return out, exponents
 
     def _refuse(self, fault: int) -> None:
         if fault == dispatch.NON_FINITE:

@@ -46,6 +46,11 @@ class Sections:
         self._gaps = [slice(start + size, end) for (start, end), size in spans if start + size < end]
 
     @property
+    def gaps(self) -> list[slice]:
+        """Bytes between and after sections."""
+        return self._gaps
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all sections, with the gaps between and after them."""
         return self._starts[-1]

@@ -47,6 +47,7 @@ __all__ = [
     "Parameters",
     "check",
     "check_spec",
+    "refusal",
     "seal",
 ]
 
@@ -128,11 +129,16 @@ def seal(buffer: bytearray | memoryview | NDArray[np.uint8]) -> None:
     packed = np.frombuffer(buffer, dtype=np.uint8)
     if int(packed[EXPONENT].view("<i4")[0]) == NON_FINITE:
         fields = _STRUCT.unpack(packed[:HEADER_BYTES].tobytes())
-        raise NonFiniteError(
-            f"a tensor of shape {[extent for extent in fields[_EXTENTS] if extent]} was not packed: it holds "
-            "infinities, NaNs or values beyond its codec's range; lower the learning rate or check the stage"
-        )
+        raise NonFiniteError(refusal(tuple(extent for extent in fields[_EXTENTS] if extent)))
     packed[CHECKSUM] = np.frombuffer(_checksum(packed).to_bytes(4, "little"), dtype=np.uint8)
+
+
+def refusal(shape: tuple[int, ...]) -> str:
+    """What `seal` says of a tensor that is not finite."""
+    return (
+        f"a tensor of shape {list(shape)} was not packed: it holds "
+        "infinities, NaNs or values beyond its codec's range; lower the learning rate or check the stage"
+    )
 
 
 def check(buffer: PackedBytes, expected: Header, exponents: range, agreed: bytes | None = None) -> Header:

@@ -5,9 +5,15 @@ from typing import NoReturn
 
 import torch
 
-from kernels.common.tiles import NON_FINITE, multiply_all, normalised, powers_of_two
+from kernels.common.tiles import (
+    NON_FINITE,
+    both_powers_of_two,
+    multiply_all,
+    normalised,
+    powers_of_two,
+)
 from wire.codecs.base import Codec
-from wire.codecs.formats import FP16, RawFormat
+from wire.codecs.formats import FP16, HEADER_BYTES, RawFormat
 from wire.errors import NonFiniteError
 
 # Exponents of fp32's smallest and largest numbers.
@@ -49,6 +55,21 @@ class RawCodec(Codec):
             self._refuse(out)
         out.clamp_(-limit, limit)
 
+    def _pack_rows(self, x: torch.Tensor, records: torch.Tensor, size: int) -> torch.Tensor:
+        elements, exponents = self._rounded(x)
+        records[:, HEADER_BYTES:size] = elements.view(torch.uint8)
+        return exponents
+
+    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        elements, exponents = self._rounded(x)
+        return elements.float(), exponents
+
+    def _rounded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The elements of rows in the codec's dtype, and the rows' exponents."""
+        elements = x.to(self._dtype)
+        low, high = torch.aminmax(elements, dim=1)
+        return elements, torch.where(torch.isfinite(low) & torch.isfinite(high), 0, NON_FINITE).int()
+
     def _refuse(self, out: torch.Tensor) -> NoReturn:
         raise NonFiniteError(
             f"a packed {self.name} tensor of shape {list(out.shape)} holds infinities or NaNs: "
@@ -70,11 +91,22 @@ class HalfCodec(RawCodec):
         super().__init__(FP16, torch.float16)
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
-        exponent, finite = _half_exponent(tensor)
+        exponent, finite = _half_exponent(*torch.aminmax(tensor))
         factors = powers_of_two(-exponent)
         for halves, piece in _pieces(payload.view(torch.float16), tensor.reshape(-1)):
             halves.copy_(normalised(piece, factors))
         return torch.where(finite, exponent, NON_FINITE).int()
+
+    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        halves, exponents = self._rounded(x)
+        factors = [factor[:, None] for factor in both_powers_of_two(exponents)]
+        limit = torch.finfo(x.dtype).max
+        return multiply_all(halves.float(), factors).clamp_(-limit, limit), exponents
+
+    def _rounded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        exponent, finite = _half_exponent(*torch.aminmax(x, dim=1))
+        factors = [factor[:, None] for factor in both_powers_of_two(-exponent)]
+        return normalised(x, factors).half(), torch.where(finite, exponent, NON_FINITE).int()
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         halves = payload.view(torch.float16)
@@ -93,9 +125,9 @@ def _pieces(to: torch.Tensor, of: torch.Tensor) -> Iterator[tuple[torch.Tensor, 
     return zip(torch.split(to, size), torch.split(of, size), strict=True)
 
 
-def _half_exponent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest e with largest |x| <= 65504 * 2**e, int32 0-d (0 for zeros), and whether x is finite."""
-    low, high = torch.aminmax(x)
+def _half_exponent(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest e with largest |x| <= 65504 * 2**e, int32 (0 for zeros), and whether x is finite; of x's
+    smallest and largest element."""
     largest = torch.maximum(-low, high).float()
     finite = torch.isfinite(largest)
     mantissa, exponent = torch.frexp(torch.where(finite, largest, 0.0))

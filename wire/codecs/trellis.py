@@ -28,8 +28,9 @@ from kernels.trellis.settings import LANE_BITS, Settings
 from kernels.trellis.tables import DITHERED, FAMILIES
 from wire.codecs import trellis_payload
 from wire.codecs.base import Codec
-from wire.codecs.formats import DitherFormat, TrellisFormat
+from wire.codecs.formats import HEADER_BYTES, DitherFormat, TrellisFormat
 from wire.codecs.trellis_payload import Payload, Widths, group_bytes
+from wire.spec import TensorSpec
 
 # (rank, bits) of the predictions to try, and the rows to try them on.
 _PREDICTIONS = ((8, 4), (32, 4), (32, 6))
@@ -88,6 +89,30 @@ class TrellisCodec(Codec):
             out.zero_()
             return
         trellis_ops.restore(decoded.n, decoded.step_code, decoded.factors, exponent, out, self._salt)
+
+    def _pack_rows(self, x: torch.Tensor, records: torch.Tensor, size: int) -> torch.Tensor:
+        if not dispatch.has_kernels(x.device.type):
+            return super()._pack_rows(x, records, size)
+        from kernels.trellis.triton import encode as triton_trellis_encode
+
+        records[:, HEADER_BYTES:size].zero_()
+        return triton_trellis_encode.encode_many(
+            x,
+            settings(1, x.shape[1], size - HEADER_BYTES, self._salt),
+            self._salt,
+            payload=records[0, HEADER_BYTES:size],
+            record=records.shape[1],
+        )
+
+    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not dispatch.has_kernels(x.device.type):
+            return super()._round_trip(x)
+        from kernels.trellis.triton import encode as triton_trellis_encode
+
+        size = self.packed_bytes(TensorSpec(x.dtype, (x.shape[1],)))
+        out = torch.empty_like(x)
+        asked = settings(1, x.shape[1], size - HEADER_BYTES, self._salt)
+        return out, triton_trellis_encode.encode_many(x, asked, self._salt, out=out)
 
 
 class DitherCodec(TrellisCodec):

@@ -24,6 +24,8 @@ _NON_FINITE = tl.constexpr(0x7FFF)
 # `product` splits by it: a power of two, so joining the parts again is exact.
 _PART = tl.constexpr(128.0)
 
+RECORD = 128
+"""Bytes of a record (`in_record`) are a multiple of it."""
 # Triton compiles again for sizes that are 1 or multiples of 16, which gains nothing here.
 _SIZES = (
     "n",
@@ -36,6 +38,7 @@ _SIZES = (
     "width",
     "row_stride",
     "per_row",
+    "record",
 )
 
 
@@ -52,6 +55,13 @@ def wrapped(value: int) -> int:
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """bf16 as int16 under the interpreter, which truncates when it stores bf16; else the tensor."""
     return tensor.view(torch.int16) if INTERPRETED and tensor.dtype == torch.bfloat16 else tensor
+
+
+@triton.jit
+def in_record(pointer, number, record):
+    """Where `pointer`, which is into the first of many records of `record` times `RECORD` bytes each, points
+    in one of them (int64). A constant factor, so that the compiler knows what addresses are multiples of."""
+    return pointer + number * record * (1024 // pointer.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit

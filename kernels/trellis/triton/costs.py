@@ -7,6 +7,7 @@ All of it is integers, but for the cost between two 16ths of an octave: fp64 wit
 import triton
 import triton.language as tl
 
+from kernels.common.triton.numbers import in_record
 from kernels.trellis.tables import COST_BITS, MAX_CLASS
 from kernels.trellis.triton import state as at
 from kernels.trellis.triton.scales import BINS, ORIGIN
@@ -51,9 +52,20 @@ def _class_counts(bins, low, high, phase):
     return found
 
 
-@triton.jit(do_not_specialize=("row_first", "column_first", "out_first", "each"))
+@triton.jit(do_not_specialize=("row_first", "column_first", "out_first", "each", "slots", "record"))
 def convolve(
-    row_bins, column_bins, row_counts, sums, row_first, column_first, out_first, each, BLOCK: tl.constexpr
+    row_bins,
+    column_bins,
+    row_counts,
+    sums,
+    row_first,
+    column_first,
+    out_first,
+    each,
+    slots,
+    record,
+    BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """How many elements have each sum of classes, for each part of a class that a step may add.
 
@@ -61,6 +73,13 @@ def convolve(
     share the columns' one and the first one's bounds: those of all rows.
     """
     slot = tl.program_id(0)
+    if MANY:
+        number = (slot // slots).to(tl.int64)
+        slot = slot % slots
+        row_bins = in_record(row_bins, number, record)
+        column_bins = in_record(column_bins, number, record)
+        row_counts = in_record(row_counts, number, record)
+        sums = in_record(sums, number, record)
     phase = tl.program_id(1)
     rows = row_bins + (row_first + slot) * BINS
     low, high = bounds(row_bins + (row_first + slot * each) * BINS)
@@ -78,7 +97,7 @@ def convolve(
     tl.store(sums + place * _SUMS + total, tl.sum(of_rows * of_columns[None, :], 1))
 
 
-@triton.jit(do_not_specialize=("row_first", "column_first", "out_first", "each"))
+@triton.jit(do_not_specialize=("row_first", "column_first", "out_first", "each", "slots", "record"))
 def costs(
     row_bins,
     column_bins,
@@ -89,11 +108,21 @@ def costs(
     column_first,
     out_first,
     each,
+    slots,
+    record,
     STEPS: tl.constexpr,
     FAMILIES: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """`Scales._cost` in 2**-16 bits, int64 `[slots, families, COSTS]`, for steps from the smallest on."""
     slot = tl.program_id(0)
+    if MANY:
+        number = (slot // slots).to(tl.int64)
+        slot = slot % slots
+        row_bins = in_record(row_bins, number, record)
+        column_bins = in_record(column_bins, number, record)
+        sums = in_record(sums, number, record)
+        out = in_record(out, number, record)
     family = tl.program_id(2)
     _, high = bounds(row_bins + (row_first + slot * each) * BINS)
     _, right = bounds(column_bins + (column_first + slot * each) * BINS)

@@ -6,23 +6,30 @@ buffers, numbers of programs and of launches follow from the shape and the rate 
 captured in a CUDA graph once a call of the same shape and rate has run.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 
-from kernels.trellis.grid import trial_grid
+from kernels.common.random_bits import signed
+from kernels.common.triton.numbers import RECORD
+from kernels.trellis.grid import Grid, trial_grid
 from kernels.trellis.settings import Settings
 from kernels.trellis.tables import FAMILIES
+from kernels.trellis.triton import restore as restoring
 from kernels.trellis.triton import search as searching
 from kernels.trellis.triton import state as at
 from kernels.trellis.triton import write as writing
 from kernels.trellis.triton.lanes import Lanes
-from kernels.trellis.triton.plan import MODEL, PLANS, Planner
+from kernels.trellis.triton.plan import MODEL, PLANS, Planner, Records
 
 # Elements a program handles; they change no bit.
 _BLOCK = 1024
 _OCTETS = 128
 _CLASS_ROWS, _CLASS_COLUMNS = 32, 256
 _WORD_PROGRAMS = 8
+ROOM = 2 << 30
+"""Bytes of scratch memory for many rows."""
 
 
 def encode(
@@ -36,23 +43,126 @@ def encode(
     planner = Planner(x, settings)
     planner.run()
     payload.zero_()
-    _fill(planner, payload, salt)
+    where, device = settings.grid, x.device
+    some = _some_grid(settings)
+    rooms = _Rooms(
+        Lanes.empty(some, device, slots=FAMILIES, at_once=FAMILIES),
+        Lanes.empty(where, device, slots=2, at_once=1),
+        values=torch.empty(some.elements, dtype=torch.float32, device=device),
+        numbers=torch.empty(settings.rows * settings.columns, dtype=torch.uint8, device=device),
+        sections=torch.empty(3 * (at.SECTIONS + 1), dtype=torch.int64, device=device),
+        starts=torch.empty(where.groups, dtype=torch.int64, device=device),
+    )
+    _search(planner, rooms, salt)
+    _write(planner, rooms, payload)
     return planner.exponent
 
 
-def _fill(planner: Planner, payload: torch.Tensor, salt: int | None) -> None:
-    """Code some rows with both families of tables, then all of them, step after step; write the best."""
-    settings, device = planner.settings, planner.x.device
+def encode_many(
+    x: torch.Tensor,
+    settings: Settings,
+    salt: int | None = None,
+    *,
+    payload: torch.Tensor | None = None,
+    record: int = 0,
+    out: torch.Tensor | None = None,
+    room: int = ROOM,
+) -> torch.Tensor:
+    """Code every row of x, `[n, C]` contiguous, as `encode` codes a tensor `[1, C]`; n is below 2**16.
+
+    Args:
+        payload: of the first row, uint8; those of the next rows begin `record` bytes, a multiple of 128,
+            behind it. Must hold zeros.
+        out: for what the codes say, fp32 `[n, C]`, contiguous.
+        room: bytes of scratch memory to use, if one row does not need more.
+
+    Returns the exponents, int32 `[n]`.
+    """
+    where, some = settings.grid, _some_grid(settings)
+    parts = {
+        "some": Lanes.sizes(some, slots=FAMILIES, at_once=FAMILIES),
+        "lanes": Lanes.sizes(where, slots=2, at_once=1),
+    }
+    more = {f"{of} {name}": size for of, sizes in parts.items() for name, size in sizes.items()}
+    more |= {
+        "values": (torch.float32, some.elements),
+        "numbers": (torch.uint8, settings.columns),
+        "sections": (torch.int64, 3 * (at.SECTIONS + 1)),
+        "starts": (torch.int64, where.groups),
+        "kept": (torch.int32, 0 if out is None else 2 * settings.columns),
+    }
+    zeros, others = Planner.buffers(settings)
+    nbytes = Records.nbytes(zeros, {**others, **more})
+    at_once = -(-len(x) // max(1, -(-len(x) * nbytes // room)))
+    exponents = []
+    for first in range(0, len(x), at_once):
+        planner = Planner(x[first : first + at_once], settings, more)
+        planner.run()
+        found = {
+            of: [planner.buffer(f"{of} {name}") for name in ("decisions", "states", "counts", "words")]
+            for of in parts
+        }
+        rooms = _Rooms(
+            Lanes(some, FAMILIES, *found["some"]),
+            Lanes(where, 1, *found["lanes"]),
+            **{name: planner.buffer(name) for name in ("values", "numbers", "sections", "starts")},
+        )
+        kept = None if out is None else planner.buffer("kept")
+        _search(planner, rooms, salt, kept)
+        if payload is not None:
+            memory = payload.as_strided((payload.numel(),), (1,), payload.storage_offset() + first * record)
+            _write(planner, rooms, memory, record // RECORD)
+        if out is not None and kept is not None:
+            restore_kept(planner, kept, out[first : first + at_once], salt)
+        exponents.append(planner.exponent)
+    return torch.cat(exponents)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rooms:
+    """Buffers of the search and of writing."""
+
+    some: Lanes
+    lanes: Lanes
+    values: torch.Tensor
+    numbers: torch.Tensor
+    sections: torch.Tensor
+    starts: torch.Tensor
+
+
+def _some_grid(settings: Settings) -> Grid:
+    return trial_grid(settings.measured_rows * settings.columns)
+
+
+def restore_kept(planner: Planner, kept: torch.Tensor, out: torch.Tensor, salt: int | None) -> None:
+    """What the best codes of many rows say."""
+    columns = planner.settings.columns
+    restoring.restore_kept[(triton.cdiv(columns, _BLOCK), planner.count)](
+        kept,
+        planner.zeros["state"],
+        planner.exponent,
+        out,
+        columns,
+        signed(salt or 0),
+        planner.record,
+        LIMIT=torch.finfo(out.dtype).max,
+        DITHERED=salt is not None,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+
+
+def _search(planner: Planner, rooms: _Rooms, salt: int | None, kept: torch.Tensor | None = None) -> None:
+    """Code some rows with both families of tables, then all of them, step after step."""
+    settings = planner.settings
     some_rows = settings.measured_rows
-    some_grid = trial_grid(some_rows * settings.columns)
-    some = Lanes.empty(some_grid, device, slots=FAMILIES, at_once=FAMILIES)
-    lanes = Lanes.empty(settings.grid, device, slots=2, at_once=1)
-    values = torch.empty(some_grid.elements, dtype=torch.float32, device=device)
-    numbers = torch.empty(settings.rows * settings.columns, dtype=torch.uint8, device=device)
+    some, lanes, values, numbers = rooms.some, rooms.lanes, rooms.values, rooms.numbers
+    some_grid = some.where
     control, gains = planner.zeros["control"], planner.doubles[at.SHARES :]
+    many = (planner.count, planner.record) if planner.many else None
 
     def advance(what: int, attempt: int) -> None:
-        searching.advance[(1,)](
+        searching.advance[(planner.count,)](
             planner.zeros["row_bins"],
             planner.zeros["column_bins"],
             planner.costs,
@@ -80,14 +190,17 @@ def _fill(planner: Planner, payload: torch.Tensor, salt: int | None) -> None:
             settings.too_free,
             attempt,
             settings.enough,
+            planner.record,
             WHAT=what,
             FAMILIES=FAMILIES,
             BLOCK=_BLOCK,
+            MANY=planner.many,
             enable_fp_fusion=False,
         )
 
     def classes(count: int, every: int, some: bool) -> None:
-        programs = triton.cdiv(count, _CLASS_ROWS), triton.cdiv(settings.columns, _CLASS_COLUMNS)
+        high, wide = (1, _BLOCK) if planner.many else (_CLASS_ROWS, _CLASS_COLUMNS)
+        programs = triton.cdiv(count, high), triton.cdiv(settings.columns, wide), planner.count
         writing.classes[programs](
             planner.field,
             planner.row_scales,
@@ -102,31 +215,35 @@ def _fill(planner: Planner, payload: torch.Tensor, salt: int | None) -> None:
             settings.columns,
             every,
             PLANS,
+            planner.record,
             SOME=some,
-            ROWS=_CLASS_ROWS,
-            BLOCK=_CLASS_COLUMNS,
+            ROWS=high,
+            BLOCK=wide,
+            MANY=planner.many,
         )
 
     advance(searching.START, 0)
     classes(some_rows, settings.measured, some=True)
     first = settings.first_family
-    some.encode(values, numbers, control, gains, salt=salt, first_family=first)
+    some.encode(values, numbers, control, gains, salt=salt, first_family=first, many=many)
     for attempt in range(1, settings.attempts + 1):
         advance(searching.MEASURED if attempt == 1 else searching.TRIED, attempt)
         classes(settings.rows, 1, some=False)
-        lanes.encode(planner.field, numbers, control, gains, salt=salt, first_family=first)
+        lanes.encode(
+            planner.field, numbers, control, gains, salt=salt, first_family=first, many=many, kept=kept
+        )
     advance(searching.LAST, settings.attempts + 1)
-    _write(planner, lanes, payload)
 
 
-def _write(planner: Planner, lanes: Lanes, payload: torch.Tensor) -> None:
+def _write(planner: Planner, rooms: _Rooms, payload: torch.Tensor, record: int = 0) -> None:
+    """Write the best codes into payloads; of many, `record` times `RECORD` bytes apart."""
     settings, where, state = planner.settings, planner.settings.grid, planner.zeros["state"]
-    sections = torch.empty(3 * (at.SECTIONS + 1), dtype=torch.int64, device=planner.x.device)
-    starts = torch.empty(where.groups, dtype=torch.int64, device=planner.x.device)
+    lanes, sections, starts = rooms.lanes, rooms.sections, rooms.starts
+    records = {"record": planner.record, "packed": record, "MANY": planner.many}
     bins = planner.zeros["row_bins"], planner.zeros["column_bins"]
     slots = MODEL, PLANS
     predicts = bool(settings.kinds)
-    writing.finish[(1,)](
+    writing.finish[(planner.count,)](
         *bins,
         planner.constants.count_bits,
         planner.constants.plans,
@@ -144,10 +261,11 @@ def _write(planner: Planner, lanes: Lanes, payload: torch.Tensor) -> None:
         where.lanes,
         PREDICTS=predicts,
         BLOCK=_BLOCK,
+        **records,
     )
     rank = max((rank for rank, _ in settings.kinds), default=1)
     longest = max(settings.rows, settings.columns) * rank
-    writing.write_sections[(triton.cdiv(longest, 8 * _OCTETS), at.SECTIONS)](
+    writing.write_sections[(triton.cdiv(longest, 8 * _OCTETS), at.SECTIONS, planner.count)](
         planner.row_scales,
         planner.column_scales,
         *bins,
@@ -165,8 +283,9 @@ def _write(planner: Planner, lanes: Lanes, payload: torch.Tensor) -> None:
         *slots,
         PREDICTS=predicts,
         BLOCK=_OCTETS,
+        **records,
     )
-    writing.write_groups[(where.groups, _WORD_PROGRAMS)](
+    writing.write_groups[(where.groups, _WORD_PROGRAMS, planner.count)](
         lanes.counts,
         lanes.states,
         lanes.words,
@@ -179,4 +298,5 @@ def _write(planner: Planner, lanes: Lanes, payload: torch.Tensor) -> None:
         where.capacity,
         LANES=32,
         BLOCK=_BLOCK,
+        **records,
     )

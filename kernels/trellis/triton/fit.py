@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.common.triton.numbers import product
+from kernels.common.triton.numbers import in_record, product
 from kernels.trellis.triton import state as at
 from kernels.trellis.triton.scales import BINS, ORIGIN, logarithm, parts, power, shared_scale
 from kernels.trellis.triton.spaces import (
@@ -135,7 +135,7 @@ def residual(
             tl.store(state + _COLUMN_TOP, tl.max(columns_top, 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "plain", "some_rows", "whole_slot"))
+@triton.jit(do_not_specialize=("rows", "columns", "plain", "some_rows", "whole_slot", "record"))
 def settle(
     state,
     plans,
@@ -149,13 +149,20 @@ def settle(
     plain,
     some_rows,
     whole_slot,
+    record,
     PREDICTS: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """The model: the best plan's, unless its prediction cannot be sent; and the counts of its rows' scales.
 
     Of `row_bins`, from `whole_slot` on: all rows and those that are measured, of the matrix, of what the
     prediction leaves, and of the model.
     """
+    if MANY:
+        number = tl.program_id(0).to(tl.int64)
+        state = in_record(state, number, record)
+        totals = in_record(totals, number, record)
+        row_bins = in_record(row_bins, number, record)
     plan = tl.load(state + _PLAN).to(tl.int32)
     used = (plan >= plain) & PREDICTS
     if PREDICTS:

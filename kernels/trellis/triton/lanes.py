@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from kernels.common.random_bits import signed
-from kernels.common.triton.numbers import INTERPRETED
+from kernels.common.triton.numbers import INTERPRETED, in_record
 from kernels.trellis.code import (
     ESCAPE_BIAS,
     ESCAPE_PIECE,
@@ -58,7 +58,7 @@ _SHIFT_AT = tl.constexpr(SHIFT_AT)
 _NOTHING = tl.constexpr(TOTAL << PRECISION)
 _JOIN = 1024
 # Groups of a program, a warp each; no bit depends on it.
-TOGETHER = 8
+TOGETHER, FEW_TOGETHER = 8, 2
 _CODES = tl.constexpr(2 * CLASSES * ROW)
 _ACTIVE = tl.constexpr(at.ACTIVE)
 _OF_FAMILY = tl.constexpr(at.OF_FAMILY)
@@ -161,7 +161,18 @@ def _choose(
     return n, shift, row, following, current
 
 
-@triton.jit(do_not_specialize=("elements", "groups", "group_elements", "lanes", "chunks", "capacity", "salt"))
+@triton.jit(
+    do_not_specialize=(
+        "elements",
+        "groups",
+        "group_elements",
+        "lanes",
+        "chunks",
+        "capacity",
+        "salt",
+        "record",
+    )
+)
 def _encode(
     residual,
     numbers,
@@ -172,6 +183,7 @@ def _encode(
     words,
     control,
     gains,
+    kept,
     elements,
     groups,
     group_elements,
@@ -179,16 +191,32 @@ def _encode(
     chunks,
     capacity,
     salt,
+    record,
     GROUPS: tl.constexpr,
     WIDE: tl.constexpr,
     DITHERED: tl.constexpr,
+    MANY: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     """`GROUPS` groups of the elements that `control` (of the second program number) says, if any.
 
-    `WIDE` tells at compilation that there are 32 lanes.
+    `WIDE` tells at compilation that there are 32 lanes. With `KEEP`, the values that elements take, in steps,
+    go to `kept`, int32 `[slots, elements]`. `MANY` as in `kernels.trellis.triton.scales.largest`.
     """
     if WIDE:
         lanes = 32
+    if MANY:
+        number = tl.program_id(2).to(tl.int64)
+        residual = in_record(residual, number, record)
+        numbers = in_record(numbers, number, record)
+        decisions = in_record(decisions, number, record)
+        states = in_record(states, number, record)
+        counts = in_record(counts, number, record)
+        words = in_record(words, number, record)
+        control = in_record(control, number, record)
+        gains = in_record(gains, number, record)
+        if KEEP:
+            kept = in_record(kept, number, record)
     control += tl.program_id(1) * _CONTROLS
     if tl.load(control + _ACTIVE) == 0:
         return
@@ -208,6 +236,8 @@ def _encode(
     states += slot * lanes
     counts += slot
     words += slot * capacity
+    if KEEP:
+        kept += tl.load(control + _TO_SLOT) * elements + start
     # Costs of the best paths to a quantizer after another (the second digit).
     b00 = tl.zeros((LANES, GROUPS), tl.int32)
     b01 = b00 + _FAR
@@ -281,6 +311,8 @@ def _encode(
                 current,
                 DITHERED,
             )
+            if KEEP:
+                tl.store(kept + place, n, mask=real)
             index = n >> 1
             symbol = (index >> shift) + _MIDDLE
             # What is no symbol is taken for one that no row has; without a sign, so are those below zero.
@@ -373,6 +405,16 @@ class Lanes:
     words: torch.Tensor  # int16 [slots, groups, capacity]
 
     @staticmethod
+    def sizes(where: Grid, *, slots: int, at_once: int) -> dict[str, tuple[torch.dtype, int]]:
+        """Elements of the buffers, by name."""
+        return {
+            "decisions": (torch.int32, at_once * where.groups * chunks(where) * LANES.value),
+            "states": (torch.int32, slots * where.groups * where.lanes),
+            "counts": (torch.int32, slots * where.groups),
+            "words": (torch.int16, slots * where.groups * where.capacity),
+        }
+
+    @staticmethod
     def empty(where: Grid, device: torch.device, *, slots: int, at_once: int) -> "Lanes":
         groups = where.groups
         decisions = at_once * groups * chunks(where) * LANES.value
@@ -394,15 +436,24 @@ class Lanes:
         *,
         salt: int | None = None,
         first_family: int = 0,
+        many: tuple[int, int] | None = None,
+        kept: torch.Tensor | None = None,
     ) -> None:
         """Code `residual` as `control` says (`kernels.trellis.triton.state`, int64 `[at_once * CONTROLS]`),
         elements times `gains` (fp64 of an fp32 number), with the salt's dither if there is one.
 
         Families in `control` count from `first_family`.
+
+        Args:
+            many: number and size of records, if all of these buffers are in records.
+            kept: int32 `[slots * elements]`, for the values that elements take, in steps.
         """
         of = self.where
+        # A row of many has few groups, and there are enough programs.
+        together = TOGETHER if many is None else FEW_TOGETHER
         sizes = of.elements, of.groups, of.group_elements, of.lanes, chunks(of), of.capacity
-        _encode[(triton.cdiv(of.groups, TOGETHER), self.at_once)](
+        count, record = (1, 0) if many is None else many
+        _encode[(triton.cdiv(of.groups, together), self.at_once, count)](
             residual,
             classes,
             divided_codes(residual.device)[first_family * _CODES.value :],
@@ -412,12 +463,16 @@ class Lanes:
             self.words,
             control,
             gains,
+            self.counts if kept is None else kept,
             *sizes,
             signed(salt or 0),
-            GROUPS=TOGETHER,
+            record,
+            GROUPS=together,
             WIDE=of.lanes == LANES.value,
             DITHERED=salt is not None,
-            num_warps=TOGETHER,
+            MANY=many is not None,
+            KEEP=kept is not None,
+            num_warps=together,
             enable_fp_fusion=False,
         )
 

@@ -5,12 +5,14 @@ buffers (`kernels.trellis.triton.state`). Buffer sizes, programs and launches de
 only.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 import triton
 
+from kernels.common.triton.numbers import RECORD
 from kernels.trellis.factors import signs
 from kernels.trellis.scales import roots, thresholds
 from kernels.trellis.settings import Settings
@@ -33,6 +35,7 @@ _RANK = spanning.RANK.value
 _BLOCK = 1024
 _ROWS, _COLUMNS = 16, 128
 _SUM_ROWS, _SUM_COLUMNS, _SUM_TURNS = 32, 64, 4
+_MANY_COLUMNS = 1024
 _STEPS = 16
 # Alignment of buffers, in int64 elements.
 _ALIGNED = 16
@@ -92,17 +95,99 @@ class _Zeros:
         return self._parts[name]
 
 
-class Planner:
-    """The plan for coding one tensor: the kernels' buffers and launches."""
+class Records:
+    """Buffers of many matrices in one allocation, a record each: `kernels.common.triton.numbers.in_record`.
 
-    def __init__(self, x: torch.Tensor, settings: Settings) -> None:
+    Kernels are given those of the first record. The first buffers, int64, start as zeros.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        device: torch.device,
+        zeros: dict[str, int],
+        others: dict[str, tuple[torch.dtype, int]],
+    ) -> None:
+        """`zeros` and `others`: elements by name."""
+        places, start = self._places(zeros, others)
+        self._whole = torch.empty(count, start, dtype=torch.uint8, device=device)
+        self.record = start // RECORD
+        zeroed = max((places[name][1] + places[name][2] for name in zeros), default=0)
+        self._whole[:, :zeroed].zero_()
+        self._parts = {
+            name: self._whole[0, first : first + size].view(dtype)
+            for name, (dtype, first, size) in places.items()
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._parts[name]
+
+    @classmethod
+    def nbytes(cls, zeros: dict[str, int], others: dict[str, tuple[torch.dtype, int]]) -> int:
+        """Bytes of one record."""
+        return cls._places(zeros, others)[1]
+
+    @staticmethod
+    def _places(
+        zeros: dict[str, int], others: dict[str, tuple[torch.dtype, int]]
+    ) -> tuple[dict[str, tuple[torch.dtype, int, int]], int]:
+        """(dtype, first byte, bytes) by name, and the bytes of all."""
+        places: dict[str, tuple[torch.dtype, int, int]] = {}
+        start = 0
+        for name, (dtype, elements) in {name: (torch.int64, size) for name, size in zeros.items()}.items():
+            places[name] = dtype, start, elements * dtype.itemsize
+            start += -(-elements * dtype.itemsize // RECORD) * RECORD
+        for name, (dtype, elements) in others.items():
+            places[name] = dtype, start, elements * dtype.itemsize
+            start += -(-elements * dtype.itemsize // RECORD) * RECORD
+        return places, start
+
+
+class Planner:
+    """The plan for coding one tensor, or many of one row: the kernels' buffers and launches."""
+
+    def __init__(
+        self, x: torch.Tensor, settings: Settings, more: dict[str, tuple[torch.dtype, int]] | None = None
+    ) -> None:
+        """
+        Args:
+            x: the tensor, `[R, C]`; or `[n, C]` for n tensors `[1, C]`, whose settings have no kinds.
+            more: elements of further buffers, of each of many tensors; None for one tensor.
+        """
         self.x, self.settings = x, settings
         device = x.device
+        self.constants = _constants(settings, device)
+        self.many = more is not None
+        self.count = x.shape[0] if more is not None else 1
+        zeros, others = self.buffers(settings)
+        self.zeros: _Zeros | Records
+        self.buffer: Callable[[str], torch.Tensor]
+        if more is not None:
+            self.zeros = Records(self.count, device, zeros, {**others, **more})
+            self.buffer, self.record = self.zeros.__getitem__, self.zeros.record
+        else:
+            self.zeros = _Zeros(device, **zeros)
+            made = {
+                name: torch.empty(size, dtype=dtype, device=device) for name, (dtype, size) in others.items()
+            }
+            self.buffer, self.record = made.__getitem__, 0
+        self.field, self.row_scales = self.buffer("field"), self.buffer("row_scales")
+        self.column_scales, self.row_counts = self.buffer("column_scales"), self.buffer("row_counts")
+        self.class_sums, self.costs = self.buffer("class_sums"), self.buffer("costs")
+        self.doubles, self.directions = self.buffer("doubles"), self.buffer("directions")
+        self.energies, self.row_factors = self.buffer("energies"), self.buffer("row_factors")
+        self.fine = self.zeros["fine"].view(torch.int32)
+        self.multiplier = self.zeros["multiplier"].view(torch.int32)
+        self.exponent = torch.empty((self.count,) if self.many else (), dtype=torch.int32, device=device)
+
+    @staticmethod
+    def buffers(settings: Settings) -> tuple[dict[str, int], dict[str, tuple[torch.dtype, int]]]:
+        """Elements by name: of those that start as zeros, int64, and of others."""
         rows, columns, sample = settings.rows, settings.columns, settings.sample_rows
         kinds = len(settings.kinds)
-        self.constants = _constants(settings, device)
-        self.zeros = _Zeros(
-            device,
+        dimensions = kinds * _RANK
+        convolutions = (PLANS + 2) * 4 * (at.CLASS_SUMS // _SUMS)
+        zeros = dict(
             state=at.STATE,
             control=FAMILIES * at.CONTROLS,
             totals=2,
@@ -114,23 +199,20 @@ class Planner:
             fine=max(kinds, 1),
             multiplier=max(kinds, 1) * _RANK,
         )
-        self.field = torch.empty(
-            2 * rows * columns + kinds * sample * columns, dtype=torch.float32, device=device
+        others = dict(
+            # A matrix that nothing predicts has no residual beside it.
+            field=(torch.float32, (2 if kinds else 1) * rows * columns + kinds * sample * columns),
+            row_scales=(torch.int32, 2 * rows + kinds * sample),
+            column_scales=(torch.int32, (PLANS + 1) * columns),
+            row_counts=(torch.int64, convolutions * at.CLASSES_A_SIDE),
+            class_sums=(torch.int64, (PLANS + 2) * 4 * at.CLASS_SUMS),
+            costs=(torch.int64, (PLANS + 2) * FAMILIES * at.COSTS),
+            doubles=(torch.float64, at.SHARES + 1),
+            directions=(torch.float32, dimensions * columns),
+            energies=(torch.float64, dimensions),
+            row_factors=(torch.int8, rows * _RANK if kinds else 0),
         )
-        self.row_scales = torch.empty(2 * rows + kinds * sample, dtype=torch.int32, device=device)
-        self.column_scales = torch.empty((PLANS + 1) * columns, dtype=torch.int32, device=device)
-        convolutions = (PLANS + 2) * 4 * (at.CLASS_SUMS // _SUMS)
-        self.row_counts = torch.empty(convolutions * at.CLASSES_A_SIDE, dtype=torch.int64, device=device)
-        self.class_sums = torch.empty((PLANS + 2) * 4 * at.CLASS_SUMS, dtype=torch.int64, device=device)
-        self.costs = torch.empty((PLANS + 2) * FAMILIES * at.COSTS, dtype=torch.int64, device=device)
-        self.doubles = torch.empty(at.SHARES + 1, dtype=torch.float64, device=device)
-        self.fine = self.zeros["fine"].view(torch.int32)
-        self.multiplier = self.zeros["multiplier"].view(torch.int32)
-        dimensions = kinds * _RANK
-        self.directions = torch.empty(dimensions * columns, dtype=torch.float32, device=device)
-        self.energies = torch.empty(dimensions, dtype=torch.float64, device=device)
-        self.row_factors = torch.empty(rows * _RANK if kinds else 0, dtype=torch.int8, device=device)
-        self.exponent = torch.empty((), dtype=torch.int32, device=device)
+        return zeros, others
 
     def run(self) -> None:
         """Compute the model and the expected bits of its elements."""
@@ -151,9 +233,11 @@ class Planner:
 
     def _normalise(self) -> None:
         settings, state = self.settings, self.zeros["state"]
-        elements = self.x.numel()
-        scaling.largest[(triton.cdiv(elements, 4 * _BLOCK),)](self.x, state, elements, BLOCK=4 * _BLOCK)
-        scaling.normalise[(settings.rows,)](
+        elements = settings.rows * settings.columns
+        scaling.largest[(triton.cdiv(elements, 4 * _BLOCK), self.count)](
+            self.x, state, elements, self.record, BLOCK=4 * _BLOCK, MANY=self.many
+        )
+        scaling.normalise[(settings.rows, self.count)](
             self.x,
             state,
             self.constants.numbers,
@@ -167,8 +251,10 @@ class Planner:
             settings.every,
             settings.measured,
             _WHOLE,
+            self.record,
             SHARED_SCALE=settings.shared_scales,
             BLOCK=_BLOCK,
+            MANY=self.many,
             enable_fp_fusion=False,
         )
 
@@ -177,7 +263,9 @@ class Planner:
         settings = self.settings
         rows, columns = settings.sample_rows if sample else settings.rows, settings.columns
         sums = self.zeros["sample_sums" if sample else "sums"]
-        programs = triton.cdiv(rows, _SUM_ROWS * _SUM_TURNS), triton.cdiv(columns, _SUM_COLUMNS), count
+        # Of many, each has one row.
+        parts = self.count if self.many else triton.cdiv(rows, _SUM_ROWS * _SUM_TURNS)
+        programs = parts, triton.cdiv(columns, _SUM_COLUMNS), count
         scaling.column_sums[programs](
             self.field,
             self.row_scales,
@@ -192,13 +280,15 @@ class Planner:
             settings.plain,
             settings.rows,
             settings.every,
+            self.record,
             SAMPLE=sample,
-            ROWS=_SUM_ROWS,
-            COLUMNS=_SUM_COLUMNS,
-            TURNS=_SUM_TURNS,
+            ROWS=1 if self.many else _SUM_ROWS,
+            COLUMNS=_MANY_COLUMNS if self.many else _SUM_COLUMNS,
+            TURNS=1 if self.many else _SUM_TURNS,
+            MANY=self.many,
             enable_fp_fusion=False,
         )
-        scaling.column_scales[(triton.cdiv(columns, 256), count)](
+        scaling.column_scales[(triton.cdiv(columns, 256), count, self.count)](
             sums,
             self.zeros["state"],
             self.constants.plans,
@@ -211,8 +301,10 @@ class Planner:
             columns,
             first,
             0 if sample else PLANS,
+            self.record,
             SAMPLE=sample,
             COLUMNS=256,
+            MANY=self.many,
             enable_fp_fusion=False,
         )
 
@@ -310,11 +402,11 @@ class Planner:
         """Expected bits from some of the histograms, for every step and family."""
         bins = self.zeros["row_bins"], self.zeros["column_bins"]
         # Costs have the slot of the columns' histogram.
-        places = row, column, column, each
-        costing.convolve[(slots, 4, at.CLASS_SUMS // _SUMS)](
-            *bins, self.row_counts, self.class_sums, *places, BLOCK=_SUMS
+        places = row, column, column, each, slots, self.record
+        costing.convolve[(self.count * slots, 4, at.CLASS_SUMS // _SUMS)](
+            *bins, self.row_counts, self.class_sums, *places, BLOCK=_SUMS, MANY=self.many
         )
-        costing.costs[(slots, at.COSTS // _STEPS, FAMILIES)](
+        costing.costs[(self.count * slots, at.COSTS // _STEPS, FAMILIES)](
             *bins,
             self.class_sums,
             self.constants.mean_costs,
@@ -322,11 +414,12 @@ class Planner:
             *places,
             STEPS=_STEPS,
             FAMILIES=FAMILIES,
+            MANY=self.many,
         )
 
     def _choose(self) -> None:
         settings, constants = self.settings, self.constants
-        searching.best_plan[(1,)](
+        searching.best_plan[(self.count,)](
             self.zeros["row_bins"],
             self.zeros["column_bins"],
             self.costs,
@@ -339,14 +432,16 @@ class Planner:
             settings.plain,
             len(settings.plans),
             settings.group_bits,
+            self.record,
             FAMILIES=FAMILIES,
             PLANS=PLANS,
+            MANY=self.many,
             enable_fp_fusion=False,
         )
 
     def _settle(self) -> None:
         settings = self.settings
-        fitting.settle[(1,)](
+        fitting.settle[(self.count,)](
             self.zeros["state"],
             self.constants.plans,
             self.zeros["totals"],
@@ -359,6 +454,8 @@ class Planner:
             settings.plain,
             settings.measured_rows,
             _WHOLE,
+            self.record,
             PREDICTS=bool(settings.kinds),
+            MANY=self.many,
             enable_fp_fusion=False,
         )

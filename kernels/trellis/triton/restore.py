@@ -12,13 +12,17 @@ import triton.language as tl
 from kernels.blockfloat.triton.store import store_rounded
 from kernels.common import tiles
 from kernels.common.random_bits import signed
-from kernels.common.triton.numbers import as_bits, product
+from kernels.common.triton.numbers import as_bits, in_record, powers_of_two, product
 from kernels.trellis import reference as trellis
 from kernels.trellis.factors import Factors, prediction
 from kernels.trellis.tables import MAX_CLASS
+from kernels.trellis.triton import state as at
 from kernels.trellis.triton.dither import dither
 
 _MAX_CLASS = tl.constexpr(MAX_CLASS)
+_BEST = tl.constexpr(at.BEST)
+_BEST_CODE = tl.constexpr(at.BEST_CODE)
+_FOUND = tl.constexpr(at.FOUND)
 # Ranks at most; a product needs 16.
 _RANK = tl.constexpr(32)
 # Elements a program handles; they change no bit.
@@ -87,6 +91,38 @@ def _restore(
         y -= dither(place, salt) * step
     y = tl.minimum(tl.maximum(y * near * far, -limit), limit)
     store_rounded(out + place, y, inside)
+
+
+@triton.jit(do_not_specialize=("salt", "record"))
+def restore_kept(
+    kept,
+    state,
+    exponents,
+    out,
+    columns,
+    salt,
+    record,
+    LIMIT: tl.constexpr,
+    DITHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Decode what an encoder of many rows kept of its best code: zeros if nothing fitted."""
+    number = tl.program_id(1).to(tl.int64)
+    state = in_record(state, number, record)
+    kept = in_record(kept, number, record) + tl.load(state + _BEST) * columns
+    out += number * columns
+    code = tl.load(state + _BEST_CODE).to(tl.int32)
+    step = (1024 + (code & 1023)).to(tl.float32) * (((code >> 10) - 19 + 127) << 23).to(
+        tl.float32, bitcast=True
+    )
+    near, far = powers_of_two(tl.load(exponents + number))
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (place < columns) & (tl.load(state + _FOUND) != 0)
+    y = tl.load(kept + place, mask=inside, other=0).to(tl.float32) * step
+    if DITHERED:
+        y -= dither(place, salt) * step
+    y = tl.minimum(tl.maximum(y * near * far, -LIMIT), LIMIT)
+    tl.store(out + place, tl.where(inside, y, 0.0), mask=place < columns)
 
 
 def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:

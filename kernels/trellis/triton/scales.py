@@ -9,6 +9,7 @@ search for a step reads the histograms only.
 import triton
 import triton.language as tl
 
+from kernels.common.triton.numbers import in_record
 from kernels.common.triton.tiles import widened
 from kernels.trellis.triton import state as at
 
@@ -61,9 +62,17 @@ def logarithm(means, numbers):
     return scale
 
 
-@triton.jit(do_not_specialize=("elements",))
-def largest(x, state, elements, BLOCK: tl.constexpr):
-    """Write the bits of the largest magnitude to the state; as integers, infinities and NaNs are largest."""
+@triton.jit(do_not_specialize=("elements", "record"))
+def largest(x, state, elements, record, BLOCK: tl.constexpr, MANY: tl.constexpr):
+    """Write the bits of the largest magnitude to the state; as integers, infinities and NaNs are largest.
+
+    With `MANY`, here and in the kernels below, x is `[n, C]`, each row a matrix of one row by itself. What
+    belongs to a matrix lies in a record of its own (`kernels.trellis.triton.plan.Records`).
+    """
+    if MANY:
+        number = tl.program_id(1).to(tl.int64)
+        x += number * elements
+        state = in_record(state, number, record)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = widened(tl.load(x + i, mask=i < elements, other=0.0))
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -79,7 +88,7 @@ def _exponent(bits):
     return tl.where(bits > 0, exponent, 0) - _NORMAL_BITS
 
 
-@triton.jit(do_not_specialize=("rows", "sample_every", "some_every", "whole_slot"))
+@triton.jit(do_not_specialize=("rows", "sample_every", "some_every", "whole_slot", "record"))
 def normalise(
     x,
     state,
@@ -94,11 +103,22 @@ def normalise(
     sample_every,
     some_every,
     whole_slot,
+    record,
     SHARED_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """Write a row of the normalised matrix into `field` (zeros if x is not finite), and its scale, counted in
     the histograms of all rows, of the sample and of the measured rows."""
+    if MANY:
+        number = tl.program_id(1).to(tl.int64)
+        x += number * columns
+        state = in_record(state, number, record)
+        field = in_record(field, number, record)
+        row_scales = in_record(row_scales, number, record)
+        row_bins = in_record(row_bins, number, record)
+        totals = in_record(totals, number, record)
+        exponent += number
     row = tl.program_id(0)
     x += row.to(tl.int64) * columns
     field += row.to(tl.int64) * columns
@@ -137,7 +157,7 @@ def shared_scale(total, numbers, rows, columns):
     return logarithm(total.to(tl.float64) / (rows.to(tl.int64) * columns).to(tl.float64), numbers)
 
 
-@triton.jit(do_not_specialize=("rows", "first", "plain", "all_rows", "every"))
+@triton.jit(do_not_specialize=("rows", "first", "plain", "all_rows", "every", "record"))
 def column_sums(
     field,
     row_scales,
@@ -152,13 +172,24 @@ def column_sums(
     plain,
     all_rows,
     every,
+    record,
     SAMPLE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TURNS: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """Sums of every column's weighted magnitudes, over the sample for each plan from `first` on, or over the
     model's matrix."""
+    first_rows = tl.program_id(0)
+    if MANY:
+        number = first_rows.to(tl.int64)
+        first_rows = first_rows * 0
+        field = in_record(field, number, record)
+        row_scales = in_record(row_scales, number, record)
+        state = in_record(state, number, record)
+        totals = in_record(totals, number, record)
+        sums = in_record(sums, number, record)
     plan = first + tl.program_id(2)
     elements = all_rows.to(tl.int64) * columns
     if SAMPLE:
@@ -183,7 +214,7 @@ def column_sums(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     found = tl.zeros((COLUMNS,), tl.int64)
     for turn in range(TURNS):
-        row = (tl.program_id(0) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
+        row = (first_rows * TURNS + turn) * ROWS + tl.arange(0, ROWS)
         scale = tl.load(row_scales + row_offset + row * stride, mask=row < rows, other=0) + _PART_SCALE
         scale = tl.where(by_row != 0, scale, shared)
         part = scale & 15
@@ -198,7 +229,7 @@ def column_sums(
     tl.atomic_add(sums + plan.to(tl.int64) * columns + column, found, mask=column < columns)
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "first", "slot"))
+@triton.jit(do_not_specialize=("rows", "columns", "first", "slot", "record"))
 def column_scales(
     sums,
     state,
@@ -212,11 +243,21 @@ def column_scales(
     columns,
     first,
     slot,
+    record,
     SAMPLE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """Column scales from their sums, with their histogram; also the histogram of a sample's rows in plans
     without row scales."""
+    if MANY:
+        number = tl.program_id(2).to(tl.int64)
+        sums = in_record(sums, number, record)
+        state = in_record(state, number, record)
+        totals = in_record(totals, number, record)
+        scales = in_record(scales, number, record)
+        column_bins = in_record(column_bins, number, record)
+        row_bins = in_record(row_bins, number, record)
     plan = first + tl.program_id(1)
     slot += plan
     if SAMPLE:

@@ -7,6 +7,7 @@ rounding per operation, so both end at the same step.
 import triton
 import triton.language as tl
 
+from kernels.common.triton.numbers import in_record
 from kernels.trellis.reference import STEP_CODES
 from kernels.trellis.triton import state as at
 from kernels.trellis.triton.costs import COSTS, bounds, class_bits, cost, model_widths, side_bytes
@@ -80,7 +81,7 @@ def _smallest(
     return first
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "plain", "plan_count", "group_bits"))
+@triton.jit(do_not_specialize=("rows", "columns", "plain", "plan_count", "group_bits", "record"))
 def best_plan(
     row_bins,
     column_bins,
@@ -94,10 +95,18 @@ def best_plan(
     plain,
     plan_count,
     group_bits,
+    record,
     FAMILIES: tl.constexpr,
     PLANS: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """The plan that fits with the smallest step; the first of several."""
+    if MANY:
+        number = tl.program_id(0).to(tl.int64)
+        row_bins = in_record(row_bins, number, record)
+        column_bins = in_record(column_bins, number, record)
+        table = in_record(table, number, record)
+        state = in_record(state, number, record)
     plan = tl.arange(0, PLANS)
     known = plan < plan_count
     low = tl.zeros((PLANS,), tl.int32)
@@ -178,6 +187,7 @@ def gain(code):
         "too_free",
         "attempt",
         "enough",
+        "record",
     )
 )
 def advance(
@@ -208,15 +218,28 @@ def advance(
     too_free,
     attempt,
     enough,
+    record,
     WHAT: tl.constexpr,
     FAMILIES: tl.constexpr,
     BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """One iteration of `wire.codecs.trellis._measure` and `_fill`: evaluate the last lanes, choose a step.
 
     `attempt` is the number of the next lanes, from 1 on. `model` is the slot of the model's costs; the next
     slot has those of the measured rows.
     """
+    if MANY:
+        number = tl.program_id(0).to(tl.int64)
+        row_bins = in_record(row_bins, number, record)
+        column_bins = in_record(column_bins, number, record)
+        table = in_record(table, number, record)
+        state = in_record(state, number, record)
+        shares = in_record(shares, number, record)
+        control = in_record(control, number, record)
+        gains = in_record(gains, number, record)
+        some_counts = in_record(some_counts, number, record)
+        counts = in_record(counts, number, record)
     low, high = bounds(row_bins + row_slot * BINS)
     left, right = bounds(column_bins + column_slot * BINS)
     rank, factor_bits, row_exponent, column_exponent = model_widths(state, plans, plain)

@@ -7,6 +7,7 @@ payload must hold zeros before.
 import triton
 import triton.language as tl
 
+from kernels.common.triton.numbers import in_record
 from kernels.trellis.triton import state as at
 from kernels.trellis.triton.costs import (
     CLASS_OF_MEAN,
@@ -56,7 +57,7 @@ def _row_scale(row_scales, row, inside, state, rows, low):
     return tl.maximum(scale, low)
 
 
-@triton.jit(do_not_specialize=("count", "rows", "every", "column_slot"))
+@triton.jit(do_not_specialize=("count", "rows", "every", "column_slot", "record"))
 def classes(
     field,
     row_scales,
@@ -71,12 +72,23 @@ def classes(
     columns,
     every,
     column_slot,
+    record,
     SOME: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """The class of every element, uint8, for the tried step, in `count` rows (every `every`-th row); with
     `SOME`, also copies the elements of these rows. A program has `ROWS` x `BLOCK` elements."""
+    if MANY:
+        number = tl.program_id(2).to(tl.int64)
+        field = in_record(field, number, record)
+        row_scales = in_record(row_scales, number, record)
+        column_scales = in_record(column_scales, number, record)
+        state = in_record(state, number, record)
+        control = in_record(control, number, record)
+        values = in_record(values, number, record)
+        numbers = in_record(numbers, number, record)
     if tl.load(control + _ACTIVE) == 0:
         return
     low = tl.load(state + _ROW_LEAST).to(tl.int32)
@@ -88,11 +100,11 @@ def classes(
     in_rows, in_columns = row < count, column < columns
     of_row = (_row_scale(row_scales, row * every, in_rows, state, rows, low) + offset) >> 2
     scale = tl.load(column_scales + column_slot.to(tl.int64) * columns + column, mask=in_columns, other=0)
-    number = of_row[:, None] + ((tl.maximum(scale, left) + 2) >> 2)[None, :]
-    number = tl.minimum(tl.maximum(number, 0), _MAX_CLASS)
+    each = of_row[:, None] + ((tl.maximum(scale, left) + 2) >> 2)[None, :]
+    each = tl.minimum(tl.maximum(each, 0), _MAX_CLASS)
     inside = in_rows[:, None] & in_columns[None, :]
     place = row[:, None] * columns + column[None, :]
-    tl.store(numbers + place, number.to(tl.uint8), mask=inside)
+    tl.store(numbers + place, each.to(tl.uint8), mask=inside)
     if SOME:
         field += tl.load(state + _USED) * rows * columns
         x = tl.load(field + (row * every)[:, None] * columns + column[None, :], mask=inside, other=0.0)
@@ -104,7 +116,19 @@ def _halfword(payload, place, value):
     tl.store(payload.to(tl.pointer_type(tl.int16)) + place, value.to(tl.int16))
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "plain", "row_slot", "column_slot", "groups", "lanes"))
+@triton.jit(
+    do_not_specialize=(
+        "rows",
+        "columns",
+        "plain",
+        "row_slot",
+        "column_slot",
+        "groups",
+        "lanes",
+        "record",
+        "packed",
+    )
+)
 def finish(
     row_bins,
     column_bins,
@@ -123,11 +147,23 @@ def finish(
     column_slot,
     groups,
     lanes,
+    record,
+    packed,
     PREDICTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """Write the prefix; compute each section's offset, bits per value and bias (int64 `[SECTIONS + 1, 3]`),
     and the offsets of the groups' words."""
+    if MANY:
+        number = tl.program_id(0).to(tl.int64)
+        row_bins = in_record(row_bins, number, record)
+        column_bins = in_record(column_bins, number, record)
+        state = in_record(state, number, record)
+        counts = in_record(counts, number, record)
+        sections = in_record(sections, number, record)
+        starts = in_record(starts, number, record)
+        payload = in_record(payload, number, packed)
     if tl.load(state + _FOUND) == 0:
         return
     code = tl.load(state + _BEST_CODE).to(tl.int32)
@@ -186,7 +222,7 @@ def finish(
         first += BLOCK
 
 
-@triton.jit(do_not_specialize=("rows", "columns", "plain", "row_slot", "column_slot"))
+@triton.jit(do_not_specialize=("rows", "columns", "plain", "row_slot", "column_slot", "record", "packed"))
 def write_sections(
     row_scales,
     column_scales,
@@ -205,10 +241,22 @@ def write_sections(
     plain,
     row_slot,
     column_slot,
+    record,
+    packed,
     PREDICTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """Write the sections before the groups; a program has eight times `BLOCK` integers of a section."""
+    if MANY:
+        number = tl.program_id(2).to(tl.int64)
+        row_scales = in_record(row_scales, number, record)
+        column_scales = in_record(column_scales, number, record)
+        row_bins = in_record(row_bins, number, record)
+        column_bins = in_record(column_bins, number, record)
+        state = in_record(state, number, record)
+        sections = in_record(sections, number, record)
+        payload = in_record(payload, number, packed)
     if tl.load(state + _FOUND) == 0:
         return
     section = tl.program_id(1)
@@ -263,7 +311,7 @@ def write_sections(
     tl.store(payload + start + at_byte, byte.to(tl.uint8), mask=(place < bits) & (at_byte < nbytes))
 
 
-@triton.jit(do_not_specialize=("groups", "lanes", "capacity"))
+@triton.jit(do_not_specialize=("groups", "lanes", "capacity", "record", "packed"))
 def write_groups(
     counts,
     states,
@@ -275,11 +323,23 @@ def write_groups(
     groups,
     lanes,
     capacity,
+    record,
+    packed,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
 ):
     """Write a group's count and states, and its words after those of the earlier groups; several programs per
     group."""
+    if MANY:
+        number = tl.program_id(2).to(tl.int64)
+        counts = in_record(counts, number, record)
+        states = in_record(states, number, record)
+        words = in_record(words, number, record)
+        starts = in_record(starts, number, record)
+        state = in_record(state, number, record)
+        sections = in_record(sections, number, record)
+        payload = in_record(payload, number, packed)
     if tl.load(state + _FOUND) == 0:
         return
     group = tl.program_id(0).to(tl.int64)

@@ -19,7 +19,7 @@ from tests.support.cases import each
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 from wire.codecs import tah as tah_codec
 from wire.codecs.fixed import FixedCodec
-from wire.codecs.header import seal
+from wire.codecs.header import EXPONENT, seal
 from wire.codecs.registry import codec
 from wire.errors import CodecError, NonFiniteError
 from wire.spec import TensorSpec
@@ -99,6 +99,32 @@ def inputs() -> dict[str, torch.Tensor]:
         "40 decades": torch.randn(10, 64, generator=generator) * torch.logspace(-38, 1, 10)[:, None],
         "subnormal bf16": (torch.randn(3, 70, generator=generator) * 1e-38).bfloat16(),
     }
+
+
+@inside
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+@each(("name", "width"), [("fixed-4", 256), ("fixed-7", 70), ("fixed-8", 128), ("fixed-10", 61)])
+def test_rows_together_are_each_by_itself(name: str, width: int) -> None:
+    """Odd widths, zeros, subnormal numbers, the largest there are; each row between its neighbours' bytes."""
+    x = torch.randn(6, width, generator=torch.Generator().manual_seed(width))
+    x[1], x[2], x[3] = 0, x[2] * 1e-42, x[3] * 1e37
+    x[4] *= torch.logspace(-30, 10, width)
+    x[5, 3] = float("nan")
+    which = codec(name)
+    alone = [which.pack(row) for row in x]
+    size = len(alone[0])
+    records = torch.full((len(x), -(-size // 128) * 128), POISON, dtype=torch.uint8)
+    exponents = which._pack_rows(x, records, size)
+    values, again = which.round_trip(x)
+    assert torch.equal(exponents, again)
+    assert (records[:, :64] == POISON).all() and (records[:, size:] == POISON).all()
+    for number, packed in enumerate(alone):
+        assert int(exponents[number]) == int(packed[EXPONENT].view(torch.int32))
+        if number != 5:
+            assert torch.equal(records[number, 64:size], packed[64:])
+            seal(packed.numpy())
+            expected = which.decode(packed, TensorSpec(x.dtype, (width,)))
+            assert torch.equal(values[number].view(torch.int32), expected.view(torch.int32))
 
 
 @inside

@@ -18,6 +18,7 @@ from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 from wire.codecs import trellis
 from wire.codecs.header import EXPONENT, HEADER_BYTES
 from wire.codecs.registry import codec
+from wire.spec import TensorSpec
 
 pytestmark = needs_triton
 
@@ -64,6 +65,7 @@ def cpu_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
         *,
         salt: int | None = None,
         first_family: int = 0,
+        **_: object,
     ) -> None:
         elements = self.where.elements
         for told in control.view(-1, CONTROLS)[: self.at_once].tolist():
@@ -144,6 +146,41 @@ def test_payload_of_zeros_is_the_cpus() -> None:
 def test_payload_is_the_cpus_by_the_shares_of_gpus() -> None:
     x = normal(1, 19) * 1e-40
     check_payload(x, codec(NAME).encode(x))
+
+
+@inside
+@pytest.mark.usefixtures("large_shares")
+@pytest.mark.timeout(300)
+def test_rows_together_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes between guards, and what they say; with Triton's lanes, in two calls for want of room."""
+    from kernels.trellis.triton import encode as triton_trellis_encode
+
+    # Of attempts only the number differs: the last one is best or is not.
+    monkeypatch.setattr(trellis, "_MAX_ATTEMPTS", 2)
+    columns, which = 11, codec(NAME.replace("trellis", "dither")).salted(77)
+    x = normal(3, columns)
+    x[1] *= 1e-41
+    x[2] = float("nan")
+    alone = [which.pack(row) for row in x]
+    size = len(alone[0])
+    records = torch.full((3, -(-size // 128) * 128), POISON, dtype=torch.uint8)
+    records[:, HEADER_BYTES:size] = 0
+    out = torch.full((3, columns), float("nan"))
+    exponents = triton_trellis_encode.encode_many(
+        x,
+        trellis.settings(1, columns, size - HEADER_BYTES, 77),
+        77,
+        payload=records[0, HEADER_BYTES:size],
+        record=records.shape[1],
+        out=out,
+        room=1 << 20,
+    )
+    assert exponents.tolist() == [int(packed[EXPONENT].view(torch.int32)) for packed in alone]
+    assert torch.equal(records[:, HEADER_BYTES:size], torch.stack(alone)[:, HEADER_BYTES:])
+    assert (records[:, :HEADER_BYTES] == POISON).all() and (records[:, size:] == POISON).all()
+    for row, values in zip(x[:2], out, strict=False):
+        expected = which.decode(which.encode(row), TensorSpec(row.dtype, (columns,)))
+        assert torch.equal(values.view(torch.int32), expected.view(torch.int32))
 
 
 def check_payload(x: torch.Tensor, expected: torch.Tensor, salt: int | None = None) -> None:

@@ -1,0 +1,134 @@
+"""Rows that a GPU packs together: each row's bytes and values are the CPU's, and the host never waits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.common.tiles import NON_FINITE
+from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
+from node.model.units import unit_names
+from node.pipeline.gradient_groups import model_pieces
+from node.training.device_sums import DeviceSums
+from node.training.group_sums import CodecPacking, GroupSums
+from wire.codecs.header import EXPONENT
+from wire.codecs.registry import codec
+from wire.errors import NonFiniteError
+from wire.spec import TensorSpec
+
+CPU = torch.device("cpu")
+NAMES = ("fp32", "bf16", "fp16", "fixed-2", "fixed-4", "fixed-8", "fixed-10", "trellis-4.41", "dither-3")
+WIDTHS = (1, 77, 4099, 32768, 65536, 98304, 131072)
+
+
+def rows(width: int, count: int = 9) -> Tensor:
+    """Rows as gradients have them, and what codecs find hard."""
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(count, width, generator=generator) * 1e-4
+    x *= torch.where(torch.rand(count, width, generator=generator) < 3e-3, 30.0, 1.0)
+    x[1] = 0
+    x[2] *= 1e-38
+    x[3] *= 1e41
+    x[4] *= torch.logspace(-26, 14, width)
+    x[5] = -0.0
+    x[6] = 7.25
+    x[7] = 0
+    x[7, width // 2] = -1e30
+    return x
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_and_values_are_the_cpus(name: str, width: int) -> None:
+    x, which = rows(width), codec(name)
+    packed = which.pack_rows(x.cuda()).cpu()
+    values, exponents = (one.cpu() for one in which.round_trip(x.cuda()))
+    for row, bytes_, value, exponent in zip(x, packed, values, exponents.tolist(), strict=True):
+        alone = which.pack(row)
+        assert torch.equal(bytes_, alone)
+        assert exponent == int(alone[EXPONENT].view(torch.int32))
+        expected = which.decode(which.encode(row), TensorSpec(row.dtype, (width,)))
+        assert torch.equal(value.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", ["trellis-4.41", "fixed-8"])
+def test_many_rows_are_each_by_itself(name: str) -> None:
+    """More than fit in the room of one call."""
+    which = codec(name)
+    x = torch.randn(400, 65536, device="cuda") * torch.logspace(-3, 3, 400, device="cuda")[:, None]
+    packed, (values, _) = which.pack_rows(x), which.round_trip(x)
+    for number in (0, 1, 57, 199, 200, 201, 333, 399):
+        alone = which.encode(x[number])
+        assert torch.equal(packed[number, :60], alone[:60])
+        assert torch.equal(packed[number, 64:], alone[64:])
+        assert torch.equal(values[number], which.decode(alone, TensorSpec(x.dtype, (65536,))))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_row_that_is_not_finite_says_so(name: str, bad: float) -> None:
+    x = torch.randn(3, 5000)
+    x[1, 37] = bad
+    _, exponents = codec(name).round_trip(x.cuda())
+    assert (exponents == NON_FINITE).tolist() == [False, True, False]
+
+
+def configured(name: str) -> RunConfig:
+    return RunConfig(
+        model=ModelSection(layers=2, hidden=192, heads=4, kv_heads=2, ffn=320, vocab=500, sequence=16),
+        training=TrainingSection(global_batch=8, microbatch=1),
+        pipeline=PipelineSection(groups=4, sync_codec=name),
+    )
+
+
+def gradients(config: RunConfig, group: int) -> dict[str, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(group)
+    found: dict[str, dict[str, Tensor]] = {}
+    for unit, pieces in model_pieces(config).items():
+        ends = {name: end for piece in pieces for name, _, end in piece.parts}
+        found[unit] = {
+            name: torch.randn(end, generator=generator) * 10.0 ** (-index % 7 - 3)
+            for index, (name, end) in enumerate(ends.items())
+        }
+    return found
+
+
+def on_gpu(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    return {unit: {name: one.cuda() for name, one in named.items()} for unit, named in values.items()}
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fixed-8", "trellis-4.41"])
+def test_sums_are_those_of_packed_pieces_and_groups_never_wait(name: str) -> None:
+    config = configured(name)
+    units = unit_names(config.model)
+    expected = GroupSums(config, units, CodecPacking(CPU), of_round=False)
+    warm = DeviceSums(config, units, of_round=False)
+    for group in range(4):
+        expected.group_done(group, gradients(config, group))
+        # Compiles, and looks tables up.
+        warm.group_done(group, on_gpu(gradients(config, group)))
+    sums = DeviceSums(config, units, of_round=False)
+    given = [on_gpu(gradients(config, group)) for group in range(4)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for group, of_group in enumerate(given):
+            sums.group_done(group, of_group)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = dict(sums.finish())
+    for unit, values in expected.finish():
+        for parameter, value in values.items():
+            assert torch.equal(found[unit][parameter].cpu().view(torch.int32), value.view(torch.int32))
+
+
+def test_the_unit_that_is_not_finite_is_named() -> None:
+    config = configured("fixed-8")
+    units = unit_names(config.model)
+    sums = DeviceSums(config, units, of_round=False)
+    for group in range(4):
+        found = gradients(config, group)
+        if group == 2:
+            next(iter(found[units[1]].values()))[5] = float("nan")
+        sums.group_done(group, on_gpu(found))
+    with pytest.raises(NonFiniteError, match=f"of {units[1]} .a tensor of shape"):
+        next(sums.finish())

@@ -1,0 +1,51 @@
+"""Rows that go through a codec together: the bytes and values that each has by itself."""
+
+import torch
+
+from kernels.common.tiles import NON_FINITE
+from tests.support.cases import each
+from wire.codecs.header import EXPONENT
+from wire.codecs.registry import codec
+from wire.spec import TensorSpec
+
+NAMES = ("fp32", "bf16", "fp16", "fixed-2", "fixed-8", "fixed-10", "tah", "trellis-4.41", "dither-3")
+
+
+def rows(width: int) -> torch.Tensor:
+    """Rows as gradients have them, and what codecs find hard."""
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(width))
+    x[1] = 0
+    x[2] *= 1e-42
+    x[3] *= 1e37
+    x[4] *= torch.logspace(-30, 10, width)
+    x[5] = -0.0
+    x[6] = 7.25
+    x[7, width // 2] = -1e30
+    return x
+
+
+@each("name", NAMES)
+@each("width", [1, 77, 128, 1300])
+def test_rows_together_are_each_by_itself(name: str, width: int) -> None:
+    x, which = rows(width), codec(name)
+    packed, (values, exponents) = which.pack_rows(x), which.round_trip(x.clone())
+    for row, bytes_, value, exponent in zip(x, packed, values, exponents.tolist(), strict=True):
+        alone = which.pack(row)
+        assert torch.equal(bytes_, alone)
+        assert exponent == int(alone[EXPONENT].view(torch.int32))
+        expected = which.decode(which.encode(row), TensorSpec(row.dtype, (width,)))
+        assert torch.equal(value.view(torch.int32), expected.view(torch.int32))
+
+
+@each("name", NAMES)
+@each("bad", [float("nan"), float("inf"), -float("inf")])
+def test_only_the_row_that_is_not_finite_says_so(name: str, bad: float) -> None:
+    x = torch.randn(3, 100)
+    x[1, 37] = bad
+    _, exponents = codec(name).round_trip(x)
+    assert (exponents == NON_FINITE).tolist() == [False, True, False]
+
+
+def test_values_beyond_a_codecs_range_are_not_finite() -> None:
+    x = torch.tensor([[3.4e38, 1.0], [3.3e38, 1.0]])
+    assert (codec("bf16").round_trip(x)[1] == NON_FINITE).tolist() == [True, False]
