@@ -30,6 +30,7 @@ from wire.messages import (
     ShutOut,
     TakeSnapshot,
     Validate,
+    Waiting,
     Welcome,
 )
 from wire.node_messages_proto import norms_from_proto, norms_to_proto
@@ -143,6 +144,35 @@ def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.Coo
             return control_pb2.CoordinatorMessage(
                 refusal=enrolment_pb2.Refusal(code=message.code.value, message=message.message)
             )
+
+
+_newest_packed: tuple[CoordinatorMessage | None, bytes] = (None, b"")
+
+
+def packed(message: CoordinatorMessage) -> bytes:
+    """The message as bytes. The newest is kept: a step has the same for many nodes."""
+    global _newest_packed
+    kept, data = _newest_packed
+    if message is not kept and message != kept:
+        data = coordinator_message_to_proto(message).SerializeToString()
+        _newest_packed = message, data
+    return data
+
+
+def wait_head(message: Waiting) -> bytes:
+    """What stands before the eight bytes of the seconds that a node has waited. Both together, after
+    `packed(message)`, are the message that says them: parts of one field are merged when they are read."""
+    return _WAIT_HEADS[type(message)]
+
+
+_WAIT_HEADS = {
+    kind: whole.SerializeToString()[:-8]
+    for kind, whole in (
+        (Begin, control_pb2.CoordinatorMessage(begin=control_pb2.Begin(waited_seconds=1.0))),
+        (Commit, control_pb2.CoordinatorMessage(commit=control_pb2.Commit(waited_seconds=1.0))),
+        (Validate, control_pb2.CoordinatorMessage(validate=control_pb2.Validate(waited_seconds=1.0))),
+    )
+}
 
 
 def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> CoordinatorMessage:

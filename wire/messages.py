@@ -5,7 +5,7 @@ take and return these. Step numbers start at 0; the *state* of step s is the wei
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -490,3 +490,11 @@ CoordinatorMessage = (
     | Finish
     | Refusal
 )
+
+Waiting = Begin | Commit | Validate
+"""Messages that say how long their node has waited for others."""
+
+
+def with_wait(message: CoordinatorMessage, seconds: float) -> CoordinatorMessage:
+    """The message with the seconds that its node has waited, if it is one that says them."""
+    return replace(message, waited_seconds=seconds) if isinstance(message, Waiting) else message

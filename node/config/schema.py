@@ -273,6 +273,7 @@ class LoraSection:
 
 Window = int | Literal["auto"]
 Replicas = Window
+Gateways = Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,6 +414,10 @@ class CoordinatorSection:
     reads its data, if its port is fixed."""
     certificate_hours: float = 24.0
     """Hours that a node's certificate is valid; nodes renew theirs in time."""
+    gateways: Gateways = "auto"
+    """Processes beside the coordinator that keep the control sessions of a large run; 0: it keeps them
+    itself. `auto` starts none for up to 128 nodes, and one for every 64 of more, at most half as many as the
+    machine has cores."""
 
 
 @dataclass(frozen=True, kw_only=True)

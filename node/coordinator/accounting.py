@@ -11,7 +11,7 @@ from dataclasses import replace
 from node.pipeline.floor import LinkRate
 from node.telemetry.costs import Ledger, LinkSums, Place, StageSums
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
-from wire.messages import Begin, Commit, CoordinatorMessage, Validate
+from wire.messages import CoordinatorMessage, Waiting
 from wire.telemetry import NOT_TOGETHER, LinkReport, Telemetry, known_path
 
 CLOCK_RATIO = 1.01
@@ -229,12 +229,11 @@ class Answers:
         """A node has voted, or is done with what was asked of all."""
         self._at[node_id] = self._newest = now
 
-    def told(self, node_id: str, message: CoordinatorMessage) -> CoordinatorMessage:
-        """With the time that this node waited for other nodes, if the message goes on from their answers."""
-        if isinstance(message, Begin | Commit | Validate):
-            waited = self._newest - self._at.get(node_id, self._newest)
-            return replace(message, waited_seconds=waited)
-        return message
+    def waited(self, node_id: str, message: CoordinatorMessage) -> float | None:
+        """Seconds that this node waited for other nodes, if the message goes on from their answers."""
+        if not isinstance(message, Waiting):
+            return None
+        return self._newest - self._at.get(node_id, self._newest)
 
 
 def longest_kind(before: Telemetry, after: Telemetry) -> str:

@@ -4,14 +4,10 @@ Decodes, asks the `Coordinator`, encodes. Who calls is known from the certificat
 """
 
 import asyncio
-import contextlib
 import hashlib
-import ipaddress
 import logging
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -20,55 +16,39 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from node.coordinator.sessions import LEAST_PROBE_BYTES, ControlSession, Measured, MessageLimits
+from node.coordinator.session_service import (
+    HELLO_SECONDS,
+    NO_HELLO,
+    NO_MESSAGE,
+    SessionDesk,
+    SessionHandler,
+    hello_from,
+)
+from node.coordinator.sessions import LEAST_PROBE_BYTES, ControlSession, MessageLimits
 from node.coordinator.snapshot_handler import UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
 from node.training.manifest import UnitEntry
 from wire.channels import NOT_YET
 from wire.coordinator_messages_proto import coordinator_message_to_proto
-from wire.dialing import knock
 from wire.errors import NotYetError, ProtocolViolationError, RefusalCode, RunError, ThinwireError
 from wire.front import Front
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
-from wire.identity.names import join_address, split_address
-from wire.messages import MOST_HELD, HeldLayer, Hello, NodeMessage, PlacedStage
-from wire.node_messages_proto import node_message_from_proto
+from wire.messages import MOST_HELD, HeldLayer, Hello, PlacedStage
 from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
-from wire.version import PROTOCOL, VERSION
 
 log = logging.getLogger(__name__)
 
 MOST_PROBE_BYTES = 16 * 1024 * 1024
-HELLO_SECONDS = 10.0
-REACH_SECONDS = 5.0
-RECONNECT_SECONDS = 2.0
-"""A node that connects too often is held up for this."""
 TURN_SECONDS = 0.1
 """Between two looks whether a call that waits is served."""
-MOST_LOOKUPS = 16
-"""Concurrent DNS look-ups. A node chooses the name, and its name server may take minutes to answer."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Request = TypeVar("Request")
 
 
-class Handler(Protocol):
+class Handler(SessionHandler, Protocol):
     """What the service needs of the coordinator."""
-
-    async def refusal_for(self, node_id: str) -> Refusal | None:
-        """Why this node may not take part, if it may not."""
-        ...
-
-    def opened(self, session: ControlSession) -> None: ...
-
-    def heard(self, session: ControlSession, message: NodeMessage) -> None: ...
-
-    def refused(self, node_id: str, why: str) -> None:
-        """The node sent what no correct node sends."""
-        ...
-
-    def closed(self, session: ControlSession) -> None: ...
 
     async def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal: ...
 
@@ -114,29 +94,6 @@ class Handler(Protocol):
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None: ...
 
 
-class Names:
-    """Looks up host names that nodes gave, on its own threads: the loop's threads write the run's records."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(MOST_LOOKUPS, thread_name_prefix="names")
-        self._under_way: dict[str, Future[Any]] = {}
-
-    async def look_up(self, node_id: str, host: str) -> list[str]:
-        """The IP addresses of `host`. Raises OSError, also while an earlier name of this node is looked up.
-
-        A look-up cannot be cancelled, so each node has at most one: slow ones must not use up the threads.
-        """
-        with contextlib.suppress(ValueError):
-            if "%" not in host:
-                return [str(ipaddress.ip_address(host))]
-        if node_id in self._under_way:
-            raise OSError("an earlier name is still being looked up")
-        found = self._threads.submit(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
-        self._under_way[node_id] = found
-        found.add_done_callback(lambda _: self._under_way.pop(node_id))
-        return [str(place[4][0]) for place in await asyncio.wrap_future(found)]
-
-
 class ControlService(control_pb2_grpc.CoordinatorServicer):
     def __init__(
         self,
@@ -152,16 +109,10 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             front: what the port is behind, if it is.
             limits: makes the bounds of what one member may send; None: there are none.
         """
-        self._relays = relays
-        self._make_limits = limits
-        self._limits: dict[str, MessageLimits] = {}
-        """By node."""
         self._handler = handler
         self._front = front
         self._calls = CallLimit()
-        self._names = Names()
-        self._greeting: dict[str, asyncio.Timeout] = {}
-        """Each node's newest session that is not open yet."""
+        self.desk = SessionDesk(handler, limits, relays=relays)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Have `server` answer with this service."""
@@ -171,96 +122,30 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         node_id = await self._member(context)
         requests = _parsed(requests)
         try:
-            async with self._newest(node_id):
-                await self._wait_to_connect(node_id)
-                hello = await _hello(requests)
-                found = await self._look_at(node_id, hello, context)
+            session = await self.desk.greet(node_id, self._source(context), lambda: _hello(requests))
         except ProtocolViolationError as error:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
             # A slow network must not end the node.
-            await _abort(
-                context, grpc.StatusCode.UNAVAILABLE, "no hello came in time, or this node connects too often"
-            )
-        if isinstance(found, Refusal):
-            await context.write(
-                control_pb2.CoordinatorMessage(
-                    refusal=enrolment_pb2.Refusal(code=found.code.value, message=found.message)
-                )
-            )
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, NO_HELLO)
+        if isinstance(session, Refusal):
+            await context.write(coordinator_message_to_proto(session))
             return
-        session = ControlSession(node_id, hello, found)
         self._handler.opened(session)
         try:
             await self._serve(session, requests, context)
         finally:
             self._handler.closed(session)
 
-    @asynccontextmanager
-    async def _newest(self, node_id: str) -> AsyncIterator[None]:
-        """Only the newest of a node's unopened sessions goes on; the others get TimeoutError."""
-        older = self._greeting.get(node_id)
-        if older is not None and not older.expired():
-            older.reschedule(asyncio.get_running_loop().time())
-        async with asyncio.timeout(None) as turn:
-            self._greeting[node_id] = turn
-            try:
-                yield
-            finally:
-                if self._greeting[node_id] is turn:
-                    del self._greeting[node_id]
-
-    async def _wait_to_connect(self, node_id: str) -> None:
-        """Hold a node up that connects again and again, and have it try later: TimeoutError."""
-        limits = self._limits_of(node_id)
-        if limits is not None and not limits.connections.take(time.monotonic()):
-            await asyncio.sleep(RECONNECT_SECONDS)
-            raise TimeoutError
-
-    async def _look_at(self, node_id: str, hello: Hello, context: Context) -> str | Refusal:
-        """host:port where neighbours dial the node, "" if they need a relay, or why it may not take part."""
-        refusal = await self._handler.refusal_for(node_id) or _version_refusal(hello)
-        if refusal is not None:
-            return refusal
-        if not hello.peer_address and self._relays:
-            return ""
-        source = self._source(context)
-        for address in dialled_addresses(hello, source):
-            try:
-                host, port = split_address(address)
-                async with asyncio.timeout(REACH_SECONDS):
-                    hosts = await self._names.look_up(node_id, host)
-                    # Only where the node itself dials from: a member must not make the coordinator knock on
-                    # other machines. Neighbours find out whether another address is right.
-                    if source in hosts:
-                        await knock((source,), port)
-            except (ValueError, OSError):  # a TimeoutError is one, too
-                continue
-            return address
-        if self._relays:
-            log.info("%s cannot be reached at %s: it needs a relay", node_id, address[:80])
-            return ""
-        return Refusal(
-            RefusalCode.UNREACHABLE,
-            f"neighbours cannot reach this node at {address[:80]!r}: open that TCP port, or join with "
-            "--listen and --advertise HOST:PORT",
-        )
-
     async def _serve(
         self, session: ControlSession, requests: AsyncIterator[control_pb2.NodeMessage], context: Context
     ) -> None:
         async def read() -> None:
             try:
-                limits = self._limits_of(session.node_id)
                 async for request in requests:
-                    for one in _each(request):
-                        why = None if limits is None else limits.refusal(measured(one), time.monotonic())
-                        if why is not None:
-                            raise ProtocolViolationError(why)
-                        self._handler.heard(session, node_message_from_proto(one))
+                    self.desk.take(session, request)
             except ProtocolViolationError as error:
-                log.warning("closed the session of %s: %s", session.node_id, error)
-                self._handler.refused(session.node_id, str(error))
+                self.desk.wrong(session, str(error))
             session.close()
 
         async with asyncio.TaskGroup() as group:
@@ -398,16 +283,11 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         if permit is not None:
             await self._handler.store_layer(permit, bytes(data), first.sha256)
 
-    def _limits_of(self, node_id: str) -> MessageLimits | None:
-        if self._make_limits is not None and node_id not in self._limits:
-            self._limits[node_id] = self._make_limits()
-        return self._limits.get(node_id)
-
     @asynccontextmanager
     async def _turn(self, node_id: str, kind: str, size: int = 1) -> AsyncIterator[None]:
         """Hold one of the node's places for calls of this kind inside the block; who asks too much waits."""
         async with self._calls.turn(node_id, kind):
-            limits = self._limits_of(node_id)
+            limits = self.desk.limits_of(node_id)
             while limits is not None and not limits.serves(kind, size, time.monotonic()):  # noqa: ASYNC110
                 await asyncio.sleep(TURN_SECONDS)
             yield
@@ -439,27 +319,6 @@ def _place_chunk(entry: UnitEntry, holders: Sequence[PlacedStage], url: str) -> 
     return control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256, place=place)
 
 
-def measured(message: control_pb2.NodeMessage) -> Measured:
-    """What the bounds of a member's messages look at."""
-    kind, size = message.WhichOneof("body") or "message", message.ByteSize()
-    if kind == "step_spans":
-        spans = message.step_spans
-        return Measured(kind=kind, size=size, step=spans.step, spans=len(spans.lengths))
-    has_report = kind in ("heartbeat", "ready", "vote", "applied")
-    return Measured(
-        kind=kind, size=size, links=len(getattr(message, kind).telemetry.links) if has_report else 0
-    )
-
-
-def _each(request: control_pb2.NodeMessage) -> Sequence[control_pb2.NodeMessage]:
-    """The messages that came as one."""
-    if request.WhichOneof("body") != "several":
-        return (request,)
-    if not request.several.messages:
-        raise ProtocolViolationError("a node sent an empty control message")
-    return request.several.messages
-
-
 async def _hello(requests: AsyncIterator[control_pb2.NodeMessage]) -> Hello:
     """The first message of a session. Raises TimeoutError if none comes, ProtocolViolationError if it is not
     a hello."""
@@ -467,10 +326,7 @@ async def _hello(requests: AsyncIterator[control_pb2.NodeMessage]) -> Hello:
         first = await anext(requests, None)
     if first is None:
         raise TimeoutError
-    hello = node_message_from_proto(first)
-    if not isinstance(hello, Hello):
-        raise ProtocolViolationError("a session must begin with hello")
-    return hello
+    return hello_from(first)
 
 
 async def _parsed(requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
@@ -479,28 +335,7 @@ async def _parsed(requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
         async for request in requests:
             yield request
     except DecodeError:
-        raise ProtocolViolationError("bytes came that are no message") from None
-
-
-def _version_refusal(hello: Hello) -> Refusal | None:
-    if (hello.version, hello.protocol) == (VERSION, PROTOCOL):
-        return None
-    return Refusal(
-        RefusalCode.VERSION_MISMATCH,
-        f"the coordinator runs thinwire {VERSION} (protocol {PROTOCOL}) and this node {hello.version[:40]!r} "
-        f"(protocol {hello.protocol}): install thinwire {VERSION}",
-    )
-
-
-def dialled_addresses(hello: Hello, source: str) -> tuple[str, ...]:
-    """Where a node that calls from `source` may be reached, the likeliest first."""
-    address = hello.peer_address
-    if not address.startswith(":"):
-        return (address,)
-    # If the node named no host, use the one it dials from.
-    host = join_address(source, 1).rpartition(":")[0]
-    mapped = (f"{host}:{hello.mapped_port}",) if hello.mapped_port and ":" not in source else ()
-    return tuple(dict.fromkeys((*mapped, f"{host}{address}")))
+        raise ProtocolViolationError(NO_MESSAGE) from None
 
 
 def _peer_host(peer: str) -> str:

@@ -379,7 +379,7 @@ class Coordinator:
             message = replace(message, place=self._kept.place(message.step))
         elif isinstance(message, Placement):
             message = self.relays.with_relays(node_id, message)
-        self._sessions.send(node_id, self._answers.told(node_id, message))
+        self._sessions.send(node_id, message, self._answers.waited(node_id, message))
 
     def _about(self, corpus_sha256: str, last_epoch: int) -> dict[str, object]:
         epoch = self._machine.epoch

@@ -22,7 +22,9 @@ from node.config.schema import CoordinatorSection
 from node.coordinator.control_service import ControlService
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import JoinPort
+from node.coordinator.gateways import Credentials, Gateways
 from node.coordinator.look_service import Looks
+from node.coordinator.session_service import SessionDesk
 from node.run_file.addresses import parse_listen
 from wire.admission import Limits
 from wire.channels import NOT_YET, make_server, make_threaded_server
@@ -37,6 +39,7 @@ from wire.identity.names import (
     control_server_name,
     coordinator_server_name,
     join_address,
+    session_server_name,
     split_address,
 )
 from wire.interfaces import default_source, ipv4_addresses, ipv6_addresses
@@ -77,15 +80,19 @@ async def open_ports(
     authority: CertificateAuthority,
     enrolment: EnrolmentHandler,
     control_service: Callable[[Front], ControlService],
+    make_gateways: Callable[[SessionDesk, Front], Gateways | None] = lambda desk, own: None,
 ) -> AsyncIterator[Ports]:
     """Serve joins and nodes with a certificate inside the block. Raises UserError if a port is taken.
 
     Args:
         control_service: makes the service of nodes with a certificate, which is behind the given front.
+        make_gateways: makes what keeps the control sessions in place of that service, if anything does.
     """
     credentials = authority.coordinator_credentials(SERVER_LIFETIME, time.time())
     control, front = make_server([]), Front(Limits.of_members(raise_limit()))
-    control_service(front).add_to(control)
+    service = control_service(front)
+    service.add_to(control)
+    gateways = make_gateways(service.desk, front)
     join = JoinPort(enrolment)
     door = Door(Limits.of_members(raise_limit()))
     relay = _make_relay(credentials, authority) if settings.relay else None
@@ -97,6 +104,10 @@ async def open_ports(
     try:
         await start_behind(front, control, mutual_tls(lambda: credentials, authority.certificate_pem))
         await join.start(credentials)
+        if gateways is not None:
+            key, certificate = credentials
+            await gateways.start(Credentials(key=key, certificate=certificate, ca=authority.certificate_pem))
+            door.serve_name(session_server_name(authority.run_id), gateways.front)
         if not settings.one_port:
             door.serve_other(front)
             beside = join_address(host, port + 1 if port else 0)
@@ -107,6 +118,8 @@ async def open_ports(
             door.serve_name(JOIN_NAME, join.front)
             door.serve_name(coordinator_server_name(authority.run_id), join.front)
             door.serve_name(control_server_name(authority.run_id), front)
+            if gateways is None:
+                door.serve_name(session_server_name(authority.run_id), front)
             advice = "set [coordinator] listen to an address of this machine whose port is free"
             # Nodes may dial another port than this one, which a router or a forwarding leads here.
             join.service.control_port = 0
@@ -116,6 +129,8 @@ async def open_ports(
     finally:
         await door.front.close()
         await mirror.close()
+        if gateways is not None:
+            await gateways.close()
         if relay is not None:
             await relay.close()
         await join.stop(STOP_SECONDS)

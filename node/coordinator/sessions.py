@@ -15,7 +15,7 @@ from node.pipeline.device_memory import devices_of
 from node.run_state.stage_assignment import Candidate
 from node.telemetry.events import NodeJoined
 from node.telemetry.trace_files import TracedSteps
-from wire.messages import CoordinatorMessage, Finish, HeartbeatReply, Hello, ShutOut
+from wire.messages import CoordinatorMessage, Finish, HeartbeatReply, Hello, ShutOut, with_wait
 
 MOST_WAITING = 64
 """Messages that wait to be sent to a node before answers to its heartbeats are left out."""
@@ -53,8 +53,9 @@ class ControlSession:
             kind=f"{hardware.device}, {hardware.arithmetic}",
         )
 
-    def send(self, message: CoordinatorMessage) -> None:
-        self._outbox.put_nowait(message)
+    def send(self, message: CoordinatorMessage, waited: float | None = None) -> None:
+        """`waited`: seconds that the node has waited for others, for a message that says so."""
+        self._outbox.put_nowait(message if waited is None else with_wait(message, waited))
 
     def answer(self, message: CoordinatorMessage) -> None:
         """Send a reply, unless the node keeps asking without reading its replies."""
@@ -113,11 +114,11 @@ class Sessions:
         if not self._newest:
             self._deserted.set()
 
-    def send(self, node_id: str, message: CoordinatorMessage) -> bool:
-        """Queue a message; False if the node has no session."""
+    def send(self, node_id: str, message: CoordinatorMessage, waited: float | None = None) -> bool:
+        """Queue a message; False if the node has no session. `waited`: as for a session."""
         session = self._newest.get(node_id)
         if session is not None:
-            session.send(message)
+            session.send(message, waited)
         return session is not None
 
     def reply(self, sent_at: float) -> HeartbeatReply:

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from node.coordinator.decisions import (
 )
 from node.coordinator.disk import check_room
 from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
+from node.coordinator.gateways import Gateways, gateway_count
 from node.coordinator.kept_snapshots import kept_manifests
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.ports import (
@@ -435,6 +437,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
         unreported=_unreported(run.store.last_step(), _reported(directory)),
     )
     metrics.accounting = coordinator.accounting
+    count = gateway_count(config, os.cpu_count() or 1)
     async with contextlib.AsyncExitStack() as stack:
         ports = await stack.enter_async_context(
             open_ports(
@@ -444,6 +447,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
                 lambda front: ControlService(
                     coordinator, front, partial(MessageLimits, config), relays=settings.relay
                 ),
+                lambda desk, own: Gateways(count, config, desk, own) if count else None,
             )
         )
         if ports.relay is not None:

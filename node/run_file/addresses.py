@@ -9,6 +9,8 @@ from node.config.schema import CoordinatorSection, DashboardSection
 from wire.errors import ConfigError
 from wire.identity.token import MAX_ADDRESS_BYTES, MAX_ADDRESSES, MAX_ADDRESSES_BYTES
 
+MAX_GATEWAYS = 256
+"""Processes."""
 MAX_CERTIFICATE_HOURS = 3650 * 24
 """Ten years, the lifetime of the run's CA."""
 
@@ -82,6 +84,9 @@ def coordinator_problems(coordinator: CoordinatorSection) -> Iterator[str]:
             )
         }
     )
+    gateways = coordinator.gateways
+    if gateways != "auto" and not 0 <= gateways <= MAX_GATEWAYS:
+        yield f"coordinator.gateways must be 0 to {MAX_GATEWAYS}, or auto; got {gateways}"
     if coordinator.certificate_hours > MAX_CERTIFICATE_HOURS:
         yield (
             f"coordinator.certificate_hours must be at most {MAX_CERTIFICATE_HOURS} (ten years), got "

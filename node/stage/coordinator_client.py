@@ -86,9 +86,10 @@ class CoordinatorClient:
         self._identity = identity
         self._bulk: _Shared | None = None
 
-    def _dial(self) -> grpc.aio.Channel:
+    def _dial(self, *, session: bool = False) -> grpc.aio.Channel:
         identity = self._identity()
-        return open_channel(self.address, identity=identity, server_name=identity.coordinator_name)
+        name = identity.session_name if session else identity.coordinator_name
+        return open_channel(self.address, identity=identity, server_name=name)
 
     # ---- control
 
@@ -103,7 +104,7 @@ class CoordinatorClient:
         if self._identity().expires_at <= time.time():
             # The handshake would fail without saying why.
             raise LinkError(self._identity().ended())
-        channel = self._dial()
+        channel = self._dial(session=True)
         try:
             stub = control_pb2_grpc.CoordinatorStub(channel)
             call = stub.Session()

@@ -70,6 +70,7 @@ window = 0
 listen = "127.0.0.1:0"
 one_port = {one_port}
 heartbeat_seconds = {heartbeat}
+gateways = {gateways}
 """
 
 
@@ -144,6 +145,41 @@ class Sample:
         return cls(time.monotonic(), cpu, int(fields[21]) * resource.getpagesize())
 
 
+def gateways_of(pid: int) -> list[int]:
+    """Process ids of a coordinator's gateways."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+@dataclass
+class Usage:
+    """What a coordinator and its gateways had used at a moment."""
+
+    core: Sample
+    gateways: dict[int, Sample]
+
+    @classmethod
+    def of(cls, pid: int) -> "Usage":
+        found = {}
+        for child in gateways_of(pid):
+            with contextlib.suppress(OSError):  # it has just ended
+                found[child] = Sample.of(child)
+        return cls(Sample.of(pid), found)
+
+    def since(self, before: "Usage") -> dict[str, Any]:
+        """Processor seconds meanwhile."""
+        core, known = self.core, before.gateways
+        each = [one.cpu - (known[pid].cpu if pid in known else 0.0) for pid, one in self.gateways.items()]
+        seconds = core.at - before.core.at
+        return {
+            "seconds": seconds,
+            "core_cpu": core.cpu - before.core.cpu,
+            "gateways_cpu": sum(each),
+            "cpu_share": (core.cpu - before.core.cpu) / seconds,
+            "gateway_most_share": max(each, default=0.0) / seconds,
+        }
+
+
 def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
@@ -172,6 +208,7 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
             rows=arguments.rows,
             heartbeat=arguments.heartbeat,
             one_port=str(not arguments.several_ports).lower(),
+            gateways=arguments.gateways if arguments.gateways.isdecimal() else '"auto"',
         )
     )
     run, python = folder / "run", [sys.executable, "-m"]
@@ -249,7 +286,7 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
         done = len(output.of("step"))
         output.wait("step", done + 3, 300)
         if "steps" in arguments.parts:
-            report["step"] = _steps(coordinator.pid, output, arguments.seconds, page)
+            report["step"] = _steps(coordinator.pid, output, arguments.seconds, page, nodes)
             print(json.dumps(report["step"]), flush=True)
         if "heartbeats" in arguments.parts:
             order(step_seconds=arguments.step_seconds)
@@ -258,7 +295,7 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
             report["heartbeats"] = {
                 "every": arguments.heartbeat,
                 "step_seconds": arguments.step_seconds,
-                **_steps(coordinator.pid, output, arguments.seconds, page),
+                **_steps(coordinator.pid, output, arguments.seconds, page, nodes),
             }
             print(json.dumps(report["heartbeats"]), flush=True)
         if "churn" in arguments.parts:
@@ -272,20 +309,25 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
     return report
 
 
-def _steps(pid: int, output: Output, seconds: float, page: str) -> dict[str, Any]:
+def _steps(pid: int, output: Output, seconds: float, page: str, nodes: int) -> dict[str, Any]:
     """What steps, the page and `/metrics` take for so many seconds."""
-    done, before = len(output.of("step")), Sample.of(pid)
+    done, before = len(output.of("step")), Usage.of(pid)
     time.sleep(seconds / 2)
-    calm, calm_steps = Sample.of(pid), len(output.of("step")) - done
+    used, calm = Usage.of(pid).since(before), len(output.of("step")) - done
     views, metrics = timed_gets(f"{page}api/view", 10), timed_gets(f"{page}metrics", 10)
     time.sleep(seconds / 2)
     steps = output.of("step")[done:]
+    calm_seconds = [event["seconds"] for event in steps[:calm]]
+    member_steps = max(1, calm) * nodes
     return {
         "steps": len(steps),
         "step_median": statistics.median(event["seconds"] for event in steps) if steps else None,
+        "step_median_unlooked": statistics.median(calm_seconds) if calm else None,
         "step_most": max((event["seconds"] for event in steps), default=None),
-        "cpu_share": (calm.cpu - before.cpu) / (calm.at - before.at),
-        "cpu_a_step": (calm.cpu - before.cpu) / max(1, calm_steps),
+        "cpu_share": used["cpu_share"],
+        "gateway_most_share": used["gateway_most_share"],
+        "core_ms_a_member_and_step": 1000 * used["core_cpu"] / member_steps,
+        "gateways_ms_a_member_and_step": 1000 * used["gateways_cpu"] / member_steps,
         "view_median": statistics.median(views),
         "view_most": max(views),
         "metrics_median": statistics.median(metrics),
@@ -332,6 +374,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=20.0, help="enrolments a second (default 20)")
     parser.add_argument("--processes", type=int, default=4, help="that share the members (default 4)")
     parser.add_argument("--heartbeat", type=float, default=2.0, help="seconds between heartbeats (default 2)")
+    parser.add_argument("--gateways", default="auto", help="processes that keep sessions (default auto)")
     parser.add_argument("--several-ports", action="store_true", help="nodes have a port of their own")
     parser.add_argument(
         "--step-seconds", type=float, default=10.0, help="compute time of a slow step (default 10)"

@@ -25,6 +25,7 @@ from wire.identity.names import (
     coordinator_server_name,
     is_run_id,
     node_server_name,
+    session_server_name,
 )
 
 BACKDATE = timedelta(hours=1)
@@ -188,10 +189,11 @@ class CertificateAuthority:
     def issue_coordinator(
         self, public_key: ec.EllipticCurvePublicKey, lifetime: timedelta, now: float
     ) -> bytes:
-        """The coordinator's certificate in PEM: SANs `coordinator.<run-id>`, `control.<run-id>` and that of
-        first contact, with the CA's certificate."""
+        """The coordinator's certificate in PEM: SANs `coordinator.<run-id>`, `control.<run-id>`,
+        `session.<run-id>` and that of first contact, with the CA's certificate."""
         name = coordinator_server_name(self.run_id)
-        names = [_general_name(host) for host in (name, control_server_name(self.run_id), JOIN_NAME)]
+        of_members = control_server_name(self.run_id), session_server_name(self.run_id)
+        names = [_general_name(host) for host in (name, *of_members, JOIN_NAME)]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH]
         builder = self._leaf(public_key, name, names, usages, lifetime, now)
         issuer = self.certificate.public_bytes(serialization.Encoding.DER)

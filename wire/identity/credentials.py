@@ -30,7 +30,13 @@ from wire.identity.authority import (
     read_certificate,
 )
 from wire.identity.files import create_private, make_private_directory, write_private
-from wire.identity.names import control_server_name, is_node_id, is_run_id, node_server_name
+from wire.identity.names import (
+    control_server_name,
+    is_node_id,
+    is_run_id,
+    node_server_name,
+    session_server_name,
+)
 
 _KEY_FILE, _IDENTITY_FILE = "node.key", "identity.json"
 
@@ -85,6 +91,11 @@ class NodeIdentity:
     def coordinator_name(self) -> str:
         """The name to expect in the coordinator's certificate."""
         return control_server_name(self.run_id)
+
+    @property
+    def session_name(self) -> str:
+        """The name to expect in the coordinator's certificate on a control session."""
+        return session_server_name(self.run_id)
 
     def server_name(self, node_id: str) -> str:
         """The name to expect in the certificate of a node of this run."""

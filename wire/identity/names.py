@@ -69,6 +69,11 @@ def control_server_name(run_id: str) -> str:
     return f"control.{run_id}"
 
 
+def session_server_name(run_id: str) -> str:
+    """The name that nodes with a certificate ask for to keep a control session: gateways may serve those."""
+    return f"session.{run_id}"
+
+
 def split_address(address: str) -> tuple[str, int]:
     """`host:port` or `[ipv6]:port` as (host without brackets, port); ValueError for anything else."""
     host, colon, port = address.rpartition(":")

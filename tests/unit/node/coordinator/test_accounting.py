@@ -315,13 +315,10 @@ def test_a_node_waited_for_votes_until_the_last_answer_came() -> None:
     commit = Commit(epoch=1, step=4, clip_coefficient=1.0, lr=0.1)
     for node, at in (("a", 10.0), ("b", 14.0), ("c", 14.5)):
         answers.came(node, at)
-    assert [answers.told(node, commit) for node in "abc"] == [
-        replace(commit, waited_seconds=seconds) for seconds in (4.5, 0.5, 0.0)
-    ]
+    assert [answers.waited(node, commit) for node in "abc"] == [4.5, 0.5, 0.0]
     answers.came("a", 20.0)
     begin = Begin(epoch=1, step=5)
-    assert answers.told("b", begin) == replace(begin, waited_seconds=6.0)
-    # One that has not answered yet has not waited, and other messages stay as they are.
-    assert answers.told("d", begin) == begin
-    finish = Finish(reason="over", failed=False)
-    assert answers.told("b", finish) is finish
+    assert answers.waited("b", begin) == 6.0
+    # One that has not answered yet has not waited, and other messages say nothing of it.
+    assert answers.waited("d", begin) == 0.0
+    assert answers.waited("b", Finish(reason="over", failed=False)) is None

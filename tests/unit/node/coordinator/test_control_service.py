@@ -12,7 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from node.coordinator import control_service as module
+from node.coordinator import control_service
+from node.coordinator import session_service as module
 from node.coordinator.control_service import ControlService, Handler
 from node.coordinator.sessions import ControlSession
 from node.stage.coordinator_client import CoordinatorClient
@@ -89,7 +90,7 @@ async def raw_session(port: int, node_id: str = "node-aaaaaaaaaa") -> AsyncItera
 
 
 async def test_a_hello_that_comes_late_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HELLO_SECONDS", 0.0)
+    monkeypatch.setattr(control_service, "HELLO_SECONDS", 0.0)
     async with coordinator() as (port, _):
         # Not RunError, which would end the node.
         with pytest.raises(LinkError, match="no hello came in time"):
@@ -107,9 +108,9 @@ async def test_only_the_newest_silent_session_of_a_node_waits() -> None:
     async with coordinator(handler) as (port, service), contextlib.AsyncExitStack() as stack:
 
         async def silent(node_id: str) -> Any:
-            before = service._greeting.get(node_id)
+            before = service.desk.greetings.of(node_id)
             session = await stack.enter_async_context(raw_session(port, node_id))
-            await eventually(lambda: service._greeting.get(node_id) not in (None, before))
+            await eventually(lambda: service.desk.greetings.of(node_id) not in (None, before))
             return session
 
         other = await silent("node-bbbbbbbbbb")
@@ -120,7 +121,7 @@ async def test_only_the_newest_silent_session_of_a_node_waits() -> None:
             await waiting.write(node_message_to_proto(hello(f"127.0.0.1:{port}")))
             assert await waiting.read() is not grpc.aio.EOF
         assert len(handler.addresses) == 2
-        await eventually(lambda: not service._greeting)
+        await eventually(lambda: not service.desk.greetings)
 
 
 async def test_an_unreachable_port_differs_from_other_refusals() -> None:
@@ -172,7 +173,7 @@ async def test_a_slow_name_lookup_delays_nothing_else(monkeypatch: pytest.Monkey
         assert all(thread.startswith("names") for _, thread in asked)
         monkeypatch.setattr(module, "REACH_SECONDS", SECONDS)
         answer.set()
-        await eventually(lambda: not service._names._under_way)
+        await eventually(lambda: not service.desk.names._under_way)
         for name in ("slow.example", "quick.example"):
             with pytest.raises(LinkError, match="closed the control connection"):
                 await join(port, f"{name}:{port}")

@@ -1,0 +1,400 @@
+"""The coordinator's side of its gateways: processes that keep the control sessions of a large run.
+
+With a thousand nodes TLS, HTTP/2 and gRPC take several times the processor time of the run itself, and Python
+does them on one core. Gateways do them instead. The coordinator still accepts every connection, within the
+limits of its port, reads which service it asks for, and hands the sockets of control sessions on, each to the
+gateway that has the fewest. Joins and bulk calls stay here.
+
+What a gateway has is lost with it: its nodes connect again, as after a fault of the network, while another
+process is started in its place. Where no gateway is ready, the coordinator keeps the session itself.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from node.config.schema import RunConfig
+from node.coordinator.gateway_frames import (
+    MOST_TOGETHER,
+    FrameReader,
+    Kind,
+    Opened,
+    frame,
+    opened_from_bytes,
+    sent,
+    sent_waited,
+)
+from node.coordinator.session_service import NO_HELLO, SessionDesk, hello_from, parsed
+from node.coordinator.sessions import ControlSession
+from node.run_file.loader import to_json
+from wire.admission import Limits, address_group
+from wire.coordinator_messages_proto import packed, wait_head
+from wire.descriptors import raise_limit
+from wire.errors import ProtocolViolationError
+from wire.front import Front
+from wire.identity.enrolment import Refusal
+from wire.messages import CoordinatorMessage, Hello, Waiting
+from wire.pacing import Backoff
+
+log = logging.getLogger(__name__)
+
+SMALL = 128
+"""Nodes that the coordinator serves itself."""
+SHARE = 64
+"""Nodes for each gateway."""
+START_SECONDS = 30.0
+"""Longer the coordinator does not wait for its gateways before it serves."""
+RESTART_SECONDS = 0.2, 10.0
+LOOK_SECONDS = 1.0
+SILENT_LOOKS = 10
+"""A gateway from which nothing came between so many looks hangs, and is ended. Looks come late where this
+process itself was stopped, so that counts for little."""
+STOP_SECONDS = 5.0
+MOST_UNREAD = 256 * 1024 * 1024
+"""Bytes for a gateway that does not read: more, and it is ended."""
+
+
+def gateway_count(config: RunConfig, cores: int) -> int:
+    """How many gateways a run has on a machine of so many cores."""
+    wanted = config.coordinator.gateways
+    if wanted != "auto":
+        return wanted
+    nodes = config.pipeline.stages * config.pipeline.most_rows
+    return 0 if nodes <= SMALL else min(-(-nodes // SHARE), cores // 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """What gateways serve TLS with, in PEM."""
+
+    key: bytes
+    certificate: bytes
+    ca: bytes
+
+
+class _Session(ControlSession):
+    """A session that a gateway keeps."""
+
+    def __init__(self, gateway: "_Gateway", number: int, node_id: str, hello: Hello, address: str) -> None:
+        super().__init__(node_id, hello, address)
+        self._gateway = gateway
+        self._number = number
+
+    def send(self, message: CoordinatorMessage, waited: float | None = None) -> None:
+        self._gateway.send(self._number, message, waited)
+
+    def answer(self, message: CoordinatorMessage) -> None:
+        self._gateway.write(frame(Kind.ANSWER, self._number, packed(message)))
+
+    def close(self) -> None:
+        self._gateway.write(frame(Kind.END, self._number))
+
+
+class _Gateway(asyncio.Protocol):
+    """One process, and the stream to it."""
+
+    def __init__(self, desk: SessionDesk, proven: Callable[[str], None]) -> None:
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.lost = asyncio.Event()
+        """The stream has ended."""
+        self.connections = 0
+        """About how many it has."""
+        self.heard = True
+        """Something came since this was last set to false."""
+        self.process: asyncio.subprocess.Process | None = None
+        self._handing: socket.socket | None = None
+        self._desk = desk
+        self._proven = proven
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._waiting: list[bytes] = []
+        self._flushes = False
+        self._newest: CoordinatorMessage | None = None
+        """A message that more sessions may get: `_numbers`, with the seconds that each has waited."""
+        self._numbers: list[int] = []
+        self._seconds: list[float] = []
+        self._sessions: dict[int, ControlSession] = {}
+        self._greeted: dict[int, asyncio.Task[None]] = {}
+
+    async def start(self, setup: bytes) -> None:
+        """Start the process. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        self._handing, handed = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with theirs, handed:
+            self._handing.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: self, sock=ours)
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "node.coordinator.gateway", str(theirs.fileno()), str(handed.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), handed.fileno()),
+                start_new_session=True,  # Ctrl-C is the coordinator's to handle
+            )
+        self.write(frame(Kind.SETUP, 0, setup))
+
+    def hand_over(self, connection: socket.socket, host: str) -> bool:
+        """Give it an accepted connection; False if it takes none now."""
+        if not self.ready.done() or self.lost.is_set() or self._handing is None:
+            return False
+        try:
+            socket.send_fds(self._handing, [host.encode()], [connection.fileno()])
+        except OSError:
+            return False
+        self.connections += 1
+        return True
+
+    async def stop(self) -> None:
+        """End the process and every session."""
+        if self._transport is not None:
+            self._transport.close()
+        if self._handing is not None:
+            self._handing.close()
+        if self.process is not None:
+            try:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self.process.wait()
+            except TimeoutError:
+                self.end()
+                await self.process.wait()
+        self.forget()
+
+    def end(self) -> None:
+        """Kill the process."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
+    # ---- to the gateway
+
+    def write(self, data: bytes) -> None:
+        self._pack()
+        self._waiting.append(data)
+        self._soon()
+
+    def send(self, number: int, message: CoordinatorMessage, waited: float | None) -> None:
+        """The same message to many sessions, one after another, is written once."""
+        if waited is None or not isinstance(message, Waiting):
+            self.write(sent([number], packed(message)))
+            return
+        if (message is not self._newest and message != self._newest) or len(self._numbers) >= MOST_TOGETHER:
+            self._pack()
+            self._newest = message
+        self._numbers.append(number)
+        self._seconds.append(waited)
+        self._soon()
+
+    def _pack(self) -> None:
+        if isinstance(message := self._newest, Waiting):
+            data = sent_waited(self._numbers, self._seconds, wait_head(message), packed(message))
+            self._waiting.append(data)
+        self._newest, self._numbers, self._seconds = None, [], []
+
+    def _soon(self) -> None:
+        if not self._flushes:
+            self._flushes = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._pack()
+        self._flushes = False
+        data, self._waiting = b"".join(self._waiting), []
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(data)
+        if self._transport.get_write_buffer_size() > MOST_UNREAD:
+            log.warning("a gateway does not read what it is sent, and is ended")
+            self.end()
+
+    # ---- from the gateway
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        try:
+            for kind, number, payload in self._reader.feed(data):
+                self._take(kind, number, payload)
+        except ProtocolViolationError as error:
+            log.error("a gateway is ended: %s", error)
+            self.end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lost.set()
+        if not self.ready.done():
+            self.ready.cancel()
+        self.forget()
+
+    def forget(self) -> None:
+        """Its sessions are over."""
+        for task in self._greeted.values():
+            task.cancel()
+        sessions, self._sessions = list(self._sessions.values()), {}
+        for session in sessions:
+            self._desk.handler.closed(session)
+
+    def _take(self, kind: int, number: int, payload: bytes) -> None:
+        match kind:
+            case Kind.SAID:
+                if (session := self._sessions.get(number)) is not None:
+                    try:
+                        self._desk.take(session, parsed(payload))
+                    except ProtocolViolationError as error:
+                        self._wrong(number, str(error))
+            case Kind.OPEN:
+                task = asyncio.get_running_loop().create_task(self._greet(number, opened_from_bytes(payload)))
+                self._greeted[number] = task
+                task.add_done_callback(lambda _: self._greeted.pop(number, None))
+            case Kind.CLOSED:
+                if (greeted := self._greeted.get(number)) is not None:
+                    greeted.cancel()
+                if (session := self._sessions.pop(number, None)) is not None:
+                    self._desk.handler.closed(session)
+            case Kind.WRONG:
+                self._wrong(number, payload.decode(errors="replace"))
+            case Kind.ALIVE:
+                self.connections = number
+            case Kind.READY:
+                if not self.ready.done():
+                    self.ready.set_result(None)
+            case _:
+                raise ProtocolViolationError(f"it sent a frame of kind {kind}")
+
+    def _wrong(self, number: int, why: str) -> None:
+        if (session := self._sessions.pop(number, None)) is not None:
+            self._desk.wrong(session, why)
+            self._desk.handler.closed(session)
+
+    async def _greet(self, number: int, opened: Opened) -> None:
+        """As the control service does for a session that the coordinator keeps itself."""
+        node_id, status = opened.node_id, grpc.StatusCode
+
+        async def said() -> Hello:
+            return hello_from(parsed(opened.hello))
+
+        refusal = await self._desk.handler.refusal_for(node_id)
+        if refusal is not None:
+            self._end(number, status.PERMISSION_DENIED, refusal.message)
+            return
+        self._proven(opened.host)
+        try:
+            session = await self._desk.greet(
+                node_id, opened.host, said, lambda *what: _Session(self, number, *what)
+            )
+        except ProtocolViolationError as error:
+            self._end(number, status.INVALID_ARGUMENT, str(error))
+            return
+        except TimeoutError:
+            self._end(number, status.UNAVAILABLE, NO_HELLO)
+            return
+        if isinstance(session, Refusal):
+            self.write(sent([number], packed(session)))
+            self.write(frame(Kind.END, number))
+            return
+        self._sessions[number] = session
+        self._desk.handler.opened(session)
+        self.write(frame(Kind.ACCEPT, number))
+
+    def _end(self, number: int, code: grpc.StatusCode, why: str) -> None:
+        self.write(frame(Kind.END, number, json.dumps({"code": code.name, "why": why}).encode()))
+
+
+class Gateways:
+    """All gateways of a coordinator, and the front that connections for them come to."""
+
+    def __init__(self, count: int, config: RunConfig, desk: SessionDesk, own: Front) -> None:
+        """
+        Args:
+            own: takes the connections that no gateway does.
+        """
+        self.front = Front(Limits.of_members(raise_limit()), pass_on=self._pass_on)
+        self._desk = desk
+        self._own = own
+        self._config_json = to_json(config)
+        self._gateways: list[_Gateway | None] = [None] * count
+        self._keeping: list[asyncio.Task[None]] = []
+
+    @property
+    def processes(self) -> list[int]:
+        """Process ids of those that run."""
+        return [one.process.pid for one in self._gateways if one is not None and one.process is not None]
+
+    async def start(self, credentials: Credentials) -> None:
+        """Start all, and wait until they are ready, but not for long."""
+        fields = {"key": credentials.key, "certificate": credentials.certificate, "ca": credentials.ca}
+        texts = {name: text.decode() for name, text in fields.items()}
+        setup = {**texts, "config": self._config_json, "gateways": len(self._gateways)}
+        data, loop = json.dumps(setup).encode(), asyncio.get_running_loop()
+        ready = [asyncio.Event() for _ in self._gateways]
+        self._keeping = [loop.create_task(self._keep(at, data, ready[at])) for at in range(len(ready))]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS):
+                for one in ready:
+                    await one.wait()
+
+    async def close(self) -> None:
+        """End all processes; their last words are sent."""
+        await self.front.close()
+        for task in self._keeping:
+            task.cancel()
+        if self._keeping:
+            await asyncio.wait(self._keeping)
+
+    async def _keep(self, at: int, setup: bytes, ready: asyncio.Event) -> None:
+        """Have a process in this place, always."""
+        backoff = Backoff(*RESTART_SECONDS)
+        while True:
+            gateway = _Gateway(self._desk, self._known)
+            try:
+                await gateway.start(setup)
+                self._gateways[at] = gateway
+                looks = asyncio.get_running_loop().create_task(self._watch(gateway))
+                try:
+                    await asyncio.wait([gateway.ready])
+                    if not gateway.ready.cancelled():
+                        ready.set()
+                        backoff.reset()
+                    await gateway.lost.wait()
+                finally:
+                    looks.cancel()
+                log.warning("a gateway of control sessions ended; its nodes connect again")
+            except OSError as error:
+                log.warning("a gateway could not be started: %s", error)
+            finally:
+                self._gateways[at] = None
+                await gateway.stop()
+            await asyncio.sleep(backoff.advance())
+
+    async def _watch(self, gateway: _Gateway) -> None:
+        silent = 0
+        while silent < SILENT_LOOKS:
+            gateway.heard = False
+            await asyncio.sleep(LOOK_SECONDS)
+            silent = 0 if gateway.heard or not gateway.ready.done() else silent + 1
+        log.warning("a gateway hangs, and is ended")
+        gateway.end()
+
+    def _known(self, host: str) -> None:
+        self.front.admission.known.add(address_group(host))
+
+    def _pass_on(self, connection: socket.socket) -> "asyncio.Future[None]":
+        host = str(connection.getpeername()[0]).removeprefix("::ffff:")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        ready = [one for one in self._gateways if one is not None]
+        for gateway in sorted(ready, key=lambda one: one.connections):
+            if gateway.hand_over(connection, host):
+                connection.close()
+                return done
+        self._own.adopt(connection, host)
+        return done
