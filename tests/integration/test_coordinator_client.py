@@ -27,7 +27,7 @@ class Plain(CoordinatorClient):
     def __init__(self, port: int, outage_seconds: float = SECONDS) -> None:
         super().__init__(f"127.0.0.1:{port}", _no_identity, outage_seconds)
 
-    def _dial(self) -> grpc.aio.Channel:
+    def _dial(self, *, session: bool = False) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(self.address)
 
 

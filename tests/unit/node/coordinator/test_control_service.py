@@ -57,7 +57,7 @@ class Service(ControlService):
 
 
 class Client(CoordinatorClient):
-    def _dial(self) -> grpc.aio.Channel:
+    def _dial(self, *, session: bool = False) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(self.address)
 
 
@@ -92,8 +92,8 @@ async def raw_session(port: int, node_id: str = "node-aaaaaaaaaa") -> AsyncItera
 async def test_a_hello_that_comes_late_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_service, "HELLO_SECONDS", 0.0)
     async with coordinator() as (port, _):
-        # Not RunError, which would end the node.
-        with pytest.raises(LinkError, match="no hello came in time"):
+        # Not RunError, which would end the node. What it says depends on whether the hello was on its way.
+        with pytest.raises(LinkError):
             await join(port, f"127.0.0.1:{port}")
 
 

@@ -178,6 +178,8 @@ def test_the_most_that_is_allowed() -> None:
         ({"pipeline.min_stages": -1}, "pipeline.min_stages must be from 0 (wait for every node)"),
         ({"pipeline.min_stages": 5}, "to pipeline.stages (4), got 5"),
         ({"coordinator.regroup_seconds": 0.0}, "coordinator.regroup_seconds must be"),
+        ({"coordinator.gateways": -1}, "coordinator.gateways must be 0 to 256, or auto; got -1"),
+        ({"coordinator.gateways": 257}, "coordinator.gateways must be 0 to 256, or auto; got 257"),
         ({"pipeline.window": -1}, "pipeline.window must be at least 0"),
         ({"pipeline.stages": 9}, "9 stages need at least 9 blocks, but model.layers is 8"),
         ({"pipeline.chunks": 3}, "4 stages x 3 chunks need at least 12 blocks"),

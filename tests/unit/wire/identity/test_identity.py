@@ -109,7 +109,7 @@ def test_the_coordinator_certificate_carries_its_issuer(authority: CertificateAu
     key_pem, certificate_pem = authority.coordinator_credentials(DAY, NOW)
     certificate = x509.load_pem_x509_certificate(certificate_pem)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    expected = ("coordinator.run-a", "control.run-a", "join.thinwire")
+    expected = ("coordinator.run-a", "control.run-a", "session.run-a", "join.thinwire")
     assert list(names) == [x509.DNSName(name) for name in expected]
     extension = certificate.extensions.get_extension_for_oid(ISSUER_CERTIFICATE_OID)
     assert isinstance(extension.value, x509.UnrecognizedExtension)
