@@ -20,11 +20,11 @@ import torch
 from node.config.schema import RunConfig
 from node.parallel.group import Follower
 from node.parallel.ranks import Ranks, arrival, farewell
-from node.pipeline.device_memory import Devices
+from node.pipeline.device_memory import Devices, has_own_attention
 from node.pipeline.memory_plan import Room
 from node.run_file.loader import from_json
 from node.stage.allocator import grow_segments
-from node.stage.machine_info import fix_order, limit_memory
+from node.stage.machine_info import arithmetic, fix_order, limit_memory
 from node.stage.out_of_memory import device_memory_text, ran_out
 from wire.errors import DeviceLostError
 from wire.identity.enrolment import CPU
@@ -80,6 +80,7 @@ def _serve(
             tensor_parallel=arguments.tensor_parallel,
             on_cpu=device.type == CPU,
             host_bytes=arguments.host_bytes,
+            has_own_attention=has_own_attention(arithmetic(device)),
         ),
         memory_bytes=arguments.memory_bytes,
         windows=arguments.windows,

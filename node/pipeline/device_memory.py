@@ -24,6 +24,10 @@ _MOMENT_BYTES = 1 + 3 / BLOCK
 """e4m3 (`kernels.fp8.reference`): codes, plus a block's exponent, or its scale and power."""
 MULTIPROCESSORS = 192
 """No GPU has more."""
+OWN_ATTENTION = "sm_90"
+"""How `Hardware.arithmetic` of cards ends that have our own backward of attention,"""
+OWN_ATTENTION_WIDTHS = (64, 128)
+"""for heads so wide."""
 GRADIENT_PIECE = 1 << 22
 """Elements of a gradient processed at a time: for its norm, packing or unpacking."""
 STATE_PIECE = 1 << 24
@@ -62,7 +66,10 @@ class Devices:
     host_bytes: int = 0
     """Main memory for what each device moves there; 0 on CPUs, whose memory that is."""
     multiprocessors: int = MULTIPROCESSORS
-    """An upper bound for a GPU: attention's backward takes memory by their number."""
+    """An upper bound for a GPU: FlashAttention's backward takes memory by their number."""
+    has_own_attention: bool = False
+    """Attention's backward is our own, which adds nothing up apart
+    (`kernels.attention.ops.has_fixed_order_kernels`)."""
 
     @property
     def rows(self) -> int:
@@ -82,7 +89,13 @@ def devices_of(hardware: Hardware) -> Devices:
         count=hardware.devices,
         tensor_parallel=hardware.tensor_parallel,
         on_cpu=hardware.device == CPU,
+        has_own_attention=has_own_attention(hardware.arithmetic),
     )
+
+
+def has_own_attention(arithmetic: str) -> bool:
+    """`Devices.has_own_attention` of a node with this `Hardware.arithmetic`."""
+    return arithmetic.endswith(OWN_ATTENTION)
 
 
 class Share:
@@ -98,6 +111,8 @@ class Share:
         self._row_tokens = config.training.microbatch * config.model.sequence // devices.rows
         """A microbatch's tokens in the row of devices that shares blocks."""
         self._tokens = self._row_tokens // devices.tensor_parallel
+        self._is_limited = config.model.window > 0 or config.data.separate_documents
+        """Some tokens do not see all before them."""
         self._local = config.sync.every > 1
         self._half = config.training.precision != "float32"
         self._coded = config.training.compute == "fp8"
@@ -226,15 +241,17 @@ class Share:
         # On a CPU in float32 too: unpacked, added to and packed again; one in bfloat16 as it is added.
         more = (12 if packed else 4 * half) if self._devices.on_cpu else 0
         largest = self._largest_matrix(units)
-        together = largest if self.plain else max(largest, self._half_a_block())
+        together = largest if self.plain else max(largest, self._returned())
         return (2 if half else 4) * together + more * largest
 
-    def _half_a_block(self) -> int:
-        """Elements of all trained matrices in the larger half; of adapters, in both."""
+    def _returned(self) -> int:
+        """Elements of the gradients that backward of the larger half returns; of adapters, of both. GPUs add
+        each product's to the main gradients at once: those of projections with the same input."""
         model = self._model
         if self._lora.rank:
             return sum(self._matrices(block_name(0)))
-        feed_forward = (3 if model.family == "llama" else 2) * model.ffn
+        inputs = 2 if model.family == "llama" else 1
+        feed_forward = (inputs + self._devices.on_cpu) * model.ffn
         attention = 2 * model.hidden + 2 * kv_width(model)
         return max(feed_forward, attention) * model.hidden // self._devices.tensor_parallel
 
@@ -379,10 +396,17 @@ class Share:
         return weight + (dropped + 2 * self._element) * wide
 
     def feed_forward_at_work(self) -> int:
-        """Plain: gradients of two tensors of its width. Packed: they and their inputs, unpacked."""
+        """Plain: gradients of two tensors of its width. Packed: they and their inputs, unpacked.
+
+        A GPU's kernels read what is packed: its gradient and those of the inputs, which it may compute again,
+        the norm's result, and the residual stream's gradient, in float32 and as the products take it.
+        """
         model, ranks = self._model, self._devices.tensor_parallel
         wide = narrow = 2 if self.plain else 4
         element = self._element
+        if not self.plain and not self._devices.on_cpu and model.is_plain and self._lora.rank == 0:
+            inputs = 2 if model.family == "llama" else 1
+            wide = 1 + inputs * (2 if self._storage.ffn_input == RECOMPUTE else 1)
         if self._devices.on_cpu and self._half:
             wide, narrow = 3, 3
         if self._devices.on_cpu and not self.plain:
@@ -403,6 +427,13 @@ class Share:
         return self._half and width % 8 == 0 and width <= 256 and not 192 < width <= 224
 
     @property
+    def _has_own_attention(self) -> bool:
+        """As `kernels.attention.ops.has_fixed_order_kernels`, where every token sees all before it."""
+        if not (self._devices.has_own_attention and self._half and self._training.deterministic):
+            return False
+        return self._model.width in OWN_ATTENTION_WIDTHS and not self.plain and not self._is_limited
+
+    @property
     def _repeats_keys(self) -> bool:
         """Whether keys and values are repeated for every query head: on a GPU without FlashAttention."""
         return not (self._devices.on_cpu or self._has_flash)
@@ -420,7 +451,10 @@ class Share:
             return self._row_tokens * self._attention_on_cpu() // ranks
         shared = keys < model.hidden
         a_token = element * (4 * model.hidden + 2 * keys * shared)
-        if self._has_flash:
+        if self._has_own_attention:
+            # After it, the projections' gradients side by side, and what the first norm gives and gets.
+            a_token = element * (4 * model.hidden + 4 * keys)
+        elif self._has_flash:
             samples = self._training.microbatch // self._devices.rows
             copies = -(-self._devices.multiprocessors * ranks // (samples * model.heads))
             a_token += 4 * copies * model.hidden

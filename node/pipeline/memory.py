@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from node.config.schema import RunConfig
 from node.model.shard_shapes import check_shards
-from node.model.storage import STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
+from node.model.storage import AS_COMPUTED, STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
 from node.model.units import HEAD, is_block
 from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.cpu_work import at_work
@@ -231,7 +231,8 @@ def _estimate(
         storage = storages[stage]
         one = Share(config, devices, storage)
         block = block_bytes(config, one, storage, devices)
-        ends = 1 if one.plain else 2  # the first norm's input is counted as the block's
+        # The first norm's input is counted as the block's. What is packed lies beside it.
+        ends = 1 if one.plain or (storage.norm_input == AS_COMPUTED and not captured) else 2
         chunks = 1 + max(action.chunk for action in orders[stage])
         by_chunk = [held_activations(of_chunk(orders[stage], chunk)) for chunk in range(chunks)]
         in_flight = sum(by_chunk) if captured else held_activations(orders[stage])

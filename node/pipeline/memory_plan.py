@@ -26,7 +26,7 @@ from node.pipeline.cpu_work import CpuWork, at_work
 from node.pipeline.device_memory import RUNS_AT_WORK, RUNS_KEPT, Devices, Share
 from node.pipeline.memory import StageMemory, block_bytes, stage_bytes, stage_memory, stage_storages
 from node.pipeline.memory_choice import Choice, MemoryPlan
-from node.pipeline.memory_program import Column, Program, StateMove, solve, spread
+from node.pipeline.memory_program import Column, Program, StateMove, solve, spread, stays
 from node.pipeline.placement import chunk_units, held_blocks, of_chunk, stage_orders
 from node.pipeline.schedule import Order, held_activations
 from node.pipeline.state_moves import STAYS, Moved, state_moves
@@ -78,6 +78,8 @@ class _Stage:
         self._block_pages = share.pages(self._block, RUNS_KEPT)
         """That a block's tensors fill in part."""
         self._input = share.residual
+        self._inputs = sum(self._held) * self._input
+        """What chunks begin with, which stays where the first block's copy moves."""
         work = share.block_at_work() + share.new_gradients(everything)
         counted = at_work(config, storage, everything, devices)
         self._embedding, self._casts = 0, 0
@@ -121,7 +123,9 @@ class _Stage:
             again = self._times.forward
             found[Choice.AGAIN] = self._column(self._input, seconds=again, again=True)
             if self._moves:
-                found[Choice.INPUT_MOVED] = self._column(0, [self._input], seconds=again, again=True)
+                found[Choice.INPUT_MOVED] = self._column(
+                    0, [self._input], seconds=again, working=self._inputs, again=True
+                )
         if share.plain:
             # Autograd's casts of weights would move too, and autocast holds them until forward is over.
             if self._moves and config.training.precision == "float32":
@@ -143,12 +147,14 @@ class _Stage:
             choice = Choice(recomputed=recomputed, moved=moved)
             form = choice.storage(storage)
             left = stored_bytes(config.model, config.training, form)
-            work = Share(config, devices, form).block_at_work() - share.block_at_work()
+            work = max(0, Share(config, devices, form).block_at_work() - share.block_at_work())
+            if "norm_input" in moved and storage.norm_input == AS_COMPUTED:
+                work += self._inputs
             found[choice] = self._column(
                 (left.total - sum(_size(left, kind) for kind in moved)) // devices.count,
                 [_size(sizes, kind) // devices.count for kind in moved],
                 seconds=sum(map(self._times.recomputing, recomputed)),
-                working=max(0, work),
+                working=work,
             )
         return _unbeaten(found)
 
@@ -209,8 +215,20 @@ class _Stage:
                 later = () if base.captured else own[last + 1 :]
                 freed.append((sum(column.kept for column in later), sum(column.pages for column in later)))
             first += count
-        beside = 2 * max(column.moved for column in taken) + max(column.working for column in taken)
-        places = [replace(base, kept=kept, pages=pages, working=base.working + beside)]
+        coming, most = 2 * max(column.moved for column in taken), max(column.working for column in taken)
+        beside, first = coming + most, 0
+        places = []
+        for count in self.blocks:
+            # The last block works beside all that is kept; its own is gone when the others do.
+            end = None if base.captured or not count else taken[first + count - 1]
+            first += count
+            if end is None or not stays(end):
+                places.append(replace(base, kept=kept, pages=pages, working=base.working + beside))
+                continue
+            work = base.working + coming + end.working
+            places.append(replace(base, kept=kept, pages=pages, working=work))
+            left = replace(base, kept=kept - end.kept, pages=pages - end.pages, working=base.working + beside)
+            places.append(left)
         if freed:
             gone, gone_pages = min(freed, key=sum)
             work, work_pages = (
@@ -225,9 +243,9 @@ class _Stage:
                 pages=pages - gone_pages - self._work_pages + work_pages + self._block_pages,
             )
             places.append(place)
-        for casts, coming in casting if self._casts else ():
+        for casts, not_yet in casting if self._casts else ():
             places.append(replace(base, kept=kept, pages=pages, working=casts + self._forward_last))
-            early = replace(base, kept=kept - coming, pages=pages, working=casts + self._forward_again)
+            early = replace(base, kept=kept - not_yet, pages=pages, working=casts + self._forward_again)
             places.append(early)
         peak = max(places, key=lambda place: place.kept + place.working + place.pages)
         ending = kept - kept_by_chunk[0] + self._embedding if self._embedding else 0

@@ -138,6 +138,11 @@ def solve(program: Program) -> Counts | None:
     coming, working, waits_forward, waits_back = range(state + states, state + states + 4)
     between = [_BetweenUses(program, chunk) for chunk in range(chunks)]
     count = waits_back + 1
+    # Which column that stays the last block of a chunk takes, if any does.
+    staying = [k for k, column in enumerate(columns) if stays(column) and not program.apart]
+    ends = [{k: count + chunk * len(staying) + n for n, k in enumerate(staying)} for chunk in range(chunks)]
+    count += chunks * len(staying)
+    last_ones = range(waits_back + 1, count)
     for each in between:
         count = each.number(count)
     rows: list[tuple[dict[int, float], float, float]] = []
@@ -165,8 +170,14 @@ def solve(program: Program) -> Counts | None:
     freed |= {moves + k: one.there / unit for k, one in enumerate(program.state)}
     applying = {moves + k: (one.there + one.applying) / unit for k, one in enumerate(program.state)}
     # Where the step's memory is not that of the passes, it comes on top of theirs.
-    passes = held | freed | (applying if program.applying is None else {}) | {coming: 1.0, working: 1.0}
-    limit(passes, program.room / unit)
+    first = held | freed | (applying if program.applying is None else {}) | {coming: 1.0}
+    passes = first | {working: 1.0}
+    for chunk, end in enumerate(ends):
+        limit(dict.fromkeys(end.values(), 1.0), 1.0)
+        for k, at in end.items():
+            limit({at: 1.0, chunk * width + k: -1.0}, 0)
+        limit(first | {at: columns[k].working / unit for k, at in end.items()}, program.room / unit)
+        limit(passes | {at: -columns[k].there / unit for k, at in end.items()}, program.room / unit)
     if any(column.again for column in columns):
         much = (sum(program.held) * total + 4) * 2.0 + abs(program.room - program.room_again) / unit
         for chunk in range(chunks):
@@ -238,6 +249,7 @@ def solve(program: Program) -> Counts | None:
     high = np.full(count, np.inf)
     high[used:state] = 1
     high[state : state + states] = [one.most for one in program.state]
+    whole[last_ones], high[last_ones] = 1, 1
     for each in between:
         whole[list(each.yes_or_no)] = 1
         high[[*each.yes_or_no, *each.last.values()]] = 1
@@ -340,22 +352,29 @@ def _backward(waits: Waits) -> float:
 def spread(columns: Sequence[Column], counts: Sequence[int]) -> list[int]:
     """A chunk's columns in the order of its blocks: those that run again first, and of the others those that
     move spread evenly, so that copies of one have the compute of several to hide behind. The last block moves
-    only if all do, and of these it has the least to move."""
+    only if all do, and of these it has the least to move; of those that stay it leaves the most room."""
     moving = sorted(
         (k for k, column in enumerate(columns) for _ in range(counts[k]) if _moves(column)),
         key=lambda k: (-columns[k].moved, k),
     )
-    staying = [
-        k
-        for k, column in enumerate(columns)
-        for _ in range(counts[k])
-        if not column.again and not _moves(column)
-    ]
+    staying = [k for k, column in enumerate(columns) for _ in range(counts[k]) if stays(column)]
+    if staying:
+        # Last is the one with which the peak is least (`solve`): it works beside all that is kept, the others
+        # when what it kept of the microbatch is gone.
+        most = max(column.working for column, n in zip(columns, counts, strict=True) if n)
+        last = min(set(staying), key=lambda k: (max(columns[k].working, most - columns[k].there), k))
+        staying.remove(last)
+        staying.append(last)
     again = [k for k, column in enumerate(columns) for _ in range(counts[k]) if column.again]
     blocks, left = len(moving) + len(staying), iter(staying)
     places = {number * blocks // len(moving): k for number, k in enumerate(moving)}
     again.sort(key=lambda k: -columns[k].moved)
     return again + [places[at] if at in places else next(left) for at in range(blocks)]
+
+
+def stays(column: Column) -> bool:
+    """What a block keeps is on the device until its backward."""
+    return not column.again and column.moved == 0
 
 
 def _moves(column: Column) -> bool:

@@ -44,13 +44,13 @@ from node.model import chunk
 from node.model.blocks import Block
 from node.model.units import Initial, ParameterSpec
 from node.pipeline.block_times import BlockTimes
-from node.pipeline.device_memory import Devices
+from node.pipeline.device_memory import Devices, has_own_attention
 from node.pipeline.memory_choice import Choice, MemoryPlan
 from node.pipeline.memory_plan import Room
 from node.pipeline.storage_choice import choose, chosen_config, words_of
 from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
 from node.stage.block_measure import measured_times
-from node.stage.machine_info import fix_order
+from node.stage.machine_info import arithmetic, fix_order
 from node.stage.stage_model import StageModel
 
 GB = 10**9
@@ -235,11 +235,13 @@ def stage_rows(
 ) -> Iterator[dict[str, Any]]:
     samples, length = LENGTHS[name]
     config = run_file(samples, length)
+    hidden = config.model.hidden
     cap(device, 1 << 50)
     times = measured_times(config, device)
     for gb in caps:
         size = gb * GB - BESIDE
-        devices = Devices(on_cpu=False, host_bytes=48 * GB)
+        own = has_own_attention(arithmetic(device))
+        devices = Devices(on_cpu=False, host_bytes=48 * GB, has_own_attention=own)
         room = Room(devices=devices, memory_bytes=gb * GB, times=times)
         began = time.perf_counter()
         plan = room.plan(config, STAGES, STAGE)
@@ -266,7 +268,8 @@ def stage_rows(
             "fits": plan.fits,
             "solve_seconds": solved,
             "estimate_bytes": plan.memory.total,
-            "estimate_without_process": plan.memory.total - plan.memory.fixed,
+            # What a node has on the way from and to its links; here the input and the gradient.
+            "estimate_of_torch": plan.memory.total - plan.memory.fixed + 2 * 4 * samples * length * hidden,
             "cap_bytes": size,
             "added": plan.added,
             "host_bytes": plan.host_bytes,

@@ -66,11 +66,11 @@ def memory_plan() -> str:
             else:
                 cells.append("" if "failed" in found else f"{1e3 * found['microbatch_seconds']:.1f}")
         held = row["ways"]["plan"].get("reserved_bytes")
-        over = "" if held is None else f"{row['estimate_without_process'] / held:.2f}"
+        over = "" if held is None else f"{row['estimate_of_torch'] / held:.2f}"
         lines.append([row["tokens"], str(row["gb"]), *cells, over, f"{row['solve_seconds']:.2f}"])
-        plans.append(f"- {row['gb']} GB: {row['plan']}.")
+        plans.append(f"- {row['tokens']}, {row['gb']} GB: {row['plan']}.")
         if (bits := row["ways"].get("plan, few bits")) and bits["plan"] != row["plan"]:
-            plans.append(f"- {row['gb']} GB, few bits: {bits['storage']}; {bits['plan']}.")
+            plans.append(f"- {row['tokens']}, {row['gb']} GB, few bits: {bits['storage']}; {bits['plan']}.")
     others = {
         found["commit"][:12] for row in report["rows"] for found in row["ways"].values() if "commit" in found
     }

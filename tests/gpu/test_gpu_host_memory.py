@@ -10,10 +10,11 @@ from node.model import offload
 from node.model.chunk import build_chunk, weight_dtype
 from node.model.host_memory import CudaHostMemory
 from node.model.units import unit_names
-from node.pipeline.device_memory import Devices
+from node.pipeline.device_memory import Devices, has_own_attention
 from node.pipeline.memory_choice import Choice
 from node.pipeline.memory_plan import Room, least_stage_bytes
 from node.pipeline.state_moves import Moved
+from node.stage.machine_info import arithmetic
 from node.stage.passes import AutogradPasses
 from node.stage.stage_model import StageModel
 from node.training import host_moments
@@ -107,7 +108,8 @@ def test_a_plan_for_less_memory_takes_less_and_no_more_than_it_says() -> None:
         precision="bfloat16", microbatch=2, global_batch=4, warmup_steps=0, cuda_graphs=False
     )
     config = RunConfig(model=sizes, training=training)
-    devices = Devices(on_cpu=False, host_bytes=1 << 38)
+    own = has_own_attention(arithmetic(GPU))
+    devices = Devices(on_cpu=False, host_bytes=1 << 38, has_own_attention=own)
     whole = Room(devices=devices).plan(config, 1, 0)
     peaks, results = [], []
     least = least_stage_bytes(config, 1, devices)[0]
