@@ -139,17 +139,19 @@ ways, of all that a third step gives and leaves: {different}. {report["hardware"
 def fp8_compute() -> str:
     """A stage's products in FP8 beside torchao's: scripts/bench/compute.py on another card."""
     report = read_report(COMPUTE_FP8)
-    ways = ("plain", "plain, any order", "agoq", "fp8", "fp8, agoq", "fp8, all products")
-    ways += ("compiled, torchao", "compiled, fixed order")
+    ways = ("plain", "plain, any order", "agoq", "fp8", "fp8, any order", "fp8, agoq", "fp8, all products")
+    ways += ("fp8, all products, any order", "compiled, torchao", "compiled, fixed order")
     rows = []
     for row in report["rows"]:
         compiled = row["seconds"]["compiled, fastest"]
         rows.append([row["name"], f"{1e3 * compiled:.1f}"])
-        rows[-1] += [_number(row["seconds"].get(way, math.nan) / compiled, 2) for way in ways]
+        rows[-1] += [_number(row["of_compiled"].get(way, math.nan), 2) for way in ways]
         rows[-1].append(_number(row["seconds"]["plain"] / row["seconds"].get("products", math.nan), 2))
     columns = [("stage of", "left"), ("compiled, ms", "right"), *((way, "right") for way in ways)]
     columns.append(("plain over products and attention", "right"))
-    commits = ", ".join(dict.fromkeys(row["commit"][:12] for row in report["rows"]))
+    every = [row["commit"] for row in report["rows"]]
+    every += [commit for row in report["rows"] for commit in row.get("ways_commits", {}).values()]
+    commits = ", ".join(dict.fromkeys(each[:12] for each in every))
     caption = (
         "Times over that of transformers' layers under `torch.compile`, a microbatch of 8,192 tokens forward "
         'and backward, four blocks. *All products*: also `training.weight_gradients = "fp8"`. *Torchao*: '
