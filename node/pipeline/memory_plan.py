@@ -10,445 +10,18 @@ blocks' weights, then their main gradients (`node.pipeline.state_moves`).
 `node.pipeline.block_times`.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, permutations, product
-from operator import mul
 
 from node.config.schema import RunConfig
-from node.model.page_locked import page_locked
-from node.model.storage import AS_COMPUTED, KINDS, RECOMPUTE, Storage, StoredBytes, stored_bytes
-from node.model.units import HEAD, block_name, is_block, unit_cost
 from node.pipeline.block_times import BlockTimes, assumed_times
-from node.pipeline.copy_waits import Copied, CopyClock, Waits
-from node.pipeline.cpu_work import CpuWork, at_work
-from node.pipeline.device_memory import RUNS_AT_WORK, RUNS_KEPT, Devices, Share
-from node.pipeline.memory import StageMemory, block_bytes, stage_bytes, stage_memory, stage_storages
+from node.pipeline.device_memory import Devices
+from node.pipeline.memory import stage_bytes, stage_memory, stage_storages
 from node.pipeline.memory_choice import Choice, MemoryPlan
-from node.pipeline.memory_program import Column, Program, StateMove, solve, spread, stays
-from node.pipeline.placement import chunk_units, held_blocks, of_chunk, stage_orders
-from node.pipeline.schedule import Order, held_activations
-from node.pipeline.state_moves import STAYS, Moved, state_moves
+from node.pipeline.memory_stage import PlannedStage
+from node.pipeline.placement import chunk_units, held_blocks, stage_orders
 
-GRAPHS_GAIN = 0.02
-"""The share of a step that CUDA graphs are taken to save."""
 CURVE_POINTS = 24
-_FROM = {
-    "ffn_input": ("norm_input", "ffn_input"),
-    "attention": ("norm_input", "attention", "attention_output"),
-    "attention_output": ("norm_input", "attention", "attention_output"),
-}
-"""Kinds that have to be kept as computed for this one to be computed again with the same bits."""
-
-
-class _Stage:
-    """One stage on one kind of node, with the columns of its program."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        devices: Devices,
-        *,
-        storage: Storage,
-        units: Sequence[Sequence[str]],
-        order: Order,
-        together: int,
-        kept: StageMemory,
-        times: BlockTimes,
-        graphs: bool,
-    ) -> None:
-        """
-        Args:
-            units: of each of its chunks.
-            order: its actions in a step.
-            together: the most block activations that it holds at once, as by `held_blocks`.
-            kept: the estimate with everything kept.
-            graphs: `config` has CUDA graphs if the run does.
-        """
-        model, everything = config.model, tuple(unit for own in units for unit in own)
-        share = Share(config, devices, storage)
-        self._kept, self._times, self._graphs = kept, times, graphs
-        self._host = 0 if devices.on_cpu else devices.host_bytes
-        self.blocks = [sum(map(is_block, own)) for own in units]
-        self._held = [held_activations(of_chunk(order, chunk)) for chunk in range(len(units))]
-        self._together = together
-        self._share = share
-        self._block = block_bytes(config, share, storage, devices)
-        self._block_pages = share.pages(self._block, RUNS_KEPT)
-        """That a block's tensors fill in part."""
-        self._input = share.residual
-        self._inputs = sum(self._held) * self._input
-        """What chunks begin with, which stays where the first block's copy moves."""
-        work = share.block_at_work() + share.new_gradients(everything)
-        counted = at_work(config, storage, everything, devices)
-        self._embedding, self._casts = 0, 0
-        if counted is not None:
-            work = CpuWork(config, storage).block()
-            self._embedding = counted[1]
-            # Autocast holds a copy of the weights of all blocks while a forward runs; those that run again do
-            # not keep them.
-            self._casts = share.block_copies() if share.holds_copies else 0
-        self._block_work, self._block_work_pages = work, share.pages(work, RUNS_AT_WORK)
-        self._state = state_moves(config, devices, share, everything, times)
-        self.columns = self._columns(config, devices, storage, share)
-        blocks = sum(self.blocks)
-        self._forward, self._backward = blocks * times.forward, blocks * times.backward
-        head = unit_cost(model, HEAD) / unit_cost(model, block_name(0)) if HEAD in everything else 0.0
-        self._whole = (blocks + head) * (times.forward + times.backward)
-        heads = [head if HEAD in own else 0.0 for own in units]
-        self._clocks = tuple(
-            CopyClock(
-                forward=times.forward,
-                backward=times.backward,
-                head_forward=own * times.forward,
-                head_backward=own * times.backward,
-                out_rate=times.out_rate,
-                in_rate=times.in_rate,
-            )
-            for own in heads
-        )
-        movable = [column.moved for column in self.columns.values() if column.moved and not column.again]
-        self._windows = [
-            clock.windows(movable, own) for clock, own in zip(self._clocks, self.blocks, strict=True)
-        ]
-
-    def _columns(
-        self, config: RunConfig, devices: Devices, storage: Storage, share: Share
-    ) -> dict[Choice, Column]:
-        """Those that no other beats."""
-        found: dict[Choice, Column] = {Choice.KEPT: self._column(self._block)}
-        # With dropout, backward would have to draw the microbatch's random bits again.
-        if not config.lora.dropout:
-            again = self._times.forward
-            found[Choice.AGAIN] = self._column(self._input, seconds=again, again=True)
-            if self._moves:
-                found[Choice.INPUT_MOVED] = self._column(
-                    0, [self._input], seconds=again, working=self._inputs, again=True
-                )
-        if share.plain:
-            # Autograd's casts of weights would move too, and autocast holds them until forward is over.
-            if self._moves and config.training.precision == "float32":
-                found[Choice.MOVED] = self._column(0, [self._block])
-            return found
-        sizes = stored_bytes(config.model, config.training, storage)
-        ways = []
-        for kind in KINDS:
-            fates = ["kept"]
-            # From what is in few bits other values would come.
-            if kind in _FROM and all(getattr(storage, one) == AS_COMPUTED for one in _FROM[kind]):
-                fates.append("again")
-            if self._moves and getattr(storage, kind) != RECOMPUTE:
-                fates.append("moved")
-            ways.append([(kind, fate) for fate in fates])
-        for way in product(*ways):
-            recomputed = tuple(kind for kind, fate in way if fate == "again")
-            moved = tuple(kind for kind, fate in way if fate == "moved")
-            choice = Choice(recomputed=recomputed, moved=moved)
-            form = choice.storage(storage)
-            left = stored_bytes(config.model, config.training, form)
-            work = max(0, Share(config, devices, form).block_at_work() - share.block_at_work())
-            if "norm_input" in moved and storage.norm_input == AS_COMPUTED:
-                work += self._inputs
-            found[choice] = self._column(
-                (left.total - sum(_size(left, kind) for kind in moved)) // devices.count,
-                [_size(sizes, kind) // devices.count for kind in moved],
-                seconds=sum(map(self._times.recomputing, recomputed)),
-                working=work,
-            )
-        return _unbeaten(found)
-
-    @property
-    def _moves(self) -> bool:
-        return self._host > 0 and not self._kept.captured
-
-    def _column(
-        self,
-        kept: int,
-        moved: Sequence[int] = (),
-        *,
-        seconds: float = 0.0,
-        working: int = 0,
-        again: bool = False,
-    ) -> Column:
-        return Column(
-            kept=kept,
-            pages=self._share.pages(kept, 1 if again else RUNS_KEPT),
-            moved=sum(moved),
-            host=sum(map(page_locked, moved)),
-            seconds=seconds,
-            slowing=2 * sum(moved) * self._times.slowing,  # out and back
-            working=working,
-            again=again,
-        )
-
-    def alike(self, choice: Choice) -> tuple[Choice, ...]:
-        """All blocks with this choice."""
-        return (choice,) * sum(self.blocks)
-
-    def memory(self, choices: Sequence[Choice], state: Moved = STAYS) -> StageMemory:
-        """The estimate with these choices, in the order of the stage's blocks, where it peaks."""
-        base = self._kept
-        for move, count in self._moved(state):
-            base = replace(
-                base,
-                state=base.state - count * move.freed + move.there,
-                applying=base.applying + move.applying,
-            )
-        if all(choice == Choice.KEPT for choice in choices):
-            return base
-        taken = [self.columns[choice] for choice in choices]
-        kept, pages, first = self._base_kept, self._work_pages, 0
-        freed: list[tuple[int, int]] = []
-        casting: list[tuple[int, int]] = []
-        kept_by_chunk: list[int] = []
-        for held, count in zip(self._held, self.blocks, strict=True):
-            own = taken[first : first + count]
-            kept += held * sum(column.kept for column in own)
-            pages += held * sum(column.pages for column in own)
-            kept_by_chunk.append(sum(column.kept for column in own))
-            last = max((place for place, column in enumerate(own) if column.again), default=-1)
-            if last >= 0:
-                # Copies of weights, and what later blocks do not keep yet.
-                casting.append((self._casts * (last + 1), sum(column.kept for column in own[last + 1 :])))
-                # Of the microbatch that goes backward, what later blocks kept is gone by then.
-                later = () if base.captured else own[last + 1 :]
-                freed.append((sum(column.kept for column in later), sum(column.pages for column in later)))
-            first += count
-        coming, most = 2 * max(column.moved for column in taken), max(column.working for column in taken)
-        beside, first = coming + most, 0
-        places = []
-        for count in self.blocks:
-            # The last block works beside all that is kept; its own is gone when the others do.
-            end = None if base.captured or not count else taken[first + count - 1]
-            first += count
-            if end is None or not stays(end):
-                places.append(replace(base, kept=kept, pages=pages, working=base.working + beside))
-                continue
-            work = base.working + coming + end.working
-            places.append(replace(base, kept=kept, pages=pages, working=work))
-            left = replace(base, kept=kept - end.kept, pages=pages - end.pages, working=base.working + beside)
-            places.append(left)
-        if freed:
-            gone, gone_pages = min(freed, key=sum)
-            work, work_pages = (
-                (base.working, self._work_pages)
-                if base.captured
-                else (self._block_work, self._block_work_pages)
-            )
-            place = replace(
-                base,
-                kept=kept - gone,
-                working=work + self._again + beside,
-                pages=pages - gone_pages - self._work_pages + work_pages + self._block_pages,
-            )
-            places.append(place)
-        for casts, not_yet in casting if self._casts else ():
-            places.append(replace(base, kept=kept, pages=pages, working=casts + self._forward_last))
-            early = replace(base, kept=kept - not_yet, pages=pages, working=casts + self._forward_again)
-            places.append(early)
-        peak = max(places, key=lambda place: place.kept + place.working + place.pages)
-        ending = kept - kept_by_chunk[0] + self._embedding if self._embedding else 0
-        # Between chunks nothing is shared: the estimate with everything kept counts their common peak.
-        return replace(
-            peak,
-            kept=min(peak.kept, self._kept.kept),
-            ending=min(ending, max(base.ending, self._kept.ending)),
-        )
-
-    @property
-    def _work_pages(self) -> int:
-        """Of the pages, those of what is worked on."""
-        return self._kept.pages - self._together * self._block_pages
-
-    @property
-    def _base_kept(self) -> int:
-        """Of what microbatches keep, all but blocks' tensors."""
-        return self._kept.kept - self._together * self._block
-
-    @property
-    def _again(self) -> int:
-        """The block that runs again, and its input's copy."""
-        return self._block + self._input
-
-    @property
-    def _forward_again(self) -> int:
-        """A block that runs again, as it goes forward, without the copies that others hold too."""
-        return self._block - self._casts + self._input
-
-    @property
-    def _forward_last(self) -> int:
-        """The last block of a chunk, that is kept, as it goes forward."""
-        return 3 * self._input
-
-    def _moved(self, state: Moved) -> list[tuple[StateMove, int]]:
-        """Kinds of state that move, and how many parts."""
-        return [(move, count) for move, count in zip(self._state, state, strict=False) if count]
-
-    def host_bytes(self, choices: Sequence[Choice], state: Moved) -> int:
-        """Host memory that these take."""
-        held = [count for count, blocks in zip(self._held, self.blocks, strict=True) for _ in range(blocks)]
-        moved = sum(n * self.columns[one].host for n, one in zip(held, choices, strict=True))
-        return moved + self._state_host(state)
-
-    def _state_host(self, state: Moved) -> int:
-        return sum(count * move.host for move, count in self._moved(state))
-
-    def added(self, choices: Sequence[Choice], state: Moved = STAYS) -> float:
-        seconds = self._pass_seconds(choices, state) + self._moving_seconds(state)
-        return seconds / self._whole + (0.0 if self._graphs else GRAPHS_GAIN)
-
-    def _moving_seconds(self, state: Moved) -> float:
-        """What a microbatch's share of copying state for norms and the optimizer's step takes."""
-        return sum(count * move.seconds for move, count in self._moved(state))
-
-    def _pass_seconds(self, choices: Sequence[Choice], state: Moved) -> float:
-        """What forward and backward of a microbatch take longer."""
-        taken, moves, times = [self.columns[choice] for choice in choices], self._moved(state), self._times
-        slowing = sum(column.slowing for column in taken) + sum(count * move.slowing for move, count in moves)
-        waits = self._waits(taken)
-        moved, again = sum(column.moved for column in taken), sum(column.seconds for column in taken)
-        # In all, copies hide behind compute up to a point. The engines copy both ways at a time.
-        forward = max(
-            moved / times.out_rate, sum(count * move.forward_in for move, count in moves) / times.in_rate
-        )
-        backward = max(
-            (moved + sum(count * move.backward_in for move, count in moves)) / times.in_rate,
-            sum(count * move.backward_out for move, count in moves) / times.out_rate,
-        )
-        forward = max(0.0, forward - self._forward, sum(one.forward for one in waits))
-        backward = max(0.0, backward - self._backward - again, sum(one.backward for one in waits))
-        return again + slowing + forward + backward
-
-    def _waits(self, taken: Sequence[Column]) -> list[Waits]:
-        """Of each chunk, between use and use."""
-        found, left = [], iter(taken)
-        for clock, windows, count in zip(self._clocks, self._windows, self.blocks, strict=True):
-            parts = Counter((column.moved, column.again) for column in islice(left, count))
-            copied = [Copied(count=n, moved=moved, again=again) for (moved, again), n in parts.items()]
-            found.append(clock.waits(copied, windows))
-        return found
-
-    def plan(self, choices: tuple[Choice, ...], memory_bytes: int = 0, *, state: Moved = STAYS) -> MemoryPlan:
-        """These choices on a node with so much memory; 0 is without a limit."""
-        memory = self.memory(choices, state)
-        host = self.host_bytes(choices, state)
-        graphs = 0.0 if self._graphs else GRAPHS_GAIN
-        return MemoryPlan(
-            choices=choices,
-            state=state,
-            graphs=self._graphs,
-            memory=memory,
-            host_bytes=host,
-            added=self.added(choices, state),
-            seconds=self._whole * (1 + graphs) + self._pass_seconds(choices, state),
-            moving=self._moving_seconds(state),
-            fits=(memory_bytes == 0 or memory.total <= memory_bytes) and host <= self._host,
-        )
-
-    def best(self, memory_bytes: int) -> MemoryPlan | None:
-        """The plan that adds the least time in so much memory; None if none fits."""
-        names, columns = tuple(self.columns), tuple(self.columns.values())
-        solution = solve(self._program(memory_bytes))
-        if solution is None:
-            return None
-        choices = [names[k] for counts in solution.blocks for k in spread(columns, counts)]
-        return self.plan(tuple(choices), memory_bytes, state=Moved(*solution.state))
-
-    def least(self) -> MemoryPlan:
-        """The plan that takes the least memory, of all blocks alike or, where host memory does not do for
-        all, of as many as it does for and the others alike: what a choice saves grows with their number."""
-        plans = [
-            self.plan(choices, state=state)
-            for state in self._most_state()
-            for choices in self._alike_or_mixed(self._host - self._state_host(state))
-        ]
-        fitting = [plan for plan in plans if plan.host_bytes <= self._host]
-        return min(fitting, key=lambda plan: (plan.memory.total, plan.added))
-
-    def _most_state(self) -> Iterator[Moved]:
-        """For each set of kinds of state, as much as there is host memory for: kinds get what is left by
-        those before them, in any order."""
-        yield STAYS
-        kinds = len(self._state)
-        for order in (one for length in range(kinds) for one in permutations(range(1, kinds), length)):
-            counts, host = [0] * kinds, self._host
-            for kind in (0, *order):
-                move = self._state[kind]
-                counts[kind] = min(move.most, host // max(1, move.host))
-                host -= counts[kind] * move.host
-            if counts[0]:
-                yield Moved(*counts)
-
-    def _alike_or_mixed(self, host: int) -> Iterator[tuple[Choice, ...]]:
-        names, columns = tuple(self.columns), tuple(self.columns.values())
-        # Of those that take no host memory, what leaves least on the device, kept or at work.
-        without = [k for k, column in enumerate(columns) if column.host == 0]
-        others = {
-            min(without, key=lambda k: (columns[k].there, columns[k].working)),
-            min(without, key=lambda k: (columns[k].working, columns[k].there)),
-            min(without, key=lambda k: columns[k].there + columns[k].working),
-        }
-        for one, column in enumerate(columns):
-            yield self.alike(names[one])
-            if column.host == 0 or column.host * sum(map(mul, self._held, self.blocks)) <= host:
-                continue
-            for other in sorted(others):
-                room, found = host, list[Choice]()
-                for held, blocks in zip(self._held, self.blocks, strict=True):
-                    count = min(blocks, max(0, room) // (held * column.host))
-                    room -= count * held * column.host
-                    counts = [0] * len(columns)
-                    counts[other] += blocks - count
-                    counts[one] += count
-                    found += [names[k] for k in spread(columns, counts)]
-                yield tuple(found)
-
-    def _program(self, memory_bytes: int) -> Program:
-        kept = self._kept
-        room = int(kept.room(memory_bytes))
-        passes = room - self._base_kept - (kept.applying if kept.captured else 0)
-        working, pages = kept.working, self._work_pages
-        if not kept.captured:
-            working, pages = self._block_work, self._block_work_pages
-        return Program(
-            columns=tuple(self.columns.values()),
-            blocks=tuple(self.blocks),
-            held=tuple(self._held),
-            room=passes - kept.working - self._work_pages,
-            room_again=passes - working - pages - self._again - self._block_pages,
-            room_casting=(passes - self._forward_last, passes - self._forward_again),
-            casts=self._casts,
-            room_ending=passes - self._embedding if self._embedding else None,
-            apart=kept.captured,
-            forward=self._forward,
-            backward=self._backward,
-            clocks=self._clocks,
-            host=self._host,
-            state=self._state,
-            applying=None if kept.captured else room - kept.applying,
-        )
-
-
-def _size(sizes: StoredBytes, kind: str) -> int:
-    found: int = getattr(sizes, kind)
-    return found
-
-
-def _unbeaten(columns: dict[Choice, Column]) -> dict[Choice, Column]:
-    """Without those that another column is at least as good as in every way."""
-
-    def worth(one: Column) -> tuple[float, ...]:
-        return one.kept, one.pages, one.moved, one.host, one.seconds, one.working
-
-    found: dict[Choice, Column] = {}
-    # The fewest words first, of equals.
-    for choice, column in sorted(columns.items(), key=lambda pair: (worth(pair[1]), len(str(pair[0])))):
-        others = [other for other in found.values() if other.again == column.again]
-        if not any(all(a <= b for a, b in zip(worth(other), worth(column), strict=True)) for other in others):
-            found[choice] = column
-    # In the order in which they were made.
-    return {choice: column for choice, column in columns.items() if choice in found}
 
 
 def _stages(
@@ -460,7 +33,7 @@ def _stages(
     times: BlockTimes | None = None,
     *,
     graphs: bool = True,
-) -> list[_Stage]:
+) -> list[PlannedStage]:
     """Every stage, or `only` one; what they share, such as the schedule, is worked out once."""
     units, orders = chunk_units(config, stages), stage_orders(config, stages)
     storages = stage_storages(config, stages)
@@ -468,7 +41,7 @@ def _stages(
     kept = stage_memory(config, stages, devices, windows=windows)
     times = times or assumed_times(config, devices)
     return [
-        _Stage(
+        PlannedStage(
             config,
             devices,
             storage=storages[stage],
@@ -490,7 +63,7 @@ def _variants(
     windows: int = 0,
     only: int | None = None,
     times: BlockTimes | None = None,
-) -> list[list[_Stage]]:
+) -> list[list[PlannedStage]]:
     """As the run file says, and without CUDA graphs: they keep what they need for good, and their passes
     cannot be ordered with copies to host memory."""
     found = [_stages(config, stages, devices, windows, only, times)]
@@ -545,7 +118,7 @@ def planned_again(
     return one.plan(plan.choices, memory_bytes, state=plan.state)
 
 
-def _fastest(ones: Sequence[_Stage], memory_bytes: int) -> MemoryPlan:
+def _fastest(ones: Sequence[PlannedStage], memory_bytes: int) -> MemoryPlan:
     """Of a stage's variants, as `plan_stage`."""
     everything = ones[0].plan(ones[0].alike(Choice.KEPT), memory_bytes)
     if everything.fits:

@@ -18,7 +18,6 @@ from node.pipeline.memory import stage_memory
 from node.pipeline.memory_choice import Choice, MemoryPlan
 from node.pipeline.memory_plan import (
     Room,
-    _Stage,
     _stages,
     _variants,
     frontier,
@@ -26,6 +25,7 @@ from node.pipeline.memory_plan import (
     plan_stage,
 )
 from node.pipeline.memory_program import Column, spread
+from node.pipeline.memory_stage import PlannedStage
 from node.pipeline.placement import held_blocks
 from node.pipeline.state_moves import Moved
 from node.stage.stage_model import StageModel
@@ -51,7 +51,7 @@ def budgets(config: RunConfig, stage: int, devices: Devices, count: int = 7) -> 
         yield least + (most - least) * number // (count - 1)
 
 
-def every_way(one: _Stage, blocks: int, states: Sequence[Moved] | None = None) -> Iterator[MemoryPlan]:
+def every_way(one: PlannedStage, blocks: int, states: Sequence[Moved] | None = None) -> Iterator[MemoryPlan]:
     """All counts of all choices, of a stage with one chunk; of state all too, or `states`."""
     names, columns = tuple(one.columns), tuple(one.columns.values())
 
