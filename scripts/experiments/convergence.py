@@ -272,11 +272,11 @@ class StageTrainer:
         self.config, self._text, self._device = config, text, device
         self.step = 0
         self._units = unit_names(config.model)
-        self._stage = StageModel(config, device)
-        self._stage.build(0, 1)
+        self.stage = StageModel(config, device)
+        self.stage.build(0, 1)
 
     def train_step(self) -> Step:
-        config, stage = self.config, self._stage
+        config, stage = self.config, self.stage
         groups, sums = config.pipeline.groups, None
         if groups > 1:
             salt = rng_salt(config.run.seed, step=self.step, layer="", purpose="sync dither")
@@ -305,7 +305,7 @@ class StageTrainer:
     @torch.no_grad()
     def validation_loss(self, held_out: np.ndarray) -> float:
         """As `ReferenceTrainer.validation_loss`, in the run's own precision."""
-        (chunk,) = self._stage._chunks
+        (chunk,) = self.stage._chunks
         parts = np.split(held_out, len(held_out) // self.config.training.microbatch)
         with compute_precision(self.config.training.precision, self._device):
             return float(np.mean([chunk.loss(*self._ids(part)).item() for part in parts]))

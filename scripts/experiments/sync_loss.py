@@ -10,14 +10,19 @@ The unsplit trainer, whose bits are those of rows of nodes, with nothing lost be
   exact steps, each group a share of each.
 
 A run of local steps begins without outer momentum, as a run with `sync.warmup` does. The held-out loss is of
-the final weights. Each run is written to `--out` when it ends; those there with the same settings are kept.
-The defaults take minutes on a CPU. 124 million parameters, 59 million tokens, on a GPU, with the token ids
-that `convergence` reads:
+the final weights. Runs that ended are kept in `--out`, if it is of the same settings. The defaults take
+minutes on a CPU. 124 million parameters, 59 million tokens, on GPUs, with the token ids that `convergence`
+reads:
 
-    python -m scripts.experiments.sync_loss --tokens DIR --tokenizer gpt2-bpe --device cuda \\
+    python -m scripts.experiments.sync_loss --tokens DIR --tokenizer gpt2-bpe --device cuda --gpus 0 1 2 3 \\
         --layers 12 --hidden 768 --heads 12 --kv-heads 12 --ffn 2048 --vocab 50304 --sequence 1024 \\
         --batch 64 --microbatch 8 --steps 900 --warm 300 --lr-warmup 30 --lr 6e-4 --precision bfloat16 \\
-        --tied --out scripts/results/sync_loss_124m.json
+        --tied --every --codecs fp32 bf16 fixed-8 trellis-4.41 dither-3 \\
+        --time-limit 560 --checkpoints DIR --out scripts/results/sync_loss_124m.json
+
+With `--time-limit` a run that does not end in time leaves a checkpoint, from which the same command goes on.
+`--merge` adds finished runs in `--parts`, wherever they were made, to `--out`, and does nothing else. Sums
+packed with `dither-R`, which run files refuse, draw anew at every step and node of the tree.
 """
 
 import argparse
@@ -25,7 +30,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import sha256
@@ -34,7 +39,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from node.config.schema import (
     DataSection,
@@ -50,8 +54,10 @@ from node.model.units import parameter_specs, unit_names
 from node.run_file.validate import validate
 from node.stage.machine_info import fix_order
 from node.training.data import Corpus
+from node.training.optimizer import StageOptimizer
 from node.training.reference import ReferenceTrainer
 from scripts.experiments.convergence import StageTrainer, Windows, windows
+from scripts.experiments.run_parts import Checkpoints, Parts, Progress, States, deal
 from scripts.report import RESULTS, write
 from wire.version import VERSION
 
@@ -60,10 +66,13 @@ CODECS = ("fp32", "bf16", "fixed-8", "trellis-4.41")
 EVERY = (2, 4, 8, 16)
 HELD_OUT_WINDOWS = 256
 TOKENS = "books-train.npy"
+WAY = ("every", "codec", "seed")
+SAVE_SECONDS = 25.0
+"""Kept free at the end of a call: a checkpoint of 124 million parameters is 1.5 GB."""
 LAST_STEPS = 16
 """Exact steps whose mean loss is reported; as many as the longest round has."""
 
-States = Mapping[str, Mapping[str, Tensor]]
+Trainer = StageTrainer | ReferenceTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +84,14 @@ class Way:
     codec: str
     seed: int
 
+    @property
+    def name(self) -> str:
+        return f"every-{self.every}-{self.codec}-{self.seed}"
+
+
+class Stopped(Exception):
+    """There is no time left; the run's state is kept, if anything is."""
+
 
 class Experiment:
     """One model and one text, trained in several ways."""
@@ -82,6 +99,8 @@ class Experiment:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._on_gpu = arguments.device != "cpu" and arguments.tokens is not None
+        self._checkpoints = Checkpoints(arguments.checkpoints)
+        self._until = arguments.until or time.time() + arguments.time_limit
         self.config = self._config(Way(every=1, codec="fp32", seed=0))
 
     def _config(self, way: Way) -> RunConfig:
@@ -92,6 +111,9 @@ class Experiment:
             if getattr(asked, name) % every:
                 raise SystemExit(f"--{name.replace('_', '-')} must be a multiple of {every}, a round's steps")
         sync_codec = way.codec if every == 1 else "fp32"
+        draws = sync_codec.startswith("dither-")
+        if draws and not self._on_gpu:
+            raise SystemExit(f"{sync_codec} needs the sums that a GPU makes: give --tokens and --device cuda")
         config = RunConfig(
             run=RunSection(seed=way.seed, steps=asked.steps // every),
             model=ModelSection(
@@ -112,12 +134,20 @@ class Experiment:
                 warmup_steps=asked.lr_warmup // every,
                 precision=asked.precision,
             ),
-            pipeline=PipelineSection(stages=1, window=0, groups=asked.groups, sync_codec=sync_codec),
+            pipeline=PipelineSection(
+                stages=1,
+                window=0,
+                groups=asked.groups,
+                sync_codec="fp32" if draws else sync_codec,
+            ),
         )
         if every > 1:
             sync = SyncSection(every=every, warmup=asked.warm // every, codec=way.codec)
             config = replace(config, sync=sync)
         validate(config, "this experiment")
+        if draws:
+            # Refused in run files, whose nodes agree on no salt for a piece.
+            config = replace(config, pipeline=replace(config.pipeline, sync_codec=sync_codec))
         return config
 
     def ways(self) -> Iterator[Way]:
@@ -129,41 +159,79 @@ class Experiment:
                 yield Way(every=every, codec=asked.local_codec, seed=seed)
 
     def run(self, way: Way) -> dict[str, Any]:
-        """Train, and measure the loss."""
+        """Train, and measure the loss. Raises Stopped."""
         asked, began = self._arguments, time.monotonic()
-        if self._on_gpu and way.every == 1:
-            trainer, losses = self._stage_trainer(way), []
-        else:
-            trainer, losses = self._trainer(way), []
-            if way.every > 1 or (way.codec == "fp32" and asked.every):
-                states, before = self._warm(way.seed)
-                losses.extend(before)
-                for unit, state in states.items():
-                    trainer.optimizer.load_unit_state(unit, state)
-                trainer.step = asked.warm // way.every
-        while trainer.step < trainer.config.run.steps:
-            losses.append(trainer.train_step().loss)
-            if not np.isfinite(losses[-1]):
-                raise SystemExit(f"{way}: the loss of step {trainer.step} is not finite")
+        exact_on_gpu = self._on_gpu and way.every == 1
+        trainer = self._stage_trainer(way) if exact_on_gpu else self._trainer(way)
+        losses: list[float] = []
+        before = 0.0
+        if (kept := self._checkpoints.load(way.name)) is not None:
+            states, noted = kept
+            _load(trainer, states)
+            trainer.step, losses, before = noted["step"], noted["losses"], noted["seconds"]
+        elif way.every > 1 or (way.codec == "fp32" and asked.every and not exact_on_gpu):
+            states, warm = self._warm(way.seed)
+            losses.extend(warm)
+            _load(trainer, states)
+            trainer.step = asked.warm // way.every
+        self._train(trainer, way, losses, trainer.config.run.steps, before - began)
         held_out = trainer.validation_loss(self._held_out(trainer))
+        seconds = before + time.monotonic() - began
         found = {
             **asdict(way),
             "commit": commit(),
             "loss_last": float(np.mean(losses[-(LAST_STEPS // way.every) or -1 :])),
             "loss_held_out": held_out,
             "weights_sha256": None if isinstance(trainer, StageTrainer) else trainer.weights_sha256(),
-            "seconds": time.monotonic() - began,
+            "seconds": seconds,
             "losses": [round(loss, 5) for loss in losses],
         }
-        print(f"{way}: held out {held_out:.4f}, {found['seconds']:.0f} s", flush=True)
+        self._checkpoints.drop(way.name)
+        print(f"{way}: held out {held_out:.4f}, {seconds:.0f} s", flush=True)
         return found
+
+    def _train(
+        self, trainer: Trainer, way: Way, losses: list[float], steps: int, spent: float, name: str = ""
+    ) -> None:
+        """Go on to so many steps. Raises Stopped. `spent`: seconds of earlier calls, less the clock's."""
+        name = name or way.name
+        tokens = trainer.config.training.global_batch * trainer.config.model.sequence
+        progress, slowest = Progress(name, steps, tokens), 0.0
+        while trainer.step < steps:
+            began = time.monotonic()
+            losses.append(trainer.train_step().loss)
+            if not np.isfinite(losses[-1]):
+                raise SystemExit(f"{way}: the loss of step {trainer.step} is not finite")
+            progress.step(trainer.step, losses[-1])
+            if way.every == 1 and trainer.step == self._arguments.warm and way.codec == "fp32":
+                self._keep_warm(trainer, way.seed, losses)
+            slowest = max(slowest, time.monotonic() - began)
+            if trainer.step < steps and time.time() + 2 * slowest + SAVE_SECONDS > self._until:
+                noted = {"step": trainer.step, "losses": losses, "seconds": spent + time.monotonic()}
+                self._checkpoints.save(name, _states(trainer), noted)
+                raise Stopped(f"{name}: stopped at step {trainer.step} of {steps}")
+
+    def _keep_warm(self, trainer: Trainer, seed: int, losses: list[float]) -> None:
+        """Where runs of local steps begin: the same for all, and the exact run's."""
+        if self._arguments.every and not self._checkpoints.has(f"warm-{seed}"):
+            self._checkpoints.save(f"warm-{seed}", _states(trainer), {"losses": losses})
 
     @cache  # noqa: B019  # lives as long as the experiment
     def _warm(self, seed: int) -> tuple[States, list[float]]:
-        """The state of every unit after the exact steps that come first, and the losses of these."""
-        trainer = self._trainer(Way(every=1, codec="fp32", seed=seed))
-        losses = [step.loss for step in trainer.train(self._arguments.warm)]
-        return {unit: trainer.optimizer.unit_state(unit) for unit in trainer.optimizer.units}, losses
+        """The state of every unit after the exact steps that come first, and the losses of these. Raises
+        Stopped."""
+        if (kept := self._checkpoints.load(f"warm-{seed}")) is not None:
+            return kept[0], kept[1]["losses"]
+        way = Way(every=1, codec="fp32", seed=seed)
+        trainer = self._stage_trainer(way) if self._on_gpu else self._trainer(way)
+        losses: list[float] = []
+        name = f"warming-{seed}"
+        if (kept := self._checkpoints.load(name)) is not None:
+            _load(trainer, kept[0])
+            trainer.step, losses = kept[1]["step"], kept[1]["losses"]
+        self._train(trainer, way, losses, self._arguments.warm, 0.0, name=name)
+        self._checkpoints.drop(name)
+        return _states(trainer), losses
 
     def _stage_trainer(self, way: Way) -> StageTrainer:
         """Takes exact steps on a GPU as a node does, with passes as CUDA graphs."""
@@ -196,26 +264,81 @@ def _corpus(data: DataSection, *, sequence: int, global_batch: int, seed: int) -
     return Corpus.load(data, sequence=sequence, global_batch=global_batch, seed=seed)
 
 
+def _optimizer(trainer: Trainer) -> StageOptimizer:
+    return trainer.stage.optimizer if isinstance(trainer, StageTrainer) else trainer.optimizer
+
+
+def _states(trainer: Trainer) -> States:
+    optimizer = _optimizer(trainer)
+    return {unit: optimizer.unit_state(unit) for unit in optimizer.units}
+
+
+def _load(trainer: Trainer, states: States) -> None:
+    for unit, state in states.items():
+        _optimizer(trainer).load_unit_state(unit, state)
+    _optimizer(trainer).weights_changed()
+
+
 def main() -> int:
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
+    folder = arguments.parts or arguments.out.with_suffix(".parts")
+    if arguments.merge:
+        _merge(arguments.out, Parts(folder, None))
+        return 0
+    if arguments.data is None and arguments.tokens is None:
+        parser.error("give --data or --tokens")
     torch.set_num_threads(arguments.threads)
     experiment = Experiment(arguments)
-    report = _open_report(arguments, experiment.config)
-    made = {(run["every"], run["codec"], run["seed"]) for run in report["runs"]}
-    for way in experiment.ways():
-        if (way.every, way.codec, way.seed) not in made:
-            report["runs"].append(experiment.run(way))
-            write(arguments.out, report)
-    print("scripts/docs/tables.py puts these into the documents")
-    return 0
+    parts = Parts(folder, cache(lambda: _header(arguments, experiment.config)))
+    earlier = _merge(arguments.out, parts) if arguments.worker is None else []
+    ways = {way.name: way for way in experiment.ways() if asdict(way) not in earlier}
+    well = True
+    if arguments.worker is not None:
+        _run(experiment, ways[arguments.worker], parts)
+    elif arguments.gpus:
+        command = [sys.executable, "-m", "scripts.experiments.sync_loss", *sys.argv[1:]]
+        until = time.time() + arguments.time_limit
+        well = deal(ways, parts.has, [*command, "--until", str(until)], arguments.gpus, until)
+    else:
+        for way in ways.values():
+            if _run(experiment, way, parts):
+                _merge(arguments.out, parts)
+    if arguments.worker is None:
+        _merge(arguments.out, parts)
+        print("scripts/docs/tables.py puts these into the documents")
+    return 0 if well else 1
 
 
-def _open_report(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    """The report in `--out` if it has the same settings, to add runs to; else a new one."""
+def _run(experiment: Experiment, way: Way, parts: Parts) -> bool:
+    """Whether it ended."""
+    if parts.has(way.name):
+        return False
+    try:
+        parts.put(way.name, experiment.run(way))
+    except Stopped as stopped:
+        print(stopped, flush=True)
+        return False
+    return True
+
+
+def _merge(out: Path, parts: Parts) -> list[dict[str, Any]]:
+    """Write the report with all finished runs; the ways of these."""
+    earlier = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
+    report = parts.merged(earlier, WAY)
+    if report is None or not report["runs"]:
+        return []
+    report["runs"].sort(key=lambda run: (run["seed"], run["every"], run["codec"]))
+    write(out, report)
+    return [{name: run[name] for name in WAY} for run in report["runs"]]
+
+
+def _header(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    """The report without runs."""
     cuda = arguments.device != "cpu"
     text: Path = arguments.data or arguments.tokens / TOKENS
     sync, units = SyncSection(), unit_names(config.model)
-    report: dict[str, Any] = {
+    return {
         "experiment": "sync_loss",
         "commit": commit(),
         "hardware": torch.cuda.get_device_name() if cuda else hardware(),
@@ -238,17 +361,11 @@ def _open_report(arguments: argparse.Namespace, config: RunConfig) -> dict[str, 
         "held_out_windows": HELD_OUT_WINDOWS,
         "runs": [],
     }
-    if arguments.out.exists():
-        before: dict[str, Any] = json.loads(arguments.out.read_text(encoding="utf-8"))
-        # Runs say of which commit they are.
-        if {**before, "commit": report["commit"], "runs": []} == json.loads(json.dumps(report)):
-            return before
-    return report
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure what packed sums and local steps cost in loss.")
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--data", type=Path, help="text to train on")
     source.add_argument(
         "--tokens", type=Path, help="folder of token ids, as for `convergence`; windows of its length"
@@ -279,6 +396,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--every", type=int, nargs="*", default=EVERY)
     parser.add_argument("--local-codec", default=SyncSection().codec)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--gpus", type=int, nargs="+", help="their numbers: a process each, a run at a time")
+    parser.add_argument("--time-limit", type=float, default=1e9, help="seconds of this call")
+    parser.add_argument("--checkpoints", type=Path, help="folder for runs that the time limit stops")
+    parser.add_argument("--parts", type=Path, help="folder of finished runs; by default beside --out")
+    parser.add_argument("--merge", action="store_true", help="only add what --parts holds to --out")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=OUT)
     return parser
 
