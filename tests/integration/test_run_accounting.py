@@ -14,7 +14,7 @@ from tests.support.run_harness import SMALL, Run
 STAGES = 3
 CONFIG = replace(
     SMALL,
-    run=replace(SMALL.run, steps=30),
+    run=replace(SMALL.run, steps=15),
     model=replace(SMALL.model, layers=3, hidden=64, ffn=96, sequence=64, tied=True),
     training=replace(SMALL.training, microbatch=4),
     pipeline=replace(SMALL.pipeline, stages=STAGES, forward_codec="tah", backward_codec="fixed-8"),

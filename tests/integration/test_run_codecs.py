@@ -16,7 +16,7 @@ from tests.support.run_harness import SMALL, TINY, Still
 
 CONFIG = replace(
     SMALL,
-    run=replace(SMALL.run, steps=20),
+    run=replace(SMALL.run, steps=13),
     model=TINY,
     pipeline=replace(SMALL.pipeline, stages=2, forward_codec="auto", backward_codec="auto", min_bits=3.0),
     coordinator=replace(SMALL.coordinator, regroup_seconds=0.5),

@@ -10,10 +10,12 @@ from node.cli.main import main
 from node.config.schema import LoraSection, RunConfig
 from node.coordinator.store import Store
 from node.faults import Fault, Kind, Phase
+from node.pipeline.placement import chunk_units
 from node.telemetry.events import HeldOutLoss
 from node.telemetry.history import read_history
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
+from tests.support.memory_pipeline import reference_run
 from tests.support.run_harness import Run
 
 pytestmark = pytest.mark.timeout(240)
@@ -45,28 +47,26 @@ def test_a_run_that_is_measured_has_the_bits_of_one_that_is_not(
     config = replace(config, model=model, pipeline=pipeline)
     if lora:
         config = replace(config, lora=LoraSection(rank=2, dropout=0.2))
-    weights = []
-    for name, used in (("measured", config), ("plain", measured(config, every=0))):
-        with Run(tmp_path / name, used, launch=prefork.popen) as run:
-            coordinator = run.start()
-            run.add_nodes(stages)
-            assert coordinator.wait_exit() == 0
-            run.assert_quiet()
-            weights.append((run.losses, run.weights_sha256))
-            told = coordinator.all(HeldOutLoss)
-            assert [one.step for one in told] == ([2, 4, 6] if used is config else [])
-            if used is not config:
-                continue
-            for one in told:
-                assert one.samples == 12 and one.loss is not None
-                assert one.loss != one.uncompressed, "as trained is with the codec"
-                assert one.loss == pytest.approx(one.uncompressed, rel=0.05)
-                assert one.uncompressed == pytest.approx(evaluated(run, one.step, capsys), abs=1e-5)
-            in_history = [entry.event for entry in read_history(run.run_dir)]
-            assert [event for event in in_history if isinstance(event, HeldOutLoss)] == told
-            best = min(told, key=lambda one: one.uncompressed)
-            assert evaluated(run, best.step, capsys) == pytest.approx(best.uncompressed, abs=1e-5)
-    assert weights[0] == weights[1]
+    with Run(tmp_path, config, launch=prefork.popen) as run:
+        coordinator = run.start()
+        run.add_nodes(stages)
+        assert coordinator.wait_exit() == 0
+        run.assert_quiet()
+        told = coordinator.all(HeldOutLoss)
+        assert [one.step for one in told] == [2, 4, 6]
+        for one in told:
+            assert one.samples == 12 and one.loss is not None
+            assert one.loss != one.uncompressed, "as trained is with the codec"
+            assert one.loss == pytest.approx(one.uncompressed, rel=0.05)
+            assert one.uncompressed == pytest.approx(evaluated(run, one.step, capsys), abs=1e-5)
+        in_history = [entry.event for entry in read_history(run.run_dir)]
+        assert [event for event in in_history if isinstance(event, HeldOutLoss)] == told
+        best = min(told, key=lambda one: one.uncompressed)
+        assert evaluated(run, best.step, capsys) == pytest.approx(best.uncompressed, abs=1e-5)
+        # The unsplit model measures nothing.
+        steps, weights = reference_run(config, config.run.steps, chunk_units(config, stages))
+        assert run.losses == {number: step.loss for number, step in enumerate(steps, start=1)}
+        assert run.weights_sha256 == weights
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -79,31 +79,6 @@ def the_state_is_here(event: Event) -> bool:
     return isinstance(event, Notice) and "the state is here" in event.text
 
 
-def assert_entered_after_a_snapshot(run: FaultRun) -> None:
-    """The second row loaded a snapshot of its own, and entered after at least one step that followed it."""
-    assert [len(rows) for rows in grids(run)] == [1, 2]
-    first, last = (stored.step for stored in run.all(SnapshotStored))
-    resumed = run.all(PlacementMade)[-1].resume_step
-    assert resumed is not None and first < resumed < last
-
-
-def test_a_row_enters_while_steps_go_on(prefork: Prefork, tmp_path: Path) -> None:
-    """Two nodes come to a run of one row: they follow its steps from a snapshot that nobody waits for."""
-    early, later = replace(HOLD, step=3), replace(HOLD, step=12)
-    with FaultRun(tmp_path, LONG, [early, later], launch=prefork.popen) as run:
-        with held(run, later):
-            with held(run, early):
-                run.start()
-                run.add_nodes(2)
-                assert run.tend(until=a_step_is_done) is None
-                run.add_spare()
-                run.add_spare()
-                assert run.tend(until=until_joined(2)) is None
-            assert run.tend(until=the_state_is_here) is None
-        run.assert_ends_undisturbed()
-        assert_entered_after_a_snapshot(run)
-
-
 def test_a_node_that_is_started_again_is_back_in_its_row_before_the_next_snapshot(
     prefork: Prefork, tmp_path: Path
 ) -> None:
@@ -175,7 +150,8 @@ def test_a_run_whose_nodes_all_die_in_a_round_goes_on_from_a_snapshot_with_the_o
 
 
 def test_a_row_enters_while_rounds_go_on(prefork: Prefork, tmp_path: Path) -> None:
-    """It follows them by the summed changes."""
+    """Two nodes come to a run of one row: they follow its rounds, by the summed changes, from a snapshot that
+    nobody waits for."""
     config = replace(ROUNDS, run=replace(ROUNDS.run, steps=24, snapshot_every=24))
     early, later = replace(HOLD, step=3), replace(HOLD, step=10)
     with FaultRun(tmp_path, config, [early, later], launch=prefork.popen) as run:
@@ -189,4 +165,7 @@ def test_a_row_enters_while_rounds_go_on(prefork: Prefork, tmp_path: Path) -> No
                 assert run.tend(until=until_joined(2)) is None
             assert run.tend(until=the_state_is_here) is None
         run.assert_ends_undisturbed()
-        assert_entered_after_a_snapshot(run)
+        assert [len(rows) for rows in grids(run)] == [1, 2]
+        first, last = (stored.step for stored in run.all(SnapshotStored))
+        resumed = run.all(PlacementMade)[-1].resume_step
+        assert resumed is not None and first < resumed < last, "after at least one step that followed it"

@@ -11,7 +11,10 @@ import pytest
 from tests.support.fault_prefork import Prefork
 from tests.support.strangers import SIEGES, Siege, besiege
 
-SHORT = [replace(siege, calm_seconds=0.2, seconds=2.5) for siege in SIEGES]
+SHORT = [
+    replace(siege, calm_seconds=0.2, seconds=2.5, joins_a_second=siege.joins_a_second // 2)
+    for siege in SIEGES
+]
 
 
 @pytest.mark.timeout(600)  # it starts six processes, most of them one after the other
