@@ -349,8 +349,8 @@ class PlannedStage:
         return self.plan(tuple(choices), memory_bytes, state=Moved(*solution.state))
 
     def least(self) -> MemoryPlan:
-        """The plan that takes the least memory, of all blocks alike or, where host memory does not do for
-        all, of as many as it does for and the others alike: what a choice saves grows with their number."""
+        """The plan that takes the least memory, of all blocks alike but for the last, or of as many as host
+        memory does for: what a choice saves grows with their number."""
         plans = [
             self.plan(choices, state=state)
             for state in self._most_state()
@@ -377,16 +377,15 @@ class PlannedStage:
         names, columns = tuple(self.columns), tuple(self.columns.values())
         # Of those that take no host memory, what leaves least on the device, kept or at work.
         without = [k for k, column in enumerate(columns) if column.host == 0]
-        others = {
-            min(without, key=lambda k: (columns[k].there, columns[k].working)),
-            min(without, key=lambda k: (columns[k].working, columns[k].there)),
-            min(without, key=lambda k: columns[k].there + columns[k].working),
-        }
+        others, ends = _least(columns, without), _least(columns, [k for k in without if stays(columns[k])])
         for one, column in enumerate(columns):
             yield self.alike(names[one])
+            for end in ends:
+                alike = ([one] * (count - 1) + [end] * (count > 0) for count in self.blocks)
+                yield tuple(names[k] for own in alike for k in own)
             if column.host == 0 or column.host * sum(map(mul, self._held, self.blocks)) <= host:
                 continue
-            for other in sorted(others):
+            for other in others:
                 room, found = host, list[Choice]()
                 for held, blocks in zip(self._held, self.blocks, strict=True):
                     count = min(blocks, max(0, room) // (held * column.host))
@@ -426,6 +425,16 @@ class PlannedStage:
 def _size(sizes: StoredBytes, kind: str) -> int:
     found: int = getattr(sizes, kind)
     return found
+
+
+def _least(columns: Sequence[Column], among: Sequence[int]) -> list[int]:
+    """Those that leave least on the device between passes, at work, and in all."""
+    found = (
+        min(among, key=lambda k: (columns[k].there, columns[k].working)),
+        min(among, key=lambda k: (columns[k].working, columns[k].there)),
+        min(among, key=lambda k: columns[k].there + columns[k].working),
+    )
+    return sorted(set(found))
 
 
 def _unbeaten(columns: dict[Choice, Column]) -> dict[Choice, Column]:
