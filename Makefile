@@ -82,7 +82,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # While one core installs what tests need, the other compiles what nodes import and the codecs, as scripts/test would.
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/pip
 	$(INSTALL)
-	{ $(COMPILE) && .venv/bin/python -m tests.support.compile_codecs; } & \
+	{ $(COMPILE) && .venv/bin/python -m tests.support.compile_codecs && touch .venv/compiled; } & \
 	{ $(PIP_INSTALL) -c constraints.txt 'thinwire[dev]' && { \
 	  [ "`uname -s`" != Linux ] || .venv/bin/python -c 'import triton' 2>/dev/null || \
 	  $(PIP_INSTALL) --no-deps $(TRITON); }; }; installed=$$?; wait $$! && exit $$installed

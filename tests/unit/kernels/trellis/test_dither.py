@@ -38,7 +38,7 @@ def test_small_elements_are_not_lost(rate: float) -> None:
     `trellis` keeps its error, and the small rows with it; that of `dither` averages out, as noise does."""
     x = normal(32, 128) * 1e-5
     x[:8] /= 32
-    small, spec, times = slice(0, 8), TensorSpec(x.dtype, tuple(x.shape)), 48
+    small, spec, times = slice(0, 8), TensorSpec(x.dtype, tuple(x.shape)), 32
 
     def mean(name: str) -> tuple[torch.Tensor, float]:
         total, error = torch.zeros_like(x, dtype=torch.float64), 0.0

@@ -35,6 +35,7 @@ from tests.unit.node.pipeline.test_memory import run
 from wire.errors import ConfigError
 
 GPU, CPU = Devices(on_cpu=False), Devices()
+HOST_MEMORY = replace(GPU, host_bytes=10**12)
 
 
 def allowing(*forms: str, **section: str) -> RunConfig:
@@ -74,8 +75,11 @@ def times_with(config: RunConfig, packing: float) -> BlockTimes:
     )
 
 
-@pytest.mark.parametrize("packing", [0.0, 1.0, 50.0])
-@pytest.mark.parametrize("devices", [GPU, replace(GPU, host_bytes=10**12)], ids=["gpu", "host memory"])
+@pytest.mark.parametrize(
+    ("devices", "packing"),
+    [(GPU, 0.0), (GPU, 1.0), (HOST_MEMORY, 0.0), (HOST_MEMORY, 50.0)],
+    ids=["gpu-0", "gpu-1", "host memory-0", "host memory-50"],
+)
 def test_a_stage_gets_the_fastest_storage_and_of_equals_the_most_bits(
     devices: Devices, packing: float
 ) -> None:

@@ -220,7 +220,7 @@ class RunWorld(RuleBasedStateMachine):
 
 
 RunWorld.TestCase.settings = settings(
-    max_examples=examples(150),
+    max_examples=examples(100),
     stateful_step_count=80,
     suppress_health_check=list(HealthCheck),
 )

@@ -80,15 +80,18 @@ def test_reports_name_the_codec_of_the_step() -> None:
 
 
 VARIANTS = {
-    "tied, head first": changed(model={"tied": True}, pipeline={"head": "first"}),
-    "gpt2, one stage": changed(model={"family": "gpt2"}, pipeline={"stages": 1}),
+    "tied, head first, bf16": changed(
+        model={"tied": True}, pipeline={"head": "first"}, training={"precision": "bfloat16"}
+    ),
     "interleaved": changed(model={"layers": 4}, pipeline={"chunks": 2}, training={"global_batch": 16}),
     "wide window, four local steps": changed(
         training={"global_batch": 16}, pipeline={"window": 3}, sync={"every": 4}
     ),
-    "bf16": changed(training={"precision": "bfloat16"}),
-    "from initial weights, without clipping or momentum": changed(
-        training={"clip": 0.0}, sync={"warmup": 0, "outer_momentum": 0.0}
+    "gpt2, one stage, from initial weights, without clipping or momentum": changed(
+        model={"family": "gpt2"},
+        pipeline={"stages": 1},
+        training={"clip": 0.0},
+        sync={"warmup": 0, "outer_momentum": 0.0},
     ),
     "adapters": replace(CONFIG, lora=LoraSection(rank=4, dropout=0.1)),
 }
