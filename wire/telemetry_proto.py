@@ -1,5 +1,6 @@
 """The protobuf form of `telemetry.py`. Parsing rejects values that would harm a reader."""
 
+import functools
 import math
 from enum import IntEnum
 from typing import TypeVar
@@ -56,11 +57,15 @@ def telemetry_to_proto(telemetry: Telemetry) -> control_pb2.Telemetry:
 
 def telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
     """Raises `ProtocolViolationError` for an unknown direction or a wrong number."""
+    times = {}
+    for entry in message.times:
+        spent = entry.seconds
+        times[_word(entry.kind)] = spent if 0.0 <= spent <= LONGEST_SECONDS else seconds(spent, entry.kind)
     return Telemetry(
         epoch=message.epoch,
-        times={line(entry.kind): seconds(entry.seconds, entry.kind) for entry in message.times},
+        times=times,
         wall_seconds=seconds(message.wall_seconds, "wall time"),
-        links=tuple(_link_from_proto(link) for link in message.links),
+        links=tuple([_link_from_proto(link) for link in message.links]),
         memory_bytes=count(message.memory_bytes, "memory"),
         peak_memory_bytes=count(message.peak_memory_bytes, "peak memory"),
         gpu_memory_bytes=count(message.gpu_memory_bytes, "a GPU's memory"),
@@ -89,30 +94,65 @@ def _link_to_proto(link: LinkReport) -> control_pb2.LinkReport:
 
 
 def _link_from_proto(link: control_pb2.LinkReport) -> LinkReport:
+    # A thousand nodes report thousands of links a step, so the checks are written out here; where one fails,
+    # `_check_link` says which.
+    sent, received, queued = link.bytes_sent, link.bytes_received, link.queued_bytes
+    again, rejects, rate = link.retransmits, link.rejects, link.capacity
+    trip, least, busy = link.rtt_seconds, link.least_rtt_seconds, link.busy_seconds
+    flows = []
+    for flow in link.flows:
+        size, elements = flow.bytes_sent, flow.elements_sent
+        if size > MOST or elements > MOST:
+            _check_link(link)
+        direction = _DIRECTIONS.get(flow.direction)
+        if direction is None:
+            direction = member(Direction, flow.direction)
+        flows.append(
+            FlowReport(direction=direction, codec=_word(flow.codec), bytes_sent=size, elements_sent=elements)
+        )
+    if not (
+        max(sent, received, queued, again, rejects) <= MOST
+        and 0.0 <= rate <= MOST
+        and 0.0 <= trip <= LONGEST_SECONDS
+        and 0.0 <= least <= LONGEST_SECONDS
+        and 0.0 <= busy <= LONGEST_SECONDS
+    ):
+        _check_link(link)
     return LinkReport(
         peer_stage=link.peer_stage,
-        bytes_sent=count(link.bytes_sent, "bytes sent"),
-        bytes_received=count(link.bytes_received, "bytes received"),
-        retransmits=count(link.retransmits, "retransmits"),
-        rejects=count(link.rejects, "rejects"),
-        rtt_seconds=seconds(link.rtt_seconds, "round trip"),
-        least_rtt_seconds=seconds(link.least_rtt_seconds, "least round trip"),
-        capacity=amount(link.capacity, "capacity"),
-        busy_seconds=seconds(link.busy_seconds, "busy time"),
-        queued_bytes=count(link.queued_bytes, "bytes that wait"),
-        flows=tuple(
-            FlowReport(
-                direction=member(Direction, flow.direction),
-                codec=line(flow.codec),
-                bytes_sent=count(flow.bytes_sent, "a flow's bytes"),
-                elements_sent=count(flow.elements_sent, "a flow's elements"),
-            )
-            for flow in link.flows
-        ),
+        bytes_sent=sent,
+        bytes_received=received,
+        retransmits=again,
+        rejects=rejects,
+        rtt_seconds=trip,
+        least_rtt_seconds=least,
+        capacity=rate,
+        busy_seconds=busy,
+        queued_bytes=queued,
+        flows=tuple(flows),
         peer_replica=link.peer_replica,
-        path=line(link.path)[:LONGEST_PATH],
-        not_together=line(link.not_together)[:LONGEST_PATH],
+        path=_word(link.path)[:LONGEST_PATH],
+        not_together=_word(link.not_together)[:LONGEST_PATH],
     )
+
+
+_DIRECTIONS = {int(one): one for one in Direction}
+
+
+def _check_link(link: control_pb2.LinkReport) -> None:
+    """Raises ProtocolViolationError for a number that is out of range."""
+    count(link.bytes_sent, "bytes sent")
+    count(link.bytes_received, "bytes received")
+    count(link.retransmits, "retransmits")
+    count(link.rejects, "rejects")
+    count(link.queued_bytes, "bytes that wait")
+    seconds(link.rtt_seconds, "round trip")
+    seconds(link.least_rtt_seconds, "least round trip")
+    seconds(link.busy_seconds, "busy time")
+    amount(link.capacity, "capacity")
+    for flow in link.flows:
+        count(flow.bytes_sent, "a flow's bytes")
+        count(flow.elements_sent, "a flow's elements")
 
 
 def spans_to_proto(spans: StepSpans) -> control_pb2.StepSpans:
@@ -220,3 +260,7 @@ def line(text: str) -> str:
     """`text` as one line, with characters that could harm a terminal replaced."""
     text = text[:LONGEST_LINE]
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+_word = functools.lru_cache(maxsize=1024)(line)
+"""The same, of words that come again and again."""

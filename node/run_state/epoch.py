@@ -233,7 +233,7 @@ class Epoch:
         """Open the step. Call in `IDLE` only."""
         self._follows_commit = False
         self._open_step()
-        return [Send(node_id=node, message=self._begin(node)) for node in self.hosts]
+        return self._to_rows(self._begin)
 
     def go_on(self) -> list[Action]:
         """Open the next step with the commit of this one: who votes for it has applied this one. In place of
@@ -243,7 +243,7 @@ class Epoch:
         self.steps_done += 1
         self._follows_commit = True
         self._open_step()
-        return [*(Send(node_id=node, message=self._step_message(node)) for node in self.hosts), done]
+        return [*self._to_rows(self._step_message), done]
 
     def _open_step(self) -> None:
         self.phase = Phase.STEPPING
@@ -571,8 +571,7 @@ class Epoch:
     def _commit(self) -> Commit:
         one = self.committed
         assert one is not None, "called only when there is one"
-        clip = one.clip_coefficient
-        return Commit(epoch=self.number, step=one.step, clip_coefficient=clip, lr=one.lr)
+        return Commit(epoch=self.number, step=one.step, clip_coefficient=one.clip_coefficient, lr=one.lr)
 
     @functools.cached_property
     def _rows(self) -> tuple[tuple[PlacedStage, ...], ...]:
@@ -592,6 +591,10 @@ class Epoch:
             replica=replica,
             rows=tuple(rows) if self._group_count > 1 else (),
         )
+
+    def _to_rows(self, message: Callable[[str], CoordinatorMessage]) -> list[Action]:
+        rows = [(row, message(row[0])) for row in map(self.row, range(self.rows))]
+        return [Send(node_id=node, message=one) for row, one in rows for node in row]
 
     def _to_asked(self, message: CoordinatorMessage) -> list[Action]:
         return [Send(node_id=node, message=message) for node in self.asked]

@@ -4,10 +4,10 @@ The coordinator is a real process. The members are *light*: they enrol with a to
 the program's own client, send heartbeats, take places and answer every step, but have no model and no torch.
 Several hundred of them share a process. A vote has the same norms in every row, as honest nodes' have.
 
-Measured: how long enrolments take at a given rate; the coordinator's processor time and memory while all
-members compute for some seconds a step (heartbeats are most of its work then); seconds of a step that members
-answer at once; how long the page and `/metrics` take meanwhile. At last members die without a goodbye
-and new processes of the same nodes come back; nobody may be evicted for it.
+Measured: how long enrolments take at a given rate; the processor time and memory of the coordinator and of
+its gateways while all members compute for some seconds a step (heartbeats are most of their work then);
+seconds of a step that members answer after 50 ms; how long the page and `/metrics` take meanwhile. At last
+members die without a goodbye and new processes of the same nodes come back; nobody may be evicted for it.
 
 `--parts` leaves some of it out. With `--processes 8 --churn-minutes 3` all of it takes about six minutes, if
 there are many cores.
@@ -302,7 +302,10 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
             order(step_seconds=LEAST_STEP)
             report["churn"] = _churn(arguments, crowds, shares, output, coordinator.pid)
             print(json.dumps(report["churn"]), flush=True)
-        report["resident_bytes"] = Sample.of(coordinator.pid).resident
+        end = Usage.of(coordinator.pid)
+        report["resident_bytes"] = end.core.resident
+        report["gateways"] = len(end.gateways)
+        report["gateways_resident_bytes"] = sum(one.resident for one in end.gateways.values())
         report["ended"] = len(events("ended"))
         report["left"] = len(output.of("node-left"))
         report["notices"] = [event["text"] for event in output.of("notice")][-20:]
@@ -325,7 +328,9 @@ def _steps(pid: int, output: Output, seconds: float, page: str, nodes: int) -> d
         "step_median_unlooked": statistics.median(calm_seconds) if calm else None,
         "step_most": max((event["seconds"] for event in steps), default=None),
         "cpu_share": used["cpu_share"],
+        "gateways_cpu_share": used["gateways_cpu"] / used["seconds"],
         "gateway_most_share": used["gateway_most_share"],
+        "cpu_a_step": used["core_cpu"] / max(1, calm),
         "core_ms_a_member_and_step": 1000 * used["core_cpu"] / member_steps,
         "gateways_ms_a_member_and_step": 1000 * used["gateways_cpu"] / member_steps,
         "view_median": statistics.median(views),
@@ -340,12 +345,12 @@ def _churn(
 ) -> dict[str, Any]:
     """Members die at random and come back, `--churn` of all a minute."""
     random.seed(0)
-    done, nodes, before = len(output.of("step")), sum(shares), Sample.of(pid)
+    done, nodes, before = len(output.of("step")), sum(shares), Usage.of(pid)
     pause = 60 / (arguments.churn * nodes)
     end = time.monotonic() + arguments.churn_minutes * 60
     deaths = 0
     for number in itertools.count(1):
-        if (wait := before.at + number * pause - time.monotonic()) > 0:
+        if (wait := before.core.at + number * pause - time.monotonic()) > 0:
             time.sleep(wait)
         if time.monotonic() > end:
             break
@@ -354,7 +359,7 @@ def _churn(
         process.stdin.write(json.dumps({"kill": random.randrange(shares[crowd])}) + "\n")
         process.stdin.flush()
         deaths += 1
-    after = Sample.of(pid)
+    used = Usage.of(pid).since(before)
     bad = [e["text"] for e in output.of("notice") if "evict" in e["text"] or "quarantin" in e["text"]]
     return {
         "minutes": arguments.churn_minutes,
@@ -363,7 +368,8 @@ def _churn(
         "steps": len(output.of("step")) - done,
         "aborted": len(output.of("step-aborted")),
         "evicted": len(bad),
-        "cpu_share": (after.cpu - before.cpu) / (after.at - before.at),
+        "cpu_share": used["cpu_share"],
+        "gateway_most_share": used["gateway_most_share"],
     }
 
 

@@ -159,6 +159,15 @@ def many_nodes() -> str:
         ["`/metrics` then, median", milliseconds(slow["metrics_median"])],
         ["memory of the coordinator", f"{report['resident_bytes'] / 1e6:.0f} MB"],
     ]
+    if count := report.get("gateways"):
+        rows.append(["gateways", str(count)])
+        rows.append(
+            [
+                "their processor seconds in a step",
+                f"{step['gateways_ms_a_member_and_step'] * report['nodes'] / 1e3:.2f}",
+            ]
+        )
+        rows.append(["memory of all gateways", f"{report['gateways_resident_bytes'] / 1e6:.0f} MB"])
     if churn := report.get("churn"):
         gone = f"{churn['deaths']} members die and return in {churn['minutes']:g} min"
         rows.append([f"{gone}: steps done, aborted", f"{churn['steps']}, {churn['aborted']}"])
