@@ -85,6 +85,9 @@ class CodecError(ThinwireError):
 class NonFiniteError(CodecError):
     """A tensor holds infinities or NaNs; it is refused at the encoder and at the decoder."""
 
+    row = 0
+    """Of tensors that were packed together, the one that does."""
+
 
 class PackedMismatchError(CodecError):
     """Packed bytes differ from what was negotiated: codec, parameters, dtype, shape, length or checksum."""

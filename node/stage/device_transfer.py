@@ -9,6 +9,7 @@ GPU's come from torch's caching allocators, so in the steady state nothing is al
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from node.stage.host_buffers import LEAST_BYTES, HostBuffers
 from wire.codecs import header, host_copies
-from wire.codecs.base import Codec
+from wire.codecs.base import ROW_BYTES, Codec
 from wire.codecs.host_copies import HostCopies, Mark
+from wire.errors import NonFiniteError
 from wire.spec import TensorSpec
 
 
@@ -113,6 +115,41 @@ class CudaTransfer(DeviceTransfer):
         done.synchronize()
         header.seal(host.numpy())
         return host
+
+    def pack_rows(self, codec: Codec, values: Tensor, mark: Any) -> list[Tensor]:
+        """`pack` of every row of fp32 `[n, C]`, as a tensor by itself, with one wait for all.
+
+        Raises NonFiniteError, whose `row` says which it was.
+        """
+        with self._streams.stream(self._packing):
+            self._packing.wait_event(mark)
+            packed = codec.pack_rows(values)
+            whole = packed.as_strided((len(packed), packed.stride(0)), (packed.stride(0), 1))
+            host, done = self._copies.fetch(whole)
+        done.synchronize()
+        found = [row[: packed.shape[1]] for row in host]
+        for number, row in enumerate(found):
+            try:
+                header.seal(row.numpy())
+            except NonFiniteError as error:
+                error.row = number
+                raise
+        return found
+
+    def unpack_rows(self, codec: Codec, packed: Sequence[Tensor], spec: TensorSpec) -> tuple[Tensor, Any]:
+        """`unpack` of many tensors of one spec `[C]`, fp32, as rows of one: `[n, C]`."""
+        found = [codec.open(one.numpy(), spec) for one in packed]
+        size = len(packed[0])
+        host = self._copies.room((len(packed), -(-size // ROW_BYTES) * ROW_BYTES), torch.uint8)
+        for row, one in zip(host, packed, strict=True):
+            row[:size].copy_(one)
+        with self._streams.stream(self._unpacking):
+            on_device = torch.empty_like(host, device=self._device)
+            on_device.copy_(host, non_blocking=True)
+            values = codec.unpack_rows(on_device, spec, found)
+            there = self._streams.Event(blocking=True)
+            there.record(self._unpacking)
+        return values, there
 
     def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, Any]:
         found = codec.open(packed.numpy(), spec)

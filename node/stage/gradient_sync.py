@@ -15,7 +15,7 @@ from torch import Tensor
 
 from node.config.schema import RunConfig
 from node.pipeline.gradient_groups import ROOT, Fold, Piece, RowShare, model_pieces, owners, piece_bytes
-from node.stage.device_transfer import DeviceTransfer, device_transfer
+from node.stage.device_transfer import CudaTransfer
 from node.stage.digests import StepDigests
 from node.stage.inbox import StepInterrupted
 from node.stage.tensor_transfer import BadTensorError
@@ -45,9 +45,9 @@ class SyncIO(Protocol):
 
 
 class DevicePacking:
-    """`node.training.group_sums.Packing` for a GPU, on streams beside the stage's compute."""
+    """`node.training.group_sums.RowPacking` for a GPU, on streams beside the stage's compute."""
 
-    def __init__(self, device: DeviceTransfer) -> None:
+    def __init__(self, device: CudaTransfer) -> None:
         self._device = device
 
     def pack(self, which: Codec, tensor: Tensor) -> Tensor:
@@ -58,9 +58,22 @@ class DevicePacking:
         self._device.wait(tensor, mark)
         return tensor
 
+    def pack_rows(self, which: Codec, values: Tensor) -> list[Tensor]:
+        return self._device.pack_rows(which, values, self._device.mark())
+
+    def unpack_rows(self, which: Codec, packed: Sequence[Tensor], spec: TensorSpec) -> Tensor:
+        values, mark = self._device.unpack_rows(which, packed, spec)
+        self._device.wait(values, mark)
+        return values
+
+
+def _piece_sums(packing: Packing, *, uncompressed: bool = False) -> PieceSums:
+    rows = packing if isinstance(packing, DevicePacking) else None
+    return PieceSums(packing, rows=rows, uncompressed=uncompressed)
+
 
 def _packing(device: torch.device) -> Packing:
-    return DevicePacking(device_transfer(device)) if device.type == "cuda" else CodecPacking(device)
+    return DevicePacking(CudaTransfer(device)) if device.type == "cuda" else CodecPacking(device)
 
 
 class SyncPlan:
@@ -146,8 +159,8 @@ class GradientSync:
         """
         self._plan, self._io, self._keep, self._digests = plan, io, keep, digests
         self._place = epoch, step
-        self._sums = PieceSums(self._packing, uncompressed=plan.uncompressed)
-        self._joined = PieceSums(self._joining, uncompressed=plan.uncompressed)
+        self._sums = _piece_sums(self._packing, uncompressed=plan.uncompressed)
+        self._joined = _piece_sums(self._joining, uncompressed=plan.uncompressed)
         self._folds = {
             piece.number: self._sums.fold(piece) for unit in plan.units for piece in plan.pieces[unit]
         }
@@ -164,7 +177,9 @@ class GradientSync:
 
         def work() -> None:
             for unit in plan.units:
-                if unit in gradients:
+                if unit in gradients and self._sums.together:
+                    self._take_leaves(plan.pieces[unit], group, gradients[unit])
+                elif unit in gradients:
                     for piece in plan.pieces[unit]:
                         self._take_leaf(piece, group, gradients[unit])
 
@@ -190,7 +205,7 @@ class GradientSync:
     def read(self, plan: SyncPlan, sums: Mapping[str, bytes]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """What `finish` gave on the node that kept these packed sums, by unit. Raises PackedMismatchError or
         NonFiniteError for bytes that no node keeps."""
-        joining = PieceSums(self._joining)
+        joining = _piece_sums(self._joining)
         for unit in plan.units:
             pieces = plan.pieces[unit]
             if len(sums[unit]) != plan.unit_bytes(unit):
@@ -230,6 +245,24 @@ class GradientSync:
         if group not in plan.share.groups:
             return
         fold.put(plan.share.tree.leaf(group), packed)
+        self._send_subtrees(piece)
+
+    def _take_leaves(self, pieces: Sequence[Piece], group: int, gradients: Mapping[str, Gradient]) -> None:
+        """`_take_leaf` of a unit's pieces, together."""
+        plan = self._plan
+        packed = dict(zip(pieces, self._sums.leaves(pieces, gradients), strict=True))
+        if self._digests is not None:
+            for piece, leaf in packed.items():
+                self._digests.note_piece(group, piece, leaf)
+        if group not in plan.share.groups:
+            return
+        self._sums.put(self._folds, plan.share.tree.leaf(group), packed)
+        for piece in pieces:
+            self._send_subtrees(piece)
+
+    def _send_subtrees(self, piece: Piece) -> None:
+        """Send what is whole of a piece to its owner, if another row owns it."""
+        plan, fold = self._plan, self._folds[piece.number]
         if plan.is_own(piece):
             return
         for node in plan.share.subtrees[plan.share.replica]:
@@ -240,11 +273,15 @@ class GradientSync:
     def _sum_up(self, unit: str) -> None:
         """Add other rows' subtrees to the pieces that this row owns, and send the sums."""
         plan, share = self._plan, self._plan.share
-        for piece in plan.pieces[unit]:
-            if not plan.is_own(piece):
-                continue
-            for row in range(share.rows):
-                for node in share.subtrees[row] if row != share.replica else ():
+        own = [piece for piece in plan.pieces[unit] if plan.is_own(piece)]
+        others = [node for row in range(share.rows) if row != share.replica for node in share.subtrees[row]]
+        if self._sums.together:
+            for node in others:
+                taken = {piece: self._take(piece, node, Direction.SYNC_SHARE) for piece in own}
+                self._sums.put(self._folds, node, taken)
+        for piece in own:
+            if not self._sums.together:
+                for node in others:
                     self._folds[piece.number].put(node, self._take(piece, node, Direction.SYNC_SHARE))
             for row in range(share.rows):
                 if row != share.replica:

@@ -8,6 +8,7 @@ from kernels.common.tiles import NON_FINITE
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.model.units import unit_names
 from node.pipeline.gradient_groups import model_pieces
+from node.stage.device_transfer import CudaTransfer
 from node.training.device_sums import DeviceSums
 from node.training.group_sums import CodecPacking, GroupSums
 from wire.codecs.header import EXPONENT
@@ -61,6 +62,24 @@ def test_many_rows_are_each_by_itself(name: str) -> None:
         assert torch.equal(packed[number, :60], alone[:60])
         assert torch.equal(packed[number, 64:], alone[64:])
         assert torch.equal(values[number], which.decode(alone, TensorSpec(x.dtype, (65536,))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_node_packs_and_unpacks_rows_as_the_cpu_does(name: str) -> None:
+    x, which, device = rows(65536), codec(name), CudaTransfer(torch.device("cuda", 0))
+    spec = TensorSpec(x.dtype, (65536,))
+    on_gpu = x.cuda()
+    packed = device.pack_rows(which, on_gpu, device.mark())
+    for row, one in zip(x, packed, strict=True):
+        assert torch.equal(one, which.encode(row))
+    values, mark = device.unpack_rows(which, packed, spec)
+    device.wait(values, mark)
+    expected = torch.stack([which.decode(one, spec) for one in packed])
+    assert torch.equal(values.cpu().view(torch.int32), expected.view(torch.int32))
+    on_gpu[3, 77] = float("nan")
+    with pytest.raises(NonFiniteError) as refused:
+        device.pack_rows(which, on_gpu, device.mark())
+    assert refused.value.row == 3
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -6,6 +6,7 @@ the device.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -183,6 +184,19 @@ class Codec(ABC):
         records.view(torch.int32)[:, wire_header.EXPONENT.start // 4] = exponents
         return records[:, :size]
 
+    def unpack_rows(self, records: torch.Tensor, spec: TensorSpec, headers: Sequence[Header]) -> torch.Tensor:
+        """`unpack` of many tensors of one spec `[C]` in fp32, which `open` has checked: fp32 `[n, C]`.
+
+        Args:
+            records: uint8 `[n, k * ROW_BYTES]`, contiguous; each row begins with a packed tensor.
+            headers: what `open` returned for each.
+
+        The host waits once for all rows where a GPU has kernels for that. Raises as `unpack`.
+        """
+        out = torch.empty(len(headers), *spec.shape, dtype=spec.dtype, device=records.device)
+        self._unpack_rows(records, out, headers)
+        return out
+
     def round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What `decode` gives for the packed form of every row of x, fp32 `[n, C]`, each a tensor by itself:
         fp32 `[n, C]`, and the rows' exponents, int32 `[n]`.
@@ -197,6 +211,12 @@ class Codec(ABC):
         packed form; return the exponents, int32 `[n]`."""
         found = [self._pack(row, record[HEADER_BYTES:size]) for row, record in zip(x, records, strict=True)]
         return torch.stack(found)
+
+    def _unpack_rows(self, records: torch.Tensor, out: torch.Tensor, headers: Sequence[Header]) -> None:
+        """Fill contiguous `out`, fp32 `[n, C]`."""
+        size = self.packed_bytes(headers[0].spec)
+        for record, header, values in zip(records, headers, out, strict=True):
+            self.unpack(record[:size], header.spec, header, values)
 
     def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`round_trip` of a contiguous tensor."""

@@ -3,6 +3,7 @@
 Payload: scales, fp16 | bit-planes, lowest first, a 64-bit word for each tile. b + 0.25 bits an element.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -23,6 +24,7 @@ from kernels.fixed import ops
 from kernels.fixed import reference as fixed
 from wire.codecs.base import ROW_BYTES, Codec, Layout
 from wire.codecs.formats import HEADER_BYTES, FixedFormat
+from wire.codecs.header import EXPONENT, Header
 from wire.errors import NonFiniteError, PackedMismatchError
 from wire.spec import TensorSpec
 
@@ -97,16 +99,21 @@ class FixedCodec(Codec):
         )
         return exponents
 
-    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not dispatch.has_kernels(x.device.type):
-            return super()._round_trip(x)
+    def _unpack_rows(self, records: torch.Tensor, out: torch.Tensor, headers: Sequence[Header]) -> None:
+        if not dispatch.has_kernels(out.device.type):
+            super()._unpack_rows(records, out, headers)
+            return
+        exponents = records.view(torch.int32)[:, EXPONENT.start // 4].contiguous()
+        self._refuse(int(self._decode_rows(records, out, exponents).max()))
+
+    def _decode_rows(self, records: torch.Tensor, out: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+        """Decode with a GPU's kernels; returns faults, int32."""
         from kernels.fixed import triton
 
-        size = self.packed_bytes(TensorSpec(x.dtype, (x.shape[1],)))
-        records = torch.empty(len(x), -(-size // ROW_BYTES) * ROW_BYTES, dtype=torch.uint8, device=x.device)
-        exponents, out = self._pack_rows(x, records, size), torch.empty_like(x)
-        scales, planes = self._layout((x.shape[1],)).views(records[0, HEADER_BYTES:size])
-        triton.decode_many(
+        scales, planes = self._layout((out.shape[1],)).views(
+            records[0, HEADER_BYTES : self.packed_bytes(TensorSpec(out.dtype, (out.shape[1],)))]
+        )
+        return triton.decode_many(
             scales,
             planes,
             out,
@@ -115,6 +122,14 @@ class FixedCodec(Codec):
             constant=self._constant,
             record=records.shape[1],
         )
+
+    def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not dispatch.has_kernels(x.device.type):
+            return super()._round_trip(x)
+        size = self.packed_bytes(TensorSpec(x.dtype, (x.shape[1],)))
+        records = torch.empty(len(x), -(-size // ROW_BYTES) * ROW_BYTES, dtype=torch.uint8, device=x.device)
+        exponents, out = self._pack_rows(x, records, size), torch.empty_like(x)
+        self._decode_rows(records, out, exponents)
         return out, exponents
 
     def _refuse(self, fault: int) -> None:

@@ -1,6 +1,6 @@
 """`fp32`, `bf16` and `fp16`: the elements as they are, or rounded to nearest even. Baselines."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -14,6 +14,7 @@ from kernels.common.tiles import (
 )
 from wire.codecs.base import Codec
 from wire.codecs.formats import FP16, HEADER_BYTES, RawFormat
+from wire.codecs.header import Header
 from wire.errors import NonFiniteError
 
 # Exponents of fp32's smallest and largest numbers.
@@ -60,6 +61,13 @@ class RawCodec(Codec):
         records[:, HEADER_BYTES:size] = elements.view(torch.uint8)
         return exponents
 
+    def _unpack_rows(self, records: torch.Tensor, out: torch.Tensor, headers: Sequence[Header]) -> None:
+        payload = records[:, HEADER_BYTES : self.packed_bytes(headers[0].spec)]
+        out.copy_(payload.view(self._dtype))
+        # fp32 holds all that the codec's dtype does.
+        if not _finite(out):
+            self._refuse(next(values for values in out if not _finite(values)))
+
     def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         elements, exponents = self._rounded(x)
         return elements.float(), exponents
@@ -96,6 +104,9 @@ class HalfCodec(RawCodec):
         for halves, piece in _pieces(payload.view(torch.float16), tensor.reshape(-1)):
             halves.copy_(normalised(piece, factors))
         return torch.where(finite, exponent, NON_FINITE).int()
+
+    def _unpack_rows(self, records: torch.Tensor, out: torch.Tensor, headers: Sequence[Header]) -> None:
+        Codec._unpack_rows(self, records, out, headers)
 
     def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         halves, exponents = self._rounded(x)

@@ -1,6 +1,7 @@
 """Rows that share a step's gradient groups have the unsplit trainer's losses and weights, bit for bit."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
@@ -20,7 +21,10 @@ from node.config.schema import (
 )
 from node.pipeline.gradient_groups import RowShare, model_pieces, piece_bytes, sync_bytes
 from node.pipeline.placement import split_units
+from node.stage import gradient_sync
+from node.stage.device_transfer import CudaTransfer
 from node.stage.stage_model import StageModel
+from node.training import group_sums
 from node.training.reference import Step
 from tests.support.memory_pipeline import MemoryPipeline, reference_run
 from wire.errors import NonFiniteError
@@ -61,6 +65,48 @@ def trained(config: RunConfig, rows: int = 1) -> tuple[list[Step], str]:
     [(1, "bf16"), (2, "fp32"), (2, "trellis-4.41"), (3, "fixed-8"), (4, "bf16"), (4, "fixed-8")],
 )
 def test_any_number_of_rows_gives_the_bits_of_the_unsplit_model(rows: int, codec: str) -> None:
+    assert trained(synced(codec), rows) == unsplit(synced(codec))
+
+
+class NoStreams:
+    """Stands in for `torch.cuda`: everything is done at once."""
+
+    def Stream(self, device: torch.device) -> "NoStreams":
+        return self
+
+    def Event(self, *, blocking: bool) -> "NoStreams":
+        return self
+
+    def stream(self, stream: "NoStreams") -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def current_stream(self, device: torch.device) -> "NoStreams":
+        return self
+
+    def record(self, stream: "NoStreams") -> None: ...
+
+    def wait_event(self, event: "NoStreams") -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces go together, as on a GPU."""
+
+    def packing(device: torch.device) -> gradient_sync.DevicePacking:
+        return gradient_sync.DevicePacking(CudaTransfer(device, NoStreams(), page_locked=False))
+
+    monkeypatch.setattr(gradient_sync, "_packing", packing)
+
+
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize(("rows", "codec"), [(1, "trellis-4.41"), (2, "fixed-8"), (3, "bf16"), (4, "fp32")])
+def test_pieces_that_go_together_give_the_same_bits(
+    rows: int, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two or three matrices of a block at a time.
+    monkeypatch.setattr(group_sums, "MOST_TOGETHER", 3 * 32 * 48)
     assert trained(synced(codec), rows) == unsplit(synced(codec))
 
 
@@ -184,3 +230,8 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
         model.take_gradients = partial(spoiled, model)  # type: ignore[method-assign, arg-type]
         with pytest.raises(NonFiniteError, match=r"gradient of gate\.weight of block\.0000"):
             stages.outcomes()
+
+
+@pytest.mark.usefixtures("together")
+def test_a_gradient_that_is_not_finite_is_named_where_pieces_go_together() -> None:
+    test_a_gradient_that_is_not_finite_is_named()

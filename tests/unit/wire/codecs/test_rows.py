@@ -1,11 +1,14 @@
 """Rows that go through a codec together: the bytes and values that each has by itself."""
 
+import pytest
 import torch
 
 from kernels.common.tiles import NON_FINITE
 from tests.support.cases import each
-from wire.codecs.header import EXPONENT
+from wire.codecs.base import ROW_BYTES
+from wire.codecs.header import EXPONENT, HEADER_BYTES
 from wire.codecs.registry import codec
+from wire.errors import NonFiniteError
 from wire.spec import TensorSpec
 
 NAMES = ("fp32", "bf16", "fp16", "fixed-2", "fixed-8", "fixed-10", "tah", "trellis-4.41", "dither-3")
@@ -35,6 +38,33 @@ def test_rows_together_are_each_by_itself(name: str, width: int) -> None:
         assert exponent == int(alone[EXPONENT].view(torch.int32))
         expected = which.decode(which.encode(row), TensorSpec(row.dtype, (width,)))
         assert torch.equal(value.view(torch.int32), expected.view(torch.int32))
+
+
+@each("name", NAMES)
+def test_rows_are_unpacked_together_as_each_by_itself(name: str) -> None:
+    x, which = rows(130), codec(name)
+    spec = TensorSpec(x.dtype, (130,))
+    packed = [which.encode(row) for row in x]
+    size = len(packed[0])
+    records = torch.full((len(x), -(-size // ROW_BYTES) * ROW_BYTES), 0xA5, dtype=torch.uint8)
+    for record, one in zip(records, packed, strict=True):
+        record[:size] = one
+    values = which.unpack_rows(records, spec, [which.open(one.numpy(), spec) for one in packed])
+    expected = torch.stack([which.decode(one, spec) for one in packed])
+    assert torch.equal(values.view(torch.int32), expected.view(torch.int32))
+
+
+@each("name", ["fp32", "bf16", "fixed-8"])
+def test_forged_rows_are_refused(name: str) -> None:
+    which, spec = codec(name), TensorSpec(torch.float32, (128,))
+    records = torch.zeros(3, 640, dtype=torch.uint8)
+    for record in records:
+        packed = which.encode(torch.randn(128))
+        record[: len(packed)] = packed
+    header = which.open(packed.numpy(), spec)
+    records[1, HEADER_BYTES : HEADER_BYTES + 4] = 0xFF  # NaNs, in scales too
+    with pytest.raises(NonFiniteError):
+        which.unpack_rows(records, spec, [header] * 3)
 
 
 @each("name", NAMES)
