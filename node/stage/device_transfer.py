@@ -146,7 +146,7 @@ class CudaTransfer(DeviceTransfer):
         with self._streams.stream(self._unpacking):
             on_device = torch.empty_like(host, device=self._device)
             on_device.copy_(host, non_blocking=True)
-            values = codec.unpack_rows(on_device, spec, found)
+            values = codec.unpack_rows(on_device, spec, found, packed)
             there = self._streams.Event(blocking=True)
             there.record(self._unpacking)
         return values, there

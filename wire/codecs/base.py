@@ -184,17 +184,24 @@ class Codec(ABC):
         records.view(torch.int32)[:, wire_header.EXPONENT.start // 4] = exponents
         return records[:, :size]
 
-    def unpack_rows(self, records: torch.Tensor, spec: TensorSpec, headers: Sequence[Header]) -> torch.Tensor:
+    def unpack_rows(
+        self,
+        records: torch.Tensor,
+        spec: TensorSpec,
+        headers: Sequence[Header],
+        host: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """`unpack` of many tensors of one spec `[C]` in fp32, which `open` has checked: fp32 `[n, C]`.
 
         Args:
             records: uint8 `[n, k * ROW_BYTES]`, contiguous; each row begins with a packed tensor.
             headers: what `open` returned for each.
+            host: the same packed tensors on the CPU, where the caller has them.
 
         The host waits once for all rows where a GPU has kernels for that. Raises as `unpack`.
         """
         out = torch.empty(len(headers), *spec.shape, dtype=spec.dtype, device=records.device)
-        self._unpack_rows(records, out, headers)
+        self._unpack_rows(records, out, headers, host)
         return out
 
     def round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +219,13 @@ class Codec(ABC):
         found = [self._pack(row, record[HEADER_BYTES:size]) for row, record in zip(x, records, strict=True)]
         return torch.stack(found)
 
-    def _unpack_rows(self, records: torch.Tensor, out: torch.Tensor, headers: Sequence[Header]) -> None:
+    def _unpack_rows(
+        self,
+        records: torch.Tensor,
+        out: torch.Tensor,
+        headers: Sequence[Header],
+        host: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         """Fill contiguous `out`, fp32 `[n, C]`."""
         size = self.packed_bytes(headers[0].spec)
         for record, header, values in zip(records, headers, out, strict=True):

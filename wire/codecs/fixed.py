@@ -99,9 +99,15 @@ class FixedCodec(Codec):
         )
         return exponents
 
-    def _unpack_rows(self, records: torch.Tensor, out: torch.Tensor, headers: Sequence[Header]) -> None:
+    def _unpack_rows(
+        self,
+        records: torch.Tensor,
+        out: torch.Tensor,
+        headers: Sequence[Header],
+        host: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         if not dispatch.has_kernels(out.device.type):
-            super()._unpack_rows(records, out, headers)
+            super()._unpack_rows(records, out, headers, host)
             return
         exponents = records.view(torch.int32)[:, EXPONENT.start // 4].contiguous()
         self._refuse(int(self._decode_rows(records, out, exponents).max()))

@@ -61,7 +61,13 @@ class RawCodec(Codec):
         records[:, HEADER_BYTES:size] = elements.view(torch.uint8)
         return exponents
 
-    def _unpack_rows(self, records: torch.Tensor, out: torch.Tensor, headers: Sequence[Header]) -> None:
+    def _unpack_rows(
+        self,
+        records: torch.Tensor,
+        out: torch.Tensor,
+        headers: Sequence[Header],
+        host: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         payload = records[:, HEADER_BYTES : self.packed_bytes(headers[0].spec)]
         out.copy_(payload.view(self._dtype))
         # fp32 holds all that the codec's dtype does.
@@ -105,8 +111,14 @@ class HalfCodec(RawCodec):
             halves.copy_(normalised(piece, factors))
         return torch.where(finite, exponent, NON_FINITE).int()
 
-    def _unpack_rows(self, records: torch.Tensor, out: torch.Tensor, headers: Sequence[Header]) -> None:
-        Codec._unpack_rows(self, records, out, headers)
+    def _unpack_rows(
+        self,
+        records: torch.Tensor,
+        out: torch.Tensor,
+        headers: Sequence[Header],
+        host: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        Codec._unpack_rows(self, records, out, headers, host)
 
     def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         halves, exponents = self._rounded(x)

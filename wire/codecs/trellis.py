@@ -8,7 +8,7 @@ On a GPU with Triton `kernels.trellis.triton.encode` decides the same there: the
 and never waits to encode; decoding waits twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -21,7 +21,7 @@ from kernels.common.tiles import MAX_EXPONENT, MIN_EXPONENT, NON_FINITE
 from kernels.trellis import ops as trellis_ops
 from kernels.trellis import reference as trellis
 from kernels.trellis.factors import Factors, Space, fitted, left_scales, most_multipliers, spaces
-from kernels.trellis.grid import grid, trial_grid
+from kernels.trellis.grid import Grid, grid, trial_grid
 from kernels.trellis.reference import Scales
 from kernels.trellis.scales import scales
 from kernels.trellis.settings import LANE_BITS, Settings
@@ -29,7 +29,8 @@ from kernels.trellis.tables import DITHERED, FAMILIES
 from wire.codecs import trellis_payload
 from wire.codecs.base import Codec
 from wire.codecs.formats import HEADER_BYTES, DitherFormat, TrellisFormat
-from wire.codecs.trellis_payload import Payload, Widths, group_bytes
+from wire.codecs.header import Header
+from wire.codecs.trellis_payload import Payload, Plain, Widths, group_bytes
 from wire.spec import TensorSpec
 
 # (rank, bits) of the predictions to try, and the rows to try them on.
@@ -102,6 +103,62 @@ class TrellisCodec(Codec):
             self._salt,
             payload=records[0, HEADER_BYTES:size],
             record=records.shape[1],
+        )
+
+    def _unpack_rows(
+        self,
+        records: torch.Tensor,
+        out: torch.Tensor,
+        headers: Sequence[Header],
+        host: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        if host is None or not dispatch.has_kernels(out.device.type):
+            super()._unpack_rows(records, out, headers, host)
+            return
+        where, size = grid(out.shape[1]), self.packed_bytes(headers[0].spec)
+        read = [trellis_payload.read_plain(one.numpy()[HEADER_BYTES:], where) for one in host]
+        nothing = Plain(0, 0, 0, np.zeros(where.groups, dtype=np.int64))
+        told = [nothing if plain is None else plain for plain in read]
+        whole = self._decode_rows(records, out, headers, told, where).tolist()
+        for number, (plain, right) in enumerate(zip(read, whole, strict=True)):
+            if plain is None or not right:
+                # By itself, which also says what is wrong.
+                self.unpack(records[number, :size], headers[number].spec, headers[number], out[number])
+
+    def _decode_rows(
+        self,
+        records: torch.Tensor,
+        out: torch.Tensor,
+        headers: Sequence[Header],
+        plain: Sequence[Plain],
+        where: Grid,
+    ) -> torch.Tensor:
+        """Decode with a GPU's kernels; returns whether each row is whole, bool `[n]`."""
+        from kernels.trellis.triton import decode as triton_trellis_decode
+
+        told = np.array(
+            [
+                (one.number, one.family, one.step_code, header.exponent, *one.counts)
+                for one, header in zip(plain, headers, strict=True)
+            ]
+        )
+        on_device = torch.from_numpy(told).to(out.device)
+        states = HEADER_BYTES + trellis_payload.PREFIX_BYTES + 4 * where.groups
+        words = states + 4 * where.groups * where.lanes
+        end = self.packed_bytes(headers[0].spec)
+        end -= (end - words) % 2
+        first = records[0]
+        return triton_trellis_decode.decode_many(
+            on_device[:, :4].contiguous(),
+            on_device[:, 4:].contiguous(),
+            first[states:words].view(torch.int32),
+            first[words:end].view(torch.int16),
+            out,
+            where,
+            first_family=first_family(self._salt),
+            record=records.shape[1],
+            total=(end - words) // 2,
+            salt=self._salt,
         )
 
     def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

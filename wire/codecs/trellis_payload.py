@@ -35,7 +35,7 @@ from kernels.trellis.factors import (
 from kernels.trellis.grid import Grid, grid
 from kernels.trellis.loops import matrices as trellis_matrix_loops
 from kernels.trellis.reference import CLASS_BITS
-from kernels.trellis.tables import FAMILIES
+from kernels.trellis.tables import FAMILIES, MAX_CLASS
 from wire.errors import PackedMismatchError
 
 PREFIX_BYTES = 32
@@ -247,6 +247,43 @@ def read(data: torch.Tensor, rows: int, columns: int, first_family: int = 0) -> 
     reader.require(whole, "a wrong code")
     reader.settle()
     return Decoded(n, step_code, factors)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What the host sees of a row's payload that has neither a prediction nor classes of its columns."""
+
+    number: int
+    """The class of all elements."""
+    family: int
+    step_code: int
+    counts: NDArray[np.int64]
+
+
+def read_plain(data: NDArray[np.uint8], where: Grid) -> Plain | None:
+    """`read` of a row's payload, without the lanes, if it is of this kind and nothing is wrong; else None."""
+    prefix = data[:PREFIX_BYTES].tobytes()
+    fields = _PREFIX.unpack(prefix)
+    mode, family, step_code, row_base, column_base, *others, used = fields
+    if (
+        mode != _CODED
+        or family >= FAMILIES
+        or any(others)
+        or _PREFIX.pack(*fields) != prefix
+        or step_code >= trellis.STEP_CODES
+        or row_base not in _BASES
+        or column_base not in _BASES
+    ):
+        return None
+    states = PREFIX_BYTES + 4 * where.groups
+    first = PREFIX_BYTES + group_bytes(where, 0)
+    if not first <= used <= data.size or used % 2 or data[used:].any():
+        return None
+    counts = data[PREFIX_BYTES:states].view("<u4").astype(np.int64)
+    if int(counts.sum()) * 2 != used - first or int(data[states:first].view("<i4").min()) < LOW:
+        return None
+    number = min(max(row_base + column_base, 0), MAX_CLASS)
+    return Plain(number, family, step_code, counts)
 
 
 class _Reader:

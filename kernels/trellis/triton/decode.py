@@ -2,16 +2,30 @@
 `kernels.trellis.triton.lanes` encodes them.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.common.random_bits import signed
+from kernels.common.triton.numbers import RECORD, in_record
 from kernels.trellis.code import ESCAPE_BIAS, ESCAPE_PIECE, LOW, PIECE
 from kernels.trellis.grid import Grid
-from kernels.trellis.tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, TOTAL, codes_on, symbols_on
-from kernels.trellis.triton.lanes import AT_ONCE, LANES, ballot, chunks, ones
+from kernels.trellis.tables import (
+    CLASSES,
+    ESCAPE,
+    FAMILIES,
+    MIDDLE,
+    PRECISION,
+    ROW,
+    TOTAL,
+    codes_on,
+    symbols_on,
+)
+from kernels.trellis.triton.lanes import AT_ONCE, FEW_TOGETHER, LANES, ballot, chunks, ones
+from kernels.trellis.triton.restore import restore_rows
 
 _LOW = tl.constexpr(LOW)
 _SHIFTED = tl.constexpr(CLASSES - 4)
@@ -23,8 +37,13 @@ _PIECE = tl.constexpr(PIECE)
 _PRECISION = tl.constexpr(PRECISION)
 _ROW = tl.constexpr(ROW)
 _TOTAL = tl.constexpr(TOTAL)
+_CLASSES = tl.constexpr(CLASSES)
+TOLD = 4
+"""Numbers of a tensor among many."""
+_TOLD = tl.constexpr(TOLD)
 # Groups of a program, a warp each; no bit depends on it. Fewer than in encoding: here lanes wait for tables.
 TOGETHER = 4
+_BLOCK = 1024
 
 
 @triton.jit
@@ -58,7 +77,7 @@ def _take_bits(state, wide, some, lane, words, position, end):
     return state, position, bits
 
 
-@triton.jit(do_not_specialize=("elements", "groups", "group_elements", "lanes", "chunks", "total"))
+@triton.jit(do_not_specialize=("elements", "groups", "group_elements", "lanes", "chunks", "total", "record"))
 def _decode(
     numbers,
     symbols,
@@ -75,12 +94,29 @@ def _decode(
     lanes,
     chunks,
     total,
+    record,
     GROUPS: tl.constexpr,
     WIDE: tl.constexpr,
+    MANY: tl.constexpr,
 ):
+    """With `MANY`, of a tensor of one class by itself, number `program_id(1)`: `numbers` has for each its
+    class, family, code of the step, and exponent, int64."""
     # Known at compilation.
     if WIDE:
         lanes = 32
+    if MANY:
+        tensor = tl.program_id(1).to(tl.int64)
+        numbers += tensor * _TOLD
+        family = tl.load(numbers + 1)
+        symbols += family * (2 * _CLASSES * _TOTAL)
+        codes += family * (2 * _CLASSES * _ROW)
+        states = in_record(states, tensor, record)
+        words = in_record(words, tensor, record)
+        counts += tensor * groups
+        starts += tensor * groups
+        whole += tensor * groups
+        out += tensor * elements
+        only = tl.load(numbers).to(tl.int32)
     group = (tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)).to(tl.int64)[None, :]
     lane = tl.arange(0, LANES)[:, None]
     is_group = group < groups
@@ -88,7 +124,8 @@ def _decode(
     # Below zero behind the last group.
     size = tl.minimum(elements - start, group_elements).to(tl.int32)
     size = tl.where(lane < lanes, size, 0)
-    numbers += start
+    if not MANY:
+        numbers += start
     out += start
     # Whatever the counts say, nothing beyond the words is read.
     first = tl.minimum(tl.maximum(tl.load(starts + group, mask=is_group, other=0), 0), total)
@@ -104,7 +141,10 @@ def _decode(
         for j in tl.static_range(AT_ONCE):
             place = (chunk * AT_ONCE + j) * lanes + lane
             real = place < size
-            number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
+            if MANY:
+                number = tl.zeros((LANES, GROUPS), tl.int32) + only
+            else:
+                number = tl.load(numbers + place, mask=real, other=0).to(tl.int32)
             classes += ((number, real, place),)
         # Assume no escapes and no wide classes, which is seldom wrong; otherwise decode the chunk again.
         began = state, current, before, position
@@ -181,8 +221,83 @@ def decode(
         where.lanes,
         chunks(where),
         words.numel(),
+        0,
         GROUPS=TOGETHER,
         WIDE=where.lanes == LANES.value,
+        MANY=False,
         num_warps=TOGETHER,
     )
     return out, ~wrong.any()
+
+
+def decode_many(
+    told: torch.Tensor,
+    counts: torch.Tensor,
+    states: torch.Tensor,
+    words: torch.Tensor,
+    out: torch.Tensor,
+    where: Grid,
+    *,
+    first_family: int,
+    record: int,
+    total: int,
+    salt: int | None = None,
+) -> torch.Tensor:
+    """Decode tensors `[C]`, each of one class, into the rows of fp32 `[n, C]`, contiguous; n is below 2**16.
+
+    Args:
+        told: int64 `[n, TOLD]`: class, family (from `first_family` on), code of the step, exponent.
+        counts: words of each group, int64 `[n, groups]`.
+        states: the first tensor's; those of the next begin `record` bytes, a multiple of 128, behind them.
+        words: as `states`; int16, `total` of each tensor may be read.
+
+    Returns whether each is whole, bool `[n]`. Never waits.
+    """
+    n = torch.empty(out.shape, dtype=torch.int32, device=out.device)
+    wrong = torch.empty(counts.shape, dtype=torch.int32, device=out.device)
+    symbols, codes = _tables(out.device, first_family)
+    _decode[(triton.cdiv(where.groups, FEW_TOGETHER), len(out))](
+        told,
+        symbols,
+        codes,
+        states,
+        counts,
+        counts.cumsum(1) - counts,
+        words,
+        n,
+        wrong,
+        where.elements,
+        where.groups,
+        where.group_elements,
+        where.lanes,
+        chunks(where),
+        total,
+        record // RECORD,
+        GROUPS=FEW_TOGETHER,
+        WIDE=where.lanes == LANES.value,
+        MANY=True,
+        num_warps=FEW_TOGETHER,
+    )
+    restore_rows[(triton.cdiv(out.shape[1], _BLOCK), len(out))](
+        n,
+        told,
+        out,
+        out.shape[1],
+        signed(salt or 0),
+        TOLD=TOLD,
+        LIMIT=torch.finfo(out.dtype).max,
+        DITHERED=salt is not None,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+    return (wrong == 0).all(1)
+
+
+@cache
+def _tables(device: torch.device, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symbols and codes of the families from the first on, one after the other."""
+    families = range(first, first + FAMILIES)
+    return (
+        torch.cat([symbols_on(device, family) for family in families]),
+        torch.cat([codes_on(device, family) for family in families]),
+    )

@@ -93,6 +93,19 @@ def _restore(
     store_rounded(out + place, y, inside)
 
 
+@triton.jit
+def _of_row(n, place, inside, code, exponent, salt, LIMIT: tl.constexpr, DITHERED: tl.constexpr):
+    """fp32 of multiples of a step, without a prediction."""
+    step = (1024 + (code & 1023)).to(tl.float32) * (((code >> 10) - 19 + 127) << 23).to(
+        tl.float32, bitcast=True
+    )
+    near, far = powers_of_two(exponent)
+    y = tl.load(n + place, mask=inside, other=0).to(tl.float32) * step
+    if DITHERED:
+        y -= dither(place, salt) * step
+    return tl.minimum(tl.maximum(y * near * far, -LIMIT), LIMIT)
+
+
 @triton.jit(do_not_specialize=("salt", "record"))
 def restore_kept(
     kept,
@@ -110,19 +123,34 @@ def restore_kept(
     number = tl.program_id(1).to(tl.int64)
     state = in_record(state, number, record)
     kept = in_record(kept, number, record) + tl.load(state + _BEST) * columns
-    out += number * columns
     code = tl.load(state + _BEST_CODE).to(tl.int32)
-    step = (1024 + (code & 1023)).to(tl.float32) * (((code >> 10) - 19 + 127) << 23).to(
-        tl.float32, bitcast=True
-    )
-    near, far = powers_of_two(tl.load(exponents + number))
+    exponent = tl.load(exponents + number)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (place < columns) & (tl.load(state + _FOUND) != 0)
-    y = tl.load(kept + place, mask=inside, other=0).to(tl.float32) * step
-    if DITHERED:
-        y -= dither(place, salt) * step
-    y = tl.minimum(tl.maximum(y * near * far, -LIMIT), LIMIT)
-    tl.store(out + place, tl.where(inside, y, 0.0), mask=place < columns)
+    y = _of_row(kept, place, inside, code, exponent, salt, LIMIT, DITHERED)
+    tl.store(out + number * columns + place, tl.where(inside, y, 0.0), mask=place < columns)
+
+
+@triton.jit(do_not_specialize=("salt",))
+def restore_rows(
+    n,
+    told,
+    out,
+    columns,
+    salt,
+    TOLD: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DITHERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The rows that n, int32 `[rows, columns]`, says; `told` is `decode_many`'s."""
+    number = tl.program_id(1).to(tl.int64)
+    told += number * TOLD
+    code, exponent = tl.load(told + 2).to(tl.int32), tl.load(told + 3).to(tl.int32)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < columns
+    y = _of_row(n + number * columns, place, inside, code, exponent, salt, LIMIT, DITHERED)
+    tl.store(out + number * columns + place, y, mask=inside)
 
 
 def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:

@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.common import dispatch
 from kernels.common.tiles import NON_FINITE
 from kernels.trellis import lanes as trellis_lanes
 from kernels.trellis.triton.state import CONTROLS
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 from wire.codecs import trellis
+from wire.codecs.base import Codec
 from wire.codecs.header import EXPONENT, HEADER_BYTES
 from wire.codecs.registry import codec
+from wire.errors import PackedMismatchError
 from wire.spec import TensorSpec
 
 pytestmark = needs_triton
@@ -178,9 +181,44 @@ def test_rows_together_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     assert exponents.tolist() == [int(packed[EXPONENT].view(torch.int32)) for packed in alone]
     assert torch.equal(records[:, HEADER_BYTES:size], torch.stack(alone)[:, HEADER_BYTES:])
     assert (records[:, :HEADER_BYTES] == POISON).all() and (records[:, size:] == POISON).all()
-    for row, values in zip(x[:2], out, strict=False):
-        expected = which.decode(which.encode(row), TensorSpec(row.dtype, (columns,)))
-        assert torch.equal(values.view(torch.int32), expected.view(torch.int32))
+    spec = TensorSpec(x.dtype, (columns,))
+    packed = [which.encode(row) for row in (*x[:2], torch.zeros(columns))]
+    expected = torch.stack([which.decode(one, spec) for one in packed])
+    assert torch.equal(out[:2].view(torch.int32), expected[:2].view(torch.int32))
+    check_unpacking(which, spec, packed, expected, monkeypatch)
+
+
+def check_unpacking(
+    which: Codec,
+    spec: TensorSpec,
+    packed: list[torch.Tensor],
+    expected: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two rows together, and one of zeros by itself."""
+    size = len(packed[0])
+    headers = [which.open(one.numpy(), spec) for one in packed]
+    records = torch.full((len(packed), -(-size // 128) * 128), POISON, dtype=torch.uint8)
+    for record, one in zip(records, packed, strict=True):
+        record[:size] = one
+    alone: list[int] = []
+    unpack = which.unpack
+
+    def counted(*given: Any) -> torch.Tensor:
+        alone.append(int(given[0].data_ptr() - records.data_ptr()) // records.shape[1])
+        return unpack(*given)
+
+    monkeypatch.setattr(which, "unpack", counted)
+    monkeypatch.setattr(dispatch, "has_kernels", lambda device_type: True)
+    values = which.unpack_rows(records, spec, headers, packed)
+    assert alone == [2]
+    assert torch.equal(values.view(torch.int32), expected.view(torch.int32))
+    # A word of the second row's: its lanes do not end where they began.
+    forged = packed[1].clone()
+    forged[HEADER_BYTES + 32 + 4] ^= 1
+    records[1, :size] = forged
+    with pytest.raises(PackedMismatchError):
+        which.unpack_rows(records, spec, headers, [packed[0], forged, packed[2]])
 
 
 def check_payload(x: torch.Tensor, expected: torch.Tensor, salt: int | None = None) -> None:
