@@ -18,7 +18,7 @@ from node.coordinator.store import Store
 from node.display.status import read_status
 from node.telemetry.events import Notice, RunFinished, StepDone
 from node.training.snapshot import list_snapshots
-from tests.support.fault_prefork import Prefork
+from tests.support.fault_prefork import Forked, Prefork
 from tests.support.run_harness import SMALL, TINY, Run, undisturbed
 
 CONFIG = replace(
@@ -130,14 +130,14 @@ def test_too_little_disk_for_a_run_is_reported_before_it_starts(prefork: Prefork
         assert "two must fit on the disk of" in line and "free 1.1" in line
 
 
-def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
+def test_a_run_outlives_the_reader_of_its_output(prefork: Prefork, tmp_path: Path) -> None:
     readers: list[subprocess.Popen[bytes]] = []
 
-    def launch(command: list[str], **options: Any) -> "subprocess.Popen[str]":
+    def launch(command: list[str], **options: Any) -> Forked:
         if "coordinator" not in command:
-            return subprocess.Popen(command, **options)
+            return prefork.popen(command, **options)
         ours, theirs = os.pipe()
-        coordinator = subprocess.Popen(command, **{**options, "stdout": theirs})
+        coordinator = prefork.popen(command, **{**options, "stdout": theirs})
         os.close(theirs)
         reader = subprocess.Popen(["cat"], stdin=ours, stdout=subprocess.PIPE)
         os.close(ours)
