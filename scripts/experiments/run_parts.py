@@ -123,20 +123,21 @@ class Progress:
 
     def __init__(self, name: str, steps: int, tokens_a_step: int, seconds: float = 20.0) -> None:
         self._name, self._steps, self._tokens, self._seconds = name, steps, tokens_a_step, seconds
-        self._taken = 0
+        self.taken = 0
+        """Steps of this call."""
         self._began = self._said = time.monotonic()
 
     def step(self, done: int, loss: float) -> None:
         """A step has ended, the run's `done`-th."""
-        self._taken += 1
+        self.taken += 1
         now = time.monotonic()
-        if self._taken == 1:  # compiles and captures
+        if self.taken == 1:  # compiles and captures
             print(f"{self._name}: first step {now - self._began:.1f} s", flush=True)
             self._began = now
             return
-        if self._taken in self._EARLY or now - self._said > self._seconds:
+        if self.taken in self._EARLY or now - self._said > self._seconds:
             self._said = now
-            a_step = (now - self._began) / (self._taken - 1)
+            a_step = (now - self._began) / (self.taken - 1)
             print(
                 f"{self._name}: {done}/{self._steps} loss {loss:.4f}, {self._tokens / a_step:,.0f} tokens/s, "
                 f"{a_step:.3f} s a step, {(self._steps - done) * a_step:.0f} s left",

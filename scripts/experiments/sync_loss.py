@@ -20,6 +20,9 @@ reads:
         --tied --every --codecs fp32 bf16 fixed-8 trellis-4.41 dither-3 \\
         --time-limit 560 --checkpoints DIR --out scripts/results/sync_loss_124m.json
 
+Runs of local steps need numbers that are multiples of the longest round: the same with `--steps 448 --warm
+192 --lr-warmup 32 --seeds 0 --codecs fp32 --every 2 4 8 16` and another `--out`.
+
 With `--time-limit` a run that does not end in time leaves a checkpoint, from which the same command goes on.
 `--merge` adds finished runs in `--parts`, wherever they were made, to `--out`, and does nothing else. Sums
 packed with `dither-R`, which run files refuse, draw anew at every step and node of the tree.
@@ -205,7 +208,8 @@ class Experiment:
             progress.step(trainer.step, losses[-1])
             if way.every == 1 and trainer.step == self._arguments.warm and way.codec == "fp32":
                 self._keep_warm(trainer, way.seed, losses)
-            slowest = max(slowest, time.monotonic() - began)
+            # The first compiles.
+            slowest = max(slowest, time.monotonic() - began) if progress.taken > 1 else 0.0
             if trainer.step < steps and time.time() + 2 * slowest + SAVE_SECONDS > self._until:
                 noted = {"step": trainer.step, "losses": losses, "seconds": spent + time.monotonic()}
                 self._checkpoints.save(name, _states(trainer), noted)
