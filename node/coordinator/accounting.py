@@ -6,7 +6,6 @@ to keep it.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from node.pipeline.floor import LinkRate
 from node.telemetry.costs import Ledger, LinkSums, Place, StageSums
@@ -38,6 +37,8 @@ class Accounting:
         self._epoch = 0
         self._step = Ledger(self._codecs)
         self._counted: dict[str, Telemetry] = {}
+        self._counted_wall: dict[str, float] = {}
+        """Of the wall time in these reports, what was believed."""
         self._ready_wall: dict[str, float] = {}
         self._epoch_bytes: dict[str, int] = {}
         self._hosts: dict[Place, str] = {}
@@ -74,13 +75,13 @@ class Accounting:
         place = self._place_of[node_id]
         before = self._counted.get(node_id, Telemetry())
         most = self._ready_wall.get(node_id, 0.0) + CLOCK_RATIO * elapsed
-        if telemetry.wall_seconds > most:
-            telemetry = replace(telemetry, wall_seconds=most)
-        self._counted[node_id] = telemetry
+        wall, counted = min(telemetry.wall_seconds, most), self._counted_wall.get(node_id, 0.0)
+        self._counted[node_id], self._counted_wall[node_id] = telemetry, wall
         sent = self._epoch_bytes.get(node_id, 0)
         room = FASTEST * (elapsed + SLACK_SECONDS) - sent
         stages = len(self.hosts) // self.rows
-        growth = self._step.growth(place, stages, before, telemetry, room, self.rows)
+        passed = max(0.0, wall - counted)
+        growth = self._step.growth(place, stages, before, telemetry, room, self.rows, passed=passed)
         for ledger in (self._run, self._step):
             ledger.count(growth)
         self._epoch_bytes[node_id] = sent + growth.counted
@@ -97,6 +98,7 @@ class Accounting:
         ready = {node: self.newest[node] for node in hosts if node in self.newest}
         self._counted = {node: report for node, report in ready.items() if report.epoch == epoch}
         self._ready_wall = {node: report.wall_seconds for node, report in self._counted.items()}
+        self._counted_wall = dict(self._ready_wall)
         self._epoch_bytes = {}
         self._hosts.update(self._places)
         self._step = Ledger(self._codecs)

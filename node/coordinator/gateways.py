@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,6 +99,16 @@ class _Session(ControlSession):
         self._gateway.write(frame(Kind.END, self._number))
 
 
+def _spawn(*descriptors: int) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "node.coordinator.gateway", *map(str, descriptors)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        start_new_session=True,  # Ctrl-C is the coordinator's to handle
+    )
+
+
 class _Gateway(asyncio.Protocol):
     """One process, and the stream to it."""
 
@@ -109,7 +120,7 @@ class _Gateway(asyncio.Protocol):
         """About how many it has."""
         self.heard = True
         """Something came since this was last set to false."""
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._handing: socket.socket | None = None
         self._desk = desk
         self._proven = proven
@@ -132,14 +143,8 @@ class _Gateway(asyncio.Protocol):
             self._handing.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: self, sock=ours)
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "node.coordinator.gateway", str(theirs.fileno()), str(handed.fileno())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), handed.fileno()),
-                start_new_session=True,  # Ctrl-C is the coordinator's to handle
-            )
+            # At once: a cancellation in between would lose the process.
+            self.process = _spawn(theirs.fileno(), handed.fileno())
         self.write(frame(Kind.SETUP, 0, setup))
 
     def hand_over(self, connection: socket.socket, host: str) -> bool:
@@ -161,18 +166,16 @@ class _Gateway(asyncio.Protocol):
             self._handing.close()
         if self.process is not None:
             try:
-                async with asyncio.timeout(STOP_SECONDS):
-                    await self.process.wait()
-            except TimeoutError:
+                await asyncio.to_thread(self.process.wait, STOP_SECONDS)
+            except subprocess.TimeoutExpired:
                 self.end()
-                await self.process.wait()
+                await asyncio.to_thread(self.process.wait)
         self.forget()
 
     def end(self) -> None:
         """Kill the process."""
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
+            self.process.kill()
 
     # ---- to the gateway
 

@@ -281,13 +281,18 @@ class Ledger:
         now: Telemetry,
         most: float = math.inf,
         rows: int = 1,
+        *,
+        passed: float | None = None,
     ) -> "Growth":
         """What the node of a place did between two reports of one epoch.
 
         Reports are not trusted: kinds of time sum to at most the wall time, and all links together carry at
-        most `most` bytes. `stages` and `rows`: how many there are.
+        most `most` bytes. `stages` and `rows`: how many there are. `passed`: seconds of wall time in between;
+        None: what the reports say.
         """
-        passed = left = max(0.0, now.wall_seconds - before.wall_seconds)
+        if passed is None:
+            passed = max(0.0, now.wall_seconds - before.wall_seconds)
+        left = passed
         seconds = []
         for kind in _KINDS:  # known kinds only: a node could invent any
             spent = now.times.get(kind, 0.0) - before.times.get(kind, 0.0)
