@@ -8,6 +8,7 @@ from typing import TypeVar
 from wire.codecs.formats import codec_format
 from wire.errors import ConfigError, ProtocolViolationError
 from wire.identity.names import is_node_id
+from wire.made import made
 from wire.spec import Direction
 from wire.telemetry import (
     MOST_CODEC_TIMES,
@@ -57,27 +58,67 @@ def telemetry_to_proto(telemetry: Telemetry) -> control_pb2.Telemetry:
 
 def telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
     """Raises `ProtocolViolationError` for an unknown direction or a wrong number."""
+    # Written out as `_link_from_proto` is; where a check fails, `_check_telemetry` says which.
     times = {}
     for entry in message.times:
         spent = entry.seconds
         times[_word(entry.kind)] = spent if 0.0 <= spent <= LONGEST_SECONDS else seconds(spent, entry.kind)
-    return Telemetry(
-        epoch=message.epoch,
-        times=times,
-        wall_seconds=seconds(message.wall_seconds, "wall time"),
-        links=tuple([_link_from_proto(link) for link in message.links]),
-        memory_bytes=count(message.memory_bytes, "memory"),
-        peak_memory_bytes=count(message.peak_memory_bytes, "peak memory"),
-        gpu_memory_bytes=count(message.gpu_memory_bytes, "a GPU's memory"),
-        gpu_peak_memory_bytes=count(message.gpu_peak_memory_bytes, "a GPU's peak memory"),
-        clock_skew_seconds=finite(message.clock_skew_seconds, "a clock's skew"),
-        clock_error_seconds=seconds(message.clock_error_seconds, "a clock's error"),
-        relayed_bytes=count(message.relayed_bytes, "relayed bytes"),
-        relay_pairs=message.relay_pairs,
-        relay_refused=count(message.relay_refused, "refused relays"),
-        line_up=amount(message.line_up, "a line's rate"),
-        line_down=amount(message.line_down, "a line's rate"),
+    wall, memory, peak = message.wall_seconds, message.memory_bytes, message.peak_memory_bytes
+    gpu, gpu_peak = message.gpu_memory_bytes, message.gpu_peak_memory_bytes
+    skew, error = message.clock_skew_seconds, message.clock_error_seconds
+    relayed, refused = message.relayed_bytes, message.relay_refused
+    up, down = message.line_up, message.line_down
+    if not (
+        0.0 <= wall <= LONGEST_SECONDS
+        and 0.0 <= error <= LONGEST_SECONDS
+        and memory <= MOST
+        and peak <= MOST
+        and gpu <= MOST
+        and gpu_peak <= MOST
+        and relayed <= MOST
+        and refused <= MOST
+        and 0.0 <= up <= MOST
+        and 0.0 <= down <= MOST
+        and skew - skew == 0.0
+    ):
+        _check_telemetry(message)
+    return made(
+        Telemetry,
+        {
+            "epoch": message.epoch,
+            "times": times,
+            "wall_seconds": wall,
+            "links": tuple([_link_from_proto(link) for link in message.links]),
+            "memory_bytes": memory,
+            "peak_memory_bytes": peak,
+            "gpu_memory_bytes": gpu,
+            "gpu_peak_memory_bytes": gpu_peak,
+            "clock_skew_seconds": skew,
+            "clock_error_seconds": error,
+            "relayed_bytes": relayed,
+            "relay_pairs": message.relay_pairs,
+            "relay_refused": refused,
+            "line_up": up,
+            "line_down": down,
+        },
     )
+
+
+def _check_telemetry(message: control_pb2.Telemetry) -> None:
+    """Raises `ProtocolViolationError` for the first wrong number of a report."""
+    seconds(message.wall_seconds, "wall time")
+    for link in message.links:
+        _link_from_proto(link)
+    count(message.memory_bytes, "memory")
+    count(message.peak_memory_bytes, "peak memory")
+    count(message.gpu_memory_bytes, "a GPU's memory")
+    count(message.gpu_peak_memory_bytes, "a GPU's peak memory")
+    finite(message.clock_skew_seconds, "a clock's skew")
+    seconds(message.clock_error_seconds, "a clock's error")
+    count(message.relayed_bytes, "relayed bytes")
+    count(message.relay_refused, "refused relays")
+    amount(message.line_up, "a line's rate")
+    amount(message.line_down, "a line's rate")
 
 
 def _link_to_proto(link: LinkReport) -> control_pb2.LinkReport:
@@ -107,32 +148,43 @@ def _link_from_proto(link: control_pb2.LinkReport) -> LinkReport:
         direction = _DIRECTIONS.get(flow.direction)
         if direction is None:
             direction = member(Direction, flow.direction)
-        flows.append(
-            FlowReport(direction=direction, codec=_word(flow.codec), bytes_sent=size, elements_sent=elements)
-        )
+        fields = {
+            "direction": direction,
+            "codec": _word(flow.codec),
+            "bytes_sent": size,
+            "elements_sent": elements,
+        }
+        flows.append(made(FlowReport, fields))
     if not (
-        max(sent, received, queued, again, rejects) <= MOST
+        sent <= MOST
+        and received <= MOST
+        and queued <= MOST
+        and again <= MOST
+        and rejects <= MOST
         and 0.0 <= rate <= MOST
         and 0.0 <= trip <= LONGEST_SECONDS
         and 0.0 <= least <= LONGEST_SECONDS
         and 0.0 <= busy <= LONGEST_SECONDS
     ):
         _check_link(link)
-    return LinkReport(
-        peer_stage=link.peer_stage,
-        bytes_sent=sent,
-        bytes_received=received,
-        retransmits=again,
-        rejects=rejects,
-        rtt_seconds=trip,
-        least_rtt_seconds=least,
-        capacity=rate,
-        busy_seconds=busy,
-        queued_bytes=queued,
-        flows=tuple(flows),
-        peer_replica=link.peer_replica,
-        path=_word(link.path)[:LONGEST_PATH],
-        not_together=_word(link.not_together)[:LONGEST_PATH],
+    return made(
+        LinkReport,
+        {
+            "peer_stage": link.peer_stage,
+            "bytes_sent": sent,
+            "bytes_received": received,
+            "retransmits": again,
+            "rejects": rejects,
+            "rtt_seconds": trip,
+            "least_rtt_seconds": least,
+            "capacity": rate,
+            "busy_seconds": busy,
+            "queued_bytes": queued,
+            "flows": tuple(flows),
+            "peer_replica": link.peer_replica,
+            "path": _word(link.path)[:LONGEST_PATH],
+            "not_together": _word(link.not_together)[:LONGEST_PATH],
+        },
     )
 
 

@@ -398,7 +398,9 @@ class RunViewBuilder:
 
     def _count(self, costs: events.StepCosts) -> None:
         for link in costs.links:
-            self._links.setdefault(ends_of(link), LinkTotals()).add(link)
+            if (totals := self._links.get(ends := ends_of(link))) is None:
+                totals = self._links[ends] = LinkTotals()
+            totals.add(link)
         if not costs.aborted:
             self._recent.append(costs)
 

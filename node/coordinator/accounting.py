@@ -4,13 +4,16 @@ Reports hold totals, so only the newest of a node counts, once somebody asks: a 
 to keep it.
 """
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
 from node.pipeline.floor import LinkRate
-from node.telemetry.costs import Ledger, LinkSums, Place, StageSums
+from node.telemetry.costs import Ledger, LinkKey, LinkSums, Place, StageSums
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
-from wire.messages import CoordinatorMessage, Waiting
+from wire.made import made
+from wire.messages import Applied, CoordinatorMessage, Heartbeat, Ready, Validated, Vote, Waiting
+from wire.spec import Direction
 from wire.telemetry import NOT_TOGETHER, LinkReport, Telemetry, known_path
 
 CLOCK_RATIO = 1.01
@@ -19,6 +22,9 @@ FASTEST = 1e11
 """Bytes a second that no node's links carry: 800 Gbit/s."""
 SLACK_SECONDS = 1.0
 """Nodes may open links and send before the coordinator sees their epoch begin."""
+NO_REPORT = Telemetry()
+REPORTS = (Vote, Heartbeat, Applied, Ready, Validated)
+"""Messages with a node's totals."""
 
 
 class Accounting:
@@ -44,6 +50,8 @@ class Accounting:
         self._hosts: dict[Place, str] = {}
         """Who hosted each place last, over the whole run."""
         self._places: dict[Place, str] = {}
+        self._links: dict[LinkKey, None] = {}
+        """Those of the newest step, sorted."""
         self._place_of: dict[str, Place] = {}
 
     def report(self, node_id: str, telemetry: Telemetry, elapsed: float = math.inf) -> None:
@@ -73,7 +81,7 @@ class Accounting:
     def _count(self, node_id: str) -> None:
         telemetry, elapsed = self._waiting.pop(node_id)
         place = self._place_of[node_id]
-        before = self._counted.get(node_id, Telemetry())
+        before = self._counted.get(node_id, NO_REPORT)
         most = self._ready_wall.get(node_id, 0.0) + CLOCK_RATIO * elapsed
         wall, counted = min(telemetry.wall_seconds, most), self._counted_wall.get(node_id, 0.0)
         self._counted[node_id], self._counted_wall[node_id] = telemetry, wall
@@ -110,17 +118,20 @@ class Accounting:
         """
         self._count_all()
         ledger, self._step = self._step, Ledger(self._codecs)
+        if ledger.links.keys() != self._links.keys():
+            self._links = dict.fromkeys(sorted(ledger.links))
+        nothing, report_of = StageSums(), self._link_reports()
         costs = StepCosts(
             step=step,
             seconds=seconds,
             aborted=aborted,
             stages=tuple(
-                self._stage_cost(place, node, ledger.stages.get(place, StageSums()))
+                self._stage_cost(place, node, ledger.stages.get(place, nothing))
                 for place, node in self._places.items()
             ),
             links=tuple(
-                self._link_cost(source, target, sums)
-                for (source, target), sums in sorted(ledger.links.items(), key=lambda link: link[0])
+                _link_cost(source, target, ledger.links[source, target], report_of.get((source, target)))
+                for source, target in self._links
             ),
         )
         if aborted:
@@ -165,46 +176,69 @@ class Accounting:
         self._places = {Place(*divmod(index, stages)): node for index, node in enumerate(hosts)}
         self._place_of = {node: place for place, node in self._places.items()}
 
+    def _link_reports(self) -> Mapping[tuple[Place, tuple[int, int]], LinkReport]:
+        """As `link_report`, of all links."""
+        found: dict[tuple[Place, tuple[int, int]], LinkReport] = {}
+        for place, node in self._places.items():
+            if (newest := self.newest.get(node)) is not None:
+                for one in newest.links:
+                    found.setdefault((place, (one.peer_replica, one.peer_stage)), one)
+        return found
+
     def _stage_cost(self, place: Place, node_id: str, sums: StageSums) -> StageCost:
-        newest = self.newest.get(node_id, Telemetry())
-        return StageCost(
-            replica=place.replica,
-            stage=place.stage,
-            node_id=node_id,
-            wall_seconds=sums.wall,
-            seconds=dict(sums.seconds),
-            memory_bytes=newest.memory_bytes,
-            peak_memory_bytes=newest.peak_memory_bytes,
-            gpu_memory_bytes=newest.gpu_memory_bytes,
-            gpu_peak_memory_bytes=newest.gpu_peak_memory_bytes,
+        newest = self.newest.get(node_id, NO_REPORT)
+        return made(
+            StageCost,
+            {
+                "stage": place.stage,
+                "node_id": node_id,
+                "wall_seconds": sums.wall,
+                "seconds": sums.seconds,  # of a ledger that nobody adds to any more
+                "memory_bytes": newest.memory_bytes,
+                "peak_memory_bytes": newest.peak_memory_bytes,
+                "gpu_memory_bytes": newest.gpu_memory_bytes,
+                "gpu_peak_memory_bytes": newest.gpu_peak_memory_bytes,
+                "replica": place.replica,
+            },
         )
 
-    def _link_cost(self, source: Place, target: Place, sums: LinkSums) -> LinkCost:
-        newest = self.link_report(source, target)
-        return LinkCost(
-            source=source.stage,
-            target=target.stage,
-            source_replica=source.replica,
-            target_replica=target.replica,
-            bytes=sums.bytes,
-            flows=tuple(
-                FlowCost(
-                    direction=direction.name.lower(),
-                    codec=codec,
-                    bytes=size,
-                    elements=sums.flow_elements[direction, codec],
-                )
-                for (direction, codec), size in sums.flow_bytes.items()
-            ),
-            busy_seconds=sums.busy,
-            capacity=newest.capacity if newest else 0.0,
-            round_trip_seconds=newest.rtt_seconds if newest else 0.0,
-            retransmits=sums.retransmits,
-            rejects=sums.rejects,
-            queued_bytes=newest.queued_bytes if newest else 0,
-            path=known_path(newest.path) if newest else "",
-            not_together=newest.not_together if newest and newest.not_together in NOT_TOGETHER else "",
+
+_DIRECTIONS = {direction: direction.name.lower() for direction in Direction}
+_known_path = functools.lru_cache(maxsize=1024)(known_path)
+
+
+def _link_cost(source: Place, target: Place, sums: LinkSums, newest: LinkReport | None) -> LinkCost:
+    flows = [
+        made(
+            FlowCost,
+            {
+                "direction": _DIRECTIONS[flow[0]],
+                "codec": flow[1],
+                "bytes": size,
+                "elements": sums.flow_elements[flow],
+            },
         )
+        for flow, size in sums.flow_bytes.items()
+    ]
+    return made(
+        LinkCost,
+        {
+            "source": source.stage,
+            "target": target.stage,
+            "bytes": sums.bytes,
+            "flows": tuple(flows),
+            "busy_seconds": sums.busy,
+            "capacity": newest.capacity if newest else 0.0,
+            "round_trip_seconds": newest.rtt_seconds if newest else 0.0,
+            "retransmits": sums.retransmits,
+            "rejects": sums.rejects,
+            "queued_bytes": newest.queued_bytes if newest else 0,
+            "source_replica": source.replica,
+            "target_replica": target.replica,
+            "path": _known_path(newest.path) if newest else "",
+            "not_together": newest.not_together if newest and newest.not_together in NOT_TOGETHER else "",
+        },
+    )
 
 
 def _goes_on(before: Telemetry, now: Telemetry) -> bool:

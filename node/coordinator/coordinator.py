@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from node import faults
 from node.config.schema import RunConfig
-from node.coordinator.accounting import Accounting, Answers, longest_kind
+from node.coordinator.accounting import NO_REPORT, REPORTS, Accounting, Answers, longest_kind
 from node.coordinator.changes import Changes
 from node.coordinator.decisions import record_places, record_plan
 from node.coordinator.disk import Disk
@@ -83,14 +83,12 @@ from wire.messages import (
     PeerRate,
     PlacedStage,
     Placement,
-    Ready,
     RelayTimes,
     TakeSnapshot,
-    Validated,
     Vote,
     Welcome,
 )
-from wire.telemetry import CodecTimes, StepSpans, Telemetry
+from wire.telemetry import CodecTimes, StepSpans
 
 TICK_SECONDS = 0.25
 STANDSTILL_SECONDS = 2.0
@@ -479,11 +477,11 @@ class Coordinator:
         node_id = session.node_id
         if session not in self._sessions:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
-        before = self.accounting.newest.get(node_id, Telemetry())
-        if isinstance(message, Ready | Vote | Applied | Validated | Heartbeat):
+        before = self.accounting.newest.get(node_id, NO_REPORT)
+        if isinstance(message, REPORTS):
             self._reporter.report(node_id, message.telemetry)
-        if isinstance(message, Ready | Vote | Applied | Validated):
-            self._answers.came(node_id, time.monotonic())
+            if not isinstance(message, Heartbeat):
+                self._answers.came(node_id, time.monotonic())
         match message:
             case StepSpans():
                 self._tracer.add(node_id, message)
@@ -507,7 +505,7 @@ class Coordinator:
                     faults.reach_coordinator(faults.Phase.VOTING, step=message.step)
                 elif isinstance(message, Applied):
                     faults.reach_coordinator(faults.Phase.APPLY, step=message.step)
-                self._post(lambda now: self._machine.message(node_id, message, now))
+                self._post(functools.partial(self._machine.message, node_id, message))
 
     def refused(self, node_id: str, why: str) -> None:
         self._post(lambda now: self._machine.refused(node_id, why, now))

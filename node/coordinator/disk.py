@@ -32,7 +32,8 @@ class Disk:
 
     async def room(self) -> None:
         """Wait until the disk is not full, or until `give_up`."""
-        await self._room.wait()
+        if not self._room.is_set():
+            await self._room.wait()
 
     async def full(self) -> None:
         """Wait until the disk is full."""

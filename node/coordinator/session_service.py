@@ -237,11 +237,9 @@ def measured(message: control_pb2.NodeMessage) -> Measured:
     kind, size = message.WhichOneof("body") or "message", message.ByteSize()
     if kind == "step_spans":
         spans = message.step_spans
-        return Measured(kind=kind, size=size, step=spans.step, spans=len(spans.lengths))
+        return Measured(kind, size, step=spans.step, spans=len(spans.lengths))
     has_report = kind in ("heartbeat", "ready", "vote", "applied")
-    return Measured(
-        kind=kind, size=size, links=len(getattr(message, kind).telemetry.links) if has_report else 0
-    )
+    return Measured(kind, size, len(getattr(message, kind).telemetry.links) if has_report else 0)
 
 
 def dialled_addresses(hello: Hello, source: str) -> tuple[str, ...]:

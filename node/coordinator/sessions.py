@@ -6,7 +6,7 @@ A correct node stays far below all limits. What is beyond them is refused before
 import asyncio
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from node.config.schema import CoordinatorSection, RunConfig
 from node.coordinator.enrolment_service import RateLimit
@@ -174,8 +174,7 @@ def heartbeat_pause(members: int, settings: CoordinatorSection) -> float:
     return max(settings.heartbeat_seconds, min(members / HEARTBEATS_A_SECOND, longest))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measured(NamedTuple):
     """A message, before it is decoded."""
 
     kind: str

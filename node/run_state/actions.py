@@ -219,6 +219,8 @@ def let_go(node_id: str) -> list[Action]:
 def costs_last(actions: Sequence[Action]) -> Sequence[Action]:
     """With the begin of the next step before the end of this one: its costs are summed up while nodes are at
     the next."""
+    if not actions:  # as after nearly every vote
+        return actions
     at = next((at for at, one in enumerate(actions) if isinstance(one, StepDone)), None)
     if at is None or not all(isinstance(one, Send) for one in actions[at + 1 :]):
         return actions

@@ -5,6 +5,7 @@ the links that it sends on. So sums only grow, whoever hosts a stage, and howeve
 and processes change.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -56,8 +57,9 @@ def group_seconds(costs: StepCosts, groups: Sequence[int], length: int) -> dict[
 
 def idle_by_stage(costs: StepCosts) -> tuple[float, ...]:
     """Share of its time that each stage waited, 0 to 1."""
+    kinds = [kind.value for kind in WAITS]
     return tuple(
-        min(1.0, sum(stage.seconds.get(kind.value, 0.0) for kind in WAITS) / stage.wall_seconds)
+        min(1.0, sum([stage.seconds.get(kind, 0.0) for kind in kinds]) / stage.wall_seconds)
         if stage.wall_seconds > 0
         else 0.0
         for stage in costs.stages
@@ -66,11 +68,11 @@ def idle_by_stage(costs: StepCosts) -> tuple[float, ...]:
 
 def mbit_by_stage(costs: StepCosts) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mbit/s that each stage sent, and that each received."""
-    places = [Place(stage.replica, stage.stage) for stage in costs.stages]
+    places = [(stage.replica, stage.stage) for stage in costs.stages]
     up, down = dict.fromkeys(places, 0), dict.fromkeys(places, 0)
     for link in costs.links:
-        up[Place(link.source_replica, link.source)] += link.bytes
-        down[Place(link.target_replica, link.target)] += link.bytes
+        up[link.source_replica, link.source] += link.bytes
+        down[link.target_replica, link.target] += link.bytes
     scale = 8e-6 / costs.seconds if costs.seconds > 0 else 0.0
     return tuple(scale * size for size in up.values()), tuple(scale * size for size in down.values())
 
@@ -211,7 +213,10 @@ class LinkSums:
 class LinkGrowth(NamedTuple):
     """Of one direction of a link."""
 
-    peer: Place
+    key: LinkKey
+    """From the place whose node reports to its peer."""
+    back: LinkKey
+    """From the peer."""
     bytes: int
     busy: float
     retransmits: int
@@ -267,12 +272,6 @@ class Ledger:
             if kind is direction
         )
 
-    def link(self, source: Place, target: Place) -> LinkSums:
-        sums = self.links.get((source, target))
-        if sums is None:
-            sums = self.links[source, target] = LinkSums()
-        return sums
-
     def growth(
         self,
         place: Place,
@@ -294,17 +293,21 @@ class Ledger:
             passed = max(0.0, now.wall_seconds - before.wall_seconds)
         left = passed
         seconds = []
+        total, known = now.times.get, before.times.get
         for kind in _KINDS:  # known kinds only: a node could invent any
-            spent = now.times.get(kind, 0.0) - before.times.get(kind, 0.0)
-            spent = 0.0 if spent <= 0.0 else min(spent, left)
+            spent = total(kind, 0.0) - known(kind, 0.0)
+            if spent <= 0.0:
+                spent = 0.0
+            elif spent > left:
+                spent = left
             left -= spent
             seconds.append(spent)
         earlier = {(link.peer_replica, link.peer_stage): link for link in before.links}
         links, counted = [], 0
         for link in now.links:
-            peer = Place(link.peer_replica, link.peer_stage)
-            if peer.replica < rows and peer.stage < stages and peer != place:
-                of_link = self._link_growth(peer, earlier.get(peer), link, passed, most - counted)
+            at = link.peer_replica, link.peer_stage
+            if at[0] < rows and at[1] < stages and at != place:
+                of_link = self._link_growth(place, at, earlier.get(at), link, passed, most - counted)
                 links.append(of_link)
                 counted += max(of_link.bytes, of_link.in_flows, of_link.retransmits, of_link.rejects)
         return Growth(place, passed, seconds, links, counted)
@@ -313,24 +316,38 @@ class Ledger:
         """Add it."""
         sums = self.stages.get(growth.place)
         if sums is None:
-            sums = self.stages[growth.place] = StageSums()
-        sums.wall += growth.wall
-        for kind, spent in zip(_KINDS, growth.seconds, strict=True):
-            if spent:
-                sums.seconds[kind] += spent
-        for of_link in growth.links:
-            link = self.link(growth.place, of_link.peer)
-            link.bytes += of_link.bytes
-            link.busy += of_link.busy
-            link.retransmits += of_link.retransmits
+            spent_by_kind = dict(zip(_KINDS, growth.seconds, strict=True))
+            self.stages[growth.place] = StageSums(growth.wall, spent_by_kind)
+        else:
+            sums.wall += growth.wall
+            seconds = sums.seconds
+            for kind, spent in zip(_KINDS, growth.seconds, strict=True):
+                if spent:
+                    seconds[kind] += spent
+        links = self.links
+        for key, back, size, busy, retransmits, rejects, flows, _ in growth.links:
+            if (link := links.get(key)) is None:
+                link = links[key] = LinkSums()
+            link.bytes += size
+            link.busy += busy
+            link.retransmits += retransmits
             # The receiver counts damaged frames.
-            self.link(of_link.peer, growth.place).rejects += of_link.rejects
-            for flow, size, elements in of_link.flows:
-                link.flow_bytes[flow] = link.flow_bytes.get(flow, 0) + size
-                link.flow_elements[flow] = link.flow_elements.get(flow, 0) + elements
+            if (other := links.get(back)) is None:
+                other = links[back] = LinkSums()
+            other.rejects += rejects
+            flow_bytes, flow_elements = link.flow_bytes, link.flow_elements
+            for flow, size, elements in flows:
+                flow_bytes[flow] = flow_bytes.get(flow, 0) + size
+                flow_elements[flow] = flow_elements.get(flow, 0) + elements
 
     def _link_growth(
-        self, peer: Place, before: LinkReport | None, now: LinkReport, passed: float, most: float
+        self,
+        place: Place,
+        at: tuple[int, int],
+        before: LinkReport | None,
+        now: LinkReport,
+        passed: float,
+        most: float,
     ) -> "LinkGrowth":
         before = _baseline(now, before)
         # Bytes are counted by direction; the first round of an epoch gives its sums another codec's name.
@@ -344,18 +361,26 @@ class Ledger:
             elements = _grown(old.elements_sent if old else 0, flow.elements_sent, 8 * left)
             flows.append(((flow.direction, self._known(flow.codec)), size, elements))
             in_flows += max(size, elements // 8)
+        busy = now.busy_seconds - before.busy_seconds
         return LinkGrowth(
-            peer=peer,
-            bytes=_grown(before.bytes_sent, now.bytes_sent, most),
-            busy=min(max(0.0, now.busy_seconds - before.busy_seconds), passed),
-            retransmits=_grown(before.retransmits, now.retransmits, most),
-            rejects=_grown(before.rejects, now.rejects, most),
-            flows=flows,
-            in_flows=in_flows,
+            *_keys(place, at),
+            _grown(before.bytes_sent, now.bytes_sent, most),
+            0.0 if busy <= 0.0 else min(busy, passed),
+            _grown(before.retransmits, now.retransmits, most),
+            _grown(before.rejects, now.rejects, most),
+            flows,
+            in_flows,
         )
 
     def _known(self, codec: str) -> str:
         return codec if self._codecs is None or codec in self._codecs else OTHER_CODEC
+
+
+@functools.lru_cache(maxsize=65_536)
+def _keys(place: Place, peer: tuple[int, int]) -> tuple[LinkKey, LinkKey]:
+    """Of both directions of the link between two places: the same ones come every step."""
+    at, to = Place(*place), Place(*peer)
+    return (at, to), (to, at)
 
 
 def _grown(before: int, now: int, most: float) -> int:
@@ -368,13 +393,7 @@ def _grown(before: int, now: int, most: float) -> int:
 
 def _baseline(now: LinkReport, before: LinkReport | None) -> LinkReport:
     """The report to subtract from `now`: zeros if the link was reopened since."""
-    if before is None or now.bytes_sent < before.bytes_sent:
-        return LinkReport(
-            peer_stage=now.peer_stage,
-            bytes_sent=0,
-            bytes_received=0,
-            retransmits=0,
-            rejects=0,
-            rtt_seconds=0.0,
-        )
-    return before
+    return _NOTHING if before is None or now.bytes_sent < before.bytes_sent else before
+
+
+_NOTHING = LinkReport(peer_stage=0, bytes_sent=0, bytes_received=0, retransmits=0, rejects=0, rtt_seconds=0.0)

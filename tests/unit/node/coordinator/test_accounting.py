@@ -1,6 +1,6 @@
 """What steps cost, from totals that nodes report: differences, fresh totals, sums that only grow."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +12,7 @@ from node.telemetry.costs import OTHER_CODEC, CostsSum, Place, bits_per_element,
 from wire.messages import Begin, Commit, Finish
 from wire.spec import Direction
 from wire.telemetry import FlowReport, LinkReport, Telemetry
+from wire.telemetry_proto import telemetry_from_proto, telemetry_to_proto
 
 SEATS = ("a", "b")
 EPOCH = 3
@@ -308,6 +309,22 @@ def test_costs_of_steps_that_follow_each_other_are_added() -> None:
     assert bits_per_element(both, "activation") == bits_per_element(first, "activation")
     assert not CostsSum(replace(first, aborted=True)).add(second)
     assert not sums.add(replace(second, stages=second.stages[:1])) and sums.total() == both
+
+
+def test_reports_and_costs_have_the_fields_of_their_classes_in_order() -> None:
+    """They are made without their classes' own `__init__`; the history has the fields in this order."""
+    books = accounting()
+    for stage, node in enumerate(SEATS):
+        books.report(node, telemetry_from_proto(telemetry_to_proto(totals(1, stage=stage))))
+    books.begin_epoch(EPOCH, SEATS)
+    for stage, node in enumerate(SEATS):
+        books.report(node, telemetry_from_proto(telemetry_to_proto(totals(2, stage=stage))))
+    costs, report = books.step(1, 2.0), books.newest["a"]
+    assert report == totals(2)
+    every = [report, *report.links, *report.links[0].flows]
+    for one in (*every, *costs.stages, *costs.links, *costs.links[0].flows):
+        assert list(vars(one)) == [field.name for field in fields(one)]
+        assert replace(one) == one
 
 
 def test_a_node_waited_for_votes_until_the_last_answer_came() -> None:
