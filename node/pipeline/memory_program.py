@@ -14,9 +14,9 @@ import numpy as np
 
 from node.pipeline.copy_waits import CopyClock, Waits
 
-ENOUGH = 1e-3
+ENOUGH = 2e-3
 """Of an optimum: a plan may be worse by this share."""
-MOST_NODES = 500
+MOST_NODES = 250
 """Of the search tree; twice as many find nothing that adds 0.1 % less. A limit of time would let the
 processes of one node find different plans."""
 

@@ -1,6 +1,8 @@
 """Tables of losses in training, by codec and by storage."""
 
 import math
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from scripts.docs.markdown import LOSSES, Tables, against, commit, commits, read_report, spaced
@@ -12,6 +14,7 @@ CONVERGENCE = RESULTS / "convergence.json"
 GRADIENT_BIAS = RESULTS / "gradient_bias.json"
 GRADIENT_RATES = RESULTS / "gradient_rates.json"
 SYNC_LOSS = RESULTS / "sync_loss.json"
+SYNC_LOSS_LARGE = RESULTS / "sync_loss_124m.json"
 BASELINE = ("fp32", "fp32")
 
 
@@ -289,9 +292,9 @@ def gradient_rates() -> str:
     )
 
 
-def sync_loss() -> str:
+def sync_loss(path: Path = SYNC_LOSS) -> str:
     """What packed sums of gradient groups and rounds of local steps cost."""
-    report = read_report(SYNC_LOSS)
+    report = read_report(path)
     exact = {run["seed"]: run for run in report["runs"] if (run["every"], run["codec"]) == (1, "fp32")}
     ways: dict[tuple[int, str], dict[int, dict[str, Any]]] = {}
     for run in report["runs"]:
@@ -319,15 +322,19 @@ def sync_loss() -> str:
         (spread([run["loss_held_out"] for run in summed if run["seed"] == seed]) for seed in exact),
         key=lambda words: float(words.split()[0]),
     )
+    local = ""
+    if len(summed) < len(report["runs"]):
+        local = (
+            f"Local steps begin after {report['warm']} exact ones, with outer learning rate "
+            f"{report['outer_lr']:g} and momentum {report['outer_momentum']:g}. "
+        )
     return (
         f"{markdown(columns, rows)}\n\n{report['parameters'] / 1e6:.2f} million parameters "
         f"({model['layers']} layers, {model['hidden']} wide), {report['data']['name']} in "
         f"{report['tokenizer']}, {report['groups']} groups, {report['steps']} optimizer steps of {tokens:,} "
-        f"tokens, {report['steps'] * tokens / 1e6:.2f} million in all. Local steps begin after "
-        f"{report['warm']} exact ones, with outer learning rate {report['outer_lr']:g} and momentum "
-        f"{report['outer_momentum']:g}. "
+        f"tokens, {report['steps'] * tokens / 1e6:.2f} million in all. {local}"
         f"Held out: {report['held_out_windows']} windows. Seeds of `fp32` lie {spread(losses)} apart, "
-        f"exact runs of one seed up to {apart}: at this scale, smaller differences mean nothing. "
+        f"exact runs of one seed up to {apart}. "
         f"{spaced(report['hardware'])}, torch {report['versions']['torch']}, commit "
         f"{commits(report, report['runs'])}."
     )
@@ -335,6 +342,7 @@ def sync_loss() -> str:
 
 TABLES: Tables = {
     "sync_loss": sync_loss,
+    "sync_loss_large": partial(sync_loss, SYNC_LOSS_LARGE),
     "gradient_bias": gradient_bias,
     "gradient_rates": gradient_rates,
     "codec_loss": codec_loss,

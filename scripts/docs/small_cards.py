@@ -1,6 +1,7 @@
 """Tables of small cards: plans by their memory, and the largest model, beside what LLMQ's paper reports."""
 
 from textwrap import fill
+from typing import Any
 
 from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
 from scripts.report import RESULTS, markdown
@@ -65,9 +66,7 @@ def memory_plan() -> str:
                 cells.append("-")
             else:
                 cells.append("" if "failed" in found else f"{1e3 * found['microbatch_seconds']:.1f}")
-        held = row["ways"]["plan"].get("reserved_bytes")
-        over = "" if held is None else f"{row['estimate_of_torch'] / held:.2f}"
-        lines.append([row["tokens"], str(row["gb"]), *cells, over, f"{row['solve_seconds']:.2f}"])
+        lines.append([row["tokens"], str(row["gb"]), *cells, _over(row), _over(row.get("planner_after"))])
         plans.append(f"- {row['tokens']}, {row['gb']} GB: {row['plan']}.")
         if (bits := row["ways"].get("plan, few bits")) and bits["plan"] != row["plan"]:
             plans.append(f"- {row['tokens']}, {row['gb']} GB, few bits: {bits['storage']}; {bits['plan']}.")
@@ -75,8 +74,11 @@ def memory_plan() -> str:
         found["commit"][:12] for row in report["rows"] for found in row["ways"].values() if "commit" in found
     }
     earlier = ", ".join(sorted(others))
+    own = ", ".join(sorted({row["commit"][:12] for row in report["rows"] if "commit" in row}))
+    later = [row["planner_after"] for row in report["rows"] if "planner_after" in row]
+    after = ", ".join(sorted({each["commit"][:12] for each in later}))
     columns = [("tokens", "left"), ("GB", "right"), *((f"{way}, ms", "right") for way in ways)]
-    columns += [("estimate over peak", "right"), ("solved in, s", "right")]
+    columns += [("estimate over peak", "right"), ("the same now", "right")]
     caption = (
         "Milliseconds of a microbatch, forward and backward, of a stage of 8 blocks of Llama 8B's shape, the "
         "middle one of three, on a GPU whose memory is capped; a way without a figure ran out of memory. "
@@ -84,10 +86,17 @@ def memory_plan() -> str:
         "few bits*: where the run file allows 8 and 4 bits. *Again*: every block runs again; *selective*: "
         "torch's selective checkpointing; *budget*: torch.compile with the largest memory budget of "
         "activations that fits; `agoq` and `compact` are presets of few bits, with everything else kept. "
-        f"*Estimate over peak*: of what torch reserved. {spaced(report['gpu'])}, torch {report['torch']}, "
-        f"commit {commit(report)}; of ways that did not fit or are torch's, {earlier}."
+        "*Estimate over peak*: of what torch reserved; *now*: by a planner that counts what is at work more "
+        f"closely, and its own plans, at commit {after}. {spaced(report['gpu'])}, torch {report['torch']}, "
+        f"commits {own}; of ways that did not fit or are torch's, {earlier}."
     )
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}\n\nThe plans:\n\n" + "\n".join(plans)
+
+
+def _over(row: dict[str, Any] | None) -> str:
+    """A plan's estimate over what torch reserved."""
+    held = row and row["ways"]["plan"].get("reserved_bytes")
+    return f"{row['estimate_of_torch'] / held:.2f}" if row and held else ""
 
 
 TABLES: Tables = {
