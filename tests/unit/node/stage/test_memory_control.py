@@ -26,7 +26,7 @@ CONFIG = replace(
 )
 CONFIG = replace(CONFIG, training=replace(CONFIG.training, cuda_graphs=False))
 MOST, LEAST = stage_memory(CONFIG, 2, GPU)[0].total, least_stage_bytes(CONFIG, 2, GPU)[0]
-MIDDLE = (MOST + LEAST) // 2
+MIDDLE = LEAST + (MOST - LEAST) * 2 // 5
 
 
 def control(memory_bytes: int, devices: Devices = GPU) -> MemoryControl:
