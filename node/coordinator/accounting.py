@@ -193,7 +193,7 @@ class Accounting:
                 "stage": place.stage,
                 "node_id": node_id,
                 "wall_seconds": sums.wall,
-                "seconds": sums.seconds,  # of a ledger that nobody adds to any more
+                "seconds": sums.seconds,  # not copied: this ledger no longer changes
                 "memory_bytes": newest.memory_bytes,
                 "peak_memory_bytes": newest.peak_memory_bytes,
                 "gpu_memory_bytes": newest.gpu_memory_bytes,

@@ -85,7 +85,7 @@ class CoreLink(asyncio.Protocol):
         self._waiting.append(data)
 
     async def room(self) -> None:
-        """Wait until the coordinator has read most of what was written."""
+        """Wait while much of what was written is still unread by the coordinator."""
         await self._room.wait()
 
     def _flush(self) -> None:

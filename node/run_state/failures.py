@@ -77,7 +77,7 @@ class Failures:
         return self._suspect[0] if self._suspect is not None else None
 
     def failed(self, epoch: Epoch, node_id: str, message: str, step: int | None = None) -> RunAgain | GiveUp:
-        """A stage could not do its part of the step, though its node is alive.
+        """A stage failed in a step, but its node is alive.
 
         Args:
             step: where the stage was: it may still have had to apply the step before. None: in the epoch's.

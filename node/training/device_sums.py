@@ -1,4 +1,4 @@
-"""Sums a whole model's gradient groups on their device, where nobody needs the packed bytes.
+"""Sum a whole model's gradient groups on their device, where the packed bytes are not needed.
 
 The values are those of `node.training.group_sums.GroupSums`: each node of the tree is what its packed form
 says. But pieces of equal length go through their codec together, as rows of one tensor, and on a GPU nothing

@@ -7,7 +7,7 @@ Several hundred of them share a process. A vote has the same norms in every row,
 Measured: how long enrolments take at a given rate; the processor time and memory of the coordinator and of
 its gateways while all members compute for some seconds a step (heartbeats are most of their work then);
 seconds of a step that members answer after 50 ms; how long the page and `/metrics` take meanwhile. At last
-members die without a goodbye and new processes of the same nodes come back; nobody may be evicted for it.
+members are killed, and new processes of the same nodes come back; none may be evicted for it.
 
 `--parts` leaves some of it out. With `--processes 8 --churn-minutes 3` all of it takes about six minutes, if
 there are many cores.

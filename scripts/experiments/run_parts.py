@@ -71,8 +71,8 @@ def _key(run: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _settings(report: Report) -> Report:
-    """What must agree: all but where and with what a report was made; runs say of which commit they are."""
-    others = ("commit", "hardware", "versions", "runs")
+    """Reports can be merged if this is equal: all but the commit, the machine and the versions."""
+    others = ("commit", "hardware", "versions", "runs", "unfinished")
     return {name: value for name, value in json.loads(json.dumps(report)).items() if name not in others}
 
 

@@ -5,12 +5,11 @@ import torch
 from torch import Tensor
 
 from kernels.common.tiles import NON_FINITE
-from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.model.units import unit_names
-from node.pipeline.gradient_groups import model_pieces
 from node.stage.device_transfer import CudaTransfer
 from node.training.device_sums import DeviceSums
 from node.training.group_sums import CodecPacking, GroupSums
+from tests.support.grouped_gradients import Gradients, configured, gradients
 from wire.codecs.header import EXPONENT
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError
@@ -91,27 +90,7 @@ def test_only_the_row_that_is_not_finite_says_so(name: str, bad: float) -> None:
     assert (exponents == NON_FINITE).tolist() == [False, True, False]
 
 
-def configured(name: str) -> RunConfig:
-    return RunConfig(
-        model=ModelSection(layers=2, hidden=192, heads=4, kv_heads=2, ffn=320, vocab=500, sequence=16),
-        training=TrainingSection(global_batch=8, microbatch=1),
-        pipeline=PipelineSection(groups=4, sync_codec=name),
-    )
-
-
-def gradients(config: RunConfig, group: int) -> dict[str, dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(group)
-    found: dict[str, dict[str, Tensor]] = {}
-    for unit, pieces in model_pieces(config).items():
-        ends = {name: end for piece in pieces for name, _, end in piece.parts}
-        found[unit] = {
-            name: torch.randn(end, generator=generator) * 10.0 ** (-index % 7 - 3)
-            for index, (name, end) in enumerate(ends.items())
-        }
-    return found
-
-
-def on_gpu(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+def on_gpu(values: Gradients) -> Gradients:
     return {unit: {name: one.cuda() for name, one in named.items()} for unit, named in values.items()}
 
 

@@ -206,8 +206,8 @@ def attack(
 
 
 def assert_harmless(lie: str, seed: int, says: str, directory: Path, *, launch: Launch) -> None:
-    """A member that lies so changes no honest node's result, whatever place the seed gives it; the operator
-    reads `says` about it."""
+    """This lie changes no honest node's result, wherever the seed places the liar, and the operator reads
+    `says` about it."""
     (known,) = (member for member in MEMBERS if member.name == lie)
     chosen = anywhere(known, seed)
     seen = attack(chosen, directory, launch=launch, hasty=True)

@@ -172,8 +172,8 @@ class Codec(ABC):
         return packed
 
     def pack_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """`pack` of every row of x, fp32 `[n, C]`, as a tensor by itself: uint8 `[n, packed_bytes]`, of which
-        a row's bytes are contiguous. A few launches for all rows where a GPU has kernels for that."""
+        """Pack each row of x, fp32 `[n, C]`, as a tensor of its own: uint8 `[n, packed_bytes]`. Each row's
+        bytes are contiguous. All rows take a few launches together where a GPU has kernels for that."""
         spec = TensorSpec(x.dtype, (x.shape[1],))
         size = self.packed_bytes(spec)
         if x.device.type == "cpu":

@@ -155,7 +155,7 @@ def test_payload_is_the_cpus_by_the_shares_of_gpus() -> None:
 @pytest.mark.usefixtures("large_shares")
 @pytest.mark.timeout(300)
 def test_rows_together_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes between guards, and what they say; with Triton's lanes, in two calls for want of room."""
+    """Packed bytes between guards, and their decoded values; with Triton's lanes in two calls."""
     from kernels.trellis.triton import encode as triton_trellis_encode
 
     # Of attempts only the number differs: the last one is best or is not.

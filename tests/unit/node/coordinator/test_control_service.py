@@ -92,7 +92,7 @@ async def raw_session(port: int, node_id: str = "node-aaaaaaaaaa") -> AsyncItera
 async def test_a_hello_that_comes_late_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_service, "HELLO_SECONDS", 0.0)
     async with coordinator() as (port, _):
-        # Not RunError, which would end the node. What it says depends on whether the hello was on its way.
+        # Not RunError, which would end the node. The message depends on whether the hello was already sent.
         with pytest.raises(LinkError):
             await join(port, f"127.0.0.1:{port}")
 

@@ -1,42 +1,19 @@
 """Sums on a device are those of packed pieces, to the bit."""
 
-from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor
 
-from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.model.units import unit_names
 from node.pipeline.gradient_groups import model_pieces
 from node.training import device_sums
 from node.training.device_sums import DeviceSums, batches
 from node.training.group_sums import CodecPacking, GroupSums
 from tests.support.cases import each
+from tests.support.grouped_gradients import configured, gradients
 from wire.errors import NonFiniteError
 
 CPU = torch.device("cpu")
-Gradients = Mapping[str, Mapping[str, Tensor]]
-
-
-def configured(codec: str, groups: int = 4) -> RunConfig:
-    return RunConfig(
-        model=ModelSection(layers=2, hidden=192, heads=4, kv_heads=2, ffn=320, vocab=500, sequence=16),
-        training=TrainingSection(global_batch=2 * groups, microbatch=1),
-        pipeline=PipelineSection(groups=groups, sync_codec=codec),
-    )
-
-
-def gradients(config: RunConfig, group: int) -> Gradients:
-    generator = torch.Generator().manual_seed(group)
-    found: dict[str, dict[str, Tensor]] = {}
-    for unit, pieces in model_pieces(config).items():
-        ends = {name: end for piece in pieces for name, _, end in piece.parts}
-        found[unit] = {
-            name: torch.randn(end, generator=generator) * 10.0 ** (-index % 7 - 3)
-            for index, (name, end) in enumerate(ends.items())
-        }
-    return found
 
 
 @each(
