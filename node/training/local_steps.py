@@ -10,16 +10,20 @@ its rows and columns: the rest is their product, as in Adafactor (arXiv 1804.042
 sends little beside the change itself.
 
 Weights do not move before the commit: what a round begins with is kept, and put back when it ends, however
-it ends.
+it ends. A GPU's is kept in page-locked memory, which takes no memory of the card and is copied at the line's
+speed.
 """
 
 import torch
 from torch import Tensor, nn
 
 from node.config.schema import RunConfig
+from node.model.host_memory import HostMemory, host_memory
 from node.pipeline.gradient_groups import SQUARE, SQUARE_COLUMNS, SQUARE_ROWS
 from node.training.optimizer import StageOptimizer
 from node.training.schedule import learning_rate
+
+KINDS = (SQUARE, SQUARE_ROWS, SQUARE_COLUMNS)
 
 
 class LocalSteps:
@@ -30,12 +34,13 @@ class LocalSteps:
         self._groups = config.pipeline.groups
         self._config = config
         self._optimizer = optimizer
+        self._host: HostMemory | None = None
         self._kept: dict[nn.Parameter, tuple[Tensor, Tensor, Tensor]] = {}
-        """Weights and both moments as the round found them, on the CPU."""
+        """Weights and both moments as the round found them, on the host."""
         self._steps: dict[str, int] = {}
         self._taken = 0
-        self._squares: dict[nn.Parameter, Tensor] = {}
-        """The mean second moments of the round that waits for its commit, on the CPU."""
+        self._squares: dict[nn.Parameter, dict[str, Tensor]] = {}
+        """The means of second moments of the round that waits for its commit, as `put` takes them."""
 
     def begin_group(self) -> None:
         """The next local steps are another group's, from where the round began."""
@@ -43,15 +48,11 @@ class LocalSteps:
         if self._kept:
             self._restore()
         else:
-            self._steps = optimizer.steps_taken
-            for unit, named in optimizer.named.items():
-                optimizer.streaming.use_weights(unit)
-                for parameter in named.values():
-                    weight = parameter.detach().to("cpu", copy=True)
-                    mean, square = optimizer.moments_of(parameter)
-                    self._kept[parameter] = weight, mean, square
-        for parameter, (_, mean, square) in self._kept.items():
-            optimizer.put_moments(parameter, torch.zeros_like(mean), square)
+            self._keep()
+        with torch.no_grad():
+            for parameter in self._kept:
+                _, square = optimizer.moments_of(parameter)
+                optimizer.put_moments(parameter, torch.zeros_like(square), square)
         self._taken = 0
 
     def step(self, step: int) -> None:
@@ -94,7 +95,9 @@ class LocalSteps:
         named = self._optimizer.named[unit]
         self._optimizer.put_gradients(unit, values)
         for name, parameter in named.items():
-            self._squares[parameter] = _square(name, parameter, values).cpu()
+            self._squares[parameter] = {
+                kind: values[key].clone() for kind in KINDS if (key := f"{kind}.{name}") in values
+            }
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -107,21 +110,45 @@ class LocalSteps:
                 change = optimizer.gradients.get(parameter)
                 held = optimizer.outer.get(parameter)
                 velocity = change.clone() if held is None else change + momentum * held.to(change.device)
-                optimizer.outer[parameter] = velocity.cpu()
+                optimizer.outer[parameter] = self._on_host(velocity, held)
                 parameter.add_(change.add(velocity, alpha=momentum), alpha=-lr)
-                square = self._squares.pop(parameter)
+                square = _square(parameter, self._squares.pop(parameter))
                 optimizer.put_moments(parameter, torch.zeros_like(square), square)
+        self._memory.wait_device()
         optimizer.steps_taken = {
             unit: steps + self._sync.every for unit, steps in optimizer.steps_taken.items()
         }
         optimizer.weights_changed()
         optimizer.zero_grad()
 
+    @torch.no_grad()
+    def _keep(self) -> None:
+        """What the round begins with."""
+        optimizer = self._optimizer
+        self._steps = optimizer.steps_taken
+        for unit, named in optimizer.named.items():
+            optimizer.streaming.use_weights(unit)
+            for parameter in named.values():
+                mean, square = map(self._on_host, optimizer.moments_of(parameter))
+                self._kept[parameter] = self._on_host(parameter), mean, square
+
+    def _on_host(self, tensor: Tensor, target: Tensor | None = None) -> Tensor:
+        """A copy, in `target` if there is one; whole once the device's work is done."""
+        if target is None:
+            target = self._memory.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        return target.copy_(tensor.detach(), non_blocking=True)
+
+    @property
+    def _memory(self) -> HostMemory:
+        if self._host is None:
+            self._host = host_memory(self._optimizer.parameters[0].device)
+        return self._host
+
     def _change(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
         weight, _, _ = self._kept[parameter]
-        change = weight.to(parameter.device) - parameter.detach()
+        change = weight.to(parameter.device, non_blocking=True) - parameter.detach()
         # A copy: the next group begins before this one's change is packed.
-        square = self._optimizer.moments_of(parameter)[1].to(parameter.device)
+        square = self._optimizer.moments_of(parameter)[1].to(parameter.device, copy=True)
         if square.ndim < 2:
             return {name: change, f"{SQUARE}.{name}": square}
         rows = square.flatten(1)
@@ -138,18 +165,18 @@ class LocalSteps:
             optimizer.streaming.use_weights(unit, changed=True)
             for parameter in named.values():
                 weight, mean, square = self._kept[parameter]
-                parameter.copy_(weight)
+                parameter.copy_(weight, non_blocking=True)
                 optimizer.put_moments(parameter, mean, square)
         optimizer.steps_taken = self._steps
         optimizer.weights_changed()
         optimizer.zero_grad()
 
 
-def _square(name: str, parameter: nn.Parameter, values: dict[str, Tensor]) -> Tensor:
+def _square(parameter: nn.Parameter, means: dict[str, Tensor]) -> Tensor:
     """The second moment that a round's means stand for, in the parameter's shape."""
     if parameter.ndim < 2:
-        return values[f"{SQUARE}.{name}"].view(parameter.shape)
-    rows, columns = values[f"{SQUARE_ROWS}.{name}"], values[f"{SQUARE_COLUMNS}.{name}"]
+        return means[SQUARE].view(parameter.shape)
+    rows, columns = means[SQUARE_ROWS], means[SQUARE_COLUMNS]
     mean = rows.mean()
     shares = torch.where(mean > 0, rows / mean, torch.zeros_like(rows))
     return torch.outer(shares, columns).view(parameter.shape)

@@ -373,10 +373,11 @@ class StageOptimizer:
                     self._moments[parameter][STEP].fill_(self._steps[unit])
 
     def moments_of(self, parameter: nn.Parameter) -> list[Tensor]:
-        """Copies of both moments on the CPU, float32 of the parameter's shape; never of those in e4m3."""
+        """Both moments, float32 of the parameter's shape; never of those in e4m3. The optimizer's own, or
+        copies on the CPU of those in host memory."""
         if self._on_host is not None and parameter in self._on_host:
             return self._on_host.whole(parameter)
-        return [_copy(self._moments[parameter][moment]) for moment in MOMENTS]
+        return [self._moments[parameter][moment] for moment in MOMENTS]
 
     @torch.no_grad()
     def put_moments(self, parameter: nn.Parameter, mean: Tensor, square: Tensor) -> None:
@@ -385,7 +386,7 @@ class StageOptimizer:
             self._on_host.load(parameter, [mean, square])
             return
         for moment, value in zip(MOMENTS, (mean, square), strict=True):
-            self._moments[parameter][moment].copy_(value)
+            self._moments[parameter][moment].copy_(value, non_blocking=True)
 
     @torch.no_grad()
     def _adamw(self, lr: float, scale_of: Callable[[nn.Parameter], float], ramp: float = 1.0) -> None:

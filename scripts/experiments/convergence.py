@@ -51,13 +51,13 @@ from node.model.chunk import compute_precision
 from node.model.rng import generator
 from node.model.rng import salt as rng_salt
 from node.model.units import unit_names
-from node.pipeline.gradient_groups import group_of
+from node.pipeline.gradient_groups import parts_of_group
 from node.pipeline.memory import stage_storages
 from node.pipeline.placement import split_units
 from node.run_file.validate import validate
 from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
-from node.stage.step_passes import sum_own_tie
+from node.stage.step_passes import put_group_sums, sum_own_tie
 from node.training.data import document_starts
 from node.training.device_sums import DeviceSums
 from node.training.reference import ReferenceTrainer, Step
@@ -277,30 +277,48 @@ class StageTrainer:
 
     def train_step(self) -> Step:
         config, stage = self.config, self.stage
-        groups, sums = config.pipeline.groups, None
-        if groups > 1:
+        is_round, parts = config.is_round(self.step), config.parts_of(self.step)
+        sums = None
+        if config.pipeline.groups > 1:
             salt = rng_salt(config.run.seed, step=self.step, layer="", purpose="sync dither")
-            sums = DeviceSums(config, self._units, of_round=False, salt=salt)
+            sums = DeviceSums(config, self._units, of_round=is_round, salt=salt)
+        batches = np.split(self._text.batch(self.step), config.microbatches)
         stage.begin_step()
         losses = []
-        for number, ids in enumerate(np.split(self._text.batch(self.step), config.microbatches)):
-            losses.append(stage.forward(0, number, *self._ids(ids)).clone())
-            stage.backward(0, number, None)
-            group = group_of(config, number)
-            if sums is not None and group != group_of(config, number + 1):
-                sums.group_done(group, stage.take_gradients(self._units))
+        for group in range(config.pipeline.groups):
+            if is_round:
+                stage.local.begin_group()
+            for part in parts_of_group(config, group, parts):
+                for number in part:
+                    losses.append(stage.forward(0, number, *self._ids(batches[number])).clone())
+                    stage.backward(0, number, None)
+                if is_round:
+                    self._tie()
+                    stage.local.step(self.step)
+            if sums is not None:
+                changes = stage.local.changes() if is_round else stage.take_gradients(self._units)
+                sums.group_done(group, changes)
+        if is_round:
+            stage.local.end()
         if sums is None:
             stage.finish_step()
         else:
             for unit, values in sums.finish():
-                stage.put_gradients(unit, values)
-        if config.model.tied:
-            sum_own_tie(stage)
-        grad_norm = global_norm(stage.squared_norms().values())
+                put_group_sums(stage, unit, values, of_round=is_round)
         lr = learning_rate(self.step, config.training, config.run.steps)
-        stage.apply(lr, clip_coefficient(grad_norm, config.training.clip))
+        if is_round:
+            stage.local.apply()
+            grad_norm = 0.0
+        else:
+            self._tie()
+            grad_norm = global_norm(stage.squared_norms().values())
+            stage.apply(lr, clip_coefficient(grad_norm, config.training.clip))
         self.step += 1
         return Step(loss=float(torch.stack(losses).double().sum()), grad_norm=grad_norm, lr=lr)
+
+    def _tie(self) -> None:
+        if self.config.model.tied:
+            sum_own_tie(self.stage)
 
     @torch.no_grad()
     def validation_loss(self, held_out: np.ndarray) -> float:

@@ -164,15 +164,14 @@ class Experiment:
     def run(self, way: Way) -> dict[str, Any]:
         """Train, and measure the loss. Raises Stopped."""
         asked, began = self._arguments, time.monotonic()
-        exact_on_gpu = self._on_gpu and way.every == 1
-        trainer = self._stage_trainer(way) if exact_on_gpu else self._trainer(way)
+        trainer = self._stage_trainer(way) if self._on_gpu else self._trainer(way)
         losses: list[float] = []
         before = 0.0
         if (kept := self._checkpoints.load(way.name)) is not None:
             states, noted = kept
             _load(trainer, states)
             trainer.step, losses, before = noted["step"], noted["losses"], noted["seconds"]
-        elif way.every > 1 or (way.codec == "fp32" and asked.every and not exact_on_gpu):
+        elif way.every > 1 or (way.codec == "fp32" and asked.every and not self._on_gpu):
             states, warm = self._warm(way.seed)
             losses.extend(warm)
             _load(trainer, states)
@@ -238,7 +237,7 @@ class Experiment:
         return _states(trainer), losses
 
     def _stage_trainer(self, way: Way) -> StageTrainer:
-        """Takes exact steps on a GPU as a node does, with passes as CUDA graphs."""
+        """Takes steps on a GPU as a node does, with passes as CUDA graphs."""
         config, device = self._config(way), torch.device(self._arguments.device, 0)
         fix_order(device)
         tokens = np.load(self._arguments.tokens / TOKENS, mmap_mode="r")
