@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from kernels.attention.reach import Documents
 from kernels.common import dispatch
@@ -24,6 +23,7 @@ from node.model.labels import IGNORED
 from node.model.lora import DropoutSource, freeze, load_frozen
 from node.model.lora_shapes import trained_specs
 from node.model.offload import Offload, Passing
+from node.model.recompute import recomputed
 from node.model.rng import generator
 from node.model.shard_shapes import shard_shape
 from node.model.shards import shard
@@ -175,8 +175,7 @@ def _keeping_input(layer: nn.Module, x: Tensor, documents: Documents | None) -> 
         return cast(Tensor, functional_call(layer, parameters, (x, documents)))
 
     # Nothing in a block draws from torch's generators.
-    made = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
-    return cast(Tensor, made)
+    return recomputed(run, x)
 
 
 def build_chunk(

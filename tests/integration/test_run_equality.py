@@ -37,12 +37,16 @@ def test_a_run_is_the_unsplit_model(config: RunConfig, prefork: Prefork, tmp_pat
 TRAINS = """
 import sys
 import torch
+from node.model.chunk import build_chunk
+from node.model.storage import Storage
 from node.stage.passes import backward_from
 from tests.support.memory_pipeline import reference_run
 from tests.support.run_harness import SMALL, packed
 
 reference_run(SMALL, 2)
 reference_run(packed(SMALL), 1)
+again = build_chunk(SMALL.model, ["block.0000"], 1, torch.device("cpu"), storage=Storage(again=True))
+again(torch.randn(2, 4, SMALL.model.hidden, requires_grad=True)).sum().backward()
 fed = torch.ones(2, 3, requires_grad=True)
 given = torch.randn(2, 3)
 backward_from(fed.exp(), given)
@@ -53,7 +57,7 @@ print(sorted({"torch._dynamo", "sympy"} & sys.modules.keys()))
 
 def test_training_imports_no_compiler(prefork: Prefork, tmp_path: Path) -> None:
     """Importing it takes seconds, and sympy half a second, which each node would wait for. This holds for
-    activations that are stored packed, too."""
+    activations that are stored packed or computed again, too."""
     (tmp_path / "trains.py").write_text(TRAINS)
     command = [sys.executable, str(tmp_path / "trains.py")]
     process = prefork.popen(command, stdout=subprocess.PIPE, text=True)
