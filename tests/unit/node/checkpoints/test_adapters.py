@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors import safe_open
 from torch import Tensor
 
@@ -74,6 +73,7 @@ def snapshot(run_directory: Path, config: RunConfig, chunk: Chunk) -> None:
 @pytest.mark.filterwarnings("ignore")  # PEFT's own
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "olmo2", "gpt2"])
 def test_peft_loads_the_exported_adapters(family: str, tmp_path: Path) -> None:
+    import transformers  # takes seconds, which only some workers spend
     from peft import PeftModel  # takes seconds, which only some workers spend
 
     model = base(family, tmp_path / "base")
@@ -101,6 +101,8 @@ def test_peft_loads_the_exported_adapters(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "gpt2", ""])
 def test_a_merged_model_computes_what_was_trained(family: str, kept: str, tmp_path: Path) -> None:
     """Also on a packed base, and one from a seed."""
+    import transformers
+
     model = ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, sequence=64, init_std=0.2)
     if family:
         model = base(family, tmp_path / "base")
@@ -163,6 +165,8 @@ def test_weights_of_another_model_are_not_taken() -> None:
 
 
 def test_stages_take_the_base_from_the_checkpoint_at_every_restore(tmp_path: Path) -> None:
+    import transformers
+
     sizes = transformers.LlamaConfig(**{**SIZES, "vocab_size": 256})
     transformers.LlamaForCausalLM(sizes).save_pretrained(tmp_path / "base")
     model = section(tmp_path / "base", 16)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -61,6 +60,8 @@ def snapshot(run_directory: Path, config: RunConfig, step: int = 4) -> StageOpti
     ids=str,
 )
 def test_import_then_export_gives_the_same_bytes(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    import transformers  # takes seconds, which only some workers spend
+
     source, out = tmp_path / "source", tmp_path / "out"
     make(family).to(dtype).save_pretrained(source)
     model = section(source, 2048)
@@ -131,6 +132,8 @@ GEMMA = replace(
 def test_a_model_of_ours_generates_the_same_tokens_in_transformers(
     model: ModelSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import transformers
+
     config = replace(RunConfig(), model=replace(model, init_std=0.3), data=DataSection(tokenizer="bytes"))
     snapshot(tmp_path / "run", config)
     monkeypatch.setattr(module, "SHARD_BYTES", 20_000)
@@ -205,6 +208,8 @@ def pieces(data: bytes) -> list[tuple[str, int]]:
 def test_tables_of_a_byte_pair_encoding_become_a_tokenizer_that_transformers_loads(
     names: tuple[str, str], tmp_path: Path
 ) -> None:
+    import transformers
+
     folder = write_tokenizer(tmp_path / "tables")
     made = json.loads((folder / "tokenizer.json").read_text())["model"]
     for file in folder.iterdir():

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -83,6 +82,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make(family: str) -> Any:
     """A random model of a family, in evaluation mode and float32."""
+    import transformers  # takes seconds, which only some workers spend
+
     name, extra = CONFIGS[family]
     torch.manual_seed(7)
     kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
@@ -137,6 +138,8 @@ def run(stages: list[Chunk], tokens: Tensor) -> Tensor:
 
 def test_gemmas_older_configs_say_the_same() -> None:
     """As the published checkpoints have it: no list of layers, two bases beside each other."""
+    import transformers
+
     config = {
         **{key: value for key, value in SIZES.items() if value is not None},
         "model_type": "gemma3_text",

@@ -3,11 +3,11 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from node.config.schema import (
     DataSection,
@@ -28,6 +28,9 @@ from node.training.shards import ShardedCorpus, load_data
 from tests.support.chat_data import MARKED, TEMPLATE, conversations, sharegpt, write_jsonl, write_tokenizer
 from tests.support.huggingface import hf_model, hf_name
 from wire.errors import DataError
+
+if TYPE_CHECKING:
+    import transformers
 
 CPU = torch.device("cpu")
 
@@ -57,6 +60,8 @@ def corpus_of(config: RunConfig) -> ShardedCorpus:
 
 @pytest.mark.parametrize("row", conversations(6), ids=range(6))
 def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, row: dict[str, object]) -> None:
+    import transformers  # takes seconds, which only some workers spend
+
     folder = write_tokenizer(tmp_path / "marked", MARKED)
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), chat_template=MARKED
@@ -70,6 +75,8 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, row: dict[str
 
 
 def test_a_question_is_encoded_up_to_the_answer(tmp_path: Path) -> None:
+    import transformers
+
     folder = write_tokenizer(tmp_path / "plain", TEMPLATE)
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), chat_template=TEMPLATE
@@ -83,6 +90,8 @@ def test_a_question_is_encoded_up_to_the_answer(tmp_path: Path) -> None:
 
 
 def test_a_template_without_marks_gives_the_assistants_turns(tmp_path: Path) -> None:
+    import transformers
+
     folder = write_tokenizer(tmp_path / "plain")
     encoder = load_chat_encoder(str(folder), "")
     tables = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))

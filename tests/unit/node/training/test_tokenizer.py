@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -215,6 +214,8 @@ def test_a_corpus_of_tokens(tables: Path, tmp_path: Path) -> None:
 
 def test_a_prompt_is_encoded_as_transformers_does(tables: Path, tmp_path: Path) -> None:
     """With the token that begins a text, as Llama 3 has it, and special tokens that are special."""
+    import transformers  # takes seconds, which only some workers spend
+
     bpe = tokenizers.Tokenizer.from_file(str(tables / "hugging-face" / "tokenizer.json"))
     bpe.add_special_tokens(["<|begin|>"])
     begin = bpe.token_to_id("<|begin|>")
