@@ -7,6 +7,7 @@ bytes and of the decoded tensor's bytes.
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -31,29 +32,64 @@ def noise(*shape: int, seed: int) -> NDArray[np.float32]:
     return ((uniform.sum(0) - 6 * (1 << 15)) / float(1 << 15)).astype(np.float32)
 
 
-@cache
-def inputs() -> dict[str, torch.Tensor]:
+def low_rank() -> torch.Tensor:
     # Products are rounded once each and added in a fixed order.
-    low_rank = noise(2, 96, 160, seed=1)
+    made = noise(2, 96, 160, seed=1)
     for k in range(3):
-        low_rank += noise(2, 96, 1, seed=10 + k) * noise(160, seed=20 + k) * np.float32(2)
-    outliers = noise(1, 64, 128, seed=2)
-    outliers[..., 5] *= 1000
-    outliers[0, 7, 9] = 1e6
-    rows = noise(300, 96, seed=3) * np.ldexp(np.float32(1), np.arange(300) % 9)[:, None]
+        made += noise(2, 96, 1, seed=10 + k) * noise(160, seed=20 + k) * np.float32(2)
+    return torch.from_numpy(made)
+
+
+def outliers() -> torch.Tensor:
+    made = noise(1, 64, 128, seed=2)
+    made[..., 5] *= 1000
+    made[0, 7, 9] = 1e6
+    return torch.from_numpy(made)
+
+
+def rows() -> torch.Tensor:
+    made = noise(300, 96, seed=3) * np.ldexp(np.float32(1), np.arange(300) % 9)[:, None]
+    return torch.from_numpy(made).half()
+
+
+def peaked() -> torch.Tensor:
     # Not a power: numpy's differs by processor.
     normal = noise(64, 100, seed=4)
-    peaked = normal * normal * normal
-    blocks = noise(1, 1100, 1024, seed=5)
-    return {
-        "low-rank": torch.from_numpy(low_rank),
-        "low-rank-bf16": torch.from_numpy(low_rank).bfloat16(),
-        "outliers": torch.from_numpy(outliers),
-        "rows-fp16": torch.from_numpy(rows).half(),
-        "peaked": torch.from_numpy(peaked * np.float32(2.0**-100)),
-        "two-blocks": torch.from_numpy(blocks),
-        "row": torch.from_numpy(noise(1, 77, seed=6)),
-    }
+    return torch.from_numpy(normal * normal * normal * np.float32(2.0**-100))
+
+
+MADE: dict[str, Callable[[], torch.Tensor]] = {
+    "low-rank": low_rank,
+    "low-rank-bf16": lambda: low_rank().bfloat16(),
+    "outliers": outliers,
+    "rows-fp16": rows,
+    "peaked": peaked,
+    "two-blocks": lambda: torch.from_numpy(noise(1, 1100, 1024, seed=5)),
+    "row": lambda: torch.from_numpy(noise(1, 77, seed=6)),
+}
+
+
+class Inputs(Mapping[str, torch.Tensor]):
+    """Each is made when it is first asked for: the largest takes a second."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            self._made[name] = MADE[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(MADE)
+
+    def __len__(self) -> int:
+        return len(MADE)
+
+
+@cache
+def inputs() -> Inputs:
+    return Inputs()
 
 
 def digest(x: torch.Tensor) -> str:
