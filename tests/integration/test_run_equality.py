@@ -51,13 +51,13 @@ fed = torch.ones(2, 3, requires_grad=True)
 given = torch.randn(2, 3)
 backward_from(fed.exp(), given)
 assert torch.equal(fed.grad, given * fed.exp())
-print(sorted({"torch._dynamo", "sympy"} & sys.modules.keys()))
+print(sorted({"torch._dynamo", "sympy", "scipy.linalg"} & sys.modules.keys()))
 """
 
 
-def test_training_imports_no_compiler(prefork: Prefork, tmp_path: Path) -> None:
-    """Importing it takes seconds, and sympy half a second, which each node would wait for. This holds for
-    activations that are stored packed or computed again, too."""
+def test_training_imports_nothing_that_takes_long(prefork: Prefork, tmp_path: Path) -> None:
+    """Torch's compiler takes seconds, sympy and `scipy.linalg` parts of one, and nodes would wait for them.
+    Activations that are stored packed or computed again need none of them either, nor do codecs."""
     (tmp_path / "trains.py").write_text(TRAINS)
     command = [sys.executable, str(tmp_path / "trains.py")]
     process = prefork.popen(command, stdout=subprocess.PIPE, text=True)
