@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from wire.errors import ProtocolViolationError
 from wire.identity.enrolment import Hardware
 from wire.identity.names import clean_name
+from wire.made import made
 from wire.messages import (
     DIGEST_BYTES,
     LONGEST_REASON,
@@ -30,7 +31,7 @@ from wire.messages import (
     Validated,
     Vote,
 )
-from wire.telemetry import CodecTimes, StepSpans
+from wire.telemetry import CodecTimes, StepSpans, Telemetry
 from wire.telemetry_proto import (
     amount,
     codec_times_from_proto,
@@ -46,6 +47,10 @@ from wire.telemetry_proto import (
     telemetry_to_proto,
 )
 from wire.v1 import control_pb2, enrolment_pb2
+
+_Reporting = (
+    control_pb2.Vote | control_pb2.Heartbeat | control_pb2.Applied | control_pb2.Ready | control_pb2.Validated
+)
 
 
 def _hardware_to_proto(hardware: Hardware) -> enrolment_pb2.Hardware:
@@ -213,6 +218,26 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
             return control_pb2.NodeMessage(peer_rate=control_pb2.PeerRate(**vars(message)))
 
 
+_NO_REPORT = Telemetry()
+
+
+def _report(body: _Reporting) -> Telemetry:
+    """The report in a message; an empty one where a gateway has taken it out."""
+    return telemetry_from_proto(body.telemetry) if body.HasField("telemetry") else _NO_REPORT
+
+
+def split_report(message: control_pb2.NodeMessage, kind: str) -> tuple[bytes, bytes, Telemetry]:
+    """The message without its report, the report's bytes, and what it says. `message` loses it.
+
+    `kind` is one that has a report. Raises `ProtocolViolationError` for a report that no correct node sends.
+    """
+    body = getattr(message, kind)
+    report = telemetry_from_proto(body.telemetry)
+    data = body.telemetry.SerializeToString()
+    body.ClearField("telemetry")
+    return message.SerializeToString(), data, report
+
+
 def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
     """Raises `ProtocolViolationError` for an empty message, an unknown enumeration value, a wrong number."""
     match message.WhichOneof("body"):
@@ -242,23 +267,24 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 storages={line(one.storage): seconds(one.seconds, "a time") for one in placed.storages},
             )
         case "ready":
-            return Ready(epoch=message.ready.epoch, telemetry=telemetry_from_proto(message.ready.telemetry))
+            return Ready(epoch=message.ready.epoch, telemetry=_report(message.ready))
         case "vote":
             vote = message.vote
-            return Vote(
-                epoch=vote.epoch,
-                step=vote.step,
-                norms=norms_from_proto(vote.norms),
-                loss=vote.loss if vote.has_loss else None,
-                group_losses={one.group: one.loss for one in vote.group_losses},
-                digests={one.group: _digests_from_proto(one) for one in vote.digests},
-                telemetry=telemetry_from_proto(vote.telemetry),
+            return made(
+                Vote,
+                {
+                    "epoch": vote.epoch,
+                    "step": vote.step,
+                    "norms": norms_from_proto(vote.norms),
+                    "loss": vote.loss if vote.has_loss else None,
+                    "group_losses": {one.group: one.loss for one in vote.group_losses},
+                    "digests": {one.group: _digests_from_proto(one) for one in vote.digests},
+                    "telemetry": _report(vote),
+                },
             )
         case "applied":
             applied = message.applied
-            return Applied(
-                epoch=applied.epoch, step=applied.step, telemetry=telemetry_from_proto(applied.telemetry)
-            )
+            return Applied(epoch=applied.epoch, step=applied.step, telemetry=_report(applied))
         case "validated":
             validated = message.validated
             return Validated(
@@ -266,7 +292,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
                 step=validated.step,
                 number=validated.number,
                 loss=validated.loss if validated.has_loss else None,
-                telemetry=telemetry_from_proto(validated.telemetry),
+                telemetry=_report(validated),
             )
         case "step_failed":
             failed = message.step_failed
@@ -280,7 +306,7 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
             )
         case "heartbeat":
             return Heartbeat(
-                telemetry=telemetry_from_proto(message.heartbeat.telemetry),
+                telemetry=_report(message.heartbeat),
                 sent_at=finite(message.heartbeat.sent_at, "a time"),
             )
         case "leave":

@@ -5,6 +5,8 @@ import math
 from enum import IntEnum
 from typing import TypeVar
 
+from google.protobuf.message import DecodeError
+
 from wire.codecs.formats import codec_format
 from wire.errors import ConfigError, ProtocolViolationError
 from wire.identity.names import is_node_id
@@ -102,6 +104,14 @@ def telemetry_from_proto(message: control_pb2.Telemetry) -> Telemetry:
             "line_down": down,
         },
     )
+
+
+def telemetry_from_bytes(data: bytes) -> Telemetry:
+    """As `telemetry_from_proto`; bytes that do not parse are a `ProtocolViolationError`, too."""
+    try:
+        return telemetry_from_proto(control_pb2.Telemetry.FromString(data))
+    except DecodeError:
+        raise ProtocolViolationError("bytes came that are no report") from None
 
 
 def _check_telemetry(message: control_pb2.Telemetry) -> None:

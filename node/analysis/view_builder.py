@@ -360,7 +360,7 @@ class RunViewBuilder:
                 view,
                 stages=self._stage_views(part),
                 links=link_views(self._links, part, self._placement, self._undialled),
-                step_seconds=sum(costs.seconds for costs in part) / len(part),
+                step_seconds=sum(costs.seconds for costs in part) / sum(costs.steps for costs in part),
             )
 
         half = len(steps) // 2

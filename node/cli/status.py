@@ -156,7 +156,8 @@ def _live_lines(status: "RunStatus", now: float, alive: bool | None, *, steps: b
     if status.step and steps:
         lines.append(f"speed     {count_text(status.step.tokens_per_second)} tokens/s")
         across = status.placement.stages if status.placement else 0
-        lines += table_lines(*stage_rows(status.step, nodes, across))
+        if status.step.idle:
+            lines += table_lines(*stage_rows(status.step, nodes, across))
     if status.held_out:
         lines.append(status.held_out.line)
     if status.aborted:

@@ -8,11 +8,12 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+from node.coordinator.reports import NO_REPORT, AnyReport, Newest, is_continued, opened
 from node.pipeline.floor import LinkRate
 from node.telemetry.costs import Ledger, LinkKey, LinkSums, Place, StageSums
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
 from wire.made import made
-from wire.messages import Applied, CoordinatorMessage, Heartbeat, Ready, Validated, Vote, Waiting
+from wire.messages import CoordinatorMessage, Waiting
 from wire.spec import Direction
 from wire.telemetry import NOT_TOGETHER, LinkReport, Telemetry, known_path
 
@@ -22,9 +23,6 @@ FASTEST = 1e11
 """Bytes a second that no node's links carry: 800 Gbit/s."""
 SLACK_SECONDS = 1.0
 """Nodes may open links and send before the coordinator sees their epoch begin."""
-NO_REPORT = Telemetry()
-REPORTS = (Vote, Heartbeat, Applied, Ready, Validated)
-"""Messages with a node's totals."""
 
 
 class Accounting:
@@ -34,11 +32,10 @@ class Accounting:
         self.hosts: tuple[str, ...] = ()
         """Who hosts the stages of the epoch that runs, row after row; empty between epochs."""
         self.rows = 1
-        self.newest: dict[str, Telemetry] = {}
-        """Each node's newest report."""
+        self.newest = Newest()
         self._codecs = frozenset(codecs)
         self._run = Ledger(self._codecs)
-        self._waiting: dict[str, tuple[Telemetry, float]] = {}
+        self._waiting: dict[str, tuple[AnyReport, float]] = {}
         """By node: its newest report of the epoch, and when it came, if that is not counted yet."""
         self._epoch = 0
         self._step = Ledger(self._codecs)
@@ -54,19 +51,31 @@ class Accounting:
         """Those of the newest step, sorted."""
         self._place_of: dict[str, Place] = {}
 
-    def report(self, node_id: str, telemetry: Telemetry, elapsed: float = math.inf) -> None:
+    def report(
+        self,
+        node_id: str,
+        report: AnyReport,
+        elapsed: float = math.inf,
+        goes_on: bool | None = None,
+    ) -> None:
         """A node's newest totals.
 
         Args:
             elapsed: seconds since `begin_epoch`. Reports of more time, or of more bytes than any link
                 carries in that time, are capped.
+            goes_on: whether the report has all that the node's last one has; None: that is to be found out.
         """
         waiting = self._waiting.get(node_id)
-        if waiting is not None and not _goes_on(waiting[0], telemetry):
-            self._count(node_id)
-        self.newest[node_id] = telemetry
-        if node_id in self._place_of and telemetry.epoch == self._epoch:
-            self._waiting[node_id] = telemetry, elapsed
+        if waiting is not None:
+            if goes_on is None:
+                goes_on = is_continued(opened(waiting[0]), opened(report))
+            if not goes_on:
+                self._count(node_id)
+        self.newest.put(node_id, report)
+        if node_id in self._place_of and report.epoch == self._epoch:
+            self._waiting[node_id] = report, elapsed
+            if waiting is not None and not goes_on:
+                self._count(node_id)  # or the next one could hide that totals began again
 
     @property
     def run(self) -> Ledger:
@@ -79,7 +88,8 @@ class Accounting:
             self._count(node_id)
 
     def _count(self, node_id: str) -> None:
-        telemetry, elapsed = self._waiting.pop(node_id)
+        report, elapsed = self._waiting.pop(node_id)
+        telemetry = opened(report)
         place = self._place_of[node_id]
         before = self._counted.get(node_id, NO_REPORT)
         most = self._ready_wall.get(node_id, 0.0) + CLOCK_RATIO * elapsed
@@ -96,7 +106,7 @@ class Accounting:
 
     def forget(self, node_id: str) -> None:
         """The node is gone: drop its last report."""
-        self.newest.pop(node_id, None)
+        self.newest.drop(node_id)
 
     def begin_epoch(self, epoch: int, hosts: Sequence[str], rows: int = 1) -> None:
         """Count from each stage's report at `Ready`; earlier totals belong to no step."""
@@ -241,19 +251,6 @@ def _link_cost(source: Place, target: Place, sums: LinkSums, newest: LinkReport 
     )
 
 
-def _goes_on(before: Telemetry, now: Telemetry) -> bool:
-    """Whether the later of two reports has all that the earlier one has: not once a link was opened again, or
-    has another codec."""
-    if before.epoch != now.epoch or len(before.links) != len(now.links):
-        return False
-    return all(
-        old.bytes_sent <= new.bytes_sent
-        and (old.peer_stage, old.peer_replica) == (new.peer_stage, new.peer_replica)
-        and [flow.codec for flow in old.flows] == [flow.codec for flow in new.flows]
-        for old, new in zip(before.links, now.links, strict=True)
-    )
-
-
 class Answers:
     """When nodes answered last: tells who waited for whom. Seconds on any monotonic clock."""
 
@@ -270,11 +267,3 @@ class Answers:
         if not isinstance(message, Waiting):
             return None
         return self._newest - self._at.get(node_id, self._newest)
-
-
-def longest_kind(before: Telemetry, after: Telemetry) -> str:
-    """The kind of time that grew most between two reports of one node's epoch; "" if none did."""
-    known = before.times if before.epoch == after.epoch else {}
-    grown = {kind: seconds - known.get(kind, 0.0) for kind, seconds in after.times.items()}
-    kind = max(grown, key=lambda one: grown[one], default="")
-    return kind if grown.get(kind, 0.0) > 0 else ""

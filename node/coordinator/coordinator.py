@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from node import faults
 from node.config.schema import RunConfig
-from node.coordinator.accounting import NO_REPORT, REPORTS, Accounting, Answers, longest_kind
+from node.coordinator.accounting import Accounting, Answers
 from node.coordinator.changes import Changes
 from node.coordinator.decisions import record_places, record_plan
 from node.coordinator.disk import Disk
@@ -25,6 +25,7 @@ from node.coordinator.kept_snapshots import KeptSnapshots
 from node.coordinator.planners import Planners
 from node.coordinator.relays import RelayDesk
 from node.coordinator.reporter import Emit, Reporter, Tracer
+from node.coordinator.reports import REPORTS, Reported
 from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler, UploadPermit
 from node.coordinator.store import (
@@ -57,7 +58,7 @@ from node.run_state.actions import (
     Stop,
     costs_last,
 )
-from node.run_state.epoch import Epoch
+from node.run_state.epoch import Epoch, Phase
 from node.run_state.held_out import LOSSLESS
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, as_told, run_plan, step_plan
@@ -262,15 +263,16 @@ class Coordinator:
                     self._shut_out(node_id)
 
     def _use_costs(self, number: int, costs: events.StepCosts) -> None:
-        """Plan windows and codecs and share groups by what a step cost, unless its epoch is over."""
+        """Plan windows and codecs and share groups by what steps cost, unless their epoch is over."""
         epoch, members = self._machine.epoch, self._machine.members
-        if epoch is None or epoch.number != number or epoch.was_audited(costs.step - 1):
+        steps = range(costs.step - costs.steps, costs.step)
+        if epoch is None or epoch.number != number or any(map(epoch.was_audited, steps)):
             return  # in an audited step some rows compute more than their groups
         self._planners.step_done(epoch, [members[node].offer for node in epoch.hosts], costs)
         if epoch.rows > 1:
             length = self.config.microbatches // self.config.pipeline.groups
             seconds = group_seconds(costs, [len(groups) for groups in epoch.groups], length)
-            self._post(lambda now: self._machine.row_speeds(seconds, costs.seconds, now))
+            self._post(lambda now: self._machine.row_speeds(seconds, costs.seconds / len(steps), now))
 
     def _use_lines(self, number: int, lines: Lines, seconds: float) -> None:
         def happening(_now: float) -> list[Action]:
@@ -335,7 +337,8 @@ class Coordinator:
             case RecordHeldOut():
                 await self._record_held_out(action)
             case StepDone():
-                costs = self._reporter.finish_step()
+                now = self._machine.epoch
+                costs = self._reporter.finish_step(goes_on=now is not None and now.phase is Phase.STEPPING)
                 await self._planners.next_is(action.step + 1)
                 if costs is not None:
                     self._use_costs(action.epoch, costs)
@@ -473,13 +476,12 @@ class Coordinator:
 
         self._post(happening)
 
-    def heard(self, session: ControlSession, message: NodeMessage) -> None:
-        node_id = session.node_id
+    def heard(self, session: ControlSession, message: NodeMessage, reported: Reported | None = None) -> None:
+        node_id, longest = session.node_id, ""
         if session not in self._sessions:
             return  # a newer session of this node is open, perhaps another process's; it is asked again there
-        before = self.accounting.newest.get(node_id, NO_REPORT)
         if isinstance(message, REPORTS):
-            self._reporter.report(node_id, message.telemetry)
+            longest = self._reporter.said(node_id, message, reported)
             if not isinstance(message, Heartbeat):
                 self._answers.came(node_id, time.monotonic())
         match message:
@@ -491,7 +493,7 @@ class Coordinator:
                 self.relays.plan.measured(node_id, message.times)
             case Heartbeat():
                 session.answer(self._sessions.reply(message.sent_at))
-                self._machine.heard(node_id, time.monotonic(), longest_kind(before, message.telemetry))
+                self._machine.heard(node_id, time.monotonic(), longest)
             case Leave(failed=True):
                 # At once: it does not come back, so there is nothing to wait for.
                 why = f"it ended: {message.reason}" if message.reason else "it ended, and did not say why"

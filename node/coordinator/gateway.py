@@ -29,6 +29,7 @@ from node.coordinator.gateway_frames import (
     messages_of,
     opened_to_bytes,
 )
+from node.coordinator.reports import REPORTING, sealed
 from node.coordinator.session_service import HELLO_SECONDS, NO_HELLO, Greetings, each, measured, parsed
 from node.coordinator.sessions import MOST_WAITING, MessageLimits
 from node.run_file.loader import from_json
@@ -39,6 +40,8 @@ from wire.descriptors import raise_limit
 from wire.errors import ProtocolViolationError
 from wire.front import Front, start_behind
 from wire.identity.credentials import mutual_tls, peer_node_id
+from wire.node_messages_proto import split_report
+from wire.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -233,12 +236,20 @@ class Gateway:
         limits = self._limits.get(node_id)
         if limits is None:
             limits = self._limits[node_id] = self._make_limits()
+        newest: Telemetry | None = None
         try:
             async for request in requests:
                 for one in each(parsed(request)):
-                    if (why := limits.refusal(measured(one), time.monotonic())) is not None:
+                    found = measured(one)
+                    if (why := limits.refusal(found, time.monotonic())) is not None:
                         raise ProtocolViolationError(why)
-                self._link.write(frame(Kind.SAID, number, request))
+                    if found.kind in REPORTING:
+                        body, data, report = split_report(one, found.kind)
+                        payload = sealed(body, data, report, newest)
+                        self._link.write(frame(Kind.REPORTED, number, payload))
+                        newest = report
+                    else:
+                        self._link.write(frame(Kind.SAID, number, one.SerializeToString()))
                 await self._link.room()
         except ProtocolViolationError as error:
             # The coordinator ends the session.

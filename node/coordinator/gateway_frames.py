@@ -44,6 +44,8 @@ class Kind(IntEnum):
     """The node sent what no correct node sends; the payload says what."""
     CLOSED = 20
     """The session is over."""
+    REPORTED = 22
+    """A message of a node with its report taken out: see `reports`."""
     ALIVE = 21
     """Comes every second; the number is the gateway's connections."""
 

@@ -33,6 +33,7 @@ from node.coordinator.gateway_frames import (
     sent,
     sent_waited,
 )
+from node.coordinator.reports import reported
 from node.coordinator.session_service import NO_HELLO, SessionDesk, hello_from, parsed
 from node.coordinator.sessions import ControlSession
 from node.run_file.loader import to_json
@@ -248,6 +249,13 @@ class _Gateway(asyncio.Protocol):
 
     def _take(self, kind: int, number: int, payload: bytes) -> None:
         match kind:
+            case Kind.REPORTED:
+                one = reported(payload)
+                if (session := self._sessions.get(number)) is not None:
+                    try:
+                        self._desk.take_reported(session, one)
+                    except ProtocolViolationError as error:
+                        self._wrong(number, str(error))
             case Kind.SAID:
                 if (session := self._sessions.get(number)) is not None:
                     try:

@@ -26,7 +26,7 @@ from node.run_state.epoch import Epoch
 from node.run_state.membership import Member
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
-from node.telemetry.costs import Place, row_costs
+from node.telemetry.costs import Place, mean_step, row_costs
 from node.telemetry.events import StepCosts
 from wire.messages import BlockTime, CoordinatorMessage, PeerRate
 from wire.telemetry import CodecTimes, LinkReport
@@ -363,9 +363,10 @@ class Planners:
             self._planners.append(self._codecs)
 
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
-        """A step of `epoch`, which these nodes host, has cost this."""
+        """Steps of `epoch`, which these nodes host, have cost this."""
+        mean = mean_step(costs) if self._planners else costs
         for planner in self._planners:
-            planner.step_done(epoch, nodes, costs)
+            planner.step_done(epoch, nodes, mean)
 
     def heard(self, node_id: str, message: BlockTime | PeerRate | CodecTimes) -> None:
         """A node has measured itself, or its line to another."""

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from node.analysis.explain import framed_bytes
 from node.analysis.remedies import LADDER
 from node.config.schema import RunConfig, TelemetrySection
 from node.coordinator.accounting import Accounting
+from node.coordinator.reports import NO_REPORT, AnyReport, Reported, Reporting, longest_kind, opened
 from node.coordinator.store import StepRecord
 from node.model.units import is_block
 from node.pipeline.codec_ladder import ladder, of_gradients
@@ -39,10 +40,17 @@ from node.telemetry.events import Notice, Recovered
 from node.telemetry.format import bytes_text, count_text, duration_text, named
 from node.telemetry.trace_files import TracedSteps, TraceWriter
 from wire.codecs.formats import codec_format, codec_names
+from wire.messages import Heartbeat
 from wire.spec import Direction
-from wire.telemetry import StepSpans, Telemetry
+from wire.telemetry import StepSpans
 
 Emit = Callable[[events.Event], None]
+
+OWN_COSTS = 128
+"""Stages in all up to which every step has costs of its own."""
+COSTS_PAUSE, COSTS_PAUSE_A_STAGE = 1.0, 2e-3
+"""Seconds between two sums of costs if there are more stages: at least, and for each. To sum up a thousand
+takes longer than all else that a step asks of the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,14 @@ class _Tally:
     first_loss: float = 0.0
     last_loss: float = 0.0
     tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Unsummed:
+    """Committed steps whose costs are in no event yet."""
+
+    steps: int = 0
     seconds: float = 0.0
 
 
@@ -92,6 +108,9 @@ class Reporter:
         self._taken_part: Counter[str] = Counter()
         """Steps by node."""
         self._step_began = self._epoch_began = time.monotonic()
+        self._costs_at = self._step_began
+        self._unsummed = _Unsummed()
+        self._bits = 0.0, 0.0
         self._commit: _Commit | None = None
         if unreported is not None:
             self._commit = _Commit(
@@ -108,9 +127,23 @@ class Reporter:
         self._names[joined.node_id] = named(joined.node_id, joined.name)
         self._emit(joined)
 
-    def report(self, node_id: str, telemetry: Telemetry) -> None:
-        """A node's newest totals."""
-        self.accounting.report(node_id, telemetry, time.monotonic() - self._epoch_began)
+    def report(self, node_id: str, report: AnyReport, *, goes_on: bool | None = None) -> None:
+        """A node's newest totals. `goes_on`: as for `Accounting.report`."""
+        self.accounting.report(node_id, report, time.monotonic() - self._epoch_began, goes_on)
+
+    def said(self, node_id: str, message: Reporting, reported: Reported | None) -> str:
+        """The report of a message, whether it was taken out of it or not.
+
+        Gives the kind of time that grew most since the node's report before, if it is a heartbeat's.
+        """
+        if reported is not None and reported.compared:
+            self.report(node_id, reported.report, goes_on=reported.goes_on)
+            return reported.longest
+        report, longest = message.telemetry if reported is None else reported.report, ""
+        if isinstance(message, Heartbeat):
+            longest = longest_kind(self.accounting.newest.get(node_id, NO_REPORT), opened(report))
+        self.report(node_id, report)
+        return longest
 
     def announced(self, line: Announce) -> None:
         """A line for the operator."""
@@ -155,8 +188,8 @@ class Reporter:
         """The epoch ended before its step did."""
         self._recovery.interrupted(time.monotonic(), planned=aborted.kind is AbortKind.PLACEMENT)
         if self._commit is None and self.accounting.hosts:
-            # The aborted step cost bytes and time.
-            self._emit(self.accounting.step(aborted.step + 1, self.step_seconds, aborted=True))
+            # The aborted step cost bytes and time. What is unsummed cannot be told from it any more.
+            self._emit(self._costs(aborted.step + 1, self.step_seconds, aborted=True))
         self._emit(
             events.StepAborted(
                 epoch=aborted.epoch, step=aborted.step + 1, kind=aborted.kind.value, reason=aborted.reason
@@ -193,8 +226,12 @@ class Reporter:
             self._emit(recovered)
         self._step_began = time.monotonic()
 
-    def finish_step(self) -> events.StepCosts | None:
-        """Every stage has applied the newest commit; gives its costs, unless they were reported before."""
+    def finish_step(self, *, goes_on: bool = False) -> events.StepCosts | None:
+        """Every stage has applied the newest commit; gives its costs, unless they were reported before.
+
+        With many stages the costs of short steps are summed: then there are none after most steps. `goes_on`:
+        the next step has begun, so that the costs of this one may be summed with it.
+        """
         commit, seconds = self._commit, self.step_seconds
         self._step_began = time.monotonic()
         if commit is None:
@@ -203,9 +240,15 @@ class Reporter:
         if commit.seconds is not None:
             seconds = commit.seconds
         self._taken_part.update(self.accounting.hosts)
-        costs = self.accounting.step(commit.step + 1, seconds)
-        self._emit(costs)
-        up_mbit, down_mbit = mbit_by_stage(costs)
+        costs: events.StepCosts | None = None
+        if goes_on and not self._costs_due():
+            self._unsummed.steps += 1
+            self._unsummed.seconds += seconds
+        else:
+            costs = self._costs(commit.step + 1, seconds)
+            self._bits = bits_per_element(costs, "activation"), bits_per_element(costs, "gradient")
+            self._emit(costs)
+        up_mbit, down_mbit = mbit_by_stage(costs) if costs is not None else ((), ())
         tokens = self._config.training.global_batch * self._config.model.sequence
         self._count(commit.loss, tokens, seconds)
         self._emit(
@@ -217,14 +260,28 @@ class Reporter:
                 grad_norm=commit.grad_norm,
                 seconds=seconds,
                 tokens_per_second=tokens / seconds,
-                idle=idle_by_stage(costs),
-                bits_forward=bits_per_element(costs, "activation"),
-                bits_backward=bits_per_element(costs, "gradient"),
+                idle=idle_by_stage(costs) if costs is not None else (),
+                bits_forward=self._bits[0],
+                bits_backward=self._bits[1],
                 up_mbit=up_mbit,
                 down_mbit=down_mbit,
             )
         )
         return costs
+
+    def _costs_due(self) -> bool:
+        """Whether costs are to be summed up now."""
+        stages = len(self.accounting.hosts)
+        if stages <= OWN_COSTS:
+            return True
+        return time.monotonic() - self._costs_at >= max(COSTS_PAUSE, COSTS_PAUSE_A_STAGE * stages)
+
+    def _costs(self, step: int, seconds: float, *, aborted: bool = False) -> events.StepCosts:
+        """Of a step that took so long, and of all that are unsummed."""
+        self._costs_at = time.monotonic()
+        before, self._unsummed = self._unsummed, _Unsummed()
+        costs = self.accounting.step(step, before.seconds + seconds, aborted=aborted)
+        return replace(costs, steps=before.steps + 1) if before.steps else costs
 
     def held_out(self, record: RecordHeldOut) -> None:
         """The held-out loss of a state was measured; its time and bytes are no step's."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
+from node.coordinator.reports import REPORTING, Reported
 from node.coordinator.sessions import ControlSession, Measured, MessageLimits
 from wire.dialing import knock
 from wire.errors import ProtocolViolationError, RefusalCode
@@ -45,7 +46,9 @@ class SessionHandler(Protocol):
 
     def opened(self, session: ControlSession) -> None: ...
 
-    def heard(self, session: ControlSession, message: NodeMessage) -> None: ...
+    def heard(self, session: ControlSession, message: NodeMessage, reported: Reported | None = None) -> None:
+        """`reported`: what a gateway took out of the message, if one did."""
+        ...
 
     def refused(self, node_id: str, why: str) -> None:
         """The node sent what no correct node sends."""
@@ -172,6 +175,18 @@ class SessionDesk:
                 raise ProtocolViolationError(why)
             self.handler.heard(session, node_message_from_proto(one))
 
+    def take_reported(self, session: ControlSession, reported: Reported) -> None:
+        """As `take`, of a message whose report a gateway has checked. Raises ProtocolViolationError."""
+        request = parsed(reported.body)
+        kind = request.WhichOneof("body") or "message"
+        limits = self.limits_of(session.node_id)
+        if limits is not None:
+            size = len(reported.body) + reported.report.size
+            why = limits.refusal(Measured(kind, size, reported.links), time.monotonic())
+            if why is not None:
+                raise ProtocolViolationError(why)
+        self.handler.heard(session, node_message_from_proto(request), reported)
+
     def wrong(self, session: ControlSession, why: str) -> None:
         """Its node has sent what no correct node sends: the session ends, and the coordinator knows."""
         log.warning("closed the session of %s: %s", session.node_id, why)
@@ -238,8 +253,7 @@ def measured(message: control_pb2.NodeMessage) -> Measured:
     if kind == "step_spans":
         spans = message.step_spans
         return Measured(kind, size, step=spans.step, spans=len(spans.lengths))
-    has_report = kind in ("heartbeat", "ready", "vote", "applied")
-    return Measured(kind, size, len(getattr(message, kind).telemetry.links) if has_report else 0)
+    return Measured(kind, size, len(getattr(message, kind).telemetry.links) if kind in REPORTING else 0)
 
 
 def dialled_addresses(hello: Hello, source: str) -> tuple[str, ...]:

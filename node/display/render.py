@@ -126,6 +126,8 @@ class LiveRenderer(Renderer):
         self._pace = Pace()
         self._nodes: tuple[str, ...] = ()
         self._across = 0
+        self._figures: StepDone | None = None
+        """The newest step that has any of its stages."""
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -145,7 +147,7 @@ class LiveRenderer(Renderer):
                 self._live.update(self._display(event), refresh=True)
             return
         if isinstance(event, PlacementMade):
-            self._nodes, self._across = event.nodes, event.stages
+            self._nodes, self._across, self._figures = event.nodes, event.stages, None
         if isinstance(event, RunFinished):
             self._live.stop()  # the last frame stays, the summary follows
         for line in event_lines(event):
@@ -164,7 +166,9 @@ class LiveRenderer(Renderer):
             f"   loss {done.loss:.4f}   {count_text(done.tokens_per_second)} tokens/s   ",
             f"{_bits(done)}   lr {done.lr:.2e}   grad norm {done.grad_norm:.3g}   eta {self._pace.eta(done)}",
         )
-        header, rows = stage_rows(done, self._nodes, self._across)
+        if done.idle:
+            self._figures = done
+        header, rows = stage_rows(self._figures or done, self._nodes, self._across)
         table = Table(*header[:2], box=None, pad_edge=False)
         for name in header[2:]:
             table.add_column(name, justify="right")
@@ -325,7 +329,7 @@ def _against(other: int, sent: int) -> str:
 
 def _bits(done: StepDone) -> str:
     """Bits an element on the links, if there are any."""
-    if len(done.idle) < 2:
+    if len(done.idle) == 1:
         return "no links"
     return f"bits {done.bits_forward:.2f} out, {done.bits_backward:.2f} back"
 

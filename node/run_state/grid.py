@@ -149,6 +149,8 @@ class GroupSharing:
         self._current: Groups | None = None
         self._hosts: tuple[str, ...] = ()
         self._wait = SHARED_STEPS
+        self._found: tuple[Sequence[str], Groups, tuple[Groups, float]] | None = None
+        """Hosts, sharing and `_better` of them, from what is measured so far."""
         self._began: float | None = None
         """When the epoch began; None once its first step was measured."""
         self._change_seconds = math.inf
@@ -159,6 +161,7 @@ class GroupSharing:
         if self._began is not None:
             self._change_seconds = min(self._change_seconds, max(0.0, now - self._began - step_seconds))
             self._began = None
+        self._found = None
         self._steps.append(step_seconds)
         for node, one in seconds.items():
             self._times.setdefault(node, deque(maxlen=REMEMBERED_STEPS)).append(one)
@@ -176,6 +179,7 @@ class GroupSharing:
             self._wait = min(2 * self._wait, MOST_SHARED_STEPS)
         if not same or before != self._current:
             self._steps.clear()
+            self._found = None
         return self._current
 
     def may_gain(self, hosts: Sequence[str], groups: Groups, *, steps: int, left: int) -> bool:
@@ -187,6 +191,12 @@ class GroupSharing:
 
     def _better(self, hosts: Sequence[str], current: Groups) -> tuple[Groups, float]:
         """A sharing with a step shorter by `GAIN`, and the seconds that it saves; the current one and 0."""
+        # It is asked for with each commit, and measurements of short steps come more rarely.
+        if self._found is None or self._found[:2] != (hosts, current):
+            self._found = hosts, current, self._look(hosts, current)
+        return self._found[2]
+
+    def _look(self, hosts: Sequence[str], current: Groups) -> tuple[Groups, float]:
         times = {node: sorted(self._times.get(node, ())) for node in hosts}
         if len(self._steps) < LEAST_STEPS or any(len(one) < REMEMBERED_STEPS for one in times.values()):
             return current, 0.0

@@ -302,6 +302,8 @@ class RunMachine:
 
     def _voted(self, epoch: Epoch, outcome: Outcome, now: float) -> list[Action]:
         match outcome:
+            case []:
+                return outcome  # others have not voted yet
             case NonFinite():
                 return self._not_finite(epoch, outcome.node_id, outcome.what, now)
             case FiniteUncompressed():

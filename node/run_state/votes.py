@@ -203,8 +203,10 @@ class VoteHistory:
         if len(known) < LEAST <= len(self._model):
             known = self._model
         if len(known) >= LEAST:
+            if norm <= 0 or math.log(norm) <= min(known) + math.log(NORM_TIMES):
+                return False  # the median is not less, so need not be known
             middle, deviation = _range(known)
-            return norm > 0 and math.log(norm) > middle + max(SPREAD * deviation, math.log(NORM_TIMES))
+            return math.log(norm) > middle + max(SPREAD * deviation, math.log(NORM_TIMES))
         return others > 0 and norm > OTHERS_TIMES * others and unit not in self._confirmed
 
     def _is_loss_far(self, loss: float) -> bool:
@@ -239,6 +241,8 @@ def step_loss(votes: Sequence[Vote]) -> float:
 
 def unscaled(vote: Vote, factor: float) -> Vote:
     """With the norms of the loss's own gradients: `factor` is a power of two, so that no bit is lost."""
+    if factor == 1.0:
+        return vote
     return replace(vote, norms={unit: norm / factor**2 for unit, norm in vote.norms.items()})
 
 

@@ -38,7 +38,8 @@ def row_costs(costs: StepCosts, replica: int) -> StepCosts:
 
 
 def group_seconds(costs: StepCosts, groups: Sequence[int], length: int) -> dict[str, float]:
-    """What each node's stage takes for a gradient group, links included, once its pipeline is full.
+    """What each node's stage takes for a gradient group, links included, once its pipeline is full. Of
+    several steps it is the mean.
 
     Args:
         groups: of each row, how many.
@@ -51,7 +52,7 @@ def group_seconds(costs: StepCosts, groups: Sequence[int], length: int) -> dict[
         spent = max(0.0, stage.wall_seconds - sum(stage.seconds.get(kind, 0.0) for kind in after))
         # A row fills and drains once, however many groups it has.
         fill = stages[stage.replica] - 1
-        found[stage.node_id] = spent * length / (groups[stage.replica] * length + fill)
+        found[stage.node_id] = spent * length / (groups[stage.replica] * length + fill) / costs.steps
     return found
 
 
@@ -84,12 +85,46 @@ def bits_per_element(costs: StepCosts, direction: str) -> float:
     return 8 * sum(flow.bytes for flow in flows) / elements if elements else 0.0
 
 
+def mean_step(costs: StepCosts) -> StepCosts:
+    """What one step cost, where `costs` are of several; whole numbers are rounded down."""
+    if (count := costs.steps) == 1:
+        return costs
+    return replace(
+        costs,
+        seconds=costs.seconds / count,
+        steps=1,
+        stages=tuple(
+            replace(
+                stage,
+                wall_seconds=stage.wall_seconds / count,
+                seconds={kind: spent / count for kind, spent in stage.seconds.items()},
+            )
+            for stage in costs.stages
+        ),
+        links=tuple(
+            replace(
+                link,
+                bytes=link.bytes // count,
+                busy_seconds=link.busy_seconds / count,
+                retransmits=link.retransmits // count,
+                rejects=link.rejects // count,
+                flows=tuple(
+                    replace(flow, bytes=flow.bytes // count, elements=flow.elements // count)
+                    for flow in link.flows
+                ),
+            )
+            for link in costs.links
+        ),
+    )
+
+
 class CostsSum:
     """The costs of several steps together."""
 
     def __init__(self, first: StepCosts) -> None:
         self._newest = first
         self._count = 1
+        self._steps = first.steps
         self._seconds = first.seconds
         self._stages: list[_StageTotal] = []
         self._links: list[_LinkTotal] = []
@@ -113,6 +148,7 @@ class CostsSum:
         self._add(costs)
         self._newest = costs
         self._count += 1
+        self._steps += costs.steps
         self._seconds += costs.seconds
         return True
 
@@ -123,6 +159,7 @@ class CostsSum:
         return replace(
             self._newest,
             seconds=self._seconds,
+            steps=self._steps,
             stages=tuple(map(_summed_stage, self._newest.stages, self._stages)),
             links=tuple(map(_summed_link, self._newest.links, self._links)),
         )

@@ -171,7 +171,8 @@ class StepDone(Event):
     seconds: float
     tokens_per_second: float
     idle: tuple[float, ...]
-    """Share of the step that each stage waited, 0 to 1."""
+    """Share of the step that each stage waited, 0 to 1. Empty, as are all tuples here, if the costs of this
+    step are summed with those of later ones; other figures of costs are then those of the newest sum."""
     bits_forward: float
     """Bits an activation element on the wire in this step, payload and headers."""
     bits_backward: float
@@ -272,16 +273,20 @@ class StepCosts(Event):
 
     If the next step began with the commit, the figures are those that came with the votes. What a stage wrote
     after its vote, and the optimizer's time, count with the next step.
+
+    Short steps may come as one sum.
     """
 
     event: ClassVar[str] = "step-costs"
     step: int
-    """Counted like `StepDone.step`."""
+    """Counted like `StepDone.step`; the last of them."""
     seconds: float
     """Wall time at the coordinator."""
     aborted: bool
     stages: tuple[StageCost, ...]
     links: tuple[LinkCost, ...]
+    steps: int = 1
+    """How many were summed."""
 
 
 @dataclass(frozen=True, kw_only=True)

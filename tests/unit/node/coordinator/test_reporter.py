@@ -12,6 +12,7 @@ from node.config.schema import (
     SyncSection,
     TrainingSection,
 )
+from node.coordinator import reporter
 from node.coordinator.reporter import Reporter
 from node.coordinator.store import StepRecord
 from node.model.units import parameter_specs, state_bytes
@@ -19,6 +20,7 @@ from node.pipeline.placement import stage_units
 from node.processes.coordinator import _unreported
 from node.run_state.actions import Aborted, AbortKind, RecordCommit, RecordRestored
 from node.telemetry import events
+from node.telemetry.costs import mean_step
 from node.telemetry.format import bytes_text
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 
@@ -78,6 +80,50 @@ def test_a_step_is_reported_with_its_cost() -> None:
     assert isinstance(placement, events.PlacementMade) and sum(placement.blocks) == 5
     assert isinstance(costs, events.StepCosts) and [link.bytes for link in costs.links] == [1000, 1000]
     assert isinstance(step, events.StepDone) and step.idle == (0.25, 0.25) and step.bits_forward == 4.5
+
+
+def test_short_steps_of_many_stages_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "OWN_COSTS", 1)
+    told = Told()
+    told.restored(0)
+    for step in range(3):
+        told.committed(step)
+        told.report(step + 1)
+        # What comes after the third is no step.
+        assert (told.reporter.finish_step(goes_on=step < 2) is None) == (step < 2)
+    first, second, third = told.steps()
+    assert first.idle == first.up_mbit == second.down_mbit == ()
+    assert (first.bits_forward, third.bits_forward, third.idle) == (0.0, 4.5, (0.25, 0.25))
+    (costs,) = (event for event in told.events if isinstance(event, events.StepCosts))
+    assert (costs.step, costs.steps) == (3, 3)
+    assert costs.seconds == pytest.approx(first.seconds + second.seconds + third.seconds)
+    assert [link.bytes for link in costs.links] == [3000, 3000]
+    mean = mean_step(costs)
+    assert (mean.steps, mean.seconds) == (1, costs.seconds / 3)
+    assert [(link.bytes, link.flows[0].elements) for link in mean.links] == [(1000, 1600)] * 2
+    assert [stage.seconds["forward"] for stage in mean.stages] == [1.0, 1.0]
+    monkeypatch.setattr(reporter, "COSTS_PAUSE", 0.0)
+    monkeypatch.setattr(reporter, "COSTS_PAUSE_A_STAGE", 0.0)
+    told.committed(3)
+    told.report(4)
+    alone = told.reporter.finish_step(goes_on=True)
+    assert alone is not None and (alone.steps, alone.links[0].bytes) == (1, 1000)
+
+
+def test_costs_that_are_not_summed_up_yet_come_with_the_step_that_is_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reporter, "OWN_COSTS", 1)
+    told = Told()
+    told.restored(0)
+    told.committed(0)
+    told.report(1)
+    told.reporter.finish_step(goes_on=True)
+    told.report(1.5)
+    told.reporter.interrupted(Aborted(epoch=EPOCH, step=1, kind=AbortKind.LOST, reason="node b is gone"))
+    costs = told.events[2]
+    assert isinstance(costs, events.StepCosts) and costs.aborted
+    assert (costs.step, costs.steps, costs.links[0].bytes) == (2, 2, 1500)
 
 
 def test_sums_of_a_round_are_counted_under_their_own_codec_and_once() -> None:

@@ -1,6 +1,5 @@
 """Sums on a device are those of packed pieces, to the bit."""
 
-
 import pytest
 import torch
 
