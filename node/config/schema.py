@@ -358,10 +358,11 @@ class SyncSection:
     warmup: int = 100
     """With `every` above 1: steps at the start of the run that are exact all the same, with one optimizer
     step each. Local steps from initial weights cost far more loss."""
-    outer_lr: float = 0.6
+    outer_lr: float = 1.0
     """Outer learning rate: how far weights go towards, or beyond, the groups' mean."""
-    outer_momentum: float = 0.9
-    """Outer momentum, Nesterov's; 0 turns it off."""
+    outer_momentum: float = 0.0
+    """Outer momentum, Nesterov's; 0 turns it off. Local steps have the run's momentum by themselves: with 0.9
+    weights go up to ten times `outer_lr` as far, which short rounds do not stand."""
     codec: str = "fixed-4"
     """Codec of how a group's weights changed, and of the sums: the same names as `pipeline.sync_codec`, which
     is that of exact steps."""
@@ -475,6 +476,11 @@ class RunConfig:
     def is_round(self, step: int) -> bool:
         """Whether each gradient group takes local steps in a step."""
         return self.sync.every > 1 and step >= self.sync.warmup
+
+    @property
+    def has_outer_momentum(self) -> bool:
+        """Whether states after a round have one."""
+        return self.sync.every > 1 and self.sync.outer_momentum > 0.0
 
     def parts_of(self, step: int) -> int:
         """Parts that a row computes a gradient group of this step in: one a local step."""

@@ -114,6 +114,7 @@ class Share:
         self._is_limited = config.model.window > 0 or config.data.separate_documents
         """Some tokens do not see all before them."""
         self._local = config.sync.every > 1
+        self._outer = config.has_outer_momentum
         self._half = config.training.precision != "float32"
         self._coded = config.training.compute == "fp8"
         fused = self._half and not devices.on_cpu and config.model.is_plain and config.lora.rank == 0
@@ -150,7 +151,7 @@ class Share:
                 total += 2 * _GRADIENT_BYTES * elements
             if self._local and devices.on_cpu:
                 # What a round begins with, and the outer optimizer's momentum: in main memory.
-                total += elements * (12 + 4)
+                total += elements * (12 + 4 * self._outer)
         codes = sum(2 * n for unit in units if self._coded and is_block(unit) for n in self._matrices(unit))
         return int(total) + codes + (self._copies(units) if self.captures else 0)
 
@@ -227,7 +228,7 @@ class Share:
         if not self._devices.on_cpu:
             return 0
         sizes = [sum(one[0] for one in _unit_parameters(self._model, self._lora, unit, 1)) for unit in units]
-        return (_SNAPSHOT_BYTES + 4 * self._local) * (SNAPSHOTS_SENT * sum(sizes) + max(sizes))
+        return (_SNAPSHOT_BYTES + 4 * self._outer) * (SNAPSHOTS_SENT * sum(sizes) + max(sizes))
 
     def rotary(self) -> int:
         """A chunk's sine and cosine tables."""

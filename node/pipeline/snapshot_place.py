@@ -29,7 +29,7 @@ def stage_state_bytes(config: RunConfig, stages: int) -> list[int]:
     model, lora, moments = config.model, config.lora, config.training.moments
     return [
         sum(
-            state_bytes(trained_specs(model, lora, unit), moments, outer=config.sync.every > 1)
+            state_bytes(trained_specs(model, lora, unit), moments, outer=config.has_outer_momentum)
             for unit in units
         )
         for units in stage_units(config, stages)

@@ -168,6 +168,9 @@ class CapturedPasses:
         self._in_flight.clear()
         self._free = list(self._slots)
         self._warm = self._ran
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
         if self._casts:
             torch._foreach_copy_([copy for copy, _ in self._casts], [whole for _, whole in self._casts])
 

@@ -321,7 +321,7 @@ class StageExecutor:
         self.clock.switch(TimeKind.OPTIMIZER)
         self.voted = False
         if self.config.is_round(self.state_step):
-            self.model.local.apply()
+            self.model.local.apply(self.state_step)
         else:
             self.model.apply(lr, clip_coefficient)
         if self._caches is not None:

@@ -25,6 +25,10 @@ class Passes(Protocol):
         losses where labels are masked or the loss is scaled."""
         ...
 
+    def weights_changed(self) -> None:
+        """Within a step: later passes are of the new weights."""
+        ...
+
     def forward(
         self, microbatch: int, fed: Tensor, labels: Tensor | None, documents: Documents | None = None
     ) -> Tensor:
@@ -108,6 +112,9 @@ class AutogradPasses:
         self._in_flight.clear()
         if self._loss_weight is not None:
             self._loss_weight.fill_(loss_weight)
+
+    def weights_changed(self) -> None:
+        pass
 
     def forward(
         self, microbatch: int, fed: Tensor, labels: Tensor | None, documents: Documents | None = None

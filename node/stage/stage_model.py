@@ -229,9 +229,13 @@ class StageModel:
             gradients_away=moved_blocks(blocks, plan.state.gradients),
             codes_away=moved_blocks(blocks, plan.state.codes),
         )
-        self._local = LocalSteps(config, self._optimizer)
+        self._local = LocalSteps(config, self._optimizer, self._weights_changed)
         self._captured = captured
         self._passes = self._make_passes()
+
+    def _weights_changed(self) -> None:
+        for passes in self._passes:
+            passes.weights_changed()
 
     def _make_passes(self) -> list[Passes]:
         config, device = self.config, self.device

@@ -335,7 +335,7 @@ class StageOptimizer:
         self._adamw(lr, lambda _: clip_coefficient)
 
     def local_step(self, lr: float, taken: int, scale: float) -> None:
-        """Take one AdamW step of a round, whose first moments began at 0; drop the gradients.
+        """Take one AdamW step of a round; drop the gradients.
 
         No stage waits for others: each parameter's gradient is clipped by its own norm.
 
@@ -354,10 +354,7 @@ class StageOptimizer:
             if not math.isfinite(norm):
                 raise NonFiniteError(f"the gradient of {name} of {unit} in local step {taken + 1}")
             coefficients[parameter] = scale * clip_coefficient(norm, self._training.clip)
-        # The second moment goes on from earlier steps; the first one's mean is of the round's steps alone.
-        beta1 = self._training.beta1
-        ramp = (1 - beta1**self._next_step) / (1 - beta1 ** (taken + 1))
-        self._adamw(lr, coefficients.__getitem__, ramp)
+        self._adamw(lr, coefficients.__getitem__)
 
     @property
     def steps_taken(self) -> dict[str, int]:
@@ -389,27 +386,27 @@ class StageOptimizer:
             self._moments[parameter][moment].copy_(value, non_blocking=True)
 
     @torch.no_grad()
-    def _adamw(self, lr: float, scale_of: Callable[[nn.Parameter], float], ramp: float = 1.0) -> None:
-        """One step with gradients times `scale_of` their parameter, `ramp` times as far but for the decay."""
+    def _adamw(self, lr: float, scale_of: Callable[[nn.Parameter], float]) -> None:
+        """One step with gradients times `scale_of` their parameter."""
         for unit, parameters in self._units.items():
             self._steps[unit] += 1
             for name, parameter in parameters.items():
                 if parameter in self._packed:
                     moments = self._packed[parameter]
-                    step = self._adamw_step(unit, name, parameter, lr, scale_of(parameter), ramp)
+                    step = self._adamw_step(unit, name, parameter, lr, scale_of(parameter))
                     adamw_step(parameter, self.gradients.stored(parameter), *moments, step)
         if self._on_host is not None:
-            self._apply_streamed(self._on_host, lr, scale_of, ramp)
+            self._apply_streamed(self._on_host, lr, scale_of)
         for adamw, decay in ((self._matrices, self._training.weight_decay), (self._vectors, 0.0)):
             kept: dict[nn.Parameter, Tensor] = {}
             for parameter in adamw.state:
                 gradient = self.gradients.get(parameter).mul_(scale_of(parameter))
                 if parameter.grad is None:
                     # It was unpacked for this step alone.
-                    adamw.step({parameter: gradient}, lr * ramp, decay / ramp)
+                    adamw.step({parameter: gradient}, lr, decay)
                 else:
                     kept[parameter] = gradient
-            adamw.step(kept, lr * ramp, decay / ramp)
+            adamw.step(kept, lr, decay)
         self.weights_changed()
         self.zero_grad()
 
@@ -481,7 +478,7 @@ class StageOptimizer:
         return parts
 
     def _apply_streamed(
-        self, moments: HostMoments, lr: float, scale_of: Callable[[nn.Parameter], float], ramp: float
+        self, moments: HostMoments, lr: float, scale_of: Callable[[nn.Parameter], float]
     ) -> None:
         """The same step, of matrices whose moments come from host memory."""
         places = {one: (unit, name) for unit, named in self._units.items() for name, one in named.items()}
@@ -490,7 +487,7 @@ class StageOptimizer:
             self.streaming.use_weights(unit, changed=True)
             self.streaming.use_gradients(unit)
             scale = scale_of(piece.parameter)
-            step = self._adamw_step(unit, name, piece.parameter, lr, scale, ramp, piece.first)
+            step = self._adamw_step(unit, name, piece.parameter, lr, scale, piece.first)
             weight = piece.parameter.view(-1)[piece.first : piece.first + piece.count]
             gradient = self.gradients.part(piece.parameter, piece.first, piece.count)
             if self._training.moments == "fp8":
@@ -505,7 +502,6 @@ class StageOptimizer:
         parameter: nn.Parameter,
         lr: float,
         clip_coefficient: float,
-        ramp: float,
         first: int = 0,
     ) -> AdamWStep:
         training, step = self._training, self._steps[unit]
@@ -514,11 +510,11 @@ class StageOptimizer:
         # So must the replicas of a whole parameter, but each shard of one draws for itself.
         of_shard = f" of rank {self._rank.index}" if parameter in self._sharded else ""
         return AdamWStep(
-            lr=lr * ramp,
+            lr=lr,
             beta1=training.beta1,
             beta2=training.beta2,
             eps=training.eps,
-            weight_decay=training.weight_decay / ramp,
+            weight_decay=training.weight_decay,
             step=step,
             clip_coefficient=clip_coefficient,
             salt=salt(self._seed, step=step, layer=place[0], purpose=f"rounding {place[1]}{of_shard}"),

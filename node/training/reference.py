@@ -107,7 +107,7 @@ class ReferenceTrainer:
         lr = learning_rate(self.step, self.config.training, self.config.run.steps)
         skipped = self.scales is not None and self.scales.overflows(self.step) and not isfinite(grad_norm)
         if self.config.is_round(self.step):
-            self._local.apply()
+            self._local.apply(self.step)
         elif skipped:
             self.optimizer.apply(lr, SKIPPED)
         else:

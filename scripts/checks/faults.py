@@ -212,7 +212,7 @@ def _measure(case: Case, prefork: Prefork) -> dict[str, Any]:
             config,
             training=replace(config.training, global_batch=16),
             pipeline=replace(config.pipeline, groups=4, replicas=case.rows),
-            sync=SyncSection(every=2, warmup=1),
+            sync=SyncSection(every=2, warmup=1, outer_lr=0.6, outer_momentum=0.9),
         )
     with (
         tempfile.TemporaryDirectory() as directory,

@@ -139,7 +139,10 @@ class Schedule:
         warmup = chance.randrange(steps // 2)
         if in_rounds:
             codec = chance.choice(("fp32", "fixed-4", "fixed-4"))
-            config = replace(config, sync=SyncSection(every=2, warmup=warmup, codec=codec))
+            config = replace(
+                config,
+                sync=SyncSection(every=2, warmup=warmup, codec=codec, outer_lr=0.6, outer_momentum=0.9),
+            )
         phases = ROW_PHASES + (Phase.LOCAL_STEP,) * (3 if in_rounds else 0)
         faults = [_kill(chance, phases, stages, steps) for _ in range(chance.randrange(3, 7))]
         joins = sorted(chance.randrange(1 + steps // 2) for _ in range((rows - 1) * stages))

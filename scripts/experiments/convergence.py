@@ -307,7 +307,7 @@ class StageTrainer:
                 put_group_sums(stage, unit, values, of_round=is_round)
         lr = learning_rate(self.step, config.training, config.run.steps)
         if is_round:
-            stage.local.apply()
+            stage.local.apply(self.step)
             grad_norm = 0.0
         else:
             self._tie()

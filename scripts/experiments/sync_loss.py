@@ -145,7 +145,13 @@ class Experiment:
             ),
         )
         if every > 1:
-            sync = SyncSection(every=every, warmup=asked.warm // every, codec=way.codec)
+            sync = SyncSection(
+                every=every,
+                warmup=asked.warm // every,
+                codec=way.codec,
+                outer_lr=asked.outer_lr,
+                outer_momentum=asked.outer_momentum,
+            )
             config = replace(config, sync=sync)
         validate(config, "this experiment")
         if draws:
@@ -240,18 +246,21 @@ class Experiment:
         """Takes steps on a GPU as a node does, with passes as CUDA graphs."""
         config, device = self._config(way), torch.device(self._arguments.device, 0)
         fix_order(device)
-        tokens = np.load(self._arguments.tokens / TOKENS, mmap_mode="r")
-        return StageTrainer(config, Windows(tokens, seed=way.seed), device)
+        return StageTrainer(config, self._windows(config), device)
 
     def _trainer(self, way: Way) -> ReferenceTrainer:
-        config, tokens = self._config(way), self._arguments.tokens
-        sizes = {"global_batch": config.training.global_batch, "seed": way.seed}
+        config = self._config(way)
         corpus: Any
-        if tokens is None:
+        if self._arguments.tokens is None:
+            sizes = {"global_batch": config.training.global_batch, "seed": way.seed}
             corpus = _corpus(config.data, sequence=config.model.sequence, **sizes)
         else:
-            corpus = Windows(np.load(tokens / TOKENS, mmap_mode="r"), **sizes)
+            corpus = self._windows(config)
         return ReferenceTrainer(config, corpus, device=torch.device(self._arguments.device))
+
+    def _windows(self, config: RunConfig) -> Windows:
+        tokens = np.load(self._arguments.tokens / TOKENS, mmap_mode="r")
+        return Windows(tokens, global_batch=config.training.global_batch, seed=config.run.seed)
 
     def _held_out(self, trainer: Any) -> np.ndarray:
         """Windows that no step sees: evenly spaced ones of the text's end, or the first of `books-valid`."""
@@ -340,7 +349,7 @@ def _header(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     """The report without runs."""
     cuda = arguments.device != "cpu"
     text: Path = arguments.data or arguments.tokens / TOKENS
-    sync, units = SyncSection(), unit_names(config.model)
+    units = unit_names(config.model)
     return {
         "experiment": "sync_loss",
         "commit": commit(),
@@ -358,8 +367,8 @@ def _header(arguments: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
         "groups": arguments.groups,
         "steps": arguments.steps,
         "warm": arguments.warm,
-        "outer_lr": sync.outer_lr,
-        "outer_momentum": sync.outer_momentum,
+        "outer_lr": arguments.outer_lr,
+        "outer_momentum": arguments.outer_momentum,
         "last_steps": LAST_STEPS,
         "held_out_windows": HELD_OUT_WINDOWS,
         "runs": [],
@@ -391,6 +400,8 @@ def _parser() -> argparse.ArgumentParser:
         ("threads", 1),
     ):
         parser.add_argument(f"--{name}", type=int, default=number, help=f"default {number}")
+    for name, default in (("outer-lr", SyncSection.outer_lr), ("outer-momentum", SyncSection.outer_momentum)):
+        parser.add_argument(f"--{name}", type=float, default=default, help=f"default {default}")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])

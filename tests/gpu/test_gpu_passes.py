@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from node.config.schema import ModelSection, PipelineSection, RunConfig
+from node.config.schema import ModelSection, PipelineSection, RunConfig, SyncSection
 from node.model import storage
 from node.pipeline.memory_choice import Choice
 from node.pipeline.memory_plan import Room
@@ -97,6 +97,31 @@ def test_graphs_give_autograds_bits(case: str, family: str, stage: int) -> None:
     found, model = steps(run_file(case, family, graphs=True), stage)
     assert_same(found, wanted)
     assert captured(model).slots == 2
+
+
+@pytest.mark.parametrize("case", ["autocast", "products in fp8"])
+def test_graphs_see_the_weights_of_every_local_step(case: str) -> None:
+    found = []
+    for graphs in (False, True):
+        config = run_file(case, "llama", graphs=graphs)
+        config = replace(config, sync=SyncSection(every=2, warmup=0))
+        config = replace(config, pipeline=replace(config.pipeline, groups=2))
+        made, model = steps(config, 1, count=3)
+        local = model.local
+        for step in (3, 4):
+            model.begin_step()
+            for group in range(2):
+                local.begin_group()
+                for part in range(2):
+                    microbatch = 2 * group + part
+                    losses = [act(model, 1, step, f"{action}{microbatch}") for action in "fb"]
+                    made.append([one for one in losses if one is not None])
+                    local.step(step)
+                made += [list(changes.values()) for changes in local.changes().values()]
+            local.end()
+        found.append(made)
+        assert not graphs or captured(model).slots
+    assert_same(found[1], found[0])
 
 
 @pytest.mark.parametrize("stage", [0, 1])

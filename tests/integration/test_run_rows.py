@@ -126,7 +126,7 @@ ROUNDS = replace(
     CONFIG,
     run=replace(CONFIG.run, steps=6, snapshot_every=3),
     training=replace(CONFIG.training, global_batch=16, microbatch=2),
-    sync=SyncSection(every=2, warmup=2, codec="fixed-4"),
+    sync=SyncSection(every=2, warmup=2, codec="fixed-4", outer_lr=0.6, outer_momentum=0.9),
 )
 
 

@@ -216,7 +216,7 @@ def test_a_run_of_several_rows_has_the_weights_of_the_unsplit_model() -> None:
         model=ModelSection(layers=6, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=16),
         training=TrainingSection(global_batch=8, microbatch=1, lr=1e-2, warmup_steps=1),
         pipeline=PipelineSection(stages=2, forward_codec="fp32", backward_codec="fp32", groups=4),
-        sync=SyncSection(every=2, warmup=1, codec="fixed-4"),
+        sync=SyncSection(every=2, warmup=1, codec="fixed-4", outer_lr=0.6, outer_momentum=0.9),
     )
     wanted, sha256 = reference_run(run, 2)
     with MemoryPipeline(run, rows=[(0, 1, 2), (3,)], room=Forced(KEPT3, STATES["some blocks"])) as stages:

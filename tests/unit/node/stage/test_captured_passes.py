@@ -176,6 +176,23 @@ def test_replays_of_blocks_that_run_again_give_autograds_bits(case: str) -> None
         assert_same(graphs.step(step), plain.step(step))
 
 
+@pytest.mark.parametrize("case", ["autocast", "products in fp8"])
+def test_passes_after_a_local_step_are_of_its_weights(case: str) -> None:
+    halves = [Half(case, "llama", last=True, captured=on) for on in (False, True)]
+    made: list[list[Tensor]] = [[], []]
+    for step, half in itertools.product(range(3), halves):
+        half.step(step)
+    for found, half in zip(made, halves, strict=True):
+        half.begin()
+        for number in range(3):
+            given = [half.act(3, f"{action}0") for action in "fb"]
+            found += [one for one in given if one is not None]
+            half.optimizer.local_step(1e-2, number, 1.0)
+            half.passes.weights_changed()
+    assert_same(*made)
+    assert not torch.equal(made[0][0], made[0][2]), "the loss of the same microbatch before and after"
+
+
 def test_the_first_step_records_nothing() -> None:
     half = Half("autocast", "llama", last=False, captured=True)
     half.step(0)

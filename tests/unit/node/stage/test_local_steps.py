@@ -20,11 +20,13 @@ from node.config.schema import (
 from node.faults import Phase
 from node.pipeline.gradient_groups import RowShare, model_pieces, parts_of_group, piece_bytes, sync_bytes
 from node.stage.executor import StageExecutor
+from node.stage.passes import AutogradPasses
 from node.stage.stage_model import StageModel
 from node.telemetry.clock import StageClock
 from node.training.loaded_state import OUTER, PARAMETER
 from node.training.local_steps import LocalSteps
 from node.training.reference import ReferenceTrainer, Step
+from node.training.schedule import learning_rate
 from node.training.serialization import deserialize_unit, serialize_unit
 from node.training.unit_state import check_state
 from tests.support.memory_pipeline import CPU, MemoryPipeline, corpus, reference_run
@@ -38,7 +40,7 @@ CONFIG = RunConfig(
     model=ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=16),
     training=TrainingSection(global_batch=8, microbatch=1, lr=1e-2, warmup_steps=1),
     pipeline=PipelineSection(stages=2, forward_codec="fp32", backward_codec="fp32", groups=4),
-    sync=SyncSection(every=2, warmup=WARMUP, codec="fixed-4"),
+    sync=SyncSection(every=2, warmup=WARMUP, codec="fixed-4", outer_lr=0.6, outer_momentum=0.9),
 )
 ROWS = {
     1: [(0, 1, 2, 3)],
@@ -164,10 +166,44 @@ def test_outer_steps_are_those_of_torch() -> None:
         for mine, theirs in zip(weights, trainer.optimizer.parameters, strict=True):
             mine.grad = trainer.optimizer.gradients.get(theirs).clone()
         sgd.step()
-        trainer._local.apply()
+        trainer._local.apply(trainer.step)
         trainer.step += 1
         for mine, theirs in zip(weights, trainer.optimizer.parameters, strict=True):
             torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_round_leaves_the_first_moment_of_an_adamw_that_takes_the_mean_change() -> None:
+    """In as many equal steps, of the same second moment: the next round goes on with it."""
+    config = changed(sync={"warmup": 1, "codec": "fp32"})
+    training = config.training
+    trainer = ReferenceTrainer(config, corpus(config))
+    trainer.train(2)
+    start = {one: one.detach().double() for one in trainer.optimizer.parameters}
+    lr = learning_rate(2, training, config.run.steps)
+    trainer.accumulate()
+    changes = {one: trainer.optimizer.gradients.get(one).double() for one in trainer.optimizer.parameters}
+    trainer._local.apply(2)
+    steps = 1 + 2 * 2
+    assert set(trainer.optimizer.steps_taken.values()) == {steps}
+    for parameter, change in changes.items():
+        mean, square = (moment.double() for moment in trainer.optimizer.moments_of(parameter))
+        assert mean.any()
+        root = (square / (1 - training.beta2**steps)).sqrt() + training.eps
+        decay = training.weight_decay * start[parameter] if parameter.ndim >= 2 else 0.0
+        taken = 2 * lr * (mean / (1 - training.beta1**steps) / root + decay)
+        torch.testing.assert_close(taken, change, rtol=1e-4, atol=1e-8)
+
+
+def test_passes_are_told_of_every_change_of_weights_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured passes on a GPU read copies of the weights."""
+    told = itertools.count()
+    monkeypatch.setattr(AutogradPasses, "weights_changed", lambda _: next(told))
+    with MemoryPipeline(CONFIG, rows=ROWS[1]) as stages:
+        stages.train(WARMUP)
+        assert next(told) == 0
+        stages.train(1)
+    # On each of two stages after two local steps of four groups, and before all groups but the first.
+    assert next(told) == 1 + 2 * (2 * 4 + 3)
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -222,24 +258,28 @@ def test_a_gradient_that_is_not_finite_names_its_unit_and_leaves_no_trace(
         assert stages.weights_sha256() == unsplit(CONFIG)[1]
 
 
-def test_a_snapshot_after_a_round_has_the_outer_momentum_and_goes_on_to_the_same_bits() -> None:
-    with MemoryPipeline(CONFIG, rows=ROWS[2]) as stages:
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_a_snapshot_after_a_round_has_the_outer_momentum_and_goes_on_to_the_same_bits(
+    momentum: float,
+) -> None:
+    config = changed(sync={"outer_momentum": momentum})
+    with MemoryPipeline(config, rows=ROWS[2]) as stages:
         stages.train(1)
         exact = {unit: serialize_unit(dict(state)) for unit, state in stages.state().items()}
         stages.train(1)
         files = {unit: serialize_unit(dict(state)) for unit, state in stages.state().items()}
-    for saved, has_outer in ((exact, False), (files, True)):
+    for saved, has_outer in ((exact, False), (files, momentum > 0.0)):
         for unit, data in saved.items():
             state = deserialize_unit(data)
             named = {name.removeprefix(f"{PARAMETER}.") for name in state if name.startswith(PARAMETER)}
             outer = {name.removeprefix(f"{OUTER}.") for name in state if name.startswith(OUTER)}
             assert outer == (named if has_outer else set())
-            check_state(CONFIG, 100, unit, {name: tensor.numpy() for name, tensor in state.items()})
+            check_state(config, 100, unit, {name: tensor.numpy() for name, tensor in state.items()})
     for step, saved in ((1, exact), (2, files)):
-        with MemoryPipeline(CONFIG, rows=ROWS[1]) as stages:
+        with MemoryPipeline(config, rows=ROWS[1]) as stages:
             stages.restore(step, lambda unit, saved=saved: deserialize_unit(saved[unit]))  # type: ignore[misc]
             stages.train(TRAINED - step)
-            assert stages.weights_sha256() == unsplit(CONFIG)[1]
+            assert stages.weights_sha256() == unsplit(config)[1]
 
 
 def test_a_node_that_follows_a_round_holds_its_state() -> None:
