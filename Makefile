@@ -84,7 +84,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	$(INSTALL)
 	{ $(COMPILE) && .venv/bin/python -m tests.support.compile_codecs && touch .venv/compiled; } & \
 	{ $(PIP_INSTALL) -c constraints.txt 'thinwire[dev]' && { \
-	  [ "`uname -s`" != Linux ] || .venv/bin/python -c 'import triton' 2>/dev/null || \
+	  [ "`uname -s`" != Linux ] || .venv/bin/python -c 'import importlib.util as it, sys; sys.exit(it.find_spec("triton") is None)' || \
 	  $(PIP_INSTALL) --no-deps $(TRITON); }; }; installed=$$?; wait $$! && exit $$installed
 	touch .venv/installed $@
 

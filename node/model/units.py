@@ -10,6 +10,7 @@ stay equal because both start equal and get the same gradient: head's share + em
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from math import prod
 
 from kernels.fp8.layout import blocks
@@ -93,6 +94,7 @@ def check_model(model: ModelSection) -> None:
                 )
 
 
+@lru_cache(maxsize=1024)
 def parameter_specs(model: ModelSection, unit: str) -> tuple[ParameterSpec, ...]:
     """The parameters of a unit, in the order that hashes and norms use.
 

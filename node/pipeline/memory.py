@@ -125,6 +125,7 @@ def stage_bytes(
     return tuple(stage.total for stage in stage_memory(config, stages, devices, windows=windows))
 
 
+@lru_cache(maxsize=64)
 def stage_memory(
     config: RunConfig, stages: int, devices: Devices | None = None, *, windows: int = 0
 ) -> tuple[StageMemory, ...]:

@@ -9,6 +9,7 @@ chunk may be the embedding alone, because its stage also computes the head.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.lora_shapes import trained_specs
@@ -170,6 +171,7 @@ def chunks_of(config: RunConfig, stages: int) -> int:
     return config.pipeline.chunks if stages > 1 else 1
 
 
+@lru_cache(maxsize=64)
 def chunk_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
     """The layer units of each global chunk when `stages` nodes share the model; chunk j is on stage j mod
     `stages`."""
@@ -199,6 +201,7 @@ def hops(config: RunConfig, stages: int) -> int:
     return stages - 1 + head_first(config, stages)
 
 
+@lru_cache(maxsize=64)
 def held_blocks(config: RunConfig, stages: int, *, apart: bool = False) -> tuple[int, ...]:
     """The most block activations that each stage holds at once, over its order in the schedule.
 
