@@ -69,20 +69,23 @@ clean:
 # The stamps are older than what they were made from when it changes, so the next command installs again. Most modules of
 # what is installed are never imported, and pip would compile all of them for a minute: only what a node imports is compiled.
 PIP_INSTALL = .venv/bin/python -m pip install --disable-pip-version-check --no-compile
-COMPILE = .venv/bin/python -c 'import node.processes.coordinator, node.processes.node'
+IMPORT = import node.processes.coordinator, node.processes.node
 # The pip of Python 3.11 takes half a minute longer to choose versions. Where no newer one is to be had, it will do.
 INSTALL = $(PIP_INSTALL) 'pip>=25' || true; $(PIP_INSTALL) -c constraints.txt -e .
 unexport PYTHONDONTWRITEBYTECODE
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/pip
 	$(INSTALL)
-	$(COMPILE)
+	.venv/bin/python -c '$(IMPORT)'
 	touch $@
 
-# While one core installs what tests need, the other compiles what nodes import and the codecs, as scripts/test would.
+# While one core installs, the other compiles: first what is here, then what nodes import, and the codecs, as
+# scripts/test would.
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/pip
-	$(INSTALL)
-	{ $(COMPILE) && .venv/bin/python -m tests.support.compile_codecs && touch .venv/compiled; } & \
+	.venv/bin/python -m compileall -q kernels node scripts tests/support wire & \
+	{ $(INSTALL); }; installed=$$?; wait $$! && exit $$installed
+	{ .venv/bin/python -c '$(IMPORT); from tests.support.compile_codecs import main; main()' && \
+	  touch .venv/compiled; } & \
 	{ $(PIP_INSTALL) -c constraints.txt 'thinwire[dev]' && { \
 	  [ "`uname -s`" != Linux ] || .venv/bin/python -c 'import importlib.util as it, sys; sys.exit(it.find_spec("triton") is None)' || \
 	  $(PIP_INSTALL) --no-deps $(TRITON); }; }; installed=$$?; wait $$! && exit $$installed

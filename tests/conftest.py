@@ -1,29 +1,15 @@
-"""Setup of all tests: torch's threads, Ctrl-C, Hypothesis's profile, and fixtures that a session shares."""
+"""What pytest and its workers do: Ctrl-C, which worker takes which files, in which order they are collected.
+
+What tests themselves share is in `tests.support.session`.
+"""
 
 import gc
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
-from hypothesis.internal.conjecture import providers
-
-from node.parallel import processes
-from tests.support.cases import seed
-from tests.support.examples import FUZZ, examples
-from tests.support.fault_prefork import Prefork
-from tests.support.interpreter import INTERPRETED, Interpreted, accept_loop_bounds, skip_overflow_checks
-
-# The order of sums must not depend on the number of cores.
-torch.set_num_threads(1)
-if INTERPRETED:
-    skip_overflow_checks()
-    accept_loop_bounds()
 
 LONGEST = (
     *("interpreter", "test_lab_reach.py", "test_lab_run.py", "test_lab_network.py", "test_attacks.py"),
@@ -32,25 +18,16 @@ LONGEST = (
 )
 """The longest files, longest first: begun late, one of them would run alone at the end."""
 
-# No deadline for an example: a busy machine is slow at times, and pytest-timeout bounds each test.
-settings.register_profile(
-    "thinwire",
-    deadline=None,
-    derandomize=not FUZZ,
-    max_examples=examples(100),
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("thinwire")
-if not FUZZ:
-    # Hypothesis draws constants of the modules that happen to be imported: a test's examples would depend on
-    # the tests before it on the same worker.
-    vars(providers)["is_local_module_file"] = lambda path: False
 
-
-def pytest_configure() -> None:
-    """Restore SIGINT: under `make test &` it is ignored, and processes that tests start inherit that."""
+def pytest_configure(config: pytest.Config) -> None:
+    # Under `make test &` SIGINT is ignored, and processes that tests start inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    options = config.option
+    workers = getattr(options, "numprocesses", None) and not options.collectonly
+    if not workers or hasattr(config, "workerinput"):
+        # Importing torch takes seconds. A process that leaves tests to workers does without it.
+        config.pluginmanager.import_plugin("tests.support.session")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -116,42 +93,3 @@ def pytest_collection_finish() -> None:
     # Keep the garbage collector from scanning the imported modules again.
     gc.freeze()
     gc.enable()
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """The same random tensors in each test, whichever tests ran before it in the process."""
-    seed()
-
-
-@pytest.fixture(scope="session")
-def prefork() -> Iterator[Prefork]:
-    """A process that has imported everything, from which others are forked."""
-    with Prefork() as template:
-        yield template
-
-
-@pytest.fixture
-def forked_workers(prefork: Prefork, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes of a node's other devices too; `test_run_devices.py` starts them for real."""
-    names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(Popen=prefork.popen, **names))
-
-
-@pytest.fixture(scope="session")
-def interpreted(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Interpreted]:
-    """A process under Triton's interpreter for all files of the session that use it."""
-    items = (item for item in request.session.items if isinstance(item, pytest.Function))
-    files = {item.path for item in items if "interpreted" in item.fixturenames}
-    process = Interpreted(sorted(files), tmp_path_factory.mktemp("interpreter"))
-    yield process
-    process.end()
-
-
-@pytest.fixture
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep tests out of the user's state directory; relative paths are in a fresh folder."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)

@@ -27,7 +27,7 @@ def test_a_run_goes_on_with_other_settings_and_the_same_nodes(prefork: Prefork, 
         same = run.command("set", str(run.run_dir), "pipeline.window=auto")
         assert same.wait_exit() == 2
         assert "pipeline.window=auto is what the run has already" in same.stderr
-        taken = run.command("set", str(run.run_dir), "pipeline.window=3", "run.snapshot_every=7")
+        taken = run.command("set", str(run.run_dir), "pipeline.window=3", "run.snapshot_every=5")
         assert taken.wait_exit() == 0
         assert not (run.run_dir / REQUEST_FILE).exists()
         first.wait_event(Notice)
@@ -35,13 +35,13 @@ def test_a_run_goes_on_with_other_settings_and_the_same_nodes(prefork: Prefork, 
         assert first.wait_exit() == 0
         assert [node.wait_exit() for node in nodes] == [0, 0]
         said = [notice.text for notice in first.all(Notice)]
-        what = "the run goes on with pipeline.window=3, run.snapshot_every=7"
+        what = "the run goes on with pipeline.window=3, run.snapshot_every=5"
         assert f"after this step and a snapshot {what}" in said
         assert any(what in line for line in nodes[0].lines)
         assert [started.first_step for started in first.all(RunStarted)] == [0, 6]
         assert len(first.all(PlacementMade)) == 2
         assert len(first.all(RunFinished)) == 1
-        assert run.snapshots == [6, 7, 14, 20], "the new schedule holds from then on"
+        assert run.snapshots == [6, 10, 12], "the new schedule holds from then on"
         assert "window = 3\n" in (run.run_dir / "run.toml").read_text()
         assert run.losses == undisturbed(CONFIG).losses
         over = run.command("set", str(run.run_dir), "pipeline.window=4")

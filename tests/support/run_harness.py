@@ -76,7 +76,7 @@ __all__ = [
 MARK = "THINWIRE_TEST_MARK"
 
 SMALL = RunConfig(
-    run=RunSection(name="small", seed=5, steps=20, snapshot_every=100),
+    run=RunSection(name="small", seed=5, steps=12, snapshot_every=100),
     model=ModelSection(layers=5, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=32),
     training=TrainingSection(global_batch=8, microbatch=2, lr=1e-2, warmup_steps=3),
     pipeline=PipelineSection(stages=4, forward_codec="fp32", backward_codec="fp32"),
