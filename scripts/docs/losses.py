@@ -15,6 +15,8 @@ GRADIENT_BIAS = RESULTS / "gradient_bias.json"
 GRADIENT_RATES = RESULTS / "gradient_rates.json"
 SYNC_LOSS = RESULTS / "sync_loss.json"
 SYNC_LOSS_LARGE = RESULTS / "sync_loss_124m.json"
+LOCAL_STEPS = RESULTS / "local_steps_124m.json"
+LOCAL_STEPS_WAYS = RESULTS / "local_steps_ways.json"
 BASELINE = ("fp32", "fp32")
 
 
@@ -322,7 +324,9 @@ def sync_loss(path: Path = SYNC_LOSS) -> str:
         (spread([run["loss_held_out"] for run in summed if run["seed"] == seed]) for seed in exact),
         key=lambda words: float(words.split()[0]),
     )
-    local = ""
+    local = seeds = ""
+    if len(losses) > 1:
+        seeds = f"Seeds of `fp32` lie {spread(losses)} apart, exact runs of one seed up to {apart}. "
     if len(summed) < len(report["runs"]):
         local = (
             f"Local steps begin after {report['warm']} exact ones, with outer learning rate "
@@ -333,16 +337,41 @@ def sync_loss(path: Path = SYNC_LOSS) -> str:
         f"({model['layers']} layers, {model['hidden']} wide), {report['data']['name']} in "
         f"{report['tokenizer']}, {report['groups']} groups, {report['steps']} optimizer steps of {tokens:,} "
         f"tokens, {report['steps'] * tokens / 1e6:.2f} million in all. {local}"
-        f"Held out: {report['held_out_windows']} windows. Seeds of `fp32` lie {spread(losses)} apart, "
-        f"exact runs of one seed up to {apart}. "
+        f"Held out: {report['held_out_windows']} windows. {seeds}"
         f"{spaced(report['hardware'])}, torch {report['versions']['torch']}, commit "
         f"{commits(report, report['runs'])}."
+    )
+
+
+def local_steps_ways() -> str:
+    """What a round's first moment begins at, and how far the outer optimizer goes."""
+    report = read_report(LOCAL_STEPS_WAYS)
+    columns = [("first moment begins at", "left"), ("local steps", "right"), ("outer learning rate", "right")]
+    columns += [("momentum", "right"), ("steps", "right"), ("highest loss", "right"), ("held out", "right")]
+    rows = [
+        [
+            run["first_moment"],
+            str(run["every"]),
+            f"{run['outer_lr']:g}",
+            f"{run['outer_momentum']:g}",
+            str(run["steps"]),
+            f"{max(run['losses']):.2f}",
+            f"{run['loss_held_out']:.4f}",
+        ]
+        for run in report["runs"]
+    ]
+    exact = report["exact"]
+    return (
+        f"{markdown(columns, rows)}\n\nExact steps: {exact['loss_held_out']:.4f} after {exact['steps']}. "
+        f"{report['how']} {report['hardware']}, torch {report['versions']['torch']}, commit {commit(report)}."
     )
 
 
 TABLES: Tables = {
     "sync_loss": sync_loss,
     "sync_loss_large": partial(sync_loss, SYNC_LOSS_LARGE),
+    "local_steps": partial(sync_loss, LOCAL_STEPS),
+    "local_steps_ways": local_steps_ways,
     "gradient_bias": gradient_bias,
     "gradient_rates": gradient_rates,
     "codec_loss": codec_loss,
