@@ -136,6 +136,11 @@ class _Gateway(asyncio.Protocol):
         self._sessions: dict[int, ControlSession] = {}
         self._greeted: dict[int, asyncio.Task[None]] = {}
 
+    @property
+    def sessions(self) -> int:
+        """Those that are open."""
+        return len(self._sessions)
+
     async def start(self, setup: bytes) -> None:
         """Start the process. Raises OSError."""
         ours, theirs = socket.socketpair()
@@ -334,6 +339,13 @@ class Gateways:
         self._config_json = to_json(config)
         self._gateways: list[_Gateway | None] = [None] * count
         self._keeping: list[asyncio.Task[None]] = []
+        self.restarts = 0
+        """Processes that were started in the place of one that had ended."""
+
+    @property
+    def sessions(self) -> list[int]:
+        """How many sessions each keeps; 0 for one that does not run."""
+        return [0 if one is None else one.sessions for one in self._gateways]
 
     @property
     def processes(self) -> list[int]:
@@ -385,6 +397,7 @@ class Gateways:
                 self._gateways[at] = None
                 await gateway.stop()
             await asyncio.sleep(backoff.advance())
+            self.restarts += 1
 
     async def _watch(self, gateway: _Gateway) -> None:
         silent = 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from node.analysis.run_view import RunView
 from node.coordinator.accounting import Accounting
+from node.coordinator.gateways import Gateways
 from node.run_state.actions import AbortKind
 from node.telemetry import events
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
@@ -39,6 +40,8 @@ class RunMetrics:
         self.accounting: Accounting | None = None
         self.relay: Relay | None = None
         """Set with the coordinator's ports, if it has one."""
+        self.gateways: Gateways | None = None
+        """Likewise."""
         self._volunteers = _VolunteerTotals()
         self._view = view
         self._counts = dict.fromkeys(COUNTED, 0.0)
@@ -103,6 +106,9 @@ class RunMetrics:
         families.set("relay_bytes_total", totals.bytes)
         families.set("relay_refused_total", totals.refused)
         families.set("relay_pairs", self.relay.pairs if self.relay is not None else 0)
+        for number, sessions in enumerate(self.gateways.sessions if self.gateways is not None else ()):
+            families.set("gateway_sessions", sessions, number)
+        families.set("gateway_restarts_total", self.gateways.restarts if self.gateways is not None else 0)
         return families.text()
 
     def _run(self, families: Families, view: RunView) -> None:

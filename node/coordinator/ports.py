@@ -72,6 +72,8 @@ class Ports:
     """Where nodes with a certificate go, if the run file allows it."""
     looks: Looks
     """Answers `thinwire doctor`."""
+    gateways: Gateways | None = None
+    """What keeps the control sessions, if the coordinator does not itself."""
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +127,8 @@ async def open_ports(
             join.service.control_port = 0
             port = listen_or_advise(door.front, settings.listen, advice)
         looks = join.service.looks
-        yield Ports(port=port, door=door if settings.one_port else None, relay=relay, looks=looks)
+        door_here = door if settings.one_port else None
+        yield Ports(port=port, door=door_here, relay=relay, looks=looks, gateways=gateways)
     finally:
         await door.front.close()
         await mirror.close()

@@ -450,6 +450,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
                 lambda desk, own: Gateways(count, config, desk, own) if count else None,
             )
         )
+        metrics.gateways = ports.gateways
         if ports.relay is not None:
             coordinator.relays.allow_here = ports.relay.allow
             metrics.relay = ports.relay

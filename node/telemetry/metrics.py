@@ -106,6 +106,12 @@ RUN_METRICS: tuple[Definition, ...] = (
     _counter("volunteer_relay_bytes_total", "Bytes that volunteers' relays carried, both ways together."),
     _counter("volunteer_relay_refused_total", "Requests that volunteers' relays refused."),
     _gauge("volunteer_relay_pairs", "Pairs of connections that volunteers' relays join."),
+    _gauge(
+        "gateway_sessions",
+        "Control sessions that a gateway keeps; one for each, if there are any.",
+        "gateway",
+    ),
+    _counter("gateway_restarts_total", "Gateways that ended and were started again."),
     _gauge("node_clock_skew_seconds", "The node's wall clock minus the coordinator's.", "node"),
     _gauge("node_clock_error_seconds", "Bound on the error of the skew.", "node"),
 )

@@ -20,6 +20,7 @@ SAYS = {
     "blame-link": "a spare takes stage",
     "negative-norm": "quarantined: a squared norm cannot be -1.0",
     "flood-heartbeats": "quarantined: a heartbeat of",
+    "flood-gateway": "quarantined: a heartbeat of",
     "flood-spans": "quarantined: more spans than steps can have",
     "reconnect": "its connection closed and did not come back",
     "wrong-activations": "two others did not get the same",

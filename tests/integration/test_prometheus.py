@@ -24,7 +24,7 @@ CONFIG = replace(
     pipeline=replace(SMALL.pipeline, stages=2, forward_codec="tah", backward_codec="fixed-8"),
     dashboard=DashboardSection(listen="127.0.0.1:0"),
     # A node that did not get the end gives up before its test does.
-    coordinator=replace(SMALL.coordinator, outage_seconds=10.0),
+    coordinator=replace(SMALL.coordinator, outage_seconds=10.0, gateways=1),
 )
 MAY_BE_ABSENT = {"link_capacity_bytes_per_second", "node_link_capacity_bytes_per_second"}
 """A quick machine's links may never be busy for long enough to be measured."""

@@ -55,6 +55,8 @@ class Attack:
     spares: int = 2
     rows: int = 1
     """With two rows, of two stages each, every step is audited. Then the liar may be in either."""
+    gateways: int = 0
+    """Processes that keep the control sessions in place of the coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,13 @@ class Seen:
         return unharmed and self.replaced and bool(self.line) and bool(self.status)
 
 
+_AT_A_GATEWAY = Attack(
+    name="flood-gateway",
+    what="sends heartbeats that name 4,000 links, to a gateway",
+    lie="flood-heartbeats",
+    gateways=2,
+)
+
 MEMBERS = tuple(
     Attack(name=lie, what=what, lie=lie)
     for lie, what in (
@@ -119,6 +128,7 @@ MEMBERS = tuple(
         ("wrong-no-spare", "wrong-gradients", 0, "computes wrong gradients, in a run without spares"),
     )
 )
+MEMBERS = (*MEMBERS, _AT_A_GATEWAY)
 
 
 # ---- members that lie
@@ -133,6 +143,7 @@ class LyingRun(FaultRun):
         if chosen.rows > 1:
             rows = replace(config.pipeline, stages=2, groups=chosen.rows, sync_codec="fixed-8")
             config = replace(config, pipeline=rows, audit=AuditSection(rate=1.0))
+        config = replace(config, coordinator=replace(config.coordinator, gateways=chosen.gateways))
         self.hosts = config.pipeline.stages * chosen.rows
         # Rows join before the first step is done, or at a snapshot.
         hold = Fault(kind=Kind.HOLD, phase=Phase.FORWARD, stage=0, step=int(chosen.rows == 1))

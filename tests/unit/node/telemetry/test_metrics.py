@@ -4,6 +4,8 @@ import errno
 import os
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import aiohttp
 import pytest
@@ -12,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from node.analysis.link_views import NOT_LISTENING
 from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.accounting import Accounting
+from node.coordinator.gateways import Gateways
 from node.coordinator.metrics import COUNTED, STATES, RunMetrics
 from node.run_file.addresses import why_not_bound
 from node.run_state.actions import AbortKind
@@ -94,6 +97,7 @@ def test_a_run_gives_every_metric_that_is_defined(watched: Watched) -> None:
     measured = events.HeldOutLoss(step=1, loss=2.0, uncompressed=2.0, samples=8, best=True, seconds=1.0)
     watched.say(measured)
     watched.report(1)
+    watched.metrics.gateways = cast(Gateways, SimpleNamespace(sessions=[3, 0], restarts=1))
     samples = watched.samples()
     for definition in RUN_METRICS:
         suffixes = ("_bucket", "_sum", "_count") if definition.kind is MetricKind.HISTOGRAM else ("",)
@@ -112,6 +116,8 @@ def test_a_run_gives_every_metric_that_is_defined(watched: Watched) -> None:
     assert samples["thinwire_tokens_total", ()] == pytest.approx(4096)
     assert samples["thinwire_recovery_seconds_total", ()] == 3.0
     assert samples["thinwire_snapshot_bytes", ()] == 77
+    assert samples["thinwire_gateway_sessions", (("gateway", "0"),)] == 3
+    assert samples["thinwire_gateway_restarts_total", ()] == 1
     forward = (("kind", "forward"), ("replica", "0"), ("stage", "0"))
     assert samples["thinwire_stage_seconds_total", forward] == 1.0
     assert samples["thinwire_link_bytes_total", LINK] == 1000
