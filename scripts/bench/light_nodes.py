@@ -251,7 +251,7 @@ async def members(token: str, folder: Path, count: int, every: float) -> None:
         except ThinwireError as error:
             _say(event="refused", reason=str(error))
             return
-        _say(event="enrolled", seconds=round(seconds, 4))
+        _say(event="enrolled", seconds=round(seconds, 4), number=number, node=nodes[number].identity.node_id)
         begin(number)
 
     async with asyncio.TaskGroup() as group:

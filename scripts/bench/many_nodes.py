@@ -9,8 +9,12 @@ its gateways while all members compute for some seconds a step (heartbeats are m
 seconds of a step that members answer after 50 ms; how long the page and `/metrics` take meanwhile. At last
 members are killed, and new processes of the same nodes come back; none may be evicted for it.
 
-`--parts` leaves some of it out. With `--processes 8 --churn-minutes 3` all of it takes about six minutes, if
-there are many cores.
+Figures of a part are written as soon as it is done. `--parts` leaves some of it out; `--within` ends the
+churn early, so that the whole call takes no longer. With `--processes 8 --churn-minutes 3.5 --within 8.5` all
+of it takes about seven minutes, if there are many cores.
+
+After the churn: `evicted` counts nodes that the run shut out, `left_alive` those that left though nobody had
+killed them, `replaced_alive` those that lost their stage likewise. All should be 0.
 """
 
 import argparse
@@ -27,20 +31,24 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from node.lab.results import commit, hardware
-from node.telemetry.events import StepCosts
-from node.telemetry.history import HistoryTail
+from node.telemetry.events import QUARANTINED, StepCosts
+from node.telemetry.history import EVICTED, HistoryTail
 from scripts.bench.light_nodes import LEAST_STEP
 from scripts.report import RESULTS, write
 
 OUT = RESULTS / "many_nodes.json"
 PARTS = ("steps", "heartbeats", "churn")
+TELL_SECONDS = 20.0
+"""Between two times that figures of the churn are written."""
+LAST_SECONDS = 15.0
+"""Of a call, after the churn."""
 RUN_FILE = """
 [run]
 name = "many"
@@ -194,7 +202,14 @@ def timed_gets(url: str, count: int) -> list[float]:
     return found
 
 
-def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecutor) -> dict[str, Any]:
+def measure(
+    arguments: argparse.Namespace,
+    folder: Path,
+    pool: ThreadPoolExecutor,
+    tell: Callable[[dict[str, Any]], None],
+) -> None:
+    """`tell` gets the whole report after each part."""
+    end_at = time.monotonic() + 60 * arguments.within
     nodes = arguments.stages * arguments.rows
     text = folder / "text.txt"
     text.write_text("A thousand members share this text.\n" * 2000)
@@ -272,6 +287,7 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
                 "cpu_share": (enrolled.cpu - began.cpu) / (enrolled.at - began.at),
             },
         }
+        tell(report)
         print(json.dumps(report["enrolment"]), flush=True)
         full = arguments.stages * arguments.rows
 
@@ -287,6 +303,7 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
         output.wait("step", done + 3, 300)
         if "steps" in arguments.parts:
             report["step"] = _steps(coordinator.pid, output, arguments.seconds, page, nodes)
+            tell(report)
             print(json.dumps(report["step"]), flush=True)
         if "heartbeats" in arguments.parts:
             order(step_seconds=arguments.step_seconds)
@@ -297,10 +314,13 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
                 "step_seconds": arguments.step_seconds,
                 **_steps(coordinator.pid, output, arguments.seconds, page, nodes),
             }
+            tell(report)
             print(json.dumps(report["heartbeats"]), flush=True)
         if "churn" in arguments.parts:
             order(step_seconds=LEAST_STEP)
-            report["churn"] = _churn(arguments, crowds, shares, output, coordinator.pid)
+            for churned in _churn(arguments, crowds, output, coordinator.pid, end_at):
+                report["churn"] = churned
+                tell(report)
             print(json.dumps(report["churn"]), flush=True)
         end = Usage.of(coordinator.pid)
         report["resident_bytes"] = end.core.resident
@@ -309,7 +329,7 @@ def measure(arguments: argparse.Namespace, folder: Path, pool: ThreadPoolExecuto
         report["ended"] = len(events("ended"))
         report["left"] = len(output.of("node-left"))
         report["notices"] = [event["text"] for event in output.of("notice")][-20:]
-    return report
+        tell(report)
 
 
 def _steps(pid: int, output: Output, seconds: float, page: str, nodes: int) -> dict[str, Any]:
@@ -341,36 +361,54 @@ def _steps(pid: int, output: Output, seconds: float, page: str, nodes: int) -> d
 
 
 def _churn(
-    arguments: argparse.Namespace, crowds: Any, shares: list[int], output: Output, pid: int
-) -> dict[str, Any]:
-    """Members die at random and come back, `--churn` of all a minute."""
+    arguments: argparse.Namespace, crowds: Any, output: Output, pid: int, end_at: float
+) -> Iterator[dict[str, Any]]:
+    """Members die at random and come back, `--churn` of all a minute. Gives what was seen so far."""
     random.seed(0)
-    done, nodes, before = len(output.of("step")), sum(shares), Usage.of(pid)
-    pause = 60 / (arguments.churn * nodes)
-    end = time.monotonic() + arguments.churn_minutes * 60
-    deaths = 0
+    names = [{event["number"]: event["node"] for event in crowd.of("enrolled")} for _, crowd in crowds]
+    everyone = [(crowd, number) for crowd, known in enumerate(names) for number in known]
+    began = {kind: len(output.of(kind)) for kind in ("step", "step-aborted", "node-left", "replaced")}
+    ended, before = sum(len(crowd.of("ended")) for _, crowd in crowds), Usage.of(pid)
+    pause = 60 / (arguments.churn * len(everyone))
+    end = min(before.core.at + arguments.churn_minutes * 60, end_at - LAST_SECONDS)
+    killed: set[str] = set()
+    deaths, tell_at = 0, before.core.at
+
+    def seen() -> dict[str, Any]:
+        used = Usage.of(pid).since(before)
+        new = {kind: output.of(kind)[count:] for kind, count in began.items()}
+        left = new["node-left"]
+        return {
+            "minutes": used["seconds"] / 60,
+            "share_a_minute": arguments.churn,
+            "deaths": deaths,
+            "steps": len(new["step"]),
+            "aborted": sum(event["kind"] != "placement" for event in new["step-aborted"]),
+            "placements_changed": sum(event["kind"] == "placement" for event in new["step-aborted"]),
+            "evicted": sum(event["reason"].startswith((QUARANTINED, EVICTED)) for event in left),
+            "left_alive": sum(event["node_id"] not in killed for event in left),
+            "replaced_alive": sum(event["node_id"] not in killed for event in new["replaced"]),
+            "ended": sum(len(crowd.of("ended")) for _, crowd in crowds) - ended,
+            "cpu_share": used["cpu_share"],
+            "gateways_cpu_share": used["gateways_cpu"] / used["seconds"],
+            "gateway_most_share": used["gateway_most_share"],
+        }
+
     for number in itertools.count(1):
-        if (wait := before.core.at + number * pause - time.monotonic()) > 0:
-            time.sleep(wait)
-        if time.monotonic() > end:
+        at = before.core.at + number * pause
+        if at > end:
             break
-        crowd = random.randrange(len(crowds))
+        time.sleep(max(0.0, at - time.monotonic()))
+        crowd, member = random.choice(everyone)
+        killed.add(names[crowd][member])
         process, _ = crowds[crowd]
-        process.stdin.write(json.dumps({"kill": random.randrange(shares[crowd])}) + "\n")
+        process.stdin.write(json.dumps({"kill": member}) + "\n")
         process.stdin.flush()
         deaths += 1
-    used = Usage.of(pid).since(before)
-    bad = [e["text"] for e in output.of("notice") if "evict" in e["text"] or "quarantin" in e["text"]]
-    return {
-        "minutes": arguments.churn_minutes,
-        "share_a_minute": arguments.churn,
-        "deaths": deaths,
-        "steps": len(output.of("step")) - done,
-        "aborted": len(output.of("step-aborted")),
-        "evicted": len(bad),
-        "cpu_share": used["cpu_share"],
-        "gateway_most_share": used["gateway_most_share"],
-    }
+        if time.monotonic() >= tell_at:
+            tell_at = time.monotonic() + TELL_SECONDS
+            yield seen()
+    yield seen()
 
 
 def main() -> int:
@@ -391,27 +429,29 @@ def main() -> int:
         "--churn", type=float, default=0.05, help="share of members that die a minute (default 0.05)"
     )
     parser.add_argument("--churn-minutes", type=float, default=30.0)
+    parser.add_argument("--within", type=float, default=1e6, help="minutes that the call takes at most")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(arguments.processes + 2) as pool:
-        try:
-            found = measure(arguments, Path(made), pool)
-        except Exception:
-            for log in sorted(Path(made).glob("*.log")):
-                print(log.name, log.read_text()[-2000:], sep="\n", file=sys.stderr)
-            raise
-    report = {
+    about = {
         "commit": commit(),
         "hardware": hardware(),
         "python": platform.python_version(),
-        "load_after": os.getloadavg()[0],
         "runs": 1,
         "stages": arguments.stages,
         "rows": arguments.rows,
         "one_port": not arguments.several_ports,
-        **found,
     }
-    write(arguments.out, report)
+
+    def tell(found: dict[str, Any]) -> None:
+        write(arguments.out, {**about, "load_after": os.getloadavg()[0], **found})
+
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(arguments.processes + 2) as pool:
+        try:
+            measure(arguments, Path(made), pool, tell)
+        except Exception:
+            for log in sorted(Path(made).glob("*.log")):
+                print(log.name, log.read_text()[-2000:], sep="\n", file=sys.stderr)
+            raise
     return 0
 
 

@@ -94,7 +94,7 @@ _AT_A_GATEWAY = Attack(
     name="flood-gateway",
     what="sends heartbeats that name 4,000 links, to a gateway",
     lie="flood-heartbeats",
-    gateways=2,
+    gateways=1,
 )
 
 MEMBERS = tuple(
