@@ -379,7 +379,7 @@ def _churn(
         new = {kind: output.of(kind)[count:] for kind, count in began.items()}
         left = new["node-left"]
         return {
-            "minutes": used["seconds"] / 60,
+            "minutes": round(used["seconds"] / 60, 1),
             "share_a_minute": arguments.churn,
             "deaths": deaths,
             "steps": len(new["step"]),

@@ -172,6 +172,9 @@ def many_nodes() -> str:
         gone = f"{churn['deaths']} members die and return in {churn['minutes']:g} min"
         rows.append([f"{gone}: steps done, aborted", f"{churn['steps']}, {churn['aborted']}"])
         rows.append(["members evicted for it", str(churn["evicted"])])
+        if "left_alive" in churn:
+            alive = churn["left_alive"] + churn["replaced_alive"]
+            rows.append(["members that nobody killed and that left or lost their stage", str(alive)])
     caption = (
         f"{report['nodes']:,} members, {report['stages']} stages in {report['rows']} rows, members and "
         f"coordinator on the same {spaced(report['hardware'])}, load {report['load_after']:.0f}; one run, "
