@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kernels.blockfloat.layout import BLOCK
 from node.config.schema import RunConfig
-from node.model.storage import RECOMPUTE, Storage, head_piece, kv_width
+from node.model.storage import RECOMPUTE, Storage, head_piece, kv_width, stored_bytes
 from node.model.units import EMBED, HEAD
 from node.pipeline.device_memory import Devices
 
@@ -26,7 +26,7 @@ class CpuWork:
 
     def __init__(self, config: RunConfig, storage: Storage) -> None:
         model, training = config.model, config.training
-        self._model, self._storage = model, storage
+        self._model, self._training, self._storage = model, training, storage
         self._llama = model.family == "llama"
         self._half = training.precision != "float32"
         self._casts = self._half and training.weights != "bfloat16"
@@ -100,11 +100,14 @@ class CpuWork:
         packing = scratch * (_ENCODING + 4 * half) + padding
         heads = min(self._padded(model.hidden), AT_ONCE)
         pads = element * self._padded(model.hidden) * (model.hidden % BLOCK > 0)
+        # When heads are packed, the block does not keep yet what comes after them.
+        sizes = stored_bytes(model, self._training, self._storage)
+        later = sizes.norm_input // 2 + sizes.ffn_input + sizes.attention_output
         places = [
             activation * wide + 4 * hidden,
             element * ((inputs + 1) * wide + hidden) + own + _DECODING * scratch + padding,
             element * ((inputs + 1) * wide + hidden) + packing,
-            element * 2 * (hidden + 2 * keys) + heads * (_ENCODING + 4 * half) + pads,
+            element * 2 * (hidden + 2 * keys) + heads * (_ENCODING + 4 * half) + pads - later,
             element * (inputs * wide + 2 * hidden + sum(feed_forward)) + own,
             self._attention() + element * attention[1],
         ]

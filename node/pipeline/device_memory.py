@@ -32,6 +32,9 @@ GRADIENT_PIECE = 1 << 22
 """Elements of a gradient processed at a time: for its norm, packing or unpacking."""
 STATE_PIECE = 1 << 24
 """Elements of a matrix's moments that an optimizer which streams them from host memory has at a time."""
+WORKSPACES = 2 * (32 << 20) + (1 << 20)
+"""Of cuBLAS on a GPU, one for the thread that goes forward and one for autograd's
+(`CUBLAS_WORKSPACE_CONFIG`, `node.stage.machine_info.fix_order`); and numbers and vectors."""
 _PIECES_THERE = 3
 """The one that is stepped, the next and the last one."""
 PAGE = 20 << 20
@@ -370,6 +373,65 @@ class Share:
         adapted = targets(self._model, self._lora)
         counts = [sum(name in adapted for name in names) for names in (_INTO_ATTENTION, _INTO_FEED_FORWARD)]
         return sum(counts) if self._half else sum(count > 0 for count in counts)
+
+    @property
+    def follows_kernels(self) -> bool:
+        """Whether one device runs the fused halves of blocks in bfloat16, operator by operator: then what is
+        there follows from shapes at each (scripts/checks/memory_rows.py)."""
+        alone = self._devices.tensor_parallel == 1 and not (self._devices.on_cpu or self.captures)
+        plain = self._model.is_plain and self._lora.rank == 0 and not self.plain
+        coded = self._coded or self._training.weight_gradients == "fp8"
+        return alone and plain and not coded and self._half and self._training.weights == "bfloat16"
+
+    def block_work(self, units: Sequence[str], *, last: bool = True) -> int:
+        """What is allocated beside all that blocks keep while a block is at work, with fresh gradients of its
+        matrices. A chunk's last one gets the gradient that the stage gets, others one of the stage's own."""
+        if not self.follows_kernels:
+            return self.block_at_work() + self.new_gradients(units)
+        hidden, keys = self._model.hidden, kv_width(self._model)
+        feed_forward = self._feed_forward_back() + self.residual
+        if last:
+            feed_forward = max(self._feed_forward_back(), self._feed_forward())
+        return max(feed_forward, self._attention_at_work() + 2 * (2 * hidden + 2 * keys) * hidden)
+
+    def block_again(self, units: Sequence[str], block: int) -> int:
+        """The same of one that runs again, and then keeps `block` bytes."""
+        # Its first half's input is there as what the block keeps. Where that is packed it is not, and the
+        # gradient comes on top.
+        same = self.follows_kernels and self._storage.norm_input == AS_COMPUTED
+        return block + self.block_work(units) + (0 if same else self.residual)
+
+    def ends_work(self, units: Sequence[str]) -> int:
+        """The same of the head, and of the embedding where it is counted apart; 0 without them."""
+        if HEAD in units:
+            return self.head_at_work() + self.new_gradients(units)
+        return self.residual + self.new_gradients(units) if EMBED in units and self.follows_kernels else 0
+
+    def _feed_forward_back(self) -> int:
+        """The most that kernels hold at a time in backward of a feed-forward.
+
+        There are the norm's result and the residual stream's gradient in half precision; to them come the
+        activation, the gradients of its inputs, and these if they are computed again; then the activation,
+        those gradients and the fresh gradient of the matrix out; then those gradients and the fresh ones of
+        the matrices in.
+        """
+        inputs, wide, narrow = self._feed_forward_sizes()
+        matrix = 2 * self._model.ffn * self._model.hidden
+        again = inputs * (self._storage.ffn_input == RECOMPUTE)
+        return 2 * narrow + max(
+            (1 + inputs + again) * wide, (1 + inputs) * wide + matrix, inputs * (wide + matrix)
+        )
+
+    def _feed_forward(self) -> int:
+        """The same in forward, before the block's result is there: the inputs, the activation, what is added
+        to the residual stream, and of this the block's and the half's input where they are not kept."""
+        inputs, wide, narrow = self._feed_forward_sizes()
+        return (1 + inputs) * wide + narrow + self.residual * (self._storage.norm_input != AS_COMPUTED)
+
+    def _feed_forward_sizes(self) -> tuple[int, int, int]:
+        """How many inputs the activation has; bytes of one, and of hidden states in half precision."""
+        inputs, token = 2 if self._model.family == "llama" else 1, self._element * self._row_tokens
+        return inputs, token * self._model.ffn, token * self._model.hidden
 
     def block_at_work(self) -> int:
         """What a block's backward allocates beside the saved tensors."""

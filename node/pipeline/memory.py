@@ -17,7 +17,14 @@ from node.model.storage import AS_COMPUTED, STAGE_BITS, Storage, configured, sto
 from node.model.units import HEAD, is_block
 from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.cpu_work import at_work
-from node.pipeline.device_memory import MULTIPROCESSORS, RUNS_AT_WORK, RUNS_KEPT, Devices, Share
+from node.pipeline.device_memory import (
+    MULTIPROCESSORS,
+    RUNS_AT_WORK,
+    RUNS_KEPT,
+    WORKSPACES,
+    Devices,
+    Share,
+)
 from node.pipeline.gradient_groups import model_pieces, piece_bytes
 from node.pipeline.placement import (
     chunk_units,
@@ -72,6 +79,8 @@ class StageMemory:
     """After the last backward: a tied gradient's exchange, the norm, or the optimizer."""
     captured: bool
     """Passes are CUDA graphs, whose memory is permanent and not shared."""
+    workspaces: int = 0
+    """That products hold on a GPU."""
     pages: int = 0
     """What a GPU's allocator holds beside the tensors of passes: pages that they fill in part."""
     ending: int = 0
@@ -86,7 +95,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        return self.fixed + self.state + self.beside + self.step
+        return self.fixed + self.state + self.workspaces + self.beside + self.step
 
     @property
     def step(self) -> int:
@@ -106,7 +115,7 @@ class StageMemory:
 
     def room(self, memory_bytes: float) -> float:
         """What `step` may take on a device with so much memory."""
-        left = memory_bytes - self.fixed - self.state
+        left = memory_bytes - self.fixed - self.state - self.workspaces
         room = left - self.snapshot
         if self.on_cpu:
             room = min(room, (left - UNRETURNED_STATE * self.state) / (1 + UNRETURNED_STEP))
@@ -243,8 +252,10 @@ def _estimate(
             kept += in_flight * (one.feed_forward_at_work() + 4 * one.residual)
             kept += by_chunk[-1] * one.head_keeps() if HEAD in units else 0
         # A step's new samples wait beside the cache; a snapshot's copy comes on top.
-        working = max(one.block_at_work(), one.head_at_work() if HEAD in units else 0)
-        working, ending = working + one.new_gradients(units), 0
+        last, ending = one.block_work(units), 0
+        # When others are at work, the last block's tensors are gone.
+        others = one.block_work(units, last=False) - block if sum(map(is_block, units)) > 1 else 0
+        working = max(last, others, one.ends_work(units))
         counted = at_work(config, storage, units, devices)
         if counted is not None:
             working, embedding = counted
@@ -260,6 +271,7 @@ def _estimate(
                 snapshot=one.snapshot(units),
                 kept=kept,
                 working=working,
+                workspaces=0 if devices.on_cpu else WORKSPACES,
                 ending=ending,
                 applying=one.applying(units),
                 captured=captured,

@@ -39,6 +39,8 @@ class Column:
     """That its copies add to what they run beside."""
     working: int
     """Bytes that its backward takes beyond a block's with everything kept, without tensors that come back."""
+    left: int = 0
+    """What stays on the device where the first block's tensors move: the chunks' inputs."""
     again: bool
     """It runs the whole block again; such blocks come first in a chunk."""
 
@@ -83,10 +85,15 @@ class Program:
     """Of each chunk."""
     held: tuple[int, ...]
     """Microbatches of each chunk between forward and backward, at most."""
-    room: int
-    """For what blocks keep and add to their work: memory less all else while passes run."""
+    room_end: int
+    """For what blocks keep and add to their work: memory less all else, the last block of a chunk at work
+    too."""
+    room_others: int
+    """The same while one before it is at work."""
     room_again: int
     """The same while a block runs again."""
+    room_head: int | None = None
+    """For what blocks keep while the head is at work, if there is one."""
     room_casting: tuple[int, int] = (0, 0)
     """The same in forward, where each block of a chunk that runs again holds `casts` bytes until it is over:
     in the last block, and in one that runs again."""
@@ -129,20 +136,23 @@ def solve(program: Program) -> Counts | None:
     unit = float(max(1, *(column.there + column.moved for column in columns)))
     second = max(program.forward, 1e-12)
     # Variables: counts by chunk and column; whether a column is used; whether a chunk runs any block again;
-    # whether state of a kind moves, and how many parts; the most that comes back or is worked on; what
-    # forward and backward wait for copies.
+    # whether state of a kind moves, and how many parts; the most that comes back, is worked on or is left;
+    # what forward and backward wait for copies.
     used = chunks * width
     runs_again = used + width
     moves = runs_again + chunks
     state = moves + states
-    coming, working, waits_forward, waits_back = range(state + states, state + states + 4)
+    coming, working, left, waits_forward, waits_back = range(state + states, state + states + 5)
     between = [_BetweenUses(program, chunk) for chunk in range(chunks)]
     count = waits_back + 1
-    # Which column that stays the last block of a chunk takes, if any does.
-    staying = [k for k, column in enumerate(columns) if stays(column) and not program.apart]
-    ends = [{k: count + chunk * len(staying) + n for n, k in enumerate(staying)} for chunk in range(chunks)]
-    count += chunks * len(staying)
+    # Which column the last block of a chunk takes, if it does not run again.
+    last = [k for k, column in enumerate(columns) if not column.again and not program.apart]
+    ends = [{k: count + chunk * len(last) + n for n, k in enumerate(last)} for chunk in range(chunks)]
+    count += chunks * len(last)
     last_ones = range(waits_back + 1, count)
+    # What comes back while the last block of a chunk is at work, and what that takes.
+    at_end = [(count + 2 * chunk, count + 2 * chunk + 1) for chunk in range(chunks)]
+    count += 2 * chunks
     for each in between:
         count = each.number(count)
     rows: list[tuple[dict[int, float], float, float]] = []
@@ -161,6 +171,8 @@ def solve(program: Program) -> Counts | None:
         # The block at work, and the next one's tensors on their way.
         limit({used + k: 2 * column.moved / unit, coming: -1.0}, 0)
         limit({used + k: column.working / unit, working: -1.0}, 0)
+        limit({used + k: column.left / unit, left: -1.0}, 0)
+        limit({used + k: 1.0} | {chunk * width + k: -1.0 for chunk in range(chunks)}, 0)
     held = {
         chunk * width + k: program.held[chunk] * column.there / unit
         for chunk in range(chunks)
@@ -170,16 +182,48 @@ def solve(program: Program) -> Counts | None:
     freed |= {moves + k: one.there / unit for k, one in enumerate(program.state)}
     applying = {moves + k: (one.there + one.applying) / unit for k, one in enumerate(program.state)}
     # Where the step's memory is not that of the passes, it comes on top of theirs.
-    first = held | freed | (applying if program.applying is None else {}) | {coming: 1.0}
-    passes = first | {working: 1.0}
+    first = held | freed | (applying if program.applying is None else {}) | {left: 1.0}
+    passes = first | {coming: 1.0, working: 1.0}
+    most_coming = 2.0 * max(column.moved for column in columns) / unit
+    most_working = max(column.working for column in columns) / unit
     for chunk, end in enumerate(ends):
+        if not program.blocks[chunk]:
+            continue
         limit(dict.fromkeys(end.values(), 1.0), 1.0)
+        leaving = {chunk * width + k: -1.0 for k, column in enumerate(columns) if not stays(column)}
         for k, at in end.items():
             limit({at: 1.0, chunk * width + k: -1.0}, 0)
-        limit(first | {at: columns[k].working / unit for k, at in end.items()}, program.room / unit)
-        limit(passes | {at: -columns[k].there / unit for k, at in end.items()}, program.room / unit)
+            if not stays(columns[k]):
+                # Only where none stays, and then the one that has least to move (`spread`).
+                limit(leaving | {at: float(program.blocks[chunk])}, 0)
+                for other in last:
+                    less = (columns[other].moved, -other) < (columns[k].moved, -k)
+                    if _moves(columns[other]) and less:
+                        limit({at: 1.0, used + other: 1.0}, 1.0)
+        comes, works = at_end[chunk]
+        limit({coming: 1.0, comes: -1.0} | {at: -most_coming for at in end.values()}, 0)
+        # If the last one moves: its own tensors, and those of the next.
+        both = {
+            at: (columns[k].moved / unit + most_coming / 2) for k, at in end.items() if _moves(columns[k])
+        }
+        limit({coming: 0.5, comes: -1.0} | both, most_coming / 2)
+        for k, column in enumerate(columns):
+            if column.moved:
+                above = _copied_before(columns, k) if chunks == 1 else ()
+                comes_first = {used + other: -column.moved / unit for other in above}
+                limit({used + k: column.moved / unit, comes: -1.0} | comes_first, 0)
+        limit({at: columns[k].working / unit for k, at in end.items()} | {works: -1.0}, 0)
+        limit({working: 1.0, works: -1.0} | {at: -most_working for at in end.values()}, 0)
+        limit(first | {comes: 1.0, works: 1.0}, program.room_end / unit)
+        if program.blocks[chunk] > 1:
+            gone = {at: -columns[k].there / unit for k, at in end.items()}
+            limit(passes | gone, program.room_others / unit)
+        if program.room_head is not None:
+            limit(first | {comes: 1.0}, program.room_head / unit)
     if any(column.again for column in columns):
-        much = (sum(program.held) * total + 4) * 2.0 + abs(program.room - program.room_again) / unit
+        rooms = [program.room_again, program.room_end, program.room_others]
+        rooms += program.room_casting if program.casts else ()
+        much = (sum(program.held) * total + 4) * 2.0 + (max(rooms) - min(rooms)) / unit + most_working
         for chunk in range(chunks):
             later = {
                 chunk * width + k: held[chunk * width + k] - (0.0 if program.apart else column.there / unit)
@@ -195,8 +239,7 @@ def solve(program: Program) -> Counts | None:
                 }
                 in_last, in_again = (room / unit for room in program.room_casting)
                 limit(passes | casts, in_last)
-                more = much + abs(program.room - program.room_casting[1]) / unit
-                limit(passes | later | casts | {runs_again + chunk: more}, in_again + more)
+                limit(passes | later | casts | {runs_again + chunk: much}, in_again + much)
     if program.room_ending is not None:
         others = {k: held[k] - column.there / unit for k, column in enumerate(columns)}
         limit(held | others | freed, program.room_ending / unit)
@@ -349,27 +392,45 @@ def _backward(waits: Waits) -> float:
     return waits.backward
 
 
-def spread(columns: Sequence[Column], counts: Sequence[int]) -> list[int]:
+def spread(columns: Sequence[Column], counts: Sequence[int], others: int | None = None) -> list[int]:
     """A chunk's columns in the order of its blocks: those that run again first, and of the others those that
     move spread evenly, so that copies of one have the compute of several to hide behind. The last block moves
-    only if all do, and of these it has the least to move; of those that stay it leaves the most room."""
+    only if all do, and of these it has the least to move; of those that stay it leaves the most room.
+
+    Args:
+        others: bytes that other blocks take at work beyond the last one with everything kept; by default
+            those that their columns add.
+    """
     moving = sorted(
         (k for k, column in enumerate(columns) for _ in range(counts[k]) if _moves(column)),
         key=lambda k: (-columns[k].moved, k),
     )
     staying = [k for k, column in enumerate(columns) for _ in range(counts[k]) if stays(column)]
+    again = [k for k, column in enumerate(columns) for _ in range(counts[k]) if column.again]
+    again.sort(key=lambda k: -columns[k].moved)
     if staying:
         # Last is the one with which the peak is least (`solve`): it works beside all that is kept, the others
         # when what it kept of the microbatch is gone.
-        most = max(column.working for column, n in zip(columns, counts, strict=True) if n)
+        taken = [columns[k] for k in (*again, *moving, *staying)]
+        most = max(column.working for column in taken) if others is None else others - coming_first(taken)
         last = min(set(staying), key=lambda k: (max(columns[k].working, most - columns[k].there), k))
         staying.remove(last)
         staying.append(last)
-    again = [k for k, column in enumerate(columns) for _ in range(counts[k]) if column.again]
     blocks, left = len(moving) + len(staying), iter(staying)
     places = {number * blocks // len(moving): k for number, k in enumerate(moving)}
-    again.sort(key=lambda k: -columns[k].moved)
     return again + [places[at] if at in places else next(left) for at in range(blocks)]
+
+
+def _copied_before(columns: Sequence[Column], one: int) -> list[int]:
+    """The columns whose tensors come back before those of `one`, in the order of `spread`."""
+    column = columns[one]
+    moving = (k for k, other in enumerate(columns) if _moves(other))
+    return [k for k in moving if column.again or columns[k].moved < column.moved]
+
+
+def coming_first(taken: Sequence[Column]) -> int:
+    """Bytes that come back while a chunk's last block is at work, which stays: of the highest that moves."""
+    return next((column.moved for column in reversed(taken) if column.moved), 0)
 
 
 def stays(column: Column) -> bool:

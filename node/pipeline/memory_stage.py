@@ -20,7 +20,7 @@ from node.pipeline.cpu_work import CpuWork, at_work
 from node.pipeline.device_memory import RUNS_AT_WORK, RUNS_KEPT, Devices, Share
 from node.pipeline.memory import StageMemory, block_bytes
 from node.pipeline.memory_choice import Choice, MemoryPlan
-from node.pipeline.memory_program import Column, Program, StateMove, solve, spread, stays
+from node.pipeline.memory_program import Column, Program, StateMove, coming_first, solve, spread, stays
 from node.pipeline.placement import of_chunk
 from node.pipeline.schedule import Order, held_activations
 from node.pipeline.state_moves import STAYS, Moved, state_moves
@@ -62,6 +62,7 @@ class PlannedStage:
         model, everything = config.model, tuple(unit for own in units for unit in own)
         share = Share(config, devices, storage)
         self._kept, self._times, self._graphs = kept, times, graphs
+        self._units = everything
         self._host = 0 if devices.on_cpu else devices.host_bytes
         self.blocks = [sum(map(is_block, own)) for own in units]
         self._held = [held_activations(of_chunk(order, chunk)) for chunk in range(len(units))]
@@ -73,16 +74,25 @@ class PlannedStage:
         self._input = share.residual
         self._inputs = sum(self._held) * self._input
         """What chunks begin with, which stays where the first block's copy moves."""
-        work = share.block_at_work() + share.new_gradients(everything)
+        work, others = (share.block_work(everything, last=last) for last in (True, False))
+        ends, again = share.ends_work(everything), share.block_again(everything, self._block)
+        self._block_work_pages = share.pages(work, RUNS_AT_WORK)
         counted = at_work(config, storage, everything, devices)
         self._embedding, self._casts = 0, 0
         if counted is not None:
-            work = CpuWork(config, storage).block()
+            work = others = CpuWork(config, storage).block()
+            ends = kept.working
             self._embedding = counted[1]
             # Autocast holds a copy of the weights of all blocks while a forward runs; those that run again do
             # not keep them.
             self._casts = share.block_copies() if share.holds_copies else 0
-        self._block_work, self._block_work_pages = work, share.pages(work, RUNS_AT_WORK)
+        if kept.captured:
+            work = others = ends = kept.working
+            self._block_work_pages = self._work_pages
+        if counted is not None or kept.captured:
+            again = work + self._block + self._input
+        self._end_work, self._others_work, self._again_work, self._ends_work = work, others, again, ends
+        """Beside what blocks keep: a chunk's last block, others, one that runs again, and the head."""
         self._state = state_moves(config, devices, share, everything, times)
         self.columns = self._columns(config, devices, storage, share)
         blocks = sum(self.blocks)
@@ -117,7 +127,7 @@ class PlannedStage:
             found[Choice.AGAIN] = self._column(self._input, seconds=again, again=True)
             if self._moves:
                 found[Choice.INPUT_MOVED] = self._column(
-                    0, [self._input], seconds=again, working=self._inputs, again=True
+                    0, [self._input], seconds=again, left=self._inputs, again=True
                 )
         if share.plain:
             # Autograd's casts of weights would move too, and autocast holds them until forward is over.
@@ -140,14 +150,14 @@ class PlannedStage:
             choice = Choice(recomputed=recomputed, moved=moved)
             form = choice.storage(storage)
             left = stored_bytes(config.model, config.training, form)
-            work = max(0, Share(config, devices, form).block_at_work() - share.block_at_work())
-            if "norm_input" in moved and storage.norm_input == AS_COMPUTED:
-                work += self._inputs
+            work = Share(config, devices, form).block_work(self._units) - share.block_work(self._units)
+            left_there = "norm_input" in moved and storage.norm_input == AS_COMPUTED
             found[choice] = self._column(
                 (left.total - sum(_size(left, kind) for kind in moved)) // devices.count,
                 [_size(sizes, kind) // devices.count for kind in moved],
                 seconds=sum(map(self._times.recomputing, recomputed)),
-                working=work,
+                working=max(0, work),
+                left=self._inputs * left_there,
             )
         return _unbeaten(found)
 
@@ -162,6 +172,7 @@ class PlannedStage:
         *,
         seconds: float = 0.0,
         working: int = 0,
+        left: int = 0,
         again: bool = False,
     ) -> Column:
         return Column(
@@ -172,6 +183,7 @@ class PlannedStage:
             seconds=seconds,
             slowing=2 * sum(moved) * self._times.slowing,  # out and back
             working=working,
+            left=left,
             again=again,
         )
 
@@ -209,33 +221,35 @@ class PlannedStage:
                 freed.append((sum(column.kept for column in later), sum(column.pages for column in later)))
             first += count
         coming, most = 2 * max(column.moved for column in taken), max(column.working for column in taken)
-        beside, first = coming + most, 0
+        left, first = max(column.left for column in taken), 0
         places = []
+
+        def place(less: int, less_pages: int, working: int, pages_there: int = 0) -> None:
+            own = replace(
+                base, kept=kept - less, pages=pages - less_pages + pages_there, working=left + working
+            )
+            places.append(own)
+
         for count in self.blocks:
-            # The last block works beside all that is kept; its own is gone when the others do.
-            end = None if base.captured or not count else taken[first + count - 1]
-            first += count
-            if end is None or not stays(end):
-                places.append(replace(base, kept=kept, pages=pages, working=base.working + beside))
+            if not count:
                 continue
-            work = base.working + coming + end.working
-            places.append(replace(base, kept=kept, pages=pages, working=work))
-            left = replace(base, kept=kept - end.kept, pages=pages - end.pages, working=base.working + beside)
-            places.append(left)
+            own = taken[first : first + count]
+            first += count
+            # The last block and the head work beside all that is kept, when only one block's tensors come
+            # back. What the last block kept is gone when others work.
+            end = None if base.captured or own[-1].again else own[-1]
+            comes = coming
+            if end is not None:
+                comes = coming_first(own) if stays(end) else end.moved + coming // 2
+            place(0, 0, comes + self._end_work + (most if end is None else end.working))
+            place(0, 0, comes + self._ends_work)
+            if count > 1:
+                less = (0, 0) if end is None else (end.kept, end.pages)
+                place(*less, coming + most + self._others_work)
         if freed:
             gone, gone_pages = min(freed, key=sum)
-            work, work_pages = (
-                (base.working, self._work_pages)
-                if base.captured
-                else (self._block_work, self._block_work_pages)
-            )
-            place = replace(
-                base,
-                kept=kept - gone,
-                working=work + self._again + beside,
-                pages=pages - gone_pages - self._work_pages + work_pages + self._block_pages,
-            )
-            places.append(place)
+            again_pages = self._block_work_pages + self._block_pages - self._work_pages
+            place(gone, gone_pages, coming + most + self._again_work, again_pages)
         for casts, not_yet in casting if self._casts else ():
             places.append(replace(base, kept=kept, pages=pages, working=casts + self._forward_last))
             early = replace(base, kept=kept - not_yet, pages=pages, working=casts + self._forward_again)
@@ -258,11 +272,6 @@ class PlannedStage:
     def _base_kept(self) -> int:
         """Of what microbatches keep, all but blocks' tensors."""
         return self._kept.kept - self._together * self._block
-
-    @property
-    def _again(self) -> int:
-        """The block that runs again, and its input's copy."""
-        return self._block + self._input
 
     @property
     def _forward_again(self) -> int:
@@ -341,12 +350,18 @@ class PlannedStage:
 
     def best(self, memory_bytes: int) -> MemoryPlan | None:
         """The plan that adds the least time in so much memory; None if none fits."""
-        names, columns = tuple(self.columns), tuple(self.columns.values())
         solution = solve(self._program(memory_bytes))
         if solution is None:
             return None
-        choices = [names[k] for counts in solution.blocks for k in spread(columns, counts)]
-        return self.plan(tuple(choices), memory_bytes, state=Moved(*solution.state))
+        return self.plan(self.order(solution.blocks), memory_bytes, state=Moved(*solution.state))
+
+    def order(self, counts: Sequence[Sequence[int]]) -> tuple[Choice, ...]:
+        """The choices of all blocks, of which so many in each chunk take each column."""
+        names, columns = tuple(self.columns), tuple(self.columns.values())
+        taken = [column for k, column in enumerate(columns) if any(own[k] for own in counts)]
+        others = 2 * max(column.moved for column in taken) + max(column.working for column in taken)
+        others += self._others_work - self._end_work
+        return tuple(names[k] for own in counts for k in spread(columns, own, others))
 
     def least(self) -> MemoryPlan:
         """The plan that takes the least memory, of all blocks alike but for the last, or of as many as host
@@ -386,29 +401,30 @@ class PlannedStage:
             if column.host == 0 or column.host * sum(map(mul, self._held, self.blocks)) <= host:
                 continue
             for other in others:
-                room, found = host, list[Choice]()
+                room, found = host, list[list[int]]()
                 for held, blocks in zip(self._held, self.blocks, strict=True):
                     count = min(blocks, max(0, room) // (held * column.host))
                     room -= count * held * column.host
                     counts = [0] * len(columns)
                     counts[other] += blocks - count
                     counts[one] += count
-                    found += [names[k] for k in spread(columns, counts)]
-                yield tuple(found)
+                    found.append(counts)
+                yield self.order(found)
 
     def _program(self, memory_bytes: int) -> Program:
         kept = self._kept
         room = int(kept.room(memory_bytes))
         passes = room - self._base_kept - (kept.applying if kept.captured else 0)
-        working, pages = kept.working, self._work_pages
-        if not kept.captured:
-            working, pages = self._block_work, self._block_work_pages
+        beside = passes - self._work_pages
+        again = passes - self._block_work_pages - self._block_pages
         return Program(
             columns=tuple(self.columns.values()),
             blocks=tuple(self.blocks),
             held=tuple(self._held),
-            room=passes - kept.working - self._work_pages,
-            room_again=passes - working - pages - self._again - self._block_pages,
+            room_end=beside - self._end_work,
+            room_others=beside - self._others_work,
+            room_again=again - self._again_work,
+            room_head=beside - self._ends_work if self._ends_work else None,
             room_casting=(passes - self._forward_last, passes - self._forward_again),
             casts=self._casts,
             room_ending=passes - self._embedding if self._embedding else None,

@@ -54,6 +54,8 @@ from node.stage.machine_info import arithmetic, fix_order
 from node.stage.stage_model import StageModel
 
 GB = 10**9
+HOST_GB = 48
+"""Main memory that the card may move to."""
 CAPS = (12, 16, 24, 40, 80)
 LENGTHS = {"2 x 4096": (2, 4096), "1 x 32768": (1, 32768)}
 WAYS = ("plan", "plan, few bits", "plain", "again", "selective", "agoq", "compact", "budget")
@@ -241,7 +243,7 @@ def stage_rows(
     for gb in caps:
         size = gb * GB - BESIDE
         own = has_own_attention(arithmetic(device))
-        devices = Devices(on_cpu=False, host_bytes=48 * GB, has_own_attention=own)
+        devices = Devices(on_cpu=False, host_bytes=HOST_GB * GB, has_own_attention=own)
         room = Room(devices=devices, memory_bytes=gb * GB, times=times)
         began = time.perf_counter()
         plan = room.plan(config, STAGES, STAGE)
