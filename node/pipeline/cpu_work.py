@@ -118,7 +118,7 @@ class CpuWork:
             added = fresh + int(self._adding * self._largest(into, out))
             places += [
                 norms + element * (into + out),
-                20 * hidden + max(added, fresh + 2 * self._casts * into),
+                16 * hidden + max(added, fresh + 2 * self._casts * into),
             ]
         return self._small + max(places)
 
@@ -144,9 +144,19 @@ class CpuWork:
         logits = tokens * model.vocab
         # Logits in float32, their logarithms and gradient; the norm's input and result.
         loss = 12 * logits + copies + tokens * (self._element + 6) * model.hidden
+        # The gradient of logits is there when the weight's is made, and gone when that is cast and added.
+        made = (4 + 2 * self._half) * logits + self._element * matrix
         fresh = int((self._weight + max(2.0 * self._casts, self._adding)) * matrix)
-        weight = (4 + 2 * self._half) * logits + copies + fresh
+        weight = max(made, fresh) + copies
         return self._small + max(loss, weight + tokens * (self._element + 8) * model.hidden)
+
+    def head_forward(self) -> int:
+        """The head going forward: logits as computed and in float32, their logarithms; the norm's input and
+        result."""
+        logits = self._tokens * self._model.vocab
+        copies = 2 * self._model.vocab * self._model.hidden * self._casts
+        logits_there = (8 + 2 * self._half) * logits
+        return self._small + logits_there + copies + self._tokens * (self._element + 6) * self._model.hidden
 
     @property
     def has_pieces(self) -> bool:

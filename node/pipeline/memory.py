@@ -98,6 +98,11 @@ class StageMemory:
         return self.fixed + self.state + self.workspaces + self.beside + self.step
 
     @property
+    def own(self) -> int:
+        """Of the total, what the stage takes by its size and its plan."""
+        return self.total - self.fixed - self.workspaces
+
+    @property
     def step(self) -> int:
         """Passes and what follows them, at their peak."""
         passes = self.passes

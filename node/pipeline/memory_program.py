@@ -91,7 +91,9 @@ class Program:
     room_others: int
     """The same while one before it is at work."""
     room_again: int
-    """The same while a block runs again."""
+    """The same while a block runs again,"""
+    room_alone: int
+    """and while one does that is its chunk's only one."""
     room_head: int | None = None
     """For what blocks keep while the head is at work, if there is one."""
     room_casting: tuple[int, int] = (0, 0)
@@ -221,7 +223,7 @@ def solve(program: Program) -> Counts | None:
         if program.room_head is not None:
             limit(first | {comes: 1.0}, program.room_head / unit)
     if any(column.again for column in columns):
-        rooms = [program.room_again, program.room_end, program.room_others]
+        rooms = [program.room_again, program.room_alone, program.room_end, program.room_others]
         rooms += program.room_casting if program.casts else ()
         much = (sum(program.held) * total + 4) * 2.0 + (max(rooms) - min(rooms)) / unit + most_working
         for chunk in range(chunks):
@@ -230,7 +232,8 @@ def solve(program: Program) -> Counts | None:
                 for k, column in enumerate(columns)
                 if not column.again
             }
-            limit(passes | later | {runs_again + chunk: much}, program.room_again / unit + much)
+            room = (program.room_again if program.blocks[chunk] > 1 else program.room_alone) / unit
+            limit(passes | later | {runs_again + chunk: much}, room + much)
             if program.casts:
                 casts = {
                     chunk * width + k: held[chunk * width + k] + program.casts / unit

@@ -79,6 +79,8 @@ class PlannedStage:
         self._block_work_pages = share.pages(work, RUNS_AT_WORK)
         counted = at_work(config, storage, everything, devices)
         self._embedding, self._casts = 0, 0
+        self._forward_last = 3 * self._input
+        """What goes forward at the end of a chunk: its last block, which is kept, and the head."""
         if counted is not None:
             work = others = CpuWork(config, storage).block()
             ends = kept.working
@@ -86,11 +88,15 @@ class PlannedStage:
             # Autocast holds a copy of the weights of all blocks while a forward runs; those that run again do
             # not keep them.
             self._casts = share.block_copies() if share.holds_copies else 0
+            if HEAD in everything:
+                self._forward_last = max(self._forward_last, CpuWork(config, storage).head_forward())
         if kept.captured:
             work = others = ends = kept.working
             self._block_work_pages = self._work_pages
         if counted is not None or kept.captured:
-            again = work + self._block + self._input
+            again = work + self._block + self._input * kept.captured
+        # A block that is alone gets the stage's gradient.
+        self._alone_work = again if kept.captured else again - self._input
         self._end_work, self._others_work, self._again_work, self._ends_work = work, others, again, ends
         """Beside what blocks keep: a chunk's last block, others, one that runs again, and the head."""
         self._state = state_moves(config, devices, share, everything, times)
@@ -203,59 +209,53 @@ class PlannedStage:
         if all(choice == Choice.KEPT for choice in choices):
             return base
         taken = [self.columns[choice] for choice in choices]
-        kept, pages, first = self._base_kept, self._work_pages, 0
-        freed: list[tuple[int, int]] = []
+        after = iter(taken)
+        chunks = [list(islice(after, count)) for count in self.blocks]
+        kept, pages = self._base_kept, self._work_pages
+        freed: list[tuple[int, int, int]] = []
         casting: list[tuple[int, int]] = []
-        kept_by_chunk: list[int] = []
-        for held, count in zip(self._held, self.blocks, strict=True):
-            own = taken[first : first + count]
+        for held, own in zip(self._held, chunks, strict=True):
             kept += held * sum(column.kept for column in own)
             pages += held * sum(column.pages for column in own)
-            kept_by_chunk.append(sum(column.kept for column in own))
             last = max((place for place, column in enumerate(own) if column.again), default=-1)
             if last >= 0:
                 # Copies of weights, and what later blocks do not keep yet.
                 casting.append((self._casts * (last + 1), sum(column.kept for column in own[last + 1 :])))
                 # Of the microbatch that goes backward, what later blocks kept is gone by then.
                 later = () if base.captured else own[last + 1 :]
-                freed.append((sum(column.kept for column in later), sum(column.pages for column in later)))
-            first += count
+                less = sum(column.kept for column in later), sum(column.pages for column in later)
+                freed.append((len(own), *less))
         coming, most = 2 * max(column.moved for column in taken), max(column.working for column in taken)
-        left, first = max(column.left for column in taken), 0
+        left, one_block = max(column.left for column in taken), max(map(coming_first, chunks))
         places = []
 
-        def place(less: int, less_pages: int, working: int, pages_there: int = 0) -> None:
-            own = replace(
-                base, kept=kept - less, pages=pages - less_pages + pages_there, working=left + working
-            )
-            places.append(own)
+        def at(less: int, less_pages: int, working: int, more_pages: int = 0) -> None:
+            there = pages - less_pages + more_pages
+            places.append(replace(base, kept=kept - less, pages=there, working=left + working))
 
-        for count in self.blocks:
-            if not count:
-                continue
-            own = taken[first : first + count]
-            first += count
+        for own in filter(None, chunks):
             # The last block and the head work beside all that is kept, when only one block's tensors come
             # back. What the last block kept is gone when others work.
             end = None if base.captured or own[-1].again else own[-1]
             comes = coming
             if end is not None:
-                comes = coming_first(own) if stays(end) else end.moved + coming // 2
-            place(0, 0, comes + self._end_work + (most if end is None else end.working))
-            place(0, 0, comes + self._ends_work)
-            if count > 1:
+                comes = one_block if stays(end) else end.moved + coming // 2
+            at(0, 0, comes + self._end_work + (most if end is None else end.working))
+            at(0, 0, comes + self._ends_work)
+            if len(own) > 1:
                 less = (0, 0) if end is None else (end.kept, end.pages)
-                place(*less, coming + most + self._others_work)
-        if freed:
-            gone, gone_pages = min(freed, key=sum)
-            again_pages = self._block_work_pages + self._block_pages - self._work_pages
-            place(gone, gone_pages, coming + most + self._again_work, again_pages)
+                at(*less, coming + most + self._others_work)
+        again_pages = self._block_work_pages + self._block_pages - self._work_pages
+        for count, gone, gone_pages in freed:
+            again = self._again_work if count > 1 else self._alone_work
+            at(gone, gone_pages, coming + most + again, again_pages)
         for casts, not_yet in casting if self._casts else ():
             places.append(replace(base, kept=kept, pages=pages, working=casts + self._forward_last))
             early = replace(base, kept=kept - not_yet, pages=pages, working=casts + self._forward_again)
             places.append(early)
         peak = max(places, key=lambda place: place.kept + place.working + place.pages)
-        ending = kept - kept_by_chunk[0] + self._embedding if self._embedding else 0
+        first = sum(column.kept for column in chunks[0])
+        ending = kept - first + self._embedding if self._embedding else 0
         # Between chunks nothing is shared: the estimate with everything kept counts their common peak.
         return replace(
             peak,
@@ -277,11 +277,6 @@ class PlannedStage:
     def _forward_again(self) -> int:
         """A block that runs again, as it goes forward, without the copies that others hold too."""
         return self._block - self._casts + self._input
-
-    @property
-    def _forward_last(self) -> int:
-        """The last block of a chunk, that is kept, as it goes forward."""
-        return 3 * self._input
 
     def _moved(self, state: Moved) -> list[tuple[StateMove, int]]:
         """Kinds of state that move, and how many parts."""
@@ -424,6 +419,7 @@ class PlannedStage:
             room_end=beside - self._end_work,
             room_others=beside - self._others_work,
             room_again=again - self._again_work,
+            room_alone=again - self._alone_work,
             room_head=beside - self._ends_work if self._ends_work else None,
             room_casting=(passes - self._forward_last, passes - self._forward_again),
             casts=self._casts,

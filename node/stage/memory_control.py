@@ -72,7 +72,7 @@ class MemoryControl:
     def ran_short(self) -> MemoryPlan | None:
         """The device ran out of memory with the present plan: one that takes less; None if none does."""
         total = self.plan.memory.total
-        self._most = min(total, self._most or total) - int(LESS * (total - self.plan.memory.fixed))
+        self._most = min(total, self._most or total) - int(LESS * self.plan.memory.own)
         plan = self._planned(self._most)
         if plan.memory.total >= total:
             return None
@@ -80,8 +80,9 @@ class MemoryControl:
         return plan
 
     def _solved_again(self, taken: Taken) -> MemoryPlan | None:
-        planned = replace(self.plan.memory, pages=0).total - FIXED_BYTES
-        if taken.most_bytes and abs(taken.most_bytes - planned) > OFF * planned:
+        memory = replace(self.plan.memory, pages=0)
+        planned = memory.total - FIXED_BYTES
+        if taken.most_bytes and abs(taken.most_bytes - planned) > OFF * (planned - memory.workspaces):
             self._memory = max(1, self._room.memory_bytes - (taken.most_bytes - planned))
         elif taken.most_bytes:
             self._memory = self._room.memory_bytes

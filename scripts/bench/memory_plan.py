@@ -11,11 +11,16 @@ cap it times a microbatch, forward and backward, in each way that fits:
     budget          torch.compile of each block with the largest `activation_memory_budget` that fits
     agoq, compact   few bits, which change the run's bits
 
-An optimizer's step is timed apart. Peaks are torch's: of tensors, and of what its allocator has reserved,
-which the cap counts and the plan's estimate must not be below. A way that does not fit says both, and the
-largest free piece, at that moment. `--segments fixed` takes the allocator as torch has it by default, to
-compare: segments grow or not for a whole process. Weights are a tile of random numbers, repeated: to draw as
-many takes longer than all else.
+A step is timed again until two in a row differ by less than 1 %, at least twice and `--runs` times at most.
+An optimizer's step is timed apart. Peaks are torch's: of tensors, which the plan's estimate must not be
+below, and of what its allocator has reserved, which the cap counts. A way that does not fit says both, and
+the largest free piece, at that moment. Budgets come last, because they compile; none is tried where every
+block run again does not fit either: less of a block cannot be kept.
+
+The report is written after each way. A call that was cut goes on where it left off with `--go-on`: rows keep
+their plan and its times. With `--seconds` no way begins after so many. `--segments fixed` takes the allocator
+as torch has it by default, to compare: segments grow or not for a whole process. Weights are a tile of random
+numbers, repeated: to draw as many takes longer than all else.
 """
 
 import argparse
@@ -29,6 +34,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,11 +48,14 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig, Storage
 from node.lab.results import commit
 from node.model import chunk
 from node.model.blocks import Block
+from node.model.storage import Storage
 from node.model.units import Initial, ParameterSpec
 from node.pipeline.block_times import BlockTimes
 from node.pipeline.device_memory import Devices, has_own_attention
+from node.pipeline.memory import FIXED_BYTES
 from node.pipeline.memory_choice import Choice, MemoryPlan
 from node.pipeline.memory_plan import Room
+from node.pipeline.pack_times import PackTime
 from node.pipeline.storage_choice import choose, chosen_config, words_of
 from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
 from node.stage.block_measure import measured_times
@@ -62,10 +71,12 @@ WAYS = ("plan", "plan, few bits", "plain", "again", "selective", "agoq", "compac
 ALLOWED = ("8", "4", "attention:8", "attention_output:8")
 """`storage.allow` of `plan, few bits`."""
 BUDGETS = (0.8, 0.5, 0.3, 0.15)
+ALIKE = 0.01
+"""Two steps in a row that differ by less end the repeats."""
 MICROBATCHES = 4
 STAGES, STAGE = 3, 1
 BESIDE = int(0.7 * GB)
-"""Of a cap, for what is not torch's: the context, kernels and cuBLAS' workspaces."""
+"""Of a cap, for what is not torch's: the context, and what a plan counts for the process (`FIXED_BYTES`)."""
 
 
 def run_file(
@@ -124,14 +135,10 @@ class Selective(nn.Module):
         return cast(Tensor, made)
 
 
-def allowed(
-    config: RunConfig, devices: Devices, size: int, device: torch.device, runs: int
-) -> dict[str, Any]:
-    """`timed` with the bits and the plan of a node that offers `size` bytes, of those in `ALLOWED`."""
-    open_to = replace(config, storage=StorageSection(allow=ALLOWED))
-    room = Room(devices=devices, memory_bytes=size, times=measured_times(open_to, device))
-    storage = choose(open_to, STAGES, STAGE, room)
-    chosen = chosen_config(open_to, storage)
+def allowed(config: RunConfig, room: Room, device: torch.device, runs: int) -> dict[str, Any]:
+    """`timed` with the bits and the plan of a node with this room, of those in `ALLOWED`."""
+    storage = choose(config, STAGES, STAGE, room)
+    chosen = chosen_config(config, storage)
     plan = room.plan(chosen, STAGES, STAGE).text() or "everything kept"
     return {**timed(chosen, room, device, runs), "plan": plan, "storage": words_of(storage)}
 
@@ -155,7 +162,11 @@ def timed(
     selective: bool = False,
     budget: float | None = None,
 ) -> dict[str, Any]:
-    """Median seconds of a microbatch and of a step of the optimizer, and the peak."""
+    """Median seconds of a microbatch and of a step of the optimizer, and the peak.
+
+    Args:
+        runs: steps that are timed at most.
+    """
     with functorch_config.patch(activation_memory_budget=1.0 if budget is None else budget):
         return _timed(config, room, device, runs, selective, compiled=budget is not None)
 
@@ -178,8 +189,9 @@ def _timed(
     shape = (config.training.microbatch, config.model.sequence, config.model.hidden)
     fed = torch.randn(shape, device=device)
     above = torch.randn(shape, device=device) * 1e-3
-    passes, steps = [], []
-    for _ in range(1 + runs):
+    passes: list[float] = []
+    steps: list[float] = []
+    while len(passes) < 3 or (len(passes) < 1 + runs and abs(passes[-1] - passes[-2]) > ALIKE * passes[-1]):
         begin_peak(device)
         model.begin_step()
         torch.cuda.synchronize(device)
@@ -201,6 +213,7 @@ def _timed(
     model.drop()
     return {
         "microbatch_seconds": statistics.median(passes[1:]),
+        "steps": len(passes) - 1,
         "optimizer_seconds": statistics.median(steps[1:]),
         "peak_bytes": most.most_allocated,
         "reserved_bytes": most.most_reserved,
@@ -213,7 +226,10 @@ def tried(work: Callable[[], dict[str, Any]], device: torch.device) -> dict[str,
         return work()
     except (torch.OutOfMemoryError, RuntimeError) as error:
         # Its frames still hold the tensors.
-        return {"failed": str(error).strip().split("\n")[0][:160], "held": asdict(held(device))}
+        # The last line of what a compiler raises says why.
+        lines = str(error).strip().split("\n")
+        words = " ".join(dict.fromkeys((lines[0], lines[-1])))
+        return {"failed": words[:300], "held": asdict(held(device))}
     finally:
         gc.collect()
         torch.cuda.empty_cache()
@@ -232,54 +248,108 @@ def cap(device: torch.device, size: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), device)
 
 
-def stage_rows(
-    name: str, caps: Sequence[int], ways: Sequence[str], device: torch.device, runs: int
-) -> Iterator[dict[str, Any]]:
-    samples, length = LENGTHS[name]
-    config = run_file(samples, length)
-    hidden = config.model.hidden
-    cap(device, 1 << 50)
-    times = measured_times(config, device)
-    for gb in caps:
-        size = gb * GB - BESIDE
+class Bench:
+    """Rows of caps, each with the ways that are measured in it."""
+
+    def __init__(self, device: torch.device, runs: int) -> None:
+        self._device, self._runs = device, runs
         own = has_own_attention(arithmetic(device))
-        devices = Devices(on_cpu=False, host_bytes=HOST_GB * GB, has_own_attention=own)
-        room = Room(devices=devices, memory_bytes=gb * GB, times=times)
+        self._devices = Devices(on_cpu=False, host_bytes=HOST_GB * GB, has_own_attention=own)
+        self._times: dict[RunConfig, BlockTimes | None] = {}
+
+    def _room(self, gb: int, times: BlockTimes | None) -> Room:
+        # The card's memory less the context, as a node finds it.
+        return Room(devices=self._devices, memory_bytes=gb * GB - BESIDE + FIXED_BYTES, times=times)
+
+    def _measured(self, config: RunConfig) -> BlockTimes | None:
+        if config not in self._times:
+            cap(self._device, 1 << 50)
+            self._times[config] = measured_times(config, self._device)
+        return self._times[config]
+
+    def row(self, name: str, gb: int) -> dict[str, Any]:
+        """Without ways: the plan."""
+        samples, length = LENGTHS[name]
+        config = run_file(samples, length)
+        times = self._measured(config)
         began = time.perf_counter()
-        plan = room.plan(config, STAGES, STAGE)
+        plan = self._room(gb, times).plan(config, STAGES, STAGE)
         solved = time.perf_counter() - began
-        cap(device, size)
-        found: dict[str, Any] = {}
-        forms: dict[str, Callable[[], dict[str, Any]]] = {
-            "plan": lambda room=room: timed(config, room, device, runs),
-            "plan, few bits": lambda gb=gb, devices=devices: allowed(config, devices, gb * GB, device, runs),
-            "plain": lambda: timed(config, Fixed(Choice.KEPT), device, runs),
-            "again": lambda: timed(config, Fixed(Choice.AGAIN), device, runs),
-            "selective": lambda: timed(config, Fixed(Choice.KEPT), device, runs, selective=True),
-            "budget": lambda: budgeted(config, device, runs),
-        }
-        for preset in ("agoq", "compact"):
-            other = run_file(samples, length, preset=preset)
-            forms[preset] = lambda other=other: timed(other, Fixed(Choice.KEPT), device, runs)
-        for way in ways:
-            found[way] = tried(forms[way], device)
-        row = {
+        # What a node has on the way from and to its links; here the input and the gradient.
+        passing = 2 * 4 * samples * length * config.model.hidden
+        whole = plan.memory.total - plan.memory.fixed + passing
+        return {
             "tokens": name,
             "gb": gb,
+            "commit": commit(),
             "plan": plan.text() or "everything kept",
             "fits": plan.fits,
             "solve_seconds": solved,
             "estimate_bytes": plan.memory.total,
-            # What a node has on the way from and to its links; here the input and the gradient.
-            "estimate_of_torch": plan.memory.total - plan.memory.fixed + 2 * 4 * samples * length * hidden,
-            "cap_bytes": size,
+            "estimate_of_torch": whole,
+            "estimate_of_tensors": whole - plan.memory.pages,
+            "cap_bytes": gb * GB - BESIDE,
             "added": plan.added,
             "host_bytes": plan.host_bytes,
-            "times": None if times is None else asdict(cast(BlockTimes, times)),
-            "ways": found,
+            "times": None if times is None else asdict(times),
+            "ways": {},
         }
-        sys.stderr.write(json.dumps(row) + "\n")
-        yield row
+
+    def measure(self, row: dict[str, Any], way: str) -> dict[str, Any]:
+        """One way, at a row's cap."""
+        samples, length = LENGTHS[row["tokens"]]
+        config, device, runs = run_file(samples, length), self._device, self._runs
+        work: Callable[[], dict[str, Any]]
+        if way == "plan":
+            room = self._room(row["gb"], times_of(row["times"]))
+            work = partial(timed, config, room, device, runs)
+        elif way == "plan, few bits":
+            open_to = replace(config, storage=StorageSection(allow=ALLOWED))
+            work = partial(allowed, open_to, self._room(row["gb"], self._measured(open_to)), device, runs)
+        elif way == "budget":
+            if "failed" in row["ways"].get("again", {}):
+                return {"failed": "not tried: with every block run again it does not fit either"}
+            work = partial(budgeted, config, device, runs)
+        elif way in ("agoq", "compact"):
+            preset = run_file(samples, length, preset=way)
+            work = partial(timed, preset, Fixed(Choice.KEPT), device, runs)
+        else:
+            choice = Choice.AGAIN if way == "again" else Choice.KEPT
+            work = partial(timed, config, Fixed(choice), device, runs, selective=way == "selective")
+        cap(device, row["cap_bytes"])
+        return tried(work, device)
+
+
+def times_of(recorded: dict[str, Any] | None) -> BlockTimes | None:
+    """What a report says of times, as it was."""
+    if recorded is None:
+        return None
+    stored = {**recorded["stored"], "offload": tuple(recorded["stored"]["offload"])}
+    packing = tuple(PackTime(**one) for one in recorded["packing"])
+    return BlockTimes(**{**recorded, "stored": Storage(**stored), "packing": packing})
+
+
+def measure_all(
+    bench: Bench,
+    rows: list[dict[str, Any]],
+    names: Sequence[str],
+    caps: Sequence[int],
+    ways: Sequence[str],
+    keep: Callable[[], None],
+) -> Iterator[str]:
+    """Measure what `rows` lack, and add to them; budgets last. After each way call `keep`, and say what came
+    of it."""
+    by_place = {(row["tokens"], row["gb"]): row for row in rows}
+    for last in (False, True):
+        for name, gb, way in product(names, caps, [way for way in ways if (way == "budget") == last]):
+            row = by_place.get((name, gb))
+            if row is None:
+                row = by_place[name, gb] = bench.row(name, gb)
+                rows.append(row)
+            if way not in row["ways"]:
+                row["ways"][way] = bench.measure(row, way)
+                keep()
+                yield f"{name}, {gb} GB, {way}: {json.dumps(row['ways'][way])}"
 
 
 def main() -> int:
@@ -287,7 +357,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--go-on", type=Path, help="what an earlier call wrote: measure what it lacks")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no way after so many")
+    parser.add_argument("--runs", type=int, default=4)
     parser.add_argument("--caps", type=int, nargs="+", default=list(CAPS))
     parser.add_argument("--tokens", nargs="+", default=list(LENGTHS), choices=LENGTHS)
     parser.add_argument(
@@ -313,11 +385,17 @@ def main() -> int:
         "allocator": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "rows": [],
     }
-    for name in args.tokens:
-        for row in stage_rows(name, args.caps, args.ways, device, args.runs):
-            result["rows"].append(row)
-            # What was measured stays, if time runs out.
-            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.go_on is not None and args.go_on.exists():
+        result["rows"] = json.loads(args.go_on.read_text(encoding="utf-8"))["rows"]
+
+    def keep() -> None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    bench, until = Bench(device, args.runs), time.perf_counter() + args.seconds
+    for line in measure_all(bench, result["rows"], args.tokens, args.caps, args.ways, keep):
+        sys.stderr.write(line + "\n")
+        if time.perf_counter() > until:
+            return 1
     return 0
 
 

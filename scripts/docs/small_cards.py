@@ -8,6 +8,7 @@ from scripts.report import RESULTS, markdown
 
 LARGEST_MODEL = RESULTS / "largest_model.json"
 MEMORY_PLAN = RESULTS / "memory_plan.json"
+MEMORY_ROWS = RESULTS / "memory_rows.json"
 
 
 def largest_model() -> str:
@@ -55,7 +56,7 @@ def largest_model() -> str:
 
 def memory_plan() -> str:
     """A node's plan beside fixed ways, by the memory of its card (scripts/bench/memory_plan.py)."""
-    report = read_report(MEMORY_PLAN)
+    report, estimates = read_report(MEMORY_PLAN), read_report(MEMORY_ROWS)
     ways = ("plan", "plan, few bits", "plain", "again", "selective", "budget", "agoq", "compact")
     lines, plans = [], []
     for row in sorted(report["rows"], key=lambda row: (row["tokens"], row["gb"])):
@@ -66,7 +67,8 @@ def memory_plan() -> str:
                 cells.append("-")
             else:
                 cells.append("" if "failed" in found else f"{1e3 * found['microbatch_seconds']:.1f}")
-        lines.append([row["tokens"], str(row["gb"]), *cells, _over(row), _over(row.get("planner_after"))])
+        ratios = _ratios(row, estimates["rows"])
+        lines.append([row["tokens"], str(row["gb"]), *cells, *ratios])
         plans.append(f"- {row['tokens']}, {row['gb']} GB: {row['plan']}.")
         if (bits := row["ways"].get("plan, few bits")) and bits["plan"] != row["plan"]:
             plans.append(f"- {row['tokens']}, {row['gb']} GB, few bits: {bits['storage']}; {bits['plan']}.")
@@ -75,10 +77,9 @@ def memory_plan() -> str:
     }
     earlier = ", ".join(sorted(others))
     own = ", ".join(sorted({row["commit"][:12] for row in report["rows"] if "commit" in row}))
-    later = [row["planner_after"] for row in report["rows"] if "planner_after" in row]
-    after = ", ".join(sorted({each["commit"][:12] for each in later}))
+    found, count = estimates["summary"], len(estimates["rows"])
     columns = [("tokens", "left"), ("GB", "right"), *((f"{way}, ms", "right") for way in ways)]
-    columns += [("estimate over peak", "right"), ("the same now", "right")]
+    columns += [("estimate over peak", "right"), ("over reserved", "right")]
     caption = (
         "Milliseconds of a microbatch, forward and backward, of a stage of 8 blocks of Llama 8B's shape, the "
         "middle one of three, on a GPU whose memory is capped; a way without a figure ran out of memory. "
@@ -86,17 +87,27 @@ def memory_plan() -> str:
         "few bits*: where the run file allows 8 and 4 bits. *Again*: every block runs again; *selective*: "
         "torch's selective checkpointing; *budget*: torch.compile with the largest memory budget of "
         "activations that fits; `agoq` and `compact` are presets of few bits, with everything else kept. "
-        "*Estimate over peak*: of what torch reserved; *now*: by a planner that counts what is at work more "
-        f"closely, and its own plans, at commit {after}. {spaced(report['gpu'])}, torch {report['torch']}, "
-        f"commits {own}; of ways that did not fit or are torch's, {earlier}."
+        "*Estimate over peak*: of the plan's tensors, over the most that was allocated; *over reserved*: "
+        "with the pages of an allocator that is short, over what torch had reserved. Both are what the code at "
+        f"commit {commit(estimates)} says of the plan that was measured (scripts/checks/memory_rows.py); of "
+        f"all {count} ways that were measured the first is {_range(found['tensors_over_peak'])}, the second "
+        f"{_range(found['over_reserved'])}. {spaced(report['gpu'])}, torch {report['torch']}, commits {own}; "
+        f"of ways that did not fit or are torch's, {earlier}."
     )
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}\n\nThe plans:\n\n" + "\n".join(plans)
 
 
-def _over(row: dict[str, Any] | None) -> str:
-    """A plan's estimate over what torch reserved."""
-    held = row and row["ways"]["plan"].get("reserved_bytes")
-    return f"{row['estimate_of_torch'] / held:.2f}" if row and held else ""
+def _ratios(row: dict[str, Any], estimates: list[dict[str, Any]]) -> tuple[str, str]:
+    """What the code as it is says of a row's plan, over what that took; empty if it did not run."""
+    for one in estimates:
+        same = all(one[key] == row[key] for key in ("tokens", "gb", "plan"))
+        if same and one["way"] == "plan":
+            return f"{one['tensors_over_peak']:.3f}", f"{one['over_reserved']:.3f}"
+    return "", ""
+
+
+def _range(ratios: dict[str, float]) -> str:
+    return f"{ratios['least']:.3f} to {ratios['most']:.3f}"
 
 
 TABLES: Tables = {

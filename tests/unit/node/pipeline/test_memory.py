@@ -269,8 +269,9 @@ def test_captured_passes_lend_no_memory_to_the_optimizer() -> None:
     graphs, plain = (stage_memory(one, 2, gpu)[0] for one in (config, without_graphs(config)))
     assert 0 < plain.applying < plain.kept + plain.working
     passes = [one.kept + one.working + one.pages for one in (plain, graphs)]
-    assert plain.total == plain.fixed + plain.state + passes[0]
-    assert graphs.total == graphs.fixed + graphs.state + passes[1] + graphs.applying
+    held = [one.fixed + one.state + one.workspaces for one in (plain, graphs)]
+    assert plain.total == held[0] + passes[0]
+    assert graphs.total == held[1] + passes[1] + graphs.applying
 
 
 def test_a_gpus_allocator_holds_pages_that_tensors_fill_in_part() -> None:

@@ -53,7 +53,6 @@ def budgets(config: RunConfig, stage: int, devices: Devices, count: int = 7) -> 
 
 def every_way(one: PlannedStage, blocks: int, states: Sequence[Moved] | None = None) -> Iterator[MemoryPlan]:
     """All counts of all choices, of a stage with one chunk; of state all too, or `states`."""
-    names, columns = tuple(one.columns), tuple(one.columns.values())
 
     def splits(left: int, width: int) -> Iterator[tuple[int, ...]]:
         if width == 1:
@@ -63,8 +62,8 @@ def every_way(one: PlannedStage, blocks: int, states: Sequence[Moved] | None = N
             for rest in splits(left - first, width - 1):
                 yield first, *rest
 
-    for counts in splits(blocks, len(columns)):
-        choices = tuple(names[k] for k in spread(columns, counts))
+    for counts in splits(blocks, len(one.columns)):
+        choices = one.order([counts])
         if states is not None:
             yield from (one.plan(choices, state=state) for state in states)
             continue
@@ -233,6 +232,19 @@ def test_a_stage_takes_what_its_plan_says(form: str) -> None:
         memory = plan.memory
         expected = memory.state + max(memory.passes, memory.applying)
         assert LEAST <= expected / found <= MOST
+
+
+@pytest.mark.parametrize("again", [2, 3])
+def test_a_head_goes_forward_beside_the_casts_of_blocks_that_run_again(again: int) -> None:
+    """Autocast holds them until the forward is over."""
+    config = deep("autocast", layers=6)
+    model = replace(config.model, kv_heads=1, ffn=512, sequence=64)
+    config = replace(config, model=model, training=replace(config.training, microbatch=4))
+    choices = (Choice.AGAIN,) * again + (Choice.KEPT,) * (3 - again)
+    (one,) = _stages(config, 2, CPUS, only=1)
+    memory = one.plan(choices).memory
+    found = measured(config, StageModel(config, CPU, room=Forced(choices)), 1, 1)
+    assert LEAST <= (memory.state + max(memory.passes, memory.applying)) / found <= 1.05
 
 
 def gradients(config: RunConfig, room: Room, stage: int) -> list[Tensor]:
