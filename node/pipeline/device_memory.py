@@ -37,6 +37,8 @@ WORKSPACES = 2 * (32 << 20) + (1 << 20)
 (`CUBLAS_WORKSPACE_CONFIG`, `node.stage.machine_info.fix_order`); and numbers and vectors."""
 _PIECES_THERE = 3
 """The one that is stepped, the next and the last one."""
+_NUMBERS = 1 << 12
+"""Tensors of one number each, such as norms."""
 PAGE = 20 << 20
 """What torch maps of a GPU's memory at a time for tensors over 1 MiB, where its segments grow."""
 RUNS_KEPT = 2
@@ -262,11 +264,11 @@ class Share:
     def applying(self, units: Sequence[str]) -> int:
         """The most that is allocated beside the state after the backwards: by the exchange of a tied
         gradient, the norm, or AdamW."""
-        return max(self._tied_exchange(units), self._norm(units), self._step(units))
+        return max(self._tied_exchange(units), self._norm(units), self._step(units)) + _NUMBERS
 
     def applying_streamed(self, units: Sequence[str]) -> int:
         """As `applying`, of an optimizer whose moments are in host memory."""
-        return max(self._tied_exchange(units), self._norm(units), self._streamed_step(units))
+        return max(self._tied_exchange(units), self._norm(units), self._streamed_step(units)) + _NUMBERS
 
     def _streamed_step(self, units: Sequence[str]) -> int:
         training = self._training

@@ -147,8 +147,8 @@ def solve(program: Program) -> Counts | None:
     coming, working, left, waits_forward, waits_back = range(state + states, state + states + 5)
     between = [_BetweenUses(program, chunk) for chunk in range(chunks)]
     count = waits_back + 1
-    # Which column the last block of a chunk takes, if it does not run again.
-    last = [k for k, column in enumerate(columns) if not column.again and not program.apart]
+    # Which column the last block of a chunk takes, if it is one of these.
+    last = [] if program.apart else last_columns(columns)
     ends = [{k: count + chunk * len(last) + n for n, k in enumerate(last)} for chunk in range(chunks)]
     count += chunks * len(last)
     last_ones = range(waits_back + 1, count)
@@ -174,7 +174,6 @@ def solve(program: Program) -> Counts | None:
         limit({used + k: 2 * column.moved / unit, coming: -1.0}, 0)
         limit({used + k: column.working / unit, working: -1.0}, 0)
         limit({used + k: column.left / unit, left: -1.0}, 0)
-        limit({used + k: 1.0} | {chunk * width + k: -1.0 for chunk in range(chunks)}, 0)
     held = {
         chunk * width + k: program.held[chunk] * column.there / unit
         for chunk in range(chunks)
@@ -198,22 +197,13 @@ def solve(program: Program) -> Counts | None:
             if not stays(columns[k]):
                 # Only where none stays, and then the one that has least to move (`spread`).
                 limit(leaving | {at: float(program.blocks[chunk])}, 0)
-                for other in last:
-                    less = (columns[other].moved, -other) < (columns[k].moved, -k)
-                    if _moves(columns[other]) and less:
-                        limit({at: 1.0, used + other: 1.0}, 1.0)
+                least = columns[k].moved, -k
+                less = [used + n for n, one in enumerate(columns) if _moves(one) and (one.moved, -n) < least]
+                limit(dict.fromkeys(less, 1.0) | {at: float(len(less))}, float(len(less)))
         comes, works = at_end[chunk]
         limit({coming: 1.0, comes: -1.0} | {at: -most_coming for at in end.values()}, 0)
-        # If the last one moves: its own tensors, and those of the next.
-        both = {
-            at: (columns[k].moved / unit + most_coming / 2) for k, at in end.items() if _moves(columns[k])
-        }
-        limit({coming: 0.5, comes: -1.0} | both, most_coming / 2)
-        for k, column in enumerate(columns):
-            if column.moved:
-                above = _copied_before(columns, k) if chunks == 1 else ()
-                comes_first = {used + other: -column.moved / unit for other in above}
-                limit({used + k: column.moved / unit, comes: -1.0} | comes_first, 0)
+        # Those of one block, and its own if it moves.
+        limit({coming: 0.5, comes: -1.0} | {at: columns[k].moved / unit for k, at in end.items()}, 0)
         limit({at: columns[k].working / unit for k, at in end.items()} | {works: -1.0}, 0)
         limit({working: 1.0, works: -1.0} | {at: -most_working for at in end.values()}, 0)
         limit(first | {comes: 1.0, works: 1.0}, program.room_end / unit)
@@ -414,8 +404,8 @@ def spread(columns: Sequence[Column], counts: Sequence[int], others: int | None 
     if staying:
         # Last is the one with which the peak is least (`solve`): it works beside all that is kept, the others
         # when what it kept of the microbatch is gone.
-        taken = [columns[k] for k in (*again, *moving, *staying)]
-        most = max(column.working for column in taken) if others is None else others - coming_first(taken)
+        used = [column.working for column, n in zip(columns, counts, strict=True) if n]
+        most = max(used) if others is None else others
         last = min(set(staying), key=lambda k: (max(columns[k].working, most - columns[k].there), k))
         staying.remove(last)
         staying.append(last)
@@ -424,16 +414,11 @@ def spread(columns: Sequence[Column], counts: Sequence[int], others: int | None 
     return again + [places[at] if at in places else next(left) for at in range(blocks)]
 
 
-def _copied_before(columns: Sequence[Column], one: int) -> list[int]:
-    """The columns whose tensors come back before those of `one`, in the order of `spread`."""
-    column = columns[one]
-    moving = (k for k, other in enumerate(columns) if _moves(other))
-    return [k for k in moving if column.again or columns[k].moved < column.moved]
-
-
-def coming_first(taken: Sequence[Column]) -> int:
-    """Bytes that come back while a chunk's last block is at work, which stays: of the highest that moves."""
-    return next((column.moved for column in reversed(taken) if column.moved), 0)
+def last_columns(columns: Sequence[Column]) -> list[int]:
+    """Those that count apart as a chunk's last block: that stay, and those that move too where blocks that
+    stay do so in one way, as they do where all is packed. Else there would be many times as many."""
+    staying = [k for k, column in enumerate(columns) if stays(column)]
+    return staying if len(staying) > 1 else [k for k, column in enumerate(columns) if not column.again]
 
 
 def stays(column: Column) -> bool:

@@ -20,7 +20,15 @@ from node.pipeline.cpu_work import CpuWork, at_work
 from node.pipeline.device_memory import RUNS_AT_WORK, RUNS_KEPT, Devices, Share
 from node.pipeline.memory import StageMemory, block_bytes
 from node.pipeline.memory_choice import Choice, MemoryPlan
-from node.pipeline.memory_program import Column, Program, StateMove, coming_first, solve, spread, stays
+from node.pipeline.memory_program import (
+    Column,
+    Program,
+    StateMove,
+    last_columns,
+    solve,
+    spread,
+    stays,
+)
 from node.pipeline.placement import of_chunk
 from node.pipeline.schedule import Order, held_activations
 from node.pipeline.state_moves import STAYS, Moved, state_moves
@@ -101,6 +109,8 @@ class PlannedStage:
         """Beside what blocks keep: a chunk's last block, others, one that runs again, and the head."""
         self._state = state_moves(config, devices, share, everything, times)
         self.columns = self._columns(config, devices, storage, share)
+        ways = tuple(self.columns.values())
+        self._last = {ways[k] for k in last_columns(ways)}
         blocks = sum(self.blocks)
         self._forward, self._backward = blocks * times.forward, blocks * times.backward
         head = unit_cost(model, HEAD) / unit_cost(model, block_name(0)) if HEAD in everything else 0.0
@@ -226,7 +236,7 @@ class PlannedStage:
                 less = sum(column.kept for column in later), sum(column.pages for column in later)
                 freed.append((len(own), *less))
         coming, most = 2 * max(column.moved for column in taken), max(column.working for column in taken)
-        left, one_block = max(column.left for column in taken), max(map(coming_first, chunks))
+        left = max(column.left for column in taken)
         places = []
 
         def at(less: int, less_pages: int, working: int, more_pages: int = 0) -> None:
@@ -236,10 +246,8 @@ class PlannedStage:
         for own in filter(None, chunks):
             # The last block and the head work beside all that is kept, when only one block's tensors come
             # back. What the last block kept is gone when others work.
-            end = None if base.captured or own[-1].again else own[-1]
-            comes = coming
-            if end is not None:
-                comes = one_block if stays(end) else end.moved + coming // 2
+            end = own[-1] if own[-1] in self._last and not base.captured else None
+            comes = coming if end is None else end.moved + coming // 2
             at(0, 0, comes + self._end_work + (most if end is None else end.working))
             at(0, 0, comes + self._ends_work)
             if len(own) > 1:
@@ -354,7 +362,7 @@ class PlannedStage:
         """The choices of all blocks, of which so many in each chunk take each column."""
         names, columns = tuple(self.columns), tuple(self.columns.values())
         taken = [column for k, column in enumerate(columns) if any(own[k] for own in counts)]
-        others = 2 * max(column.moved for column in taken) + max(column.working for column in taken)
+        others = max(column.moved for column in taken) + max(column.working for column in taken)
         others += self._others_work - self._end_work
         return tuple(names[k] for own in counts for k in spread(columns, own, others))
 
