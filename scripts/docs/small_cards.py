@@ -91,8 +91,8 @@ def memory_plan() -> str:
         "with the pages of an allocator that is short, over what torch had reserved. Both are what the code "
         f"at commit {commit(estimates)} says of the plan that was measured (scripts/checks/memory_rows.py); "
         f"of all {count} ways that were measured the first is {_range(found['tensors_over_peak'])}, the "
-        f"second {_range(found['over_reserved'])}. {spaced(report['gpu'])}, torch {report['torch']}, commits {own}; "
-        f"of ways that did not fit or are torch's, {earlier}."
+        f"second {_range(found['over_reserved'])}. {spaced(report['gpu'])}, torch {report['torch']}, commits "
+        f"{own}; of ways that did not fit or are torch's, {earlier}."
     )
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}\n\nThe plans:\n\n" + "\n".join(plans)
 

@@ -1,5 +1,6 @@
 """What torch holds on a CPU over a stage's step, as its profiler counts it."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ class Meter:
     most: int = 0
 
     def count(self, work: Callable[[], object]) -> None:
+        _drop_garbage()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             work()
         kineto = profiler.profiler
@@ -31,6 +33,7 @@ class Meter:
 def by_step(steps: int, work: Callable[[], object]) -> list[Meter]:
     """For each time that `work` is done: what torch holds after it, and the most meanwhile, as if the first
     one had begun with nothing."""
+    _drop_garbage()
     names = [f"step {number}" for number in range(steps)]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for name in names:
@@ -52,6 +55,11 @@ def by_step(steps: int, work: Callable[[], object]) -> list[Meter]:
         now = meter.now
         found.append(meter)
     return found
+
+
+def _drop_garbage() -> None:
+    """What an earlier test left in cycles would be counted as freed when Python comes to it."""
+    gc.collect()
 
 
 def measured(config: RunConfig, model: StageModel, stage: int, held: int) -> int:
