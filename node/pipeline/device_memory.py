@@ -379,7 +379,7 @@ class Share:
     @property
     def follows_kernels(self) -> bool:
         """Whether one device runs the fused halves of blocks in bfloat16, operator by operator: then what is
-        there follows from shapes at each (scripts/checks/memory_rows.py)."""
+        there follows from shapes at each (scripts/bench/memory_rows.py)."""
         alone = self._devices.tensor_parallel == 1 and not (self._devices.on_cpu or self.captures)
         plain = self._model.is_plain and self._lora.rank == 0 and not self.plain
         coded = self._coded or self._training.weight_gradients == "fp8"

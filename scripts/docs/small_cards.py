@@ -89,7 +89,7 @@ def memory_plan() -> str:
         "activations that fits; `agoq` and `compact` are presets of few bits, with everything else kept. "
         "*Estimate over peak*: of the plan's tensors, over the most that was allocated; *over reserved*: "
         "with the pages of an allocator that is short, over what torch had reserved. Both are what the code "
-        f"at commit {commit(estimates)} says of the plan that was measured (scripts/checks/memory_rows.py); "
+        f"at commit {commit(estimates)} says of the plan that was measured (scripts/bench/memory_rows.py); "
         f"of all {count} ways that were measured the first is {_range(found['tensors_over_peak'])}, the "
         f"second {_range(found['over_reserved'])}. {spaced(report['gpu'])}, torch {report['torch']}, commits "
         f"{own}; of ways that did not fit or are torch's, {earlier}."

@@ -1,4 +1,4 @@
-"""The estimates of recorded plans against what a GPU took: `python -m scripts.checks.memory_rows`.
+"""The estimates of recorded plans against what a GPU took: `python -m scripts.bench.memory_rows`.
 
 For every way of `memory_plan.json` that was measured (scripts/bench/memory_plan.py) it estimates, by the code
 as it is, the memory of the plan that was measured. The estimate of tensors must be at least their measured

@@ -7,7 +7,7 @@ import pytest
 
 from node.pipeline.memory_choice import Choice
 from node.pipeline.state_moves import STAYS, Moved
-from scripts.checks.memory_rows import MEASURED, beyond, choice, every_way, parsed
+from scripts.bench.memory_rows import MEASURED, beyond, choice, every_way, parsed
 
 AGAIN = Choice(recomputed=("ffn_input",), moved=("attention", "attention_output"))
 
