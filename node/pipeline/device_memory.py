@@ -37,8 +37,6 @@ WORKSPACES = 2 * (32 << 20) + (1 << 20)
 (`CUBLAS_WORKSPACE_CONFIG`, `node.stage.machine_info.fix_order`); and numbers and vectors."""
 _PIECES_THERE = 3
 """The one that is stepped, the next and the last one."""
-_NUMBERS = 1 << 12
-"""Tensors of one number each, such as norms."""
 PAGE = 20 << 20
 """What torch maps of a GPU's memory at a time for tensors over 1 MiB, where its segments grow."""
 RUNS_KEPT = 2
@@ -264,11 +262,11 @@ class Share:
     def applying(self, units: Sequence[str]) -> int:
         """The most that is allocated beside the state after the backwards: by the exchange of a tied
         gradient, the norm, or AdamW."""
-        return max(self._tied_exchange(units), self._norm(units), self._step(units)) + _NUMBERS
+        return max(self._tied_exchange(units), self._norm(units), self._step(units))
 
     def applying_streamed(self, units: Sequence[str]) -> int:
         """As `applying`, of an optimizer whose moments are in host memory."""
-        return max(self._tied_exchange(units), self._norm(units), self._streamed_step(units)) + _NUMBERS
+        return max(self._tied_exchange(units), self._norm(units), self._streamed_step(units))
 
     def _streamed_step(self, units: Sequence[str]) -> int:
         training = self._training
@@ -378,8 +376,7 @@ class Share:
 
     @property
     def follows_kernels(self) -> bool:
-        """Whether one device runs the fused halves of blocks in bfloat16, operator by operator: then what is
-        there follows from shapes at each (scripts/bench/memory_rows.py)."""
+        """Whether one device runs blocks' fused halves in bfloat16, so that shapes say what each operator has."""
         alone = self._devices.tensor_parallel == 1 and not (self._devices.on_cpu or self.captures)
         plain = self._model.is_plain and self._lora.rank == 0 and not self.plain
         coded = self._coded or self._training.weight_gradients == "fp8"
@@ -391,15 +388,13 @@ class Share:
         if not self.follows_kernels:
             return self.block_at_work() + self.new_gradients(units)
         hidden, keys = self._model.hidden, kv_width(self._model)
-        feed_forward = self._feed_forward_back() + self.residual
-        if last:
-            feed_forward = max(self._feed_forward_back(), self._feed_forward())
-        return max(feed_forward, self._attention_at_work() + 2 * (2 * hidden + 2 * keys) * hidden)
+        back, attention = self._feed_forward_back(), 2 * (2 * hidden + 2 * keys) * hidden
+        feed_forward = max(back, self._feed_forward()) if last else back + self.residual
+        return max(feed_forward, self._attention_at_work() + attention)
 
     def block_again(self, units: Sequence[str], block: int) -> int:
         """The same of one that runs again, and then keeps `block` bytes."""
-        # Its first half's input is there as what the block keeps. Where that is packed it is not, and the
-        # gradient comes on top.
+        # Its input is there as what the block keeps, but not where that is packed.
         same = self.follows_kernels and self._storage.norm_input == AS_COMPUTED
         return block + self.block_work(units) + (0 if same else self.residual)
 
@@ -412,17 +407,15 @@ class Share:
     def _feed_forward_back(self) -> int:
         """The most that kernels hold at a time in backward of a feed-forward.
 
-        There are the norm's result and the residual stream's gradient in half precision; to them come the
-        activation, the gradients of its inputs, and these if they are computed again; then the activation,
-        those gradients and the fresh gradient of the matrix out; then those gradients and the fresh ones of
-        the matrices in.
+        The norm's result and the residual stream's gradient in half precision, with the activation and its
+        inputs' gradients and what of these is computed again; then with a fresh gradient of the matrix out;
+        then with the inputs' gradients and those of the matrices in.
         """
         inputs, wide, narrow = self._feed_forward_sizes()
         matrix = 2 * self._model.ffn * self._model.hidden
         again = inputs * (self._storage.ffn_input == RECOMPUTE)
-        return 2 * narrow + max(
-            (1 + inputs + again) * wide, (1 + inputs) * wide + matrix, inputs * (wide + matrix)
-        )
+        most = max((1 + inputs) * wide + matrix, inputs * (wide + matrix))
+        return 2 * narrow + max((1 + inputs + again) * wide, most)
 
     def _feed_forward(self) -> int:
         """The same in forward, before the block's result is there: the inputs, the activation, what is added

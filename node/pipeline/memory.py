@@ -53,6 +53,8 @@ COMPILED_CODEC_BYTES = 73_000_000
 UNRETURNED_STATE, UNRETURNED_STEP = 0.3, 0.7
 """What malloc holds of a CPU's memory beside tensors, over those of the state and of a step: of processes
 with 40 to 930 MB of tensors, which took 37 to 376 MB more."""
+NUMBERS = 1 << 12
+"""Tensors of one number each, such as norms."""
 TRAVELLING = 4
 """Boundary tensors in float32, unpacked ahead or waiting to be packed."""
 COMPARED_DEVICES = 8
@@ -278,7 +280,7 @@ def _estimate(
                 working=working,
                 workspaces=0 if devices.on_cpu else WORKSPACES,
                 ending=ending,
-                applying=one.applying(units),
+                applying=one.applying(units) + NUMBERS,
                 captured=captured,
                 on_cpu=devices.on_cpu,
             )
