@@ -376,7 +376,7 @@ class Share:
 
     @property
     def follows_kernels(self) -> bool:
-        """Whether one device runs blocks' fused halves in bfloat16, so that shapes say what each operator has."""
+        """Whether one device runs fused halves in bfloat16: shapes say what each of their operators has."""
         alone = self._devices.tensor_parallel == 1 and not (self._devices.on_cpu or self.captures)
         plain = self._model.is_plain and self._lora.rank == 0 and not self.plain
         coded = self._coded or self._training.weight_gradients == "fp8"
