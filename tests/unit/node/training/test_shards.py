@@ -172,8 +172,9 @@ def test_a_resume_reads_the_tokens_that_are_there(tmp_path: Path, monkeypatch: p
     expected = [first.batch(step) for step in range(60)]
     first.close()
     parts = first.streams[0].tokenized._folder
+    # How many there are depends on how far a thread went ahead; the steps need more than two.
     kept = sorted(parts.glob("*.json"))
-    for path in kept[len(kept) // 2 :]:
+    for path in kept[2:]:
         path.unlink()
     made: list[tuple[int, int]] = []
     real = shards.TokenizedSource._make
@@ -187,7 +188,7 @@ def test_a_resume_reads_the_tokens_that_are_there(tmp_path: Path, monkeypatch: p
     assert all(np.array_equal(resumed.batch(step), batch) for step, batch in enumerate(expected))
     resumed.close()
     names = {f"{shard:06}.{part:04}.json" for shard, part in made}
-    assert names and not names & {path.name for path in kept[: len(kept) // 2]}
+    assert names and not names & {path.name for path in kept[:2]}
 
 
 def test_passes_differ_and_never_end(tmp_path: Path) -> None:
