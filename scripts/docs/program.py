@@ -151,6 +151,8 @@ def many_nodes() -> str:
         ["the slowest of a hundred", milliseconds(enrolment["p99"])],
         ["a step that members answer after 50 ms, median", milliseconds(step["step_median"])],
         ["processor seconds of the coordinator in such a step", f"{step['cpu_a_step']:.2f}"],
+        ["the page's view beside such steps, median", milliseconds(step["view_median"])],
+        ["`/metrics` beside them, median", milliseconds(step["metrics_median"])],
         [
             f"share of a core, steps of {slow['step_seconds']:.0f} s, heartbeats every {slow['every']:.0f} s",
             f"{slow['cpu_share']:.2f}",
@@ -180,6 +182,10 @@ def many_nodes() -> str:
         f"coordinator on the same {spaced(report['hardware'])}, load {report['load_after']:.0f}; one run, "
         f"Python {report['python']}, commit {commit(report)}."
     )
+    if "commit" in slow:
+        caption += f" Slow steps: {spaced(slow['hardware'])}, {slow['gateways']} gateways, {commit(slow)}."
+    if churn and "hardware" in churn:
+        caption += f" Deaths: {spaced(churn['hardware'])}, {commit(churn)}."
     return f"{markdown([('what', 'left'), ('measured', 'right')], rows)}\n\n{caption}"
 
 
