@@ -102,7 +102,7 @@ def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) ->
 
 
 def test_the_packed_runs_stages_differ_in_bits() -> None:
-    assert [storage.ffn_input for storage in stage_storages(PACKED, 2)] == ["4", "8"]
+    assert [storage.ffn_input for storage in stage_storages(PACKED, 2)] == ["4", "6"]
 
 
 def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) -> None:
