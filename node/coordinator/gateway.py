@@ -88,7 +88,7 @@ class CoreLink(asyncio.Protocol):
         self._waiting.append(data)
 
     async def room(self) -> None:
-        """Wait while much of what was written is still unread by the coordinator."""
+        """If much data waits for the coordinator, wait until it has read most of it."""
         await self._room.wait()
 
     def _flush(self) -> None:

@@ -44,10 +44,10 @@ class Kind(IntEnum):
     """The node sent what no correct node sends; the payload says what."""
     CLOSED = 20
     """The session is over."""
-    REPORTED = 22
-    """A message of a node with its report taken out: see `reports`."""
     ALIVE = 21
     """Comes every second; the number is the gateway's connections."""
+    REPORTED = 22
+    """A node's message and, apart from it, its report: see `reports`."""
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)

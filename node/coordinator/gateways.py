@@ -256,17 +256,9 @@ class _Gateway(asyncio.Protocol):
         match kind:
             case Kind.REPORTED:
                 one = reported(payload)
-                if (session := self._sessions.get(number)) is not None:
-                    try:
-                        self._desk.take_reported(session, one)
-                    except ProtocolViolationError as error:
-                        self._wrong(number, str(error))
+                self._said(number, lambda session: self._desk.take_reported(session, one))
             case Kind.SAID:
-                if (session := self._sessions.get(number)) is not None:
-                    try:
-                        self._desk.take(session, parsed(payload))
-                    except ProtocolViolationError as error:
-                        self._wrong(number, str(error))
+                self._said(number, lambda session: self._desk.take(session, parsed(payload)))
             case Kind.OPEN:
                 task = asyncio.get_running_loop().create_task(self._greet(number, opened_from_bytes(payload)))
                 self._greeted[number] = task
@@ -285,6 +277,14 @@ class _Gateway(asyncio.Protocol):
                     self.ready.set_result(None)
             case _:
                 raise ProtocolViolationError(f"it sent a frame of kind {kind}")
+
+    def _said(self, number: int, take: Callable[[ControlSession], None]) -> None:
+        """A node's message: `take` it, if its session is open."""
+        if (session := self._sessions.get(number)) is not None:
+            try:
+                take(session)
+            except ProtocolViolationError as error:
+                self._wrong(number, str(error))
 
     def _wrong(self, number: int, why: str) -> None:
         if (session := self._sessions.pop(number, None)) is not None:

@@ -67,7 +67,7 @@ class SealedReport:
         return len(self._data)
 
     def opened(self) -> Telemetry:
-        """What it says; nothing if the gateway passed on bytes that are no report."""
+        """The report, decoded at the first call. An empty one if the bytes cannot be decoded."""
         if self._opened is None:
             try:
                 self._opened = telemetry_from_bytes(self._data)

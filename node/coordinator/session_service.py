@@ -168,24 +168,22 @@ class SessionDesk:
 
     def take(self, session: ControlSession, request: control_pb2.NodeMessage) -> None:
         """A message of an open session. Raises ProtocolViolationError if no correct node sends it."""
-        limits = self.limits_of(session.node_id)
         for one in each(request):
-            why = None if limits is None else limits.refusal(measured(one), time.monotonic())
-            if why is not None:
-                raise ProtocolViolationError(why)
+            self._check_limits(session, measured(one))
             self.handler.heard(session, node_message_from_proto(one))
 
     def take_reported(self, session: ControlSession, reported: Reported) -> None:
         """As `take`, of a message whose report a gateway has checked. Raises ProtocolViolationError."""
         request = parsed(reported.body)
-        kind = request.WhichOneof("body") or "message"
-        limits = self.limits_of(session.node_id)
-        if limits is not None:
-            size = len(reported.body) + reported.report.size
-            why = limits.refusal(Measured(kind, size, reported.links), time.monotonic())
-            if why is not None:
-                raise ProtocolViolationError(why)
+        size = len(reported.body) + reported.report.size
+        self._check_limits(session, Measured(request.WhichOneof("body") or "message", size, reported.links))
         self.handler.heard(session, node_message_from_proto(request), reported)
+
+    def _check_limits(self, session: ControlSession, found: Measured) -> None:
+        limits = self.limits_of(session.node_id)
+        why = None if limits is None else limits.refusal(found, time.monotonic())
+        if why is not None:
+            raise ProtocolViolationError(why)
 
     def wrong(self, session: ControlSession, why: str) -> None:
         """Its node has sent what no correct node sends: the session ends, and the coordinator knows."""

@@ -1,4 +1,4 @@
-"""Runs a function again in backward: of what it computes, nothing but its input is kept.
+"""Runs a function again in backward, so that only its input is kept until then.
 
 As `torch.utils.checkpoint` without reentrance, but that imports torch's compiler at its first call: three
 seconds of a node's start, and memory for as long as the process lives. The bits and bytes are the same. When

@@ -100,7 +100,7 @@ class CpuWork:
         packing = scratch * (_ENCODING + 4 * half) + padding
         heads = min(self._padded(model.hidden), AT_ONCE)
         pads = element * self._padded(model.hidden) * (model.hidden % BLOCK > 0)
-        # When heads are packed, the block does not keep yet what comes after them.
+        # Heads are packed before the block has made its later tensors, which it then does not hold yet.
         sizes = stored_bytes(model, self._training, self._storage)
         later = sizes.norm_input // 2 + sizes.ffn_input + sizes.attention_output
         places = [

@@ -152,7 +152,7 @@ def solve(program: Program) -> Counts | None:
     ends = [{k: count + chunk * len(last) + n for n, k in enumerate(last)} for chunk in range(chunks)]
     count += chunks * len(last)
     last_ones = range(waits_back + 1, count)
-    # What comes back while the last block of a chunk is at work, and what that takes.
+    # While the last block of a chunk works: what comes back to the device, and what its way takes to work.
     at_end = [(count + 2 * chunk, count + 2 * chunk + 1) for chunk in range(chunks)]
     count += 2 * chunks
     for each in between:

@@ -88,7 +88,7 @@ class PlannedStage:
         counted = at_work(config, storage, everything, devices)
         self._embedding, self._casts = 0, 0
         self._forward_last = 3 * self._input
-        """What goes forward at the end of a chunk: its last block, which is kept, and the head."""
+        """Bytes at work at the end of a chunk's forward: of its last block, which is kept, or of the head."""
         if counted is not None:
             work = others = CpuWork(config, storage).block()
             ends = kept.working
@@ -359,7 +359,7 @@ class PlannedStage:
         return self.plan(self.order(solution.blocks), memory_bytes, state=Moved(*solution.state))
 
     def order(self, counts: Sequence[Sequence[int]]) -> tuple[Choice, ...]:
-        """The choices of all blocks, of which so many in each chunk take each column."""
+        """A choice for every block. `counts`: for each chunk, how many of its blocks take each column."""
         names, columns = tuple(self.columns), tuple(self.columns.values())
         taken = [column for k, column in enumerate(columns) if any(own[k] for own in counts)]
         others = max(column.moved for column in taken) + max(column.working for column in taken)

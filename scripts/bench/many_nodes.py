@@ -13,8 +13,8 @@ Figures of a part are written as soon as it is done. `--parts` leaves some of it
 churn early, so that the whole call takes no longer. With `--processes 8 --churn-minutes 3.5 --within 8.5` all
 of it takes about seven minutes, if there are many cores.
 
-After the churn: `evicted` counts nodes that the run shut out, `left_alive` those that left though nobody had
-killed them, `replaced_alive` those that lost their stage likewise. All should be 0.
+After the churn, `evicted` counts nodes that the run shut out, `left_alive` nodes that left without being
+killed, and `replaced_alive` nodes that lost their stage without being killed. All should be 0.
 """
 
 import argparse
@@ -363,7 +363,8 @@ def _steps(pid: int, output: Output, seconds: float, page: str, nodes: int) -> d
 def _churn(
     arguments: argparse.Namespace, crowds: Any, output: Output, pid: int, end_at: float
 ) -> Iterator[dict[str, Any]]:
-    """Members die at random and come back, `--churn` of all a minute. Gives what was seen so far."""
+    """Kill random members, a share of `--churn` a minute; they start again. Yields the counts so far every
+    `TELL_SECONDS`, and at the end."""
     random.seed(0)
     names = [{event["number"]: event["node"] for event in crowd.of("enrolled")} for _, crowd in crowds]
     everyone = [(crowd, number) for crowd, known in enumerate(names) for number in known]

@@ -48,14 +48,12 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig, Storage
 from node.lab.results import commit
 from node.model import chunk
 from node.model.blocks import Block
-from node.model.storage import Storage
 from node.model.units import Initial, ParameterSpec
 from node.pipeline.block_times import BlockTimes
 from node.pipeline.device_memory import Devices, has_own_attention
 from node.pipeline.memory import FIXED_BYTES
 from node.pipeline.memory_choice import Choice, MemoryPlan
 from node.pipeline.memory_plan import Room
-from node.pipeline.pack_times import PackTime
 from node.pipeline.storage_choice import choose, chosen_config, words_of
 from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
 from node.stage.block_measure import measured_times
@@ -76,7 +74,8 @@ ALIKE = 0.01
 MICROBATCHES = 4
 STAGES, STAGE = 3, 1
 BESIDE = int(0.7 * GB)
-"""Of a cap, for what is not torch's: the context, and what a plan counts for the process (`FIXED_BYTES`)."""
+"""Bytes of a cap that torch does not get: the CUDA context, and the process itself, which a plan counts as
+`FIXED_BYTES`."""
 
 
 def run_file(
@@ -322,11 +321,7 @@ class Bench:
 
 def times_of(recorded: dict[str, Any] | None) -> BlockTimes | None:
     """What a report says of times, as it was."""
-    if recorded is None:
-        return None
-    stored = {**recorded["stored"], "offload": tuple(recorded["stored"]["offload"])}
-    packing = tuple(PackTime(**one) for one in recorded["packing"])
-    return BlockTimes(**{**recorded, "stored": Storage(**stored), "packing": packing})
+    return None if recorded is None else BlockTimes.from_json(json.dumps(recorded))
 
 
 def measure_all(
@@ -337,8 +332,8 @@ def measure_all(
     ways: Sequence[str],
     keep: Callable[[], None],
 ) -> Iterator[str]:
-    """Measure what `rows` lack, and add to them; budgets last. After each way call `keep`, and say what came
-    of it."""
+    """Measure the ways that `rows` lack and add them, budgets last. Calls `keep` after each way, and yields a
+    line with its result."""
     by_place = {(row["tokens"], row["gb"]): row for row in rows}
     for last in (False, True):
         for name, gb, way in product(names, caps, [way for way in ways if (way == "budget") == last]):

@@ -139,7 +139,7 @@ def main() -> int:
     rows = list(every_way(json.loads(args.measured.read_text(encoding="utf-8"))))
     for row in rows:
         ratios = (
-            f"{row['tensors_over_peak']:.4f} of the peak, {row['over_reserved']:.4f} of what was reserved"
+            f"{row['tensors_over_peak']:.4f} of the peak, {row['over_reserved']:.4f} of the reserved memory"
         )
         sys.stdout.write(f"{row['tokens']:9} {row['gb']:2} GB  {row['way']:14}  {ratios}\n")
     found = {
