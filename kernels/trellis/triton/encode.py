@@ -91,7 +91,7 @@ def encode_many(
         "starts": (torch.int64, where.groups),
         "kept": (torch.int32, 0 if out is None else 2 * settings.columns),
     }
-    zeros, others = Planner.buffers(settings)
+    zeros, others = Planner.buffers(settings, many=True)
     nbytes = Records.nbytes(zeros, {**others, **more})
     at_once = -(-len(x) // max(1, -(-len(x) * nbytes // room)))
     exponents = []

@@ -35,7 +35,7 @@ _RANK = spanning.RANK.value
 _BLOCK = 1024
 _ROWS, _COLUMNS = 16, 128
 _SUM_ROWS, _SUM_COLUMNS, _SUM_TURNS = 32, 64, 4
-_MANY_COLUMNS = 1024
+_SCALE_COLUMNS, _MANY_COLUMNS = 256, 2048
 _STEPS = 16
 # Alignment of buffers, in int64 elements.
 _ALIGNED = 16
@@ -159,7 +159,7 @@ class Planner:
         self.constants = _constants(settings, device)
         self.many = more is not None
         self.count = x.shape[0] if more is not None else 1
-        zeros, others = self.buffers(settings)
+        zeros, others = self.buffers(settings, many=self.many)
         self.zeros: _Zeros | Records
         self.buffer: Callable[[str], torch.Tensor]
         if more is not None:
@@ -181,7 +181,9 @@ class Planner:
         self.exponent = torch.empty((self.count,) if self.many else (), dtype=torch.int32, device=device)
 
     @staticmethod
-    def buffers(settings: Settings) -> tuple[dict[str, int], dict[str, tuple[torch.dtype, int]]]:
+    def buffers(
+        settings: Settings, *, many: bool
+    ) -> tuple[dict[str, int], dict[str, tuple[torch.dtype, int]]]:
         """Elements by name: of those that start as zeros, int64, and of others."""
         rows, columns, sample = settings.rows, settings.columns, settings.sample_rows
         kinds = len(settings.kinds)
@@ -193,8 +195,8 @@ class Planner:
             totals=2,
             row_bins=_SETS * at.BINS,
             column_bins=(PLANS + 1) * at.BINS,
-            sample_sums=len(settings.plans) * columns,
-            sums=columns,
+            sample_sums=0 if many else len(settings.plans) * columns,
+            sums=0 if many else columns,
             spreads=max(kinds, 1) * _RANK,
             fine=max(kinds, 1),
             multiplier=max(kinds, 1) * _RANK,
@@ -203,7 +205,7 @@ class Planner:
             # A matrix that nothing predicts has no residual beside it.
             field=(torch.float32, (2 if kinds else 1) * rows * columns + kinds * sample * columns),
             row_scales=(torch.int32, 2 * rows + kinds * sample),
-            column_scales=(torch.int32, (PLANS + 1) * columns),
+            column_scales=(torch.int32, columns if many else (PLANS + 1) * columns),
             row_counts=(torch.int64, convolutions * at.CLASSES_A_SIDE),
             class_sums=(torch.int64, (PLANS + 2) * 4 * at.CLASS_SUMS),
             costs=(torch.int64, (PLANS + 2) * FAMILIES * at.COSTS),
@@ -259,37 +261,37 @@ class Planner:
         )
 
     def _scale_columns(self, first: int, count: int, *, sample: bool = True) -> None:
-        """Column scales for some plans' samples, or for the model."""
+        """Column scales for some plans' samples, or for the model. Of many, each has one row and no sums."""
         settings = self.settings
         rows, columns = settings.sample_rows if sample else settings.rows, settings.columns
         sums = self.zeros["sample_sums" if sample else "sums"]
-        # Of many, each has one row.
-        parts = self.count if self.many else triton.cdiv(rows, _SUM_ROWS * _SUM_TURNS)
-        programs = parts, triton.cdiv(columns, _SUM_COLUMNS), count
-        scaling.column_sums[programs](
+        if not self.many:
+            parts = triton.cdiv(rows, _SUM_ROWS * _SUM_TURNS)
+            scaling.column_sums[(parts, triton.cdiv(columns, _SUM_COLUMNS), count)](
+                self.field,
+                self.row_scales,
+                self.zeros["state"],
+                self.constants.plans,
+                self.zeros["totals"],
+                self.constants.numbers,
+                sums,
+                rows,
+                columns,
+                first,
+                settings.plain,
+                settings.rows,
+                settings.every,
+                SAMPLE=sample,
+                ROWS=_SUM_ROWS,
+                COLUMNS=_SUM_COLUMNS,
+                TURNS=_SUM_TURNS,
+                enable_fp_fusion=False,
+            )
+        wide = _MANY_COLUMNS if self.many else _SCALE_COLUMNS
+        scaling.column_scales[(triton.cdiv(columns, wide), count, self.count)](
+            sums,
             self.field,
             self.row_scales,
-            self.zeros["state"],
-            self.constants.plans,
-            self.zeros["totals"],
-            self.constants.numbers,
-            sums,
-            rows,
-            columns,
-            first,
-            settings.plain,
-            settings.rows,
-            settings.every,
-            self.record,
-            SAMPLE=sample,
-            ROWS=1 if self.many else _SUM_ROWS,
-            COLUMNS=_MANY_COLUMNS if self.many else _SUM_COLUMNS,
-            TURNS=1 if self.many else _SUM_TURNS,
-            MANY=self.many,
-            enable_fp_fusion=False,
-        )
-        scaling.column_scales[(triton.cdiv(columns, 256), count, self.count)](
-            sums,
             self.zeros["state"],
             self.constants.plans,
             self.zeros["totals"],
@@ -303,7 +305,7 @@ class Planner:
             0 if sample else PLANS,
             self.record,
             SAMPLE=sample,
-            COLUMNS=256,
+            COLUMNS=wide,
             MANY=self.many,
             enable_fp_fusion=False,
         )

@@ -157,7 +157,17 @@ def shared_scale(total, numbers, rows, columns):
     return logarithm(total.to(tl.float64) / (rows.to(tl.int64) * columns).to(tl.float64), numbers)
 
 
-@triton.jit(do_not_specialize=("rows", "first", "plain", "all_rows", "every", "record"))
+@triton.jit
+def _row_weights(scale, numbers):
+    """What the parts of rows with these logarithms are multiplied with before columns are summed, fp32."""
+    part = scale & 15
+    down = (scale >> 4) + (part > 0).to(tl.int32)
+    root = tl.load(numbers + ROOTS + tl.where(part > 0, 16 - part, 0))
+    exact = ((1023 - down).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    return (root * exact * _WEIGHTED).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=("rows", "first", "plain", "all_rows", "every"))
 def column_sums(
     field,
     row_scales,
@@ -172,24 +182,13 @@ def column_sums(
     plain,
     all_rows,
     every,
-    record,
     SAMPLE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TURNS: tl.constexpr,
-    MANY: tl.constexpr,
 ):
     """Sums of every column's weighted magnitudes, over the sample for each plan from `first` on, or over the
     model's matrix."""
-    first_rows = tl.program_id(0)
-    if MANY:
-        number = first_rows.to(tl.int64)
-        first_rows = first_rows * 0
-        field = in_record(field, number, record)
-        row_scales = in_record(row_scales, number, record)
-        state = in_record(state, number, record)
-        totals = in_record(totals, number, record)
-        sums = in_record(sums, number, record)
     plan = first + tl.program_id(2)
     elements = all_rows.to(tl.int64) * columns
     if SAMPLE:
@@ -214,14 +213,9 @@ def column_sums(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     found = tl.zeros((COLUMNS,), tl.int64)
     for turn in range(TURNS):
-        row = (first_rows * TURNS + turn) * ROWS + tl.arange(0, ROWS)
+        row = (tl.program_id(0) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
         scale = tl.load(row_scales + row_offset + row * stride, mask=row < rows, other=0) + _PART_SCALE
-        scale = tl.where(by_row != 0, scale, shared)
-        part = scale & 15
-        down = (scale >> 4) + (part > 0).to(tl.int32)
-        root = tl.load(numbers + ROOTS + tl.where(part > 0, 16 - part, 0))
-        exact = ((1023 - down).to(tl.int64) << 52).to(tl.float64, bitcast=True)
-        weight = (root * exact * _WEIGHTED).to(tl.float32)
+        weight = _row_weights(tl.where(by_row != 0, scale, shared), numbers)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         places = (row.to(tl.int64) * stride * columns)[:, None] + column[None, :]
         x = tl.load(field + offset + places, mask=inside, other=0.0)
@@ -232,6 +226,8 @@ def column_sums(
 @triton.jit(do_not_specialize=("rows", "columns", "first", "slot", "record"))
 def column_scales(
     sums,
+    field,
+    row_scales,
     state,
     plans,
     totals,
@@ -249,10 +245,14 @@ def column_scales(
     MANY: tl.constexpr,
 ):
     """Column scales from their sums, with their histogram; also the histogram of a sample's rows in plans
-    without row scales."""
+    without row scales.
+
+    With `MANY` a column's sum is its only element's weighted magnitude, and only the model's scales are kept.
+    """
     if MANY:
         number = tl.program_id(2).to(tl.int64)
-        sums = in_record(sums, number, record)
+        field = in_record(field, number, record)
+        row_scales = in_record(row_scales, number, record)
         state = in_record(state, number, record)
         totals = in_record(totals, number, record)
         scales = in_record(scales, number, record)
@@ -270,9 +270,28 @@ def column_scales(
         by_column = tl.load(state + _BY_COLUMN)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    found = tl.load(sums + plan.to(tl.int64) * columns + column, mask=inside, other=0).to(tl.float64)
+    if not MANY:
+        scales += slot.to(tl.int64) * columns
+    column_bins += slot * BINS
+    if by_column == 0:
+        # Adding to one count for each column would take a thousand times as long as all else.
+        if tl.program_id(0) == 0:
+            tl.store(column_bins + ORIGIN, columns.to(tl.int64))
+        if not (MANY and SAMPLE):
+            tl.store(scales + column, tl.zeros((COLUMNS,), tl.int32), mask=inside)
+        return
+    if MANY:
+        # One row's own scale is the one that all rows share.
+        weight = _row_weights(tl.load(row_scales) + _PART_SCALE, numbers)
+        x = tl.load(field + column, mask=inside, other=0.0)
+        found = _rounded(parts(x) * weight).to(tl.int64).to(tl.float64)
+    else:
+        found = tl.load(sums + plan.to(tl.int64) * columns + column, mask=inside, other=0).to(tl.float64)
     scale = logarithm(found / (rows.to(tl.float64) * _WEIGHTED), numbers)
-    scale = tl.where(by_column != 0, scale, 0)
-    tl.store(scales + slot.to(tl.int64) * columns + column, scale, mask=inside)
-    ones = tl.zeros((COLUMNS,), tl.int64) + 1
-    tl.atomic_add(column_bins + slot * BINS + scale + ORIGIN, ones, mask=inside)
+    if not (MANY and SAMPLE):
+        tl.store(scales + column, scale, mask=inside)
+    bins = tl.arange(0, BINS)
+    counts = tl.histogram(tl.where(inside, scale + ORIGIN, 0), BINS)
+    # Columns beyond the last were counted as 0.
+    counts -= tl.where(bins == 0, tl.sum((inside == 0).to(tl.int32), 0), 0)
+    tl.atomic_add(column_bins + bins, counts.to(tl.int64), mask=counts > 0)

@@ -99,7 +99,9 @@ def classes(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_rows, in_columns = row < count, column < columns
     of_row = (_row_scale(row_scales, row * every, in_rows, state, rows, low) + offset) >> 2
-    scale = tl.load(column_scales + column_slot.to(tl.int64) * columns + column, mask=in_columns, other=0)
+    if not MANY:
+        column_scales += column_slot.to(tl.int64) * columns
+    scale = tl.load(column_scales + column, mask=in_columns, other=0)
     each = of_row[:, None] + ((tl.maximum(scale, left) + 2) >> 2)[None, :]
     each = tl.minimum(tl.maximum(each, 0), _MAX_CLASS)
     inside = in_rows[:, None] & in_columns[None, :]
@@ -275,7 +277,9 @@ def write_sections(
     elif section == _COLUMN_CLASSES:
         size = columns.to(tl.int64)
         left, _ = bounds(column_bins + column_slot * BINS)
-        place = column_slot.to(tl.int64) * columns + i
+        place = i
+        if not MANY:
+            place += column_slot.to(tl.int64) * columns
         scale = tl.load(column_scales + place, mask=i < size, other=0)
         value = (tl.maximum(scale, left) + 2) >> 2
     elif PREDICTS:

@@ -161,14 +161,17 @@ def test_rows_together_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     # Of attempts only the number differs: the last one is best or is not.
     monkeypatch.setattr(trellis, "_MAX_ATTEMPTS", 2)
     columns, which = 11, codec(NAME.replace("trellis", "dither")).salted(77)
-    x = normal(3, columns)
+    x = normal(4, columns)
     x[1] *= 1e-41
     x[2] = float("nan")
+    x[3, 3:] *= 2.0**-30
     alone = [which.pack(row) for row in x]
+    # The last row has a scale for each column.
+    assert [bool(packed[HEADER_BYTES + 9]) for packed in alone] == [False, False, False, True]
     size = len(alone[0])
-    records = torch.full((3, -(-size // 128) * 128), POISON, dtype=torch.uint8)
+    records = torch.full((len(x), -(-size // 128) * 128), POISON, dtype=torch.uint8)
     records[:, HEADER_BYTES:size] = 0
-    out = torch.full((3, columns), float("nan"))
+    out = torch.full(x.shape, float("nan"))
     exponents = triton_trellis_encode.encode_many(
         x,
         trellis.settings(1, columns, size - HEADER_BYTES, 77),
@@ -182,9 +185,10 @@ def test_rows_together_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(records[:, HEADER_BYTES:size], torch.stack(alone)[:, HEADER_BYTES:])
     assert (records[:, :HEADER_BYTES] == POISON).all() and (records[:, size:] == POISON).all()
     spec = TensorSpec(x.dtype, (columns,))
-    packed = [which.encode(row) for row in (*x[:2], torch.zeros(columns))]
+    packed = [which.encode(row) for row in (*x[:2], torch.zeros(columns), x[3])]
     expected = torch.stack([which.decode(one, spec) for one in packed])
-    assert torch.equal(out[:2].view(torch.int32), expected[:2].view(torch.int32))
+    finite = [0, 1, 3]
+    assert torch.equal(out[finite].view(torch.int32), expected[finite].view(torch.int32))
     check_unpacking(which, spec, packed, expected, monkeypatch)
 
 
@@ -195,7 +199,7 @@ def check_unpacking(
     expected: torch.Tensor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two rows together, and one of zeros by itself."""
+    """Two rows together; by themselves one of zeros, and one that has more than one class."""
     size = len(packed[0])
     headers = [which.open(one.numpy(), spec) for one in packed]
     records = torch.full((len(packed), -(-size // 128) * 128), POISON, dtype=torch.uint8)
@@ -211,14 +215,14 @@ def check_unpacking(
     monkeypatch.setattr(which, "unpack", counted)
     monkeypatch.setattr(dispatch, "has_kernels", lambda device_type: True)
     values = which.unpack_rows(records, spec, headers, packed)
-    assert alone == [2]
+    assert alone == [2, 3]
     assert torch.equal(values.view(torch.int32), expected.view(torch.int32))
     # A word of the second row's: its lanes do not end where they began.
     forged = packed[1].clone()
     forged[HEADER_BYTES + 32 + 4] ^= 1
     records[1, :size] = forged
     with pytest.raises(PackedMismatchError):
-        which.unpack_rows(records, spec, headers, [packed[0], forged, packed[2]])
+        which.unpack_rows(records, spec, headers, [packed[0], forged, *packed[2:]])
 
 
 def check_payload(x: torch.Tensor, expected: torch.Tensor, salt: int | None = None) -> None:
