@@ -2,9 +2,11 @@
 the columns of a matrix.
 
 A program handles rows of 128 elements, one block of e4m3 numbers each, a whole row of a matrix, or a tile.
-Conversion to and from e4m3 uses integers, so the interpreter gives the same bits; matrices are coded by GPUs
-that convert themselves.
+GPUs that can convert to and from e4m3 themselves; for others, the interpreter and moments integers give the
+same bits.
 """
+
+from functools import cache
 
 import torch
 import triton
@@ -22,12 +24,15 @@ from kernels.common.triton.e4m3 import (
 )
 from kernels.common.triton.numbers import INTERPRETED, mixed, random_16, wrapped
 from kernels.common.triton.tiles import widened
-from kernels.fp8.layout import blocks
+from kernels.fp8.layout import CAPABILITY, blocks
 from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
 from kernels.fp8.rows import Coded
 
 ROWS = 4
 WARPS = 2
+ADDED_ROWS = 16
+ADDED_WARPS = 4
+"""Of gradients that are added: a thread has 16 elements of a block."""
 CHUNK = 4096
 """Columns that a program reads at a time. Longer rows are read twice, the second time from the cache."""
 
@@ -39,12 +44,18 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 # help: Triton then knows that a thread may read several at once.
 
 
+@cache
+def _converts(device: torch.device) -> bool:
+    """Whether the device itself converts to and from e4m3: a third of the instructions, the same bits."""
+    return not INTERPRETED and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
 def accumulate_gradient(
     gradient: Fp8Gradient,
     addend: Tensor,
     draw: Draw | None = None,
-    rows: int = ROWS,
-    warps: int = WARPS,
+    rows: int = ADDED_ROWS,
+    warps: int = ADDED_WARPS,
 ) -> None:
     """As `kernels.fp8.reference.accumulate_gradient`, the same bits."""
     n = addend.numel()
@@ -58,6 +69,7 @@ def accumulate_gradient(
         n,
         count,
         STOCHASTIC=draw is not None,
+        HARDWARE=_converts(addend.device),
         ROWS=rows,
         num_warps=warps,
         enable_fp_fusion=False,
@@ -65,7 +77,7 @@ def accumulate_gradient(
 
 
 def sum_gradients(
-    codes: Tensor, exponents: Tensor, into: Fp8Gradient, rows: int = ROWS, warps: int = WARPS
+    codes: Tensor, exponents: Tensor, into: Fp8Gradient, rows: int = ADDED_ROWS, warps: int = ADDED_WARPS
 ) -> None:
     """As `kernels.fp8.reference.sum_gradients`, the same bits."""
     n = codes.shape[1]
@@ -80,6 +92,7 @@ def sum_gradients(
         codes.stride(0),
         exponents.stride(0),
         MANY=len(codes),
+        HARDWARE=_converts(codes.device),
         ROWS=rows,
         num_warps=warps,
         enable_fp_fusion=False,
@@ -190,19 +203,20 @@ def _accumulate(
     n,
     count,
     STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = place < n
-    value = _gradient(codes, exponents, row, place, inside, count)
+    value = _gradient(codes, exponents, row, place, inside, count, HARDWARE)
     value += tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
     noise = place
     if STOCHASTIC:
         # `Draw.salt`, read on the device: a captured graph is replayed with other salts.
         salt = mixed(tl.load(microbatch).to(tl.uint32) ^ parameter.to(tl.uint32))
         noise = (mixed(place.to(tl.uint32) ^ salt) & 0xFFFFF).to(tl.int32)
-    _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC)
+    _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC, HARDWARE)
 
 
 @triton.jit(do_not_specialize=("count", "exponent_stride"))
@@ -216,30 +230,52 @@ def _sum(
     code_stride,
     exponent_stride,
     MANY: tl.constexpr,
+    HARDWARE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = place < n
-    value = _gradient(codes, exponents, row, place, inside, count)
+    value = _gradient(codes, exponents, row, place, inside, count, HARDWARE)
     for more in range(1, MANY):
         offset = tl.cast(more, tl.int64)
         value += _gradient(
-            codes + offset * code_stride, exponents + offset * exponent_stride, row, place, inside, count
+            codes + offset * code_stride,
+            exponents + offset * exponent_stride,
+            row,
+            place,
+            inside,
+            count,
+            HARDWARE,
         )
-    _store_gradient(out_codes, out_exponents, value, place, row, place, inside, count, False)
+    _store_gradient(out_codes, out_exponents, value, place, row, place, inside, count, False, HARDWARE)
 
 
 @triton.jit
-def _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC: tl.constexpr):
+def _store_gradient(
+    codes,
+    exponents,
+    value,
+    noise,
+    row,
+    place,
+    inside,
+    count,
+    STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
     """To nearest, or by `noise`, 20 random bits an element, int32 [ROWS, 128]."""
-    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(magnitude, 1)
+    largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = exponent_of(largest)
-    scaled = value * power_of_two(-exponent[:, None])
-    code = _encode_stochastically(scaled, noise) if STOCHASTIC else encode(scaled)
     finite = largest < 0x7F800000
-    tl.store(codes + place, tl.where(finite[:, None], code, 0).to(tl.uint8), mask=inside)
+    scaled = value * power_of_two(-exponent[:, None])
+    if HARDWARE and not STOCHASTIC:
+        scaled = tl.where(finite[:, None], scaled, 0.0)
+        code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = _encode_stochastically(scaled, noise) if STOCHASTIC else encode(scaled)
+        code = tl.where(finite[:, None], code, 0).to(tl.uint8)
+    tl.store(codes + place, code, mask=inside)
     tl.store(exponents + row, tl.where(finite, exponent, -128).to(tl.int8), mask=row < count)
 
 
@@ -273,7 +309,7 @@ def _adamw(
     inside = place < n
     real = row < count
     if PACKED:
-        g = _gradient(gradient, exponents, row, place, inside, count)
+        g = _gradient(gradient, exponents, row, place, inside, count, False)
     else:
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
     g *= clip
@@ -297,12 +333,14 @@ def _adamw(
 
 
 @triton.jit
-def _gradient(codes, exponents, row, place, inside, count):
-    """fp32 [ROWS, 128] of a gradient's codes, 0 outside."""
-    code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
-    exponent = tl.load(exponents + row, mask=row < count, other=0).to(tl.int32)[:, None]
-    value = _decode(code) * power_of_two(tl.maximum(exponent, -126))
-    return tl.where((exponent == -128) & inside, float("nan"), value)
+def _gradient(codes, exponents, row, place, inside, count, HARDWARE: tl.constexpr):
+    """fp32 [ROWS, 128] of a gradient's codes; 0 outside, but of a block that is not finite."""
+    code = tl.load(codes + place, mask=inside, other=0)
+    exponent = tl.load(exponents + row, mask=row < count, other=0).to(tl.int32)
+    scale = power_of_two(tl.maximum(exponent, -126))
+    scale = tl.where(exponent == -128, float("nan"), scale)
+    number = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if HARDWARE else _decode(code.to(tl.int32))
+    return number * scale[:, None]
 
 
 @triton.jit

@@ -38,7 +38,7 @@ def _rotate(
         start += T
 
 
-@store_jit
+@triton.jit
 def _add(x, y, out, n, B: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     real = place < n

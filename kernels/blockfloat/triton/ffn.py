@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 from kernels.blockfloat.layout import BLOCK, blocks_of, limit
 from kernels.blockfloat.triton.store import (
@@ -17,15 +18,25 @@ from kernels.blockfloat.triton.store import (
     store_jit,
     store_rounded,
 )
-from kernels.common.triton.numbers import as_bits
+from kernels.common.triton.numbers import INTERPRETED, as_bits
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
 _ROOT = tl.constexpr(0.7978845608028654)
 _CUBE = tl.constexpr(0.044715)
 
 
 @triton.jit
 def _sigmoid(v):
-    return 1.0 / (1.0 + tl.exp(-v))
+    """1 / (1 + exp(-v)), the bits of Triton's `exp` and division.
+
+    Those take care of subnormal powers, which 1 swallows, and of divisors below 1, which there are none of.
+    """
+    if _INTERPRETED:
+        return 1.0 / (1.0 + tl.exp(-v))
+    divisor = 1.0 + tl.exp2(v * -1.4426950408889634)
+    # Of larger divisors the inverse is subnormal.
+    factor = tl.where(divisor > 8.507059173023461e37, 0.25, 1.0)
+    return libdevice.fast_dividef(1.0, divisor * factor) * factor
 
 
 @triton.jit
@@ -91,17 +102,14 @@ def _forward(
     columns = column[:, None] + tl.arange(0, 128)[None, :]
     real = inside[:, None] & (columns < width)
     source = (row * stride)[:, None] + columns
+    # All reads come before the first wait: the compiler moves none across it.
     g = load_wide(gate + source, real)
+    u = load_wide(up + source, real) if GATED else g
+    store_rounded(inner + (row * width)[:, None] + columns, result_of(g, u, GATED, GELU), real)
     if BITS > 0:
         store_blocks(packed_gate, n, block, inside, g, BITS, LIMIT)
-    if GATED:
-        u = load_wide(up + source, real)
-        if BITS > 0:
+        if GATED:
             store_blocks(packed_up, n, block, inside, u, BITS, LIMIT)
-        result = result_of(g, u, True, GELU)
-    else:
-        result = result_of(g, g, False)
-    store_rounded(inner + (row * width)[:, None] + columns, result, real)
 
 
 @store_jit

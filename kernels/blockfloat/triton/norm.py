@@ -124,8 +124,10 @@ def _backward(
             y = tl.where(real, load_blocks(packed, n, row * per_row + t, inside, BITS), 0.0)
         else:
             y = load_wide(packed + row * width + columns, real)
-        normal, inverse = _normal(y, real, width, eps, LAYER)
+        # All reads come before the first wait: the compiler moves none across it.
         upstream = load_wide(grad + row * width + columns, real)
+        beside = load_wide(residual + row * width + columns, real)
+        normal, inverse = _normal(y, real, width, eps, LAYER)
         sum_weight += upstream * normal
         weighted = upstream * scale
         inner = _total(weighted * normal) / width
@@ -133,8 +135,7 @@ def _backward(
             sum_bias += upstream
             weighted -= _total(weighted) / width
         result = (weighted - normal * inner) * inverse
-        result += load_wide(residual + row * width + columns, real)
-        store_rounded(out + row * width + columns, result, real)
+        store_rounded(out + row * width + columns, result + beside, real)
         row += tl.num_programs(0)
     partial = program.to(tl.int64) * width + columns
     tl.store(of_weight + partial, sum_weight, mask=real)
@@ -145,6 +146,12 @@ def _backward(
 def _launch(width: int) -> dict[str, int]:
     blocks = triton.next_power_of_2(-(-width // BLOCK))
     return {"T": blocks, "num_warps": min(max(blocks // 4, 1), 8)}
+
+
+def _registers(launch: dict[str, int]) -> dict[str, int]:
+    """So few a thread that 16 warps of the backward kernel share a multiprocessor: some read while others
+    compute. With more than 16 elements a thread too much of it would go to memory."""
+    return {"maxnreg": 128} if launch["T"] <= 4 * launch["num_warps"] else {}
 
 
 def norm(
@@ -266,7 +273,8 @@ def norm_backward(
     out = torch.empty(residual.shape, dtype=residual.dtype, device=grad.device)
     launch = _launch(width)
     programs = min(rows.shape[0], programs or BACKWARD_WARPS // launch["num_warps"])
-    sums = torch.zeros(2 if bias is not None else 1, programs, width, dtype=torch.float32, device=grad.device)
+    # Each program writes its row.
+    sums = torch.empty(2 if bias is not None else 1, programs, width, dtype=torch.float32, device=grad.device)
     if programs:
         _backward[(programs,)](
             rows,
@@ -284,6 +292,7 @@ def norm_backward(
             BITS=bits,
             LAYER=bias is not None,
             **launch,
+            **_registers(launch),
             enable_fp_fusion=False,
         )
     of_weight = sums[0].sum(0)

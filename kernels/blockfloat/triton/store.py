@@ -36,6 +36,9 @@ _THRESHOLDS = tuple(tl.constexpr(value) for value in SMALL_THRESHOLDS)
 _FIRST, _SECOND, _THIRD = _THRESHOLDS
 _SMALL_0, _SMALL_1, _SMALL_2, _SMALL_3 = (tl.constexpr(value) for value in SMALL_MAGNITUDES)
 
+# `MAGIC_BITS` at each of a word's eight places.
+_MAGIC_IN_ALL = tl.constexpr((MAGIC_BITS.value * 0x11111111 + 2**31) % 2**32 - 2**31)
+
 # Triton compiles again for sizes that are 1 or multiples of 16. That gains something for `width` and `stride`
 # alone, by which it knows that a thread may read several elements at once.
 SIZES = ("n", "rows", "per_row")
@@ -93,6 +96,16 @@ def _scale_bits(largest, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def _nearest(scaled, BITS: tl.constexpr):
+    """The nearest magnitude codes, above `MAGIC_BITS`, of magnitudes in scales, up to the limit."""
+    STEP: tl.constexpr = 1 << (BITS - 3)
+    # Products with powers of two are exact, and so is a fused multiplication.
+    nearest = tl.minimum(scaled + MAGIC, tl.fma(scaled, 0.5, MAGIC + STEP))
+    nearest = tl.minimum(nearest, tl.fma(scaled, 0.25, MAGIC + 2 * STEP))
+    return nearest.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _codes(y, inverse, BITS: tl.constexpr, LIMIT: tl.constexpr):
     """Codes, int32 like y, of blocks whose scales have these reciprocals `[T]`."""
     bits = y.to(tl.int32, bitcast=True)
@@ -103,12 +116,43 @@ def _codes(y, inverse, BITS: tl.constexpr, LIMIT: tl.constexpr):
         codes = (scaled > _FIRST).to(tl.int32) + (scaled > _SECOND).to(tl.int32)
         codes += (scaled > _THIRD).to(tl.int32)
     else:
-        STEP: tl.constexpr = 1 << (BITS - 3)
-        # Products with powers of two are exact, and so is a fused multiplication.
-        nearest = tl.minimum(scaled + MAGIC, tl.fma(scaled, 0.5, MAGIC + STEP))
-        nearest = tl.minimum(nearest, tl.fma(scaled, 0.25, MAGIC + 2 * STEP))
-        codes = nearest.to(tl.int32, bitcast=True) - MAGIC_BITS
+        codes = _nearest(scaled, BITS) - MAGIC_BITS
     return codes | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
+
+
+@triton.jit
+def _words_of_fours(y, scale, inverse):
+    """Codes of 4 bits, eight a word: int32 `[T, 16]`."""
+    # No magnitude is so far above the limit that it gets another code, but in a block of NaNs.
+    nearest = _nearest(tl.abs(y) * inverse[:, None], 4)
+    place = tl.arange(0, 8)[None, None, :] * 4
+    # The codes do not overlap, so a word is their sum. What each has above it is subtracted from all.
+    magnitudes = tl.sum(tl.reshape(nearest, (y.shape[0], 16, 8)) << place, 2) - _MAGIC_IN_ALL
+    magnitudes = tl.where((scale == _NAN_SCALE)[:, None], 0x77777777, magnitudes)
+    bits = tl.reshape(y.to(tl.int32, bitcast=True), (y.shape[0], 16, 8))
+    return magnitudes + tl.sum((bits >> (28 - place)) & (8 << place), 2)
+
+
+@triton.jit
+def _words_at(start, block, WIDTH: tl.constexpr):
+    """Pointers `[T, 16]` to the words of 8 codes in the shard at `start`.
+
+    To the compiler each may lie anywhere, so a thread gets a word at a time: its elements are those that
+    the thread reads or writes as 16 bytes of bf16, and none has to go to another thread.
+    """
+    if WIDTH == 4:
+        words = start.to(tl.pointer_type(tl.int32), bitcast=True)
+    elif WIDTH == 2:
+        words = start.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        words = start
+    return words + tl.multiple_of(block[:, None] * 16 + tl.arange(0, 16)[None, :], (1, 1))
+
+
+@triton.jit
+def _store_words(start, block, inside, words, WIDTH: tl.constexpr):
+    target = _words_at(start, block, WIDTH)
+    tl.store(target, words.to(target.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
@@ -116,19 +160,25 @@ def _store_shard(start, block, inside, codes, WIDTH: tl.constexpr):
     """The lowest WIDTH bits of codes `[T, 128]` to the shard at `start`."""
     if WIDTH == 8:
         where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        tl.store(start + where, codes.to(tl.uint8), mask=inside[:, None] & (where >= 0))
+        tl.store(start + where, codes.to(tl.uint8), mask=inside[:, None])
     else:
         j = tl.arange(0, 8)[None, None, :]
         eights = tl.reshape(codes & ((1 << WIDTH) - 1), (codes.shape[0], 16, 8))
-        words = tl.sum(eights << (j * WIDTH), 2)
-        if WIDTH == 4:
-            target = start.to(tl.pointer_type(tl.int32), bitcast=True)
-        elif WIDTH == 2:
-            target = start.to(tl.pointer_type(tl.int16), bitcast=True)
-        else:
-            target = start
-        where = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        tl.store(target + where, words.to(target.dtype.element_ty), mask=inside[:, None] & (where >= 0))
+        _store_words(start, block, inside, tl.sum(eights << (j * WIDTH), 2), WIDTH)
+
+
+@triton.jit
+def _load_words(start, block, inside, WIDTH: tl.constexpr):
+    """What `_store_words` stored, int32."""
+    return tl.load(_words_at(start, block, WIDTH), mask=inside[:, None], other=0).to(tl.int32)
+
+
+@triton.jit
+def _in_a_row(a, b, c, d, e, f, g, h):
+    """`[T, 128]` of eight `[T, 16]`: their elements in turn, in the threads that have them."""
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.reshape(tl.join(even, odd), (a.shape[0], 128))
 
 
 @triton.jit
@@ -136,19 +186,48 @@ def _load_shard(start, block, inside, WIDTH: tl.constexpr):
     """Inverse of `_store_shard`: int32 `[T, 128]`."""
     if WIDTH == 8:
         where = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        codes = tl.load(start + where, mask=inside[:, None] & (where >= 0), other=0).to(tl.int32)
+        codes = tl.load(start + where, mask=inside[:, None], other=0).to(tl.int32)
     else:
-        if WIDTH == 4:
-            source = start.to(tl.pointer_type(tl.int32), bitcast=True)
-        elif WIDTH == 2:
-            source = start.to(tl.pointer_type(tl.int16), bitcast=True)
-        else:
-            source = start
-        where = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        words = tl.load(source + where, mask=inside[:, None] & (where >= 0), other=0).to(tl.int32)
-        j = tl.arange(0, 8)[None, None, :]
-        codes = tl.reshape((words[:, :, None] >> (j * WIDTH)) & ((1 << WIDTH) - 1), (block.shape[0], 128))
+        w = _load_words(start, block, inside, WIDTH)
+        MASK: tl.constexpr = (1 << WIDTH) - 1
+        codes = _in_a_row(
+            w & MASK,
+            (w >> WIDTH) & MASK,
+            (w >> 2 * WIDTH) & MASK,
+            (w >> 3 * WIDTH) & MASK,
+            (w >> 4 * WIDTH) & MASK,
+            (w >> 5 * WIDTH) & MASK,
+            (w >> 6 * WIDTH) & MASK,
+            (w >> 7 * WIDTH) & MASK,
+        )
     return codes
+
+
+@triton.jit
+def _small_number(word, LEFT: tl.constexpr):
+    """fp32, times 2**-127, of the code in e2m1 whose sign is `LEFT` bits below the word's: its exponent gets
+    the lowest bits of fp32's, its mantissa the highest of fp32's."""
+    # Of the bits between, copies of the sign, none is kept.
+    bits = ((word << LEFT) >> 6) & -2118123520
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_fours(start, block, inside):
+    """What codes of 4 bits stand for, in scales: fp32 `[T, 128]`."""
+    w = _load_words(start, block, inside, 4)
+    small = _in_a_row(
+        _small_number(w, 28),
+        _small_number(w, 24),
+        _small_number(w, 20),
+        _small_number(w, 16),
+        _small_number(w, 12),
+        _small_number(w, 8),
+        _small_number(w, 4),
+        _small_number(w, 0),
+    )
+    # Exact, also of fp32's subnormal numbers, which are those of e2m1.
+    return small * 170141183460469231731687303715884105728.0
 
 
 @triton.jit
@@ -172,16 +251,18 @@ def store_blocks(packed, n, block, inside, y, BITS: tl.constexpr, LIMIT: tl.cons
         tl.store(packed.to(tl.pointer_type(tl.int16), bitcast=True) + block, scale.to(tl.int16), mask=inside)
         value = (scale << 16).to(tl.float32, bitcast=True)
         inverse = tl.where(scale == 0, 0.0, reciprocal(tl.where(scale == 0, 1.0, value)))
-        codes = _codes(y, inverse, BITS, LIMIT)
         start = packed + _payload(n)
-        if BITS == 8:
-            _store_shard(start, block, inside, codes, 8)
-        elif BITS == 3:
-            _store_shard(start, block, inside, codes, 2)
-            _store_shard(start + n.to(tl.int64) * 32, block, inside, codes >> 2, 1)
+        if BITS == 4:
+            _store_words(start, block, inside, _words_of_fours(y, scale, inverse), 4)
         else:
-            _store_shard(start, block, inside, codes, 4)
-            if BITS > 4:
+            codes = _codes(y, inverse, BITS, LIMIT)
+            if BITS == 8:
+                _store_shard(start, block, inside, codes, 8)
+            elif BITS == 3:
+                _store_shard(start, block, inside, codes, 2)
+                _store_shard(start + n.to(tl.int64) * 32, block, inside, codes >> 2, 1)
+            else:
+                _store_shard(start, block, inside, codes, 4)
                 _store_shard(start + n.to(tl.int64) * 64, block, inside, codes >> 4, BITS - 4)
 
 
@@ -198,30 +279,32 @@ def load_blocks(packed, n, block, inside, BITS: tl.constexpr):
         bits = tl.load(scales + block, mask=inside, other=0).to(tl.int32)
         scale = (bits << 16).to(tl.float32, bitcast=True)[:, None]
         start = packed + _payload(n)
-        if BITS == 8:
-            codes = _load_shard(start, block, inside, 8)
-        elif BITS == 3:
-            codes = _load_shard(start, block, inside, 2)
-            codes |= _load_shard(start + n.to(tl.int64) * 32, block, inside, 1) << 2
+        if BITS == 4:
+            y = _load_fours(start, block, inside) * scale
         else:
-            codes = _load_shard(start, block, inside, 4)
-            if BITS > 4:
+            if BITS == 8:
+                codes = _load_shard(start, block, inside, 8)
+            elif BITS == 3:
+                codes = _load_shard(start, block, inside, 2)
+                codes |= _load_shard(start + n.to(tl.int64) * 32, block, inside, 1) << 2
+            else:
+                codes = _load_shard(start, block, inside, 4)
                 codes |= _load_shard(start + n.to(tl.int64) * 64, block, inside, BITS - 4) << 4
-        if BITS == 3:
-            low = tl.where((codes & 1) == 0, _SMALL_0, _SMALL_1)
-            high = tl.where((codes & 1) == 0, _SMALL_2, _SMALL_3)
-            magnitude = tl.where((codes & 2) == 0, low, high)
-        else:
-            STEP: tl.constexpr = 1 << (BITS - 3)
-            exponent = (codes >> (BITS - 3)) & 3
-            value = (codes & (STEP - 1)) | tl.where(exponent == 0, 0, STEP)
-            value = value << tl.maximum(exponent - 1, 0)
-            # 2**23 + value, exactly.
-            magnitude = (value | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-        y = magnitude * scale
-        # The sign as a bit, so that a zero keeps its own.
-        sign = (codes << (32 - BITS)) & -2147483648
-        y = (y.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+            if BITS == 3:
+                low = tl.where((codes & 1) == 0, _SMALL_0, _SMALL_1)
+                high = tl.where((codes & 1) == 0, _SMALL_2, _SMALL_3)
+                magnitude = tl.where((codes & 2) == 0, low, high)
+            else:
+                STEP: tl.constexpr = 1 << (BITS - 3)
+                exponent = (codes >> (BITS - 3)) & 3
+                value = (codes & (STEP - 1)) | tl.where(exponent == 0, 0, STEP)
+                value = value << tl.maximum(exponent - 1, 0)
+                # 2**23 + value, exactly.
+                magnitude = (value | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+            y = magnitude * scale
+            # The sign as a bit, so that a zero keeps its own.
+            sign = (codes << (32 - BITS)) & -2147483648
+            y = (y.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
     return y
 
 
