@@ -173,7 +173,7 @@ class Coordinator:
             members=lambda: self._machine.members,
             send=self._send,
             move=self._move,
-            tell=lambda text: emit(events.Notice(text=text)),
+            emit=emit,
         )
         self._events: asyncio.Queue[Happening] = asyncio.Queue()
         self._sessions = Sessions(config.coordinator)

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from node.config.schema import RunConfig
@@ -27,7 +27,7 @@ from node.run_state.membership import Member
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
 from node.telemetry.costs import Place, mean_step, row_costs
-from node.telemetry.events import StepCosts
+from node.telemetry.events import Event, Notice, StepCosts, WindowsPlanned
 from wire.messages import BlockTime, CoordinatorMessage, PeerRate
 from wire.telemetry import CodecTimes, LinkReport
 
@@ -55,6 +55,7 @@ class WindowPlanner:
         link_report: Callable[[Place, Place], LinkReport | None],
         line: Callable[[Place], LinkRate],
         use: Callable[[int, Windows], None],
+        emit: Callable[[Event], None],
         pause: float = PLAN_SECONDS,
     ) -> None:
         """
@@ -63,6 +64,7 @@ class WindowPlanner:
             link_report: the newest report of (source, target), if there is one.
             line: the most that the machine at a place was seen to send and receive.
             use: receives each plan, with the number of its epoch.
+            emit: receives a `WindowsPlanned` of each row whose windows change.
             pause: seconds between the end of a plan and the next one, at least.
         """
         self._config = config
@@ -70,6 +72,7 @@ class WindowPlanner:
         self._link_report = link_report
         self._line = line
         self._use = use
+        self._emit = emit
         self._pause = pause
         self._measured = asyncio.Event()
         self._newest: tuple[Epoch, Sequence[Candidate], StepCosts] | None = None
@@ -81,13 +84,14 @@ class WindowPlanner:
 
     def _work(
         self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts
-    ) -> Callable[[], Windows] | None:
-        """What plans the windows, for a thread; None if nobody has measured the step."""
+    ) -> Callable[[], tuple[Windows, list[WindowsPlanned]]] | None:
+        """What plans the windows, for a thread, and says of which rows they change; None if nobody has
+        measured the step."""
         config, stages = self._config, epoch.stages
         chunks, links = chunks_of(config, stages), hops(config, stages)
         current = epoch.planned_windows or (0,) * (epoch.rows * links)
         length = config.microbatches // config.pipeline.groups
-        plans: list[Callable[[], Windows]] = []
+        plans: list[tuple[StepMeasures, Windows, Callable[[], Windows]]] = []
         for replica, groups in enumerate(epoch.groups):
             microbatches = length * len(groups)
             measures = measured(
@@ -104,19 +108,19 @@ class WindowPlanner:
             if config.is_round(costs.step - 1):
                 # A row's local steps follow one another: each fills and drains the pipeline.
                 microbatches = length // config.sync.every
-            plans.append(
-                functools.partial(
-                    self._plan_row,
-                    row,
-                    measures,
-                    microbatches,
-                    current[replica * links : (replica + 1) * links],
-                    stage_configs(config, epoch.storages),
-                )
-            )
+            before = current[replica * links : (replica + 1) * links]
+            storages = stage_configs(config, epoch.storages)
+            plan = functools.partial(self._plan_row, row, measures, microbatches, before, storages)
+            plans.append((measures, before, plan))
 
-        def work() -> Windows:
-            return tuple(window for plan in plans for window in plan())
+        def work() -> tuple[Windows, list[WindowsPlanned]]:
+            found = [plan() for _, _, plan in plans]
+            changes = [
+                windows_planned(epoch.number, costs.step, replica, measures, windows)
+                for replica, ((measures, before, _), windows) in enumerate(zip(plans, found, strict=True))
+                if windows != before
+            ]
+            return tuple(window for windows in found for window in windows), changes
 
         return work
 
@@ -154,8 +158,36 @@ class WindowPlanner:
             epoch, nodes, costs = self._newest
             if (work := self._work(epoch, nodes, costs)) is not None:
                 began = time.monotonic()
-                self._use(epoch.number, await asyncio.to_thread(work))
+                windows, changes = await asyncio.to_thread(work)
+                self._use(epoch.number, windows)
+                for change in changes:
+                    self._emit(change)
                 await asyncio.sleep(max(self._pause, PAUSE_TIMES * (time.monotonic() - began)))
+
+
+def windows_planned(
+    epoch: int, step: int, replica: int, measures: StepMeasures, windows: Windows
+) -> WindowsPlanned:
+    """The event of a row's new windows. What is not known is infinite in `measures` and 0 here."""
+
+    def known(rates: Iterable[float]) -> tuple[float, ...]:
+        return tuple(0.0 if math.isinf(rate) else rate for rate in rates)
+
+    return WindowsPlanned(
+        epoch=epoch,
+        step=step,
+        replica=replica,
+        windows=windows,
+        forward=measures.forward,
+        backward=measures.backward,
+        activation_bytes=measures.activation_bytes,
+        gradient_bytes=measures.gradient_bytes,
+        round_trips=tuple(2 * link.latency for link in measures.links),
+        rates_up=known(link.up for link in measures.links),
+        rates_down=known(link.down for link in measures.links),
+        lines_up=known(line.up for line in measures.lines),
+        lines_down=known(line.down for line in measures.lines),
+    )
 
 
 class CodecPlanner:
@@ -327,7 +359,7 @@ class Planners:
         members: Callable[[], Mapping[str, Member]],
         send: Callable[[str, CoordinatorMessage], object],
         move: Callable[[PlacePlan, str], Awaitable[None]],
-        tell: Callable[[str], None],
+        emit: Callable[[Event], None],
     ) -> None:
         """`accounting` has the newest reports. Else as `WindowPlanner`, `CodecPlanner` and `PlacePlanner`."""
         pipeline = config.pipeline
@@ -343,7 +375,7 @@ class Planners:
                 link_report=accounting.link_report,
                 send=send,
                 move=move,
-                tell=tell,
+                tell=lambda text: emit(Notice(text=text)),
             )
             self._planners.append(self._places)
         if pipeline.window == "auto":
@@ -354,6 +386,7 @@ class Planners:
                     link_report=accounting.link_report,
                     line=accounting.line,
                     use=use_windows,
+                    emit=emit,
                 )
             )
         if pipeline.plans_codecs:

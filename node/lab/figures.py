@@ -17,7 +17,7 @@ from node.lab.topology import Wire
 from node.pipeline.floor import Floor, LinkRate, step_floor
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import bits_per_element, idle_by_stage
-from node.telemetry.events import StepCosts
+from node.telemetry.events import StepCosts, WindowsPlanned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +209,18 @@ def floor_figures(floor: Floor, phase: PhaseSteps, compute: Compute) -> dict[str
         "binds": str(floor.binds),
         "compute": asdict(compute),
     }
+
+
+def plans_of(plans: Sequence[WindowsPlanned], first: int, last: int) -> list[WindowsPlanned]:
+    """Those that steps `first` to `last` may have had: the newest from before them, and all up to the one
+    that was made from the last but one."""
+    before = [plan for plan in plans if plan.step < first]
+    return [*before[-1:], *(plan for plan in plans if first <= plan.step < last)]
+
+
+def plan_figures(plan: WindowsPlanned) -> dict[str, Any]:
+    """The windows, and what they were planned from."""
+    return {key: value for key, value in asdict(plan).items() if key not in ("epoch", "replica")}
 
 
 def _passes(wire: Wire, source: int, target: int, upward: bool) -> bool:

@@ -25,6 +25,8 @@ from node.lab.figures import (
     cell_floor,
     compute_times,
     floor_figures,
+    plan_figures,
+    plans_of,
     transfer_seconds,
 )
 from node.lab.network import Network, describe_shapers
@@ -319,7 +321,7 @@ class _Run:
                 lab.started(time.monotonic() - began)
                 for cell in run.cells:
                     if not lab.over(self._expected_seconds(cell, phase)):
-                        await self._cell(phases, cell, phase, record)
+                        await self._cell(phases, cell, phase, record, processes)
 
     def _expected_seconds(self, cell: Cell, unthrottled: PhaseSteps | None) -> float:
         """About how long the cell takes; 0 where nothing was measured yet."""
@@ -339,6 +341,7 @@ class _Run:
         cell: Cell,
         unthrottled: PhaseSteps | None,
         record: dict[str, Any],
+        processes: RunProcesses,
     ) -> None:
         lab = self._lab
         phase, steps = await phases.measure(cell.shape, cell.steps)
@@ -361,6 +364,8 @@ class _Run:
             "delay_method": self._network.method,
             "relay": relayed,
         }
+        if plans := plans_of(processes.plans, steps[0].done.step, measured[-1].done.step):
+            values["plans"] = [plan_figures(plan) for plan in plans]
         share = ""
         if unthrottled is not None:
             config = self._run.config

@@ -31,6 +31,7 @@ from node.telemetry.events import (
     StepAborted,
     StepCosts,
     StepDone,
+    WindowsPlanned,
     from_json,
 )
 from wire.errors import RunError
@@ -91,6 +92,8 @@ class RunProcesses:
         self._children: dict[str, Process] = {}
         self._events: AsyncIterator[Event] | None = None
         self._costs: StepCosts | None = None
+        self.plans: list[WindowsPlanned] = []
+        """All so far."""
 
     async def prepare(self) -> None:
         """Start all processes; nodes wait before they join. May be called during another run."""
@@ -146,6 +149,8 @@ class RunProcesses:
             match event:
                 case StepCosts():
                     self._costs = event
+                case WindowsPlanned():
+                    self.plans.append(event)
                 case StepAborted():
                     raise RunError(
                         f"a step was aborted in the lab, so nothing can be measured: {event.reason}"

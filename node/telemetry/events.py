@@ -290,6 +290,34 @@ class StepCosts(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WindowsPlanned(Event):
+    """The links of a row get other windows, at the earliest with the next step; and what they were planned
+    from, as `node.pipeline.window_plan` takes it."""
+
+    event: ClassVar[str] = "windows-planned"
+    epoch: int
+    step: int
+    """The step that was measured, counted like `StepDone.step`."""
+    windows: tuple[int, ...]
+    """Of each link, the first one first."""
+    forward: tuple[float, ...]
+    """Seconds of a microbatch on each stage."""
+    backward: tuple[float, ...]
+    activation_bytes: float
+    gradient_bytes: float
+    round_trips: tuple[float, ...]
+    """Seconds, of each link; 0 while not known."""
+    rates_up: tuple[float, ...]
+    """Bytes a second from a link's lower stage; 0 while not known, as in the next three."""
+    rates_down: tuple[float, ...]
+    lines_up: tuple[float, ...]
+    """Bytes a second that each stage's machine sends at most."""
+    lines_down: tuple[float, ...]
+    replica: int = 0
+    """The row of the grid."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepAborted(Event):
     """The step was discarded and runs again."""
 

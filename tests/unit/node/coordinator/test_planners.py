@@ -78,6 +78,7 @@ async def planning(config: RunConfig = CONFIG) -> AsyncIterator[tuple[WindowPlan
         link_report=far_apart,
         line=lambda _: LinkRate(),
         use=lambda *plan: plans.put_nowait(plan),
+        emit=lambda _: None,
         pause=0.0,
     )
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
