@@ -4,13 +4,22 @@ Time is cut into spans of `SPAN_SECONDS`. What a link carried between two moment
 them. The most of the newest spans is what the line carries at least, and what it carries at most once it was
 full for one span. The few largest do not count: a shaper's bucket and a late clock make spans that no line
 repeats.
+
+The newest are those of the last two steps: the parts of a step differ, steps of one placement are alike. A
+line that became slower is known two steps later: windows planned by what it carried before only make its
+queue longer.
 """
+
+from collections import deque
 
 SPAN_SECONDS = 1.0
 SPANS = 120
-"""The newest ones that carried anything."""
-BEYOND = 0.05
-"""The share of them, the largest, that does not count."""
+"""At most, the newest ones that carried anything;"""
+LEAST_SPANS = 10
+"""at least, if steps are short."""
+STEPS = 2
+BEYOND = 0.1
+"""The share of spans, the largest, that does not count."""
 
 
 class LineMeter:
@@ -19,6 +28,16 @@ class LineMeter:
     def __init__(self) -> None:
         self._spans: dict[int, float] = {}
         """Bytes by the number of a span."""
+        self._steps: deque[int] = deque(maxlen=STEPS)
+        """The spans in which the newest steps began."""
+
+    def step_begins(self, now: float) -> None:
+        """What was carried before the last step counts no longer."""
+        self._steps.append(int(now // SPAN_SECONDS))
+        if len(self._steps) == STEPS:
+            for span in sorted(self._spans)[:-LEAST_SPANS]:
+                if span < self._steps[0]:
+                    del self._spans[span]
 
     def carried(self, size: int, start: float, end: float) -> None:
         """A link carried `size` bytes evenly between two moments, of which the second is about now.
@@ -54,6 +73,10 @@ class Line:
         self._most_up = most_up
         self.sent = LineMeter()
         self.received = LineMeter()
+
+    def step_begins(self, now: float) -> None:
+        self.sent.step_begins(now)
+        self.received.step_begins(now)
 
     def up(self, now: float) -> float:
         """Bytes a second that it sends at most, as set or as seen; 0 while not known."""

@@ -114,6 +114,10 @@ class Services(StateServices, Protocol):
         """The epoch's first step begins: count time from now on."""
         ...
 
+    def step_begins(self) -> None:
+        """A step begins: count its time, and what the line carries in it."""
+        ...
+
     def telemetry(self) -> Telemetry: ...
 
     def open_links(
@@ -309,7 +313,7 @@ class EpochTask:
 
     async def _run_step(self, begin: Begin) -> None:
         services, executor, step = self._services, self._services.executor, begin.step
-        services.count_time()
+        services.step_begins()
         services.progress.step_begins()
         services.keep_sums(wanted=begin.keep_sums)
         self._step = step

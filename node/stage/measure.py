@@ -75,6 +75,11 @@ class NodeMeter:
         if self._counted_from is None:
             self._counted_from = clock.snapshot()
 
+    def step_begins(self, clock: StageClock) -> None:
+        """Count a step's time, and what the line carries in it."""
+        self.count_time(clock)
+        self.line.step_begins(time.monotonic())
+
     def telemetry(
         self,
         clock: StageClock,

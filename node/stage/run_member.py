@@ -265,6 +265,9 @@ class RunMember:
     def count_time(self) -> None:
         self._meter.count_time(self._compute.clock)
 
+    def step_begins(self) -> None:
+        self._meter.step_begins(self._compute.clock)
+
     def telemetry(self) -> Telemetry:
         report = self._meter.telemetry(self._compute.clock, self._links.totals(), self.executor.codec_name)
         placement = None if self._running is None else self._running[0].placement

@@ -130,6 +130,9 @@ class Node:
     def count_time(self) -> None:
         pass
 
+    def step_begins(self) -> None:
+        pass
+
     def telemetry(self) -> Telemetry:
         return Telemetry()
 

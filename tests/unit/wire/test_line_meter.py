@@ -2,7 +2,7 @@
 
 import pytest
 
-from wire.line_meter import SPANS, Line, LineMeter
+from wire.line_meter import LEAST_SPANS, SPANS, Line, LineMeter
 
 RATE = 1000.0
 
@@ -62,6 +62,32 @@ def test_a_line_that_became_slower_is_known_after_its_newest_spans() -> None:
     for i in range(10, 10 + SPANS):
         meter.carried(1000, float(i), i + 0.9)
     assert meter.rate(500.0) == pytest.approx(RATE)
+
+
+@pytest.mark.parametrize("step", [8.0, 0.5, 200.0])
+def test_a_line_that_became_slower_is_known_after_two_steps(step: float) -> None:
+    """Of a step's seconds the line is full in the first half, and half full in the second."""
+    meter = LineMeter()
+
+    def steps(first: float, count: int, rate: float) -> float:
+        seconds = count * step
+        for number in range(count):
+            meter.step_begins(first + number * step)
+            begin, half = first + number * step, step / 2
+            spans = max(1, round(half))
+            for span in range(spans):
+                at = begin + span * half / spans
+                meter.carried(round(rate * half / spans), at, at + half / spans)
+            meter.carried(round(rate * half / 2), begin + half, begin + step)
+        return first + seconds
+
+    count = max(4, round(30 / step))
+    now = steps(0.0, count, 5 * RATE)
+    full = meter.rate(now)
+    now = steps(now, max(2, round(LEAST_SPANS / step) + 1), RATE)
+    meter.step_begins(now)
+    assert meter.rate(now + 1.0) == pytest.approx(full / 5, rel=0.05)
+    assert full == pytest.approx(5 * RATE, rel=0.3), "a step shorter than a span shows its mean"
 
 
 @pytest.mark.parametrize("start", [-1e9, 5.0])
