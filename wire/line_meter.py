@@ -18,7 +18,7 @@ SPANS = 120
 LEAST_SPANS = 10
 """at least, if steps are short."""
 STEPS = 2
-BEYOND = 0.1
+BEYOND = 0.05
 """The share of spans, the largest, that does not count."""
 
 

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Any
 
 from node.pipeline.floor import Network
 from node.pipeline.schedule import (
@@ -96,10 +97,15 @@ def simulate(
     chunks, _ = check_complete(orders)
 
     known: dict[tuple[Kind, int, int], _Transfer] = {}
+    parts: dict[Hashable, int] = {}
+    """Numbers of what tensors pass: they are looked up a million times in a plan of windows."""
+
+    def numbered(seconds: Mapping[Any, float]) -> dict[int, float]:
+        return {parts.setdefault(part, len(parts)): time for part, time in seconds.items()}
 
     def alone(tensor: BoundaryTensor, source: int, target: int) -> _Transfer:
         seconds = transfer_time(tensor) if callable(transfer_time) else transfer_time
-        return _Transfer({(source, target): seconds}, 1.0, latency)
+        return _Transfer(numbered({(source, target): seconds}), 1.0, latency)
 
     def through(tensor: BoundaryTensor, source: int, target: int) -> _Transfer:
         assert network is not None and sizes is not None
@@ -107,20 +113,23 @@ def simulate(
         if way not in known:
             size = sizes[tensor.kind]
             passage = network.passage(source, target, size)
-            known[way] = _Transfer(dict(passage.seconds.items()), size, passage.latency)
+            known[way] = _Transfer(numbered(passage.seconds), size, passage.latency)
         return known[way]
 
     transfer = alone if network is None else through
-    return _Simulation(orders, chunks, forward_time, backward_time, transfer, swap).run()
+    spans, busy = _Simulation(orders, chunks, forward_time, backward_time, transfer, swap).run()
+    names = list(parts)
+    total = max(of_stage[-1].end for of_stage in spans)
+    return Timeline(spans, total, {names[part]: time for part, time in busy.items()})
 
 
 class _Transfer:
     """What a tensor does to the network on its way."""
 
-    def __init__(self, seconds: Mapping[Hashable, float], size: float, latency: float) -> None:
+    def __init__(self, seconds: Mapping[int, float], size: float, latency: float) -> None:
         """
         Args:
-            seconds: for which each part of the way is occupied by this tensor alone.
+            seconds: for which each part of the way, by its number, is occupied by this tensor alone.
             size: in the unit in which connections share a part.
             latency: from the end of the slowest part's service to the arrival.
         """
@@ -176,11 +185,12 @@ class _Simulation:
         self._computing: list[int | None] = [None] * len(orders)
         self._spans: list[list[Span]] = [[] for _ in orders]
         self._connections: dict[tuple[int, int], _Connection] = {}
-        self._users: defaultdict[Hashable, dict[_Connection, float]] = defaultdict(dict)
+        self._users: defaultdict[int, dict[_Connection, float]] = defaultdict(dict)
         """Of each part: the connections that pass it, and their rates alone."""
-        self._link_busy: defaultdict[Hashable, float] = defaultdict(float)
+        self._link_busy: defaultdict[int, float] = defaultdict(float)
 
-    def run(self) -> Timeline:
+    def run(self) -> tuple[tuple[tuple[Span, ...], ...], dict[int, float]]:
+        """Every stage's actions, and for how long each part of the network carries tensors."""
         for stage in range(len(self._orders)):
             self._start_next(stage, 0.0)
         while self._events:
@@ -195,8 +205,7 @@ class _Simulation:
                 continue
             self._start_next(stage, now)
         self._refuse_deadlock()
-        total = max(spans[-1].end for spans in self._spans)
-        return Timeline(tuple(map(tuple, self._spans)), total, dict(self._link_busy))
+        return tuple(map(tuple, self._spans)), dict(self._link_busy)
 
     def _start_next(self, stage: int, now: float) -> None:
         edges = self._edges[stage]
@@ -291,7 +300,7 @@ class _Simulation:
         open_ = dict.fromkeys(connections)
         found: list[tuple[_Connection, float]] = []
         while open_:
-            users: dict[Hashable, int] = defaultdict(int)
+            users: dict[int, int] = defaultdict(int)
             for one in open_:
                 for part in rates[one]:
                     users[part] += 1

@@ -36,6 +36,8 @@ than one too wide."""
 MARGIN = 1
 """Extra microbatches in flight on a link beyond what an undisturbed step needs, to make up for delays. Not
 with interleaved chunks, where a wide window costs more than memory."""
+SAME = 3
+"""So many window widths in a row with one step time, to the last bit: no schedule waits for the window."""
 MOST_SIMULATED = 96
 """Microbatches; a longer step is as busy in its middle."""
 
@@ -206,7 +208,7 @@ class _Steps:
         lines = [LinkRate(up=line.up / CAUTION, down=line.down / CAUTION) for line in measures.lines]
         self._network = Network(len(measures.forward), links, lines)
         self._known: dict[Windows, Timeline] = {}
-        self._enough = min(map(self._seconds, allowed)) * (1 + TOLERANCE)
+        self._enough = self._best() * (1 + TOLERANCE)
 
     def near_best(self, windows: Windows, beyond: float = 0.0) -> bool:
         """Whether a step takes at most `TOLERANCE` plus `beyond` longer than with the best allowed window."""
@@ -235,6 +237,16 @@ class _Steps:
             for part, busy in step.link_busy.items()
             if isinstance(part, Resource) and part.kind is ResourceKind.INTERFACE and busy >= computes
         )
+
+    def _best(self) -> float:
+        """The least step time. Once wider windows change nothing, no wider ones are tried."""
+        least, newest, same = math.inf, math.nan, 1
+        for windows in self._allowed:
+            seconds = self._seconds(windows)
+            least, same, newest = min(least, seconds), same + 1 if seconds == newest else 1, seconds
+            if same == SAME:
+                break
+        return least
 
     def _seconds(self, windows: Windows) -> float:
         return self._timeline(windows).total
