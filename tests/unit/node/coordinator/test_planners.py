@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
@@ -19,7 +19,7 @@ from node.run_state.epoch import Epoch
 from node.run_state.grid import ONE_ROW, Groups
 from node.run_state.stage_assignment import Candidate
 from node.run_state.votes import VoteHistory
-from node.telemetry.events import LinkCost, StageCost, StepCosts
+from node.telemetry.events import Event, LinkCost, StageCost, StepCosts, WindowsPlanned, from_json
 from tests.support.machine_driver import step_plan
 from wire.telemetry import CodecTime, CodecTimes, LinkReport
 
@@ -69,7 +69,9 @@ def far_apart(_source: int, _target: int) -> LinkReport:
 
 
 @contextlib.asynccontextmanager
-async def planning(config: RunConfig = CONFIG) -> AsyncIterator[tuple[WindowPlanner, "asyncio.Queue[Plan]"]]:
+async def planning(
+    config: RunConfig = CONFIG, emit: Callable[[Event], None] = lambda _: None
+) -> AsyncIterator[tuple[WindowPlanner, "asyncio.Queue[Plan]"]]:
     """A planner at work, and its plans."""
     plans: asyncio.Queue[Plan] = asyncio.Queue()
     planner = WindowPlanner(
@@ -78,7 +80,7 @@ async def planning(config: RunConfig = CONFIG) -> AsyncIterator[tuple[WindowPlan
         link_report=far_apart,
         line=lambda _: LinkRate(),
         use=lambda *plan: plans.put_nowait(plan),
-        emit=lambda _: None,
+        emit=emit,
         pause=0.0,
     )
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
@@ -93,6 +95,25 @@ async def test_a_plan_is_reported_with_its_epoch() -> None:
         number, windows = await plans.get()
     assert number == 7
     assert len(windows) == 1 and windows[0] >= 3
+
+
+async def test_windows_that_change_are_an_event_with_what_they_were_planned_from() -> None:
+    found: list[Event] = []
+    async with planning(emit=found.append) as (planner, plans):
+        planner.step_done(epoch(7), NODES, costs(1))
+        _, windows = await plans.get()
+        assert len(found) == 1, "the event comes with the plan"
+        kept = epoch(7)
+        kept.planned_windows = windows
+        planner.step_done(kept, NODES, costs(2))
+        assert (await plans.get())[1] == windows
+    (event,) = found
+    assert isinstance(event, WindowsPlanned)
+    assert (event.epoch, event.step, event.replica, event.windows) == (7, 1, 0, windows)
+    assert event.round_trips == (6.0,)
+    assert event.rates_up == event.rates_down == (0.0,) and event.lines_down == (0.0, 0.0), "nothing is known"
+    assert min(event.forward + event.backward) > 0
+    assert from_json(event.to_json()) == event
 
 
 async def test_a_round_has_the_windows_of_one_local_step() -> None:

@@ -12,13 +12,15 @@ from node.lab.figures import (
     cell_floor,
     compute_times,
     floor_figures,
+    plan_figures,
+    plans_of,
     transfer_seconds,
 )
 from node.lab.network import WireBytes
 from node.lab.shape import PAYLOAD_SHARE, uniform
 from node.lab.topology import Wire, lay_out
 from node.telemetry.clock import TimeKind
-from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts
+from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts, WindowsPlanned
 from tests.support.lab_results import calibration
 
 MEGABYTE = 1_000_000
@@ -144,3 +146,27 @@ def test_the_floor_counts_the_way_of_a_shared_interface_once() -> None:
     seconds = MEGABYTE / (1e6 * PAYLOAD_SHARE)
     # One round trip of 40 ms: out with the last activation, back with the last gradient.
     assert floor.seconds == pytest.approx(seconds + seconds / 8 + 0.040)
+
+
+def test_a_cell_has_the_windows_that_its_steps_may_have_had() -> None:
+    def planned(step: int) -> WindowsPlanned:
+        one = (1.0,)
+        rates = dict.fromkeys(("round_trips", "rates_up", "rates_down", "lines_up", "lines_down"), one)
+        return WindowsPlanned(
+            epoch=1,
+            step=step,
+            windows=(step,),
+            forward=one,
+            backward=one,
+            activation_bytes=8.0,
+            gradient_bytes=8.0,
+            **rates,
+        )
+
+    plans = [planned(step) for step in (2, 4, 6, 9)]
+    assert [plan.step for plan in plans_of(plans, first=5, last=9)] == [4, 6]
+    assert [plan.step for plan in plans_of(plans, first=6, last=10)] == [4, 6, 9]
+    assert plans_of(plans, first=1, last=2) == [] == plans_of([], first=1, last=5)
+    figures = plan_figures(plans[0])
+    assert figures["windows"] == (2,) and figures["lines_down"] == (1.0,)
+    assert "epoch" not in figures and "replica" not in figures
