@@ -45,6 +45,24 @@ def norm_gradient(
     return result.view(x.shape), (grads * normal).sum(0), of_bias
 
 
+def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int, scale: float | None) -> Tensor:
+    """Cross entropy of each token, fp32 [T], in nats; 0 where a label is `ignored`.
+
+    Args:
+        logits: [T, V], any float dtype. Overwritten by the gradients of the losses' sum times `scale`, rounded
+            once, unless that is None.
+        labels: int64 [T].
+    """
+    wide = logits.float()
+    losses = F.cross_entropy(wide, labels, ignore_index=ignored, reduction="none")
+    if scale is not None:
+        made = wide.softmax(-1)
+        counts = labels != ignored
+        made[counts, labels[counts]] -= 1.0
+        logits.copy_(made * (counts * scale).unsqueeze(1))
+    return losses
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     return F.silu(gate) * up

@@ -1,5 +1,5 @@
-"""Norms, activations, rotary embedding and dropout on any device: one Triton kernel each on a GPU, torch
-elsewhere.
+"""Norms, activations, losses, rotary embedding and dropout on any device: one Triton kernel each on a GPU,
+torch elsewhere.
 
 Kernels compute in float32 and round once; they agree with `kernels.common.layers` to rounding, rotary
 and dropout bit for bit. None of them waits for the device.
@@ -119,6 +119,16 @@ def residual(x: Tensor, made: Tensor) -> Tensor:
 
         return triton.add(x, made)
     return x + made
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int, scale: float | None) -> Tensor:
+    """`reference.cross_entropy_`, on a GPU in one pass over the logits and one that writes, in a fixed order
+    of sums."""
+    if dispatch.has_kernels(logits.device.type):
+        from kernels.layers import triton
+
+        return triton.cross_entropy_(logits, labels, ignored, scale)
+    return reference.cross_entropy_(logits, labels, ignored, scale)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:

@@ -1,5 +1,5 @@
-"""Rotary position embedding in place and dropout, bit for bit as in `kernels.common.layers`, and the residual
-sum."""
+"""Rotary position embedding in place and dropout, bit for bit as in `kernels.common.layers`, the residual sum,
+and the cross entropy of logits with their gradients in their place."""
 
 import torch
 import triton
@@ -14,6 +14,8 @@ ADDED = 4096
 """Elements that a program adds."""
 HEADS = 8
 """Heads that a program turns at a time. No bit depends on it."""
+LOGITS = 4096
+"""Of a token that a program reads at a time; sums have their order."""
 
 
 @store_jit
@@ -55,6 +57,63 @@ def _drop(x, out, salt, n, width, first, stride, least, factor, B: tl.constexpr)
     bits = mixed(element ^ tl.load(salt).to(tl.uint32)) & _DROP_MASK
     kept = bits.to(tl.int32) >= least
     store_rounded(out + place, load_wide(x + place, real) * tl.where(kept, factor, 0.0), real)
+
+
+@triton.jit(do_not_specialize=("ignored", "scale"))
+def _cross_entropy(
+    logits, out, labels, losses, columns, ignored, scale, GRADIENTS: tl.constexpr, B: tl.constexpr
+):
+    """One token's loss; with `GRADIENTS`, those of its logits times `scale`. `out` is `as_bits(logits)`."""
+    token = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + token)
+    counts = (label != ignored).to(tl.float32)
+    logits += token * columns
+    out += token * columns
+    largest = -float("inf")
+    total = 0.0
+    start = 0
+    while start < columns:
+        column = start + tl.arange(0, B)
+        inside = column < columns
+        x = tl.where(inside, load_wide(logits + column, inside), -float("inf"))
+        most = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - most) + tl.sum(tl.exp(x - most), 0)
+        largest = most
+        start += B
+    known = (label >= 0) & (label < columns)
+    chosen = load_wide(logits + label, known)
+    tl.store(losses + token, tl.where(label != ignored, tl.log(total) + largest - chosen, 0.0))
+    if GRADIENTS:
+        share = 1.0 / total
+        start = 0
+        while start < columns:
+            column = start + tl.arange(0, B)
+            inside = column < columns
+            x = load_wide(logits + column, inside)
+            made = tl.exp(x - largest) * share - tl.where(column == label, 1.0, 0.0)
+            store_rounded(out + column, made * (counts * scale), inside)
+            start += B
+
+
+def cross_entropy_(
+    logits: torch.Tensor, labels: torch.Tensor, ignored: int, scale: float | None
+) -> torch.Tensor:
+    """As `kernels.common.layers.cross_entropy_`, of contiguous logits."""
+    losses = torch.empty(len(labels), device=logits.device)
+    if len(labels):
+        _cross_entropy[(len(labels),)](
+            logits,
+            as_bits(logits),
+            labels,
+            losses,
+            logits.shape[1],
+            ignored,
+            0.0 if scale is None else scale,
+            GRADIENTS=scale is not None,
+            B=min(LOGITS, triton.next_power_of_2(logits.shape[1])),
+            num_warps=8,
+        )
+    return losses
 
 
 def drop(x: torch.Tensor, salt: torch.Tensor, share: float, *, first: int, stride: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from kernels.attention.reach import Documents
 from kernels.common import dispatch
 from node.config.schema import LoraSection, ModelSection
 from node.model.blocks import Block, Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
-from node.model.head_loss import head_loss
+from node.model.head_loss import head_loss, is_fused
 from node.model.labels import IGNORED
 from node.model.lora import DropoutSource, freeze, load_frozen
 from node.model.lora_shapes import trained_specs
@@ -102,7 +102,8 @@ class Chunk(nn.Module):
             documents: as for `forward`.
         """
         head, tokens = self.layers[-1], labels.numel()
-        if isinstance(head, Head) and head_piece(tokens, self.model.vocab) < tokens:
+        in_pieces = is_fused(x.device) or head_piece(tokens, self.model.vocab) < tokens
+        if isinstance(head, Head) and in_pieces:
             x, passing = self._through(self.layers[:-1], x, documents)
             loss = head_loss(head.norm(x).flatten(0, 1), head.output, labels.flatten())
             if passing is not None:

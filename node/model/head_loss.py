@@ -4,7 +4,8 @@ Logits of a microbatch are tokens x vocabulary in float32, with as much again fo
 their gradient: 12 GB at 8,192 tokens of Llama 3's vocabulary. Here tokens go through the output projection a
 piece at a time, and each piece's gradients are made at once, so no logits outlive their piece (as in Liger
 Kernel's fused linear cross entropy, arXiv 2410.10989). Pieces follow from shapes alone and are summed in
-order, by the same operations everywhere, so splits, replays and captured passes have the same bits.
+order, by the same operations everywhere, so splits, replays and captured passes have the same bits. On a GPU
+one kernel reads a piece's logits, as the product rounded them, and leaves their gradients in their place.
 
 Shape legend: T tokens, C hidden, V vocabulary.
 """
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.common import dispatch
+from kernels.layers.ops import cross_entropy_
 from node.model.labels import IGNORED
 from node.model.lora import FrozenLinear
 from node.model.storage import head_piece
@@ -39,6 +42,11 @@ def head_loss(x_tc: Tensor, output: nn.Module, labels_t: Tensor) -> Tensor:
     return cast(Tensor, made)
 
 
+def is_fused(device: torch.device) -> bool:
+    """Whether a kernel makes the loss there, of a piece of any size."""
+    return dispatch.has_kernels(device.type)
+
+
 def _gradient_factor(tokens: int, dtype: torch.dtype) -> float:
     """What logits' gradients are multiplied by while they are in `dtype`, a power of two.
 
@@ -47,6 +55,41 @@ def _gradient_factor(tokens: int, dtype: torch.dtype) -> float:
     range too.
     """
     return 2.0 ** (tokens.bit_length() - 5) if dtype == torch.float16 else 1.0
+
+
+def _piece(
+    rows: Tensor, dense: Tensor, labels: Tensor, tokens: int, factor: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """A piece's share of the mean over all tokens; the gradients of its logits in the dtype of `rows`, times
+    `factor`, unless that is None. By the operations of the plain loss."""
+    logits = F.linear(rows, dense).float()
+    with torch.set_grad_enabled(factor is not None):
+        logits.requires_grad_(factor is not None)
+        part = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / tokens
+    if factor is None:
+        return part, None
+    made = torch.autograd.grad(part, logits)[0]
+    return part.detach(), (made if factor == 1.0 else made.mul_(factor)).to(rows.dtype)
+
+
+def _fused_piece(
+    rows: Tensor, dense: Tensor, labels: Tensor, tokens: int, factor: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """As `_piece`, with gradients in the logits' place."""
+    logits = F.linear(rows, dense)
+    losses = cross_entropy_(logits, labels, IGNORED, None if factor is None else factor / tokens)
+    return losses.sum() / tokens, None if factor is None else logits
+
+
+def _add_product(total: Tensor, grads: Tensor, rows: Tensor) -> None:
+    """Add `grads.t() @ rows` to a float32 sum."""
+    if grads.dtype == torch.float32:
+        total.addmm_(grads.t(), rows)
+    elif grads.is_cuda:
+        # The product adds: nothing is made, rounded and read again.
+        torch.addmm(total, grads.t(), rows, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(grads.t() @ rows)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -74,28 +117,21 @@ class _HeadLoss(torch.autograd.Function):
             # In float32, whatever a piece's product is in.
             of_weight = torch.zeros(dense.shape, device=x.device) if wants_weight else None
             total = torch.zeros((), device=x.device)
-            size = head_piece(len(labels), len(dense))
-            factor = _gradient_factor(len(labels), dtype)
-            for first in range(0, len(labels), size):
+            fused, tokens = is_fused(x.device), len(labels)
+            of_piece = _fused_piece if fused else _piece
+            size = head_piece(tokens, len(dense), fused=fused)
+            factor = _gradient_factor(tokens, dtype)
+            wanted = factor if wants_x or wants_weight else None
+            for first in range(0, tokens, size):
                 piece = slice(first, first + size)
-                logits = F.linear(rows[piece], dense).float()
-                # The operations of the plain loss, on these logits alone.
-                with torch.set_grad_enabled(wants_x or wants_weight):
-                    logits.requires_grad_(wants_x or wants_weight)
-                    part = F.cross_entropy(logits, labels[piece], ignore_index=IGNORED, reduction="sum")
-                    part = part / len(labels)
-                total += part.detach()
-                if not (wants_x or wants_weight):
+                part, of_logits = of_piece(rows[piece], dense, labels[piece], tokens, wanted)
+                total += part
+                if of_logits is None:
                     continue
-                of_logits = torch.autograd.grad(part, logits)[0]
-                of_logits = (of_logits if factor == 1.0 else of_logits.mul_(factor)).to(dtype)
-                del logits, part
                 if of_x is not None:
                     torch.mm(of_logits, dense, out=of_x[piece])
-                if of_weight is not None and dtype == torch.float32:
-                    of_weight.addmm_(of_logits.t(), rows[piece])
-                elif of_weight is not None:
-                    of_weight.add_(of_logits.t() @ rows[piece])
+                if of_weight is not None:
+                    _add_product(of_weight, of_logits, rows[piece])
                 del of_logits
         # As attributes: nothing else holds them, so backward may write into them.
         ctx.made = (of_x, of_weight)
@@ -116,6 +152,7 @@ class _HeadLoss(torch.autograd.Function):
         if of_x is not None:
             of_x = of_x.mul_(grads[0]).to(x_dtype)
         if of_weight is not None:
-            # Rounded to the product's dtype, as a projection's own backward does.
-            of_weight = of_weight.to(dtype).mul_(grads[0]).to(weight_dtype)
+            # Of pieces that are rounded themselves, to the product's dtype: as a projection's own backward does.
+            rounded = of_weight if of_weight.is_cuda else of_weight.to(dtype)
+            of_weight = rounded.mul_(grads[0]).to(weight_dtype)
         return of_x, of_weight, None, None, None

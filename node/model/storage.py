@@ -167,11 +167,14 @@ def kept_widths(model: ModelSection) -> dict[str, tuple[int, ...]]:
 
 HEAD_LOGITS = 1 << 26
 """The most logits that a head computes at a time: 256 MiB in float32."""
+FUSED_LOGITS = 1 << 28
+"""The same where a kernel makes gradients in the logits' place: 512 MiB in half precision. Each piece adds to
+the weight's gradient, so few pieces take less time."""
 
 
-def head_piece(tokens: int, vocab: int) -> int:
+def head_piece(tokens: int, vocab: int, *, fused: bool = False) -> int:
     """How many of a microbatch's tokens go through the head at a time: equal pieces but for the last."""
-    pieces = -(-tokens * vocab // HEAD_LOGITS)
+    pieces = -(-tokens * vocab // (FUSED_LOGITS if fused else HEAD_LOGITS))
     return -(-tokens // max(1, pieces))
 
 

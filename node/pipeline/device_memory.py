@@ -278,7 +278,7 @@ class Share:
         elif training.moments == "fp8":
             beside = 0
         else:
-            beside = 4 + (4 if training.gradients == "fp8" else 0)
+            beside = 4 if training.gradients == "fp8" else 0
         return int((_PIECES_THERE * self._moments + beside) * piece) + vectors
 
     def _tied_exchange(self, units: Sequence[str]) -> int:
@@ -292,9 +292,10 @@ class Share:
         return 2 * 4 * matrix + (6 * min(matrix, GRADIENT_PIECE) if packed else 0)
 
     def _norm(self, units: Sequence[str]) -> int:
-        """A piece in float64, plus its unpacked form."""
+        """A piece unpacked, and on a CPU in float64."""
         unpacked = 4 if self._training.gradients == "fp8" else 0
-        return (8 + unpacked) * min(self._largest_matrix(units), GRADIENT_PIECE)
+        wide = 8 if self._devices.on_cpu else 0
+        return (wide + unpacked) * min(self._largest_matrix(units), GRADIENT_PIECE)
 
     def _step(self, units: Sequence[str]) -> int:
         training = self._training
@@ -309,12 +310,8 @@ class Share:
                 return 12 * largest
             sizes = sorted(elements for elements, is_matrix, _ in self._parameters(units) if is_matrix)
             return 8 * largest + 4 * sum(sizes[-2:-1])
-        if training.moments == "fp8":
-            return 0  # the kernel itself makes nothing
-        if training.gradients == "fp8":
-            return (4 + 4) * largest  # one at a time, unpacked, with a root
-        # torch's own for GPUs takes all matrices at once, and makes a root of each.
-        return 4 * sum(elements for elements, _, _ in self._parameters(units))
+        # Kernels make nothing. With moments in float32 a gradient in e4m3 is unpacked for them.
+        return 4 * largest if training.gradients == "fp8" and training.moments != "fp8" else 0
 
     def _parameters(self, units: Sequence[str]) -> list[tuple[int, bool, bool]]:
         """`_unit_parameters` of all these units."""
@@ -542,12 +539,11 @@ class Share:
         return (40 if again else 32) * model.hidden + 4 * (model.hidden - kv_width(model))
 
     def head_at_work(self) -> int:
-        """Logits, their logarithms and gradient; the norm's input and result. With CUDA graphs only what
-        backward allocates: two gradients of logits. Of a head in pieces, backward allocates no logits."""
-        pieced = self._pieced
+        """Logits, on a CPU their logarithms and gradient beside them; the norm's input and result. With CUDA
+        graphs only what backward allocates."""
         if self.captures:
-            return self._head(0 if pieced else 8)
-        head = self._head((4 if pieced else 3) * 4 + (2 if self._half else 0)) + self._copies([HEAD])
+            return self._head(0)
+        head = self._head(self._of_a_logit()) + self._copies([HEAD])
         if self._lora.rank and self._half == (self._lora.base == WHOLE):
             head += self._element * self._model.vocab * self._model.hidden
         # As large as the fresh gradient of the head's weight, which `new_gradients` counts.
@@ -555,27 +551,40 @@ class Share:
         return head + max(0, self._pieced_gradient() - counted * self._model.vocab * self._model.hidden)
 
     def head_keeps(self) -> int:
-        """What a CUDA graph of the head's forward holds permanently: logits and their logarithms, of a head
-        in pieces the gradients too."""
+        """What a CUDA graph of the head's forward holds permanently: a piece's logits, and the gradients that
+        forward makes."""
         if not self.captures:
             return 0
-        of_a_logit = (4 * 4 if self._pieced else 2 * 4) + (2 if self._half else 0)
-        return self._head(of_a_logit) + self._pieced_gradient()
+        return self._head(self._of_a_logit()) + self._pieced_gradient()
 
     @property
-    def _pieced(self) -> bool:
-        return head_piece(self._tokens, self._model.vocab) < self._tokens
+    def _piece(self) -> int:
+        """Tokens that go through the head at a time."""
+        return head_piece(self._tokens, self._model.vocab, fused=not self._devices.on_cpu)
+
+    @property
+    def _in_pieces(self) -> bool:
+        """Whether forward makes gradients: on a GPU always."""
+        return not self._devices.on_cpu or self._piece < self._tokens
+
+    def _of_a_logit(self) -> int:
+        """On a GPU gradients take the logits' place."""
+        if not self._devices.on_cpu:
+            return self._element
+        return (4 if self._in_pieces else 3) * 4 + (2 if self._half else 0)
 
     def _pieced_gradient(self) -> int:
-        """The gradients that the forward of a head in pieces makes, and a piece's product."""
-        if not self._pieced:
+        """The gradients that the forward of a head in pieces makes, and on a CPU a piece's product. Backward
+        rounds them for weights in bfloat16; with CUDA graphs `new_gradients` counts that."""
+        if not self._in_pieces:
             return 0
-        weight = self._model.vocab * self._model.hidden * (0 if self._lora.rank else 4 + 2 * self._half)
+        in_half = self._training.weights == "bfloat16" and not self.captures
+        rounded = self._half if self._devices.on_cpu else in_half
+        weight = self._model.vocab * self._model.hidden * (0 if self._lora.rank else 4 + 2 * rounded)
         return weight + self._tokens * 2 * self._element * self._model.hidden
 
     def _head(self, of_a_logit: int) -> int:
-        model, tokens = self._model, self._tokens
-        return head_piece(tokens, model.vocab) * of_a_logit * model.vocab + tokens * 3 * 4 * model.hidden
+        return self._piece * of_a_logit * self._model.vocab + self._tokens * 3 * 4 * self._model.hidden
 
 
 def _unit_parameters(

@@ -133,7 +133,7 @@ def step_piece(weight: Tensor, gradient: Tensor | Fp8Gradient, piece: Piece, ste
         [mean],
         [square],
         [],
-        [torch.tensor(float(step.step - 1))],
+        [torch.full((), float(step.step - 1), device=weight.device)],
         amsgrad=False,
         beta1=step.beta1,
         beta2=step.beta2,
@@ -141,4 +141,5 @@ def step_piece(weight: Tensor, gradient: Tensor | Fp8Gradient, piece: Piece, ste
         weight_decay=step.weight_decay,
         eps=step.eps,
         maximize=False,
+        fused=weight.is_cuda,
     )

@@ -134,6 +134,34 @@ def test_dropout_has_the_references_bits(dtype: torch.dtype, first: int, stride:
 
 @inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [7, 64, 301])
+def test_losses_of_logits_and_their_gradients(
+    vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several turns over a row's logits, the largest in the first and in the last; between guards."""
+    from kernels.layers import triton
+
+    monkeypatch.setattr(triton, "LOGITS", 64)
+    logits = (drawn(6, vocab) * 20).to(dtype)
+    logits[0, 0] = logits[1, -1] = 90.0
+    logits[2, 1:] = -torch.inf
+    labels = torch.arange(6) % vocab
+    labels[2], labels[3] = 0, -100
+    room = torch.full((8, vocab), torch.nan, dtype=dtype)
+    found, wanted = room[1:7], logits.clone()
+    for scale in (None, 0.125):
+        found.copy_(logits)
+        losses = triton.cross_entropy_(found, labels, -100, scale)
+        expected = reference.cross_entropy_(wanted, labels, -100, scale)
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, wanted, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-7)
+    assert not found[3].any() and losses[3] == 0 and room[0].isnan().all() and room[7].isnan().all()
+    logits[4, 0] = torch.nan
+    assert triton.cross_entropy_(logits, labels, -100, 1.0).isnan().tolist() == [n == 4 for n in range(6)]
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_residual_sum_has_torchs_bits(dtype: torch.dtype) -> None:
     from kernels.layers.triton import add
 

@@ -43,12 +43,23 @@ def loss_and_gradients(chunk: Chunk, precision: str, *, ignored: bool) -> list[T
     return [loss, of_hidden, *(gradient.float() for gradient in made if gradient is not None)]
 
 
+def make_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with the kernel's reference."""
+    for module in ("head_loss", "chunk"):
+        monkeypatch.setattr(f"node.model.{module}.is_fused", lambda device: True)
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_pieces_in_float16_keep_small_gradients(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_in_float16_keep_small_gradients(
+    frozen: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are made before the loss is scaled, and would be 0 for most tokens of the vocabulary."""
     lora = LoraSection(rank=2, targets=("query",), base="float32") if frozen else None
     exact = loss_and_gradients(head(lora=lora), "float32", ignored=False)
     monkeypatch.setattr(storage, "HEAD_LOGITS", TOKENS * MODEL.vocab // 3)
+    if fused:
+        make_fused(monkeypatch)
     hidden, labels = batch(ignored=False)
     chunk = head(lora=lora)
     passes = AutogradPasses(ChunkCall(chunk), "float16", CPU, 3, weighs_loss=True)
@@ -63,7 +74,9 @@ def test_pieces_in_float16_keep_small_gradients(frozen: bool, monkeypatch: pytes
         assert (half / 4096.0 - full).norm() < 0.01 * full.norm()
 
 
-@pytest.mark.parametrize("pieces", [2, 5, TOKENS])
+@pytest.mark.parametrize(
+    ("pieces", "fused"), [(2, False), (5, False), (TOKENS, False), (1, True), (4, True)]
+)
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize(
     ("precision", "weights", "tolerance"),
@@ -71,6 +84,7 @@ def test_pieces_in_float16_keep_small_gradients(frozen: bool, monkeypatch: pytes
 )
 def test_pieces_give_the_plain_loss_and_gradients(
     pieces: int,
+    fused: bool,
     ignored: bool,
     precision: str,
     weights: torch.dtype,
@@ -78,8 +92,11 @@ def test_pieces_give_the_plain_loss_and_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = loss_and_gradients(head(weights), precision, ignored=ignored)
-    monkeypatch.setattr(storage, "HEAD_LOGITS", -(-TOKENS // pieces) * MODEL.vocab)
-    assert head_piece(TOKENS, MODEL.vocab) == -(-TOKENS // pieces)
+    limit = "FUSED_LOGITS" if fused else "HEAD_LOGITS"
+    monkeypatch.setattr(storage, limit, -(-TOKENS // pieces) * MODEL.vocab)
+    assert head_piece(TOKENS, MODEL.vocab, fused=fused) == -(-TOKENS // pieces)
+    if fused:
+        make_fused(monkeypatch)
     ours = loss_and_gradients(head(weights), precision, ignored=ignored)
     assert len(ours) == len(plain) == 4  # loss, hidden, norm, output
     for mine, expected in zip(ours, plain, strict=True):
@@ -117,3 +134,4 @@ def test_pieces_follow_from_shapes() -> None:
         assert 1 <= piece <= tokens
         # No more than there may be, but for rounding up to a whole token.
         assert (piece - 1) * vocab < HEAD_LOGITS
+        assert piece <= head_piece(tokens, vocab, fused=True) <= min(tokens, 4 * piece)

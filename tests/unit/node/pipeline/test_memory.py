@@ -290,7 +290,12 @@ def test_a_gpus_allocator_holds_pages_that_tensors_fill_in_part() -> None:
 def test_a_captured_head_keeps_forward_and_backward_buffers_apart(
     precision: str, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "HEAD_LOGITS", 128 // pieces * 16384)
+    """On a GPU: of the kernel and of products that add in place nothing is counted."""
+    monkeypatch.setattr(storage, "FUSED_LOGITS", 128 // pieces * 16384)
+    for module in ("head_loss", "chunk"):
+        monkeypatch.setattr(f"node.model.{module}.is_fused", lambda device: True)
+    monkeypatch.setattr("node.model.head_loss.cross_entropy_", lambda logits, *_: torch.zeros(len(logits)))
+    monkeypatch.setattr("node.model.head_loss._add_product", lambda *_: None)
     model = ModelSection(**{**SIZES, "vocab": 16384})
     config = RunConfig(model=model, training=replace(HALF, precision=precision, microbatch=1))
     share = Share(config, Devices(on_cpu=False), Storage())
@@ -305,8 +310,8 @@ def test_a_captured_head_keeps_forward_and_backward_buffers_apart(
     assert LEAST <= share.head_keeps() / forward.most <= MOST
     gradient = share.new_gradients([HEAD])
     found = (share.head_at_work() + gradient) / backward.most
-    # In float32 the gradient of a head in pieces is there before backward.
-    assert LEAST <= found <= MOST or (found > MOST and pieces > 1 and precision == "float32")
+    # In float32 the gradient of the weight is there before backward.
+    assert LEAST <= found <= MOST or (found > MOST and precision == "float32")
     config = replace(config, pipeline=PipelineSection(stages=2))
     assert stage_memory(config, 2, Devices(on_cpu=False))[1].kept > share.head_keeps()
 
