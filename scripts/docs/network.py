@@ -20,6 +20,7 @@ TRACE_COST = RESULTS / "trace_cost.json"
 STATUS_SPEED = RESULTS / "status_speed.json"
 PAUSES = RESULTS / "pauses.json"
 TIED_MODELS = RESULTS / "tied_models.json"
+TIED_MODELS_LARGE = RESULTS / "tied_models_124m.json"
 STAGE_ORDER = RESULTS / "stage_order.json"
 FOUR_LINKS = RESULTS / "four_links.json"
 REACH = RESULTS / "reach.json"
@@ -369,6 +370,20 @@ def _bits_of(codecs: Sequence[str]) -> str:
 def tied_models() -> str:
     """Results of scripts/experiments/tied_models.py: seconds of a step by the head's stage."""
     report = read_report(TIED_MODELS)
+    noise = (
+        f"{spaced(report['hardware'])}, shared with other work: the ranges of untied and head first overlap "
+        "everywhere, so only the last row at 10 Mbit/s is beyond noise."
+    )
+    return _tied_ways(report, noise)
+
+
+def tied_models_large() -> str:
+    """The same of 124 million parameters on one GPU."""
+    report = read_report(TIED_MODELS_LARGE)
+    return _tied_ways(report, f"All stages on one {report['hardware']}.")
+
+
+def _tied_ways(report: Mapping[str, Any], words: str) -> str:
     ways = report["ways"]
     rates = list(ways[0]["step_seconds"])
     rows = [
@@ -389,8 +404,7 @@ def tied_models() -> str:
     ]
     caption = (
         f"Of {report['runs']} runs the median, in brackets the least and the most; four stages of "
-        f"deploy/lab/{report['profile']}. {spaced(report['hardware'])}, shared with other work: the ranges "
-        "of untied and head first overlap everywhere, so only the last row at 10 Mbit/s is beyond noise. "
+        f"deploy/lab/{report['profile']}. {words} "
         f"torch {report['versions']['torch']}, commit {commit(report)}."
     )
     return markdown(columns, rows) + "\n\n" + caption
@@ -558,6 +572,7 @@ TABLES: Tables = {
     "all_reduce_links_gpus": all_reduce_links_gpus,
     "pauses": pauses,
     "tied_models": tied_models,
+    **if_recorded(TIED_MODELS_LARGE, "tied_models_large", tied_models_large),
     "stage_order": stage_order,
     "stage_settings": stage_settings,
     **if_recorded(FOUR_LINKS, "four_links", four_links),
