@@ -49,8 +49,8 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int, scale: float | 
     """Cross entropy of each token, fp32 [T], in nats; 0 where a label is `ignored`.
 
     Args:
-        logits: [T, V], any float dtype. Overwritten by the gradients of the losses' sum times `scale`, rounded
-            once, unless that is None.
+        logits: [T, V], any float dtype. Unless `scale` is None, overwritten by the gradients of the losses'
+            sum times it, rounded once.
         labels: int64 [T].
     """
     wide = logits.float()

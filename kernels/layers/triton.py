@@ -1,5 +1,5 @@
-"""Rotary position embedding in place and dropout, bit for bit as in `kernels.common.layers`, the residual sum,
-and the cross entropy of logits with their gradients in their place."""
+"""Rotary position embedding in place and dropout, bit for bit as in `kernels.common.layers`, the residual
+sum, and the cross entropy of logits with their gradients in their place."""
 
 import torch
 import triton

@@ -152,7 +152,7 @@ class _HeadLoss(torch.autograd.Function):
         if of_x is not None:
             of_x = of_x.mul_(grads[0]).to(x_dtype)
         if of_weight is not None:
-            # Of pieces that are rounded themselves, to the product's dtype: as a projection's own backward does.
+            # On a CPU rounded to the product's dtype, as a projection's own backward does.
             rounded = of_weight if of_weight.is_cuda else of_weight.to(dtype)
             of_weight = rounded.mul_(grads[0]).to(weight_dtype)
         return of_x, of_weight, None, None, None

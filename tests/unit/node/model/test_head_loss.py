@@ -74,9 +74,7 @@ def test_pieces_in_float16_keep_small_gradients(
         assert (half / 4096.0 - full).norm() < 0.01 * full.norm()
 
 
-@pytest.mark.parametrize(
-    ("pieces", "fused"), [(2, False), (5, False), (TOKENS, False), (1, True), (4, True)]
-)
+@pytest.mark.parametrize(("pieces", "fused"), [(2, False), (5, False), (TOKENS, False), (1, True), (4, True)])
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize(
     ("precision", "weights", "tolerance"),
