@@ -138,3 +138,25 @@ def _check_frozen(config: RunConfig, ranks: int) -> None:
                 f"--tensor-parallel {ranks} cuts rows of {spec.name} {list(spec.shape)} into {width}, and "
                 f"lora.base {config.lora.base} needs multiples of {PACKED_BLOCK}: join with a lower one"
             )
+
+
+def trained_parameters(
+    model: ModelSection, lora: LoraSection, unit: str, ranks: int
+) -> tuple[tuple[int, bool, bool], ...]:
+    """One device's elements of each trained parameter, whether it is a matrix, and whether it is a shard."""
+    # Blocks have the same shapes, and there may be thousands.
+    return _trained_parameters(model, lora, block_name(0) if is_block(unit) else unit, ranks)
+
+
+@lru_cache(maxsize=64)
+def _trained_parameters(
+    model: ModelSection, lora: LoraSection, unit: str, ranks: int
+) -> tuple[tuple[int, bool, bool], ...]:
+    return tuple(
+        (
+            prod(shard_shape(unit, spec, ranks)),
+            len(spec.shape) >= 2,
+            ranks > 1 and pieces(unit, spec) is not None,
+        )
+        for spec in trained_specs(model, lora, unit)
+    )

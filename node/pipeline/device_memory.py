@@ -7,14 +7,12 @@ device has its share of the positions. Data parallelism shares only a microbatch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
 
 from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
-from node.model.lora_shapes import WHOLE, largest_projection, targets, trained_specs
+from node.model.lora_shapes import WHOLE, largest_projection, targets
 from node.model.page_locked import in_pieces, page_locked
-from node.model.shard_shapes import frozen_bytes, pieces, shard_shape
+from node.model.shard_shapes import frozen_bytes, trained_parameters
 from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, head_piece, kv_width
 from node.model.units import EMBED, HEAD, block_name, is_block
 from wire.identity.enrolment import CPU, Hardware
@@ -230,7 +228,8 @@ class Share:
         """Copies of these units' state for snapshots, whole whatever the share, and a layer as a file."""
         if not self._devices.on_cpu:
             return 0
-        sizes = [sum(one[0] for one in _unit_parameters(self._model, self._lora, unit, 1)) for unit in units]
+        found = (trained_parameters(self._model, self._lora, unit, 1) for unit in units)
+        sizes = [sum(elements for elements, _, _ in of_unit) for of_unit in found]
         return (_SNAPSHOT_BYTES + 4 * self._outer) * (SNAPSHOTS_SENT * sum(sizes) + max(sizes))
 
     def rotary(self) -> int:
@@ -314,9 +313,9 @@ class Share:
         return 4 * largest if training.gradients == "fp8" and training.moments != "fp8" else 0
 
     def _parameters(self, units: Sequence[str]) -> list[tuple[int, bool, bool]]:
-        """`_unit_parameters` of all these units."""
+        """`trained_parameters` of all these units."""
         ranks = self._devices.tensor_parallel
-        return [one for unit in units for one in _unit_parameters(self._model, self._lora, unit, ranks)]
+        return [one for unit in units for one in trained_parameters(self._model, self._lora, unit, ranks)]
 
     def _largest_matrix(self, units: Sequence[str]) -> int:
         found = (elements for elements, is_matrix, _ in self._parameters(units) if is_matrix)
@@ -585,25 +584,3 @@ class Share:
 
     def _head(self, of_a_logit: int) -> int:
         return self._piece * of_a_logit * self._model.vocab + self._tokens * 3 * 4 * self._model.hidden
-
-
-def _unit_parameters(
-    model: ModelSection, lora: LoraSection, unit: str, ranks: int
-) -> tuple[tuple[int, bool, bool], ...]:
-    """One device's elements of each trained parameter, whether it is a matrix, and whether it is a shard."""
-    # Blocks have the same shapes, and there may be thousands.
-    return _shapes(model, lora, block_name(0) if is_block(unit) else unit, ranks)
-
-
-@lru_cache(maxsize=64)
-def _shapes(
-    model: ModelSection, lora: LoraSection, unit: str, ranks: int
-) -> tuple[tuple[int, bool, bool], ...]:
-    return tuple(
-        (
-            prod(shard_shape(unit, spec, ranks)),
-            len(spec.shape) >= 2,
-            ranks > 1 and pieces(unit, spec) is not None,
-        )
-        for spec in trained_specs(model, lora, unit)
-    )
