@@ -1,6 +1,7 @@
 """Model a run's recent steps for the lower bound on step time: times, bytes, rates, cost of packing. Pure."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -199,8 +200,11 @@ def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
     equal capacities are more likely separate links that are full at once.
     """
     found = []
-    for stage in range(len(view.stages)):
-        links = tuple(x for x in view.links if x.source == stage and x.use is not None and x.mbit > 0)
+    by_source: defaultdict[int, list[LinkView]] = defaultdict(list)
+    for link in view.links:
+        if link.use is not None and link.mbit > 0 and 0 <= link.source < len(view.stages):
+            by_source[link.source].append(link)
+    for stage, links in sorted(by_source.items()):
         uses = [link.use or 0.0 for link in links]
         if len(links) < 2 or min(uses) < EACH_TOGETHER:
             continue
@@ -212,7 +216,7 @@ def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
         if max(capacities) < UNLIKE * min(capacities):
             continue
         sent = sum(link.mbit for link in links)
-        found.append(SharedUpload(stage=stage, links=links, mbit=sent, capacity_mbit=sent / max(uses)))
+        found.append(SharedUpload(stage=stage, links=tuple(links), mbit=sent, capacity_mbit=sent / max(uses)))
     return tuple(found)
 
 

@@ -6,7 +6,7 @@ to keep it.
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from node.coordinator.reports import NO_REPORT, AnyReport, Newest, is_continued, opened
 from node.pipeline.floor import LinkRate
@@ -82,6 +82,20 @@ class Accounting:
         """Since this process started, aborted steps included."""
         self._count_all()
         return self._run
+
+    @property
+    def counted(self) -> Ledger:
+        """As `run`, without the reports that wait."""
+        return self._run
+
+    def count_in_slices(self, size: int) -> Iterator[None]:
+        """Count the reports that wait now, so many at a time; others may come in between."""
+        waiting = list(self._waiting)
+        for first in range(0, len(waiting), size):
+            for node_id in waiting[first : first + size]:
+                if node_id in self._waiting:
+                    self._count(node_id)
+            yield
 
     def _count_all(self) -> None:
         for node_id in list(self._waiting):
@@ -172,6 +186,11 @@ class Accounting:
             if one.peer_stage == target.stage and one.peer_replica == target.replica:
                 return one
         return None
+
+    def reports(self) -> dict[str, Telemetry]:
+        """Each node's newest report; of a stage's node the newest that is counted: it is decoded already."""
+        counted = {node: self._counted[node] for node in self._place_of if node in self._counted}
+        return {node: counted.get(node) or self.newest[node] for node in self.newest}
 
     def line(self, place: Place) -> LinkRate:
         """The most that the machine at this place was seen to send and receive, as it says."""

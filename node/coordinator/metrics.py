@@ -4,16 +4,19 @@ NAT.
 Counters belong to this process: they start at 0 with it, as Prometheus expects, and outlive nodes and epochs.
 """
 
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 from node.analysis.run_view import RunView
 from node.coordinator.accounting import Accounting
 from node.coordinator.gateways import Gateways
+from node.coordinator.reporter import OWN_COSTS
 from node.run_state.actions import AbortKind
 from node.telemetry import events
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
 from wire.relay import Relay, RelayTotals
-from wire.telemetry import Telemetry, is_relayed
+from wire.telemetry import LinkReport, Telemetry, is_relayed
 from wire.version import PROTOCOL, VERSION
 
 COUNTED = (
@@ -27,6 +30,20 @@ COUNTED = (
     "nodes_left_total",
 )
 """Counters of events."""
+MEMORY = (
+    "stage_memory_bytes",
+    "stage_peak_memory_bytes",
+    "stage_gpu_memory_bytes",
+    "stage_gpu_peak_memory_bytes",
+)
+LINK_TOTALS = "link_bytes_total", "link_busy_seconds_total", "link_retransmits_total", "link_rejects_total"
+FLOW_TOTALS = "link_tensor_bytes_total", "link_elements_total"
+LINK_NOW = "link_capacity_bytes_per_second", "link_round_trip_seconds", "link_queued_bytes", "link_relayed"
+CLOCK = "node_clock_skew_seconds", "node_clock_error_seconds"
+COUNTED_SECONDS = 3.0
+"""Reports of a large run that were counted no longer ago are not counted again for a scrape."""
+SLICE = 100
+"""Reports that are counted before the event loop has its turn: a few milliseconds."""
 STATES = ("starting", "waiting for nodes", "restoring", "training", "stopped", "finished", "failed")
 
 
@@ -47,6 +64,7 @@ class RunMetrics:
         self._counts = dict.fromkeys(COUNTED, 0.0)
         self._step_seconds = Histogram()
         self._last_step = 0.0
+        self._costs_at = -math.inf
 
     def apply(self, event: events.Event, at: float) -> None:
         """Count an event that happened at the Unix time `at`."""
@@ -57,6 +75,8 @@ class RunMetrics:
                 counts["tokens_total"] += event.tokens_per_second * event.seconds
                 self._step_seconds.add(event.seconds)
                 self._last_step = at
+            case events.StepCosts():
+                self._costs_at = at
             case events.StepAborted():
                 counts["steps_aborted_total"] += not event.is_planned
                 counts["non_finite_total"] += event.kind == AbortKind.NOT_FINITE
@@ -72,6 +92,18 @@ class RunMetrics:
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format, version 0.0.4."""
+        return b"".join(self.parts())
+
+    def parts(self, now: float | None = None) -> Iterator[bytes]:
+        """The same in parts, some of them empty, each of which takes milliseconds to make: an event loop has
+        its turn in between.
+
+        Args:
+            now: Unix time; None: the clock's.
+        """
+        accounting = self.accounting
+        if accounting is not None and not self._are_counted(accounting, time.time() if now is None else now):
+            yield from (b"" for _ in accounting.count_in_slices(SLICE))
         view, families = self._view(), Families(RUN_METRICS)
         families.set("build_info", 1, VERSION, PROTOCOL)
         families.set("run_info", 1, view.run_id, view.forward_codec, view.backward_codec)
@@ -88,28 +120,35 @@ class RunMetrics:
             families.set("held_out_loss", view.held_out.uncompressed, "fp32")
             families.set("held_out_best_steps", view.held_out.best_step)
         for stage in view.stages:
-            families.set("stage_info", 1, stage.stage, stage.replica, stage.node_id, stage.device)
-            families.set("stage_present", stage.present, stage.stage, stage.replica)
-        if self.accounting is not None:
-            _stages(families, self.accounting)
-            _links(families, self.accounting, view)
-            for node, report in self.accounting.newest.items():
+            families.set_all(("stage_info",), (1.0,), stage.stage, stage.replica, stage.node_id, stage.device)
+            families.set_all(("stage_present",), (stage.present,), stage.stage, stage.replica)
+        yield b""
+        reports = accounting.reports() if accounting is not None else {}
+        if accounting is not None:
+            yield b""
+            _stages(families, accounting, reports)
+            yield b""
+            _links(families, accounting, reports, view)
+            for node, report in reports.items():
                 if report.clock_error_seconds > 0:
-                    families.set("node_clock_skew_seconds", report.clock_skew_seconds, node)
-                    families.set("node_clock_error_seconds", report.clock_error_seconds, node)
+                    families.set_all(CLOCK, (report.clock_skew_seconds, report.clock_error_seconds), node)
+        yield b""
         totals = self.relay.totals if self.relay is not None else RelayTotals()
-        newest = self.accounting.newest if self.accounting is not None else {}
-        self._volunteers.count(newest)
+        self._volunteers.count(reports)
         families.set("volunteer_relay_bytes_total", self._volunteers.bytes)
         families.set("volunteer_relay_refused_total", self._volunteers.refused)
-        families.set("volunteer_relay_pairs", sum(report.relay_pairs for report in newest.values()))
+        families.set("volunteer_relay_pairs", sum(report.relay_pairs for report in reports.values()))
         families.set("relay_bytes_total", totals.bytes)
         families.set("relay_refused_total", totals.refused)
         families.set("relay_pairs", self.relay.pairs if self.relay is not None else 0)
         for number, sessions in enumerate(self.gateways.sessions if self.gateways is not None else ()):
             families.set("gateway_sessions", sessions, number)
         families.set("gateway_restarts_total", self.gateways.restarts if self.gateways is not None else 0)
-        return families.text()
+        yield families.text()
+
+    def _are_counted(self, accounting: Accounting, now: float) -> bool:
+        """Whether the reports of a large run were counted a moment ago, when its costs were summed."""
+        return len(accounting.hosts) > OWN_COSTS and 0.0 <= now - self._costs_at <= COUNTED_SECONDS
 
     def _run(self, families: Families, view: RunView) -> None:
         for name, value in (
@@ -152,40 +191,39 @@ class _VolunteerTotals:
                 self._counted[node] = report.relayed_bytes, report.relay_refused
 
 
-def _stages(families: Families, accounting: Accounting) -> None:
-    for place, sums in accounting.run.stages.items():
-        for kind, seconds in sums.seconds.items():
-            families.set("stage_seconds_total", seconds, place.stage, place.replica, kind)
+def _stages(families: Families, accounting: Accounting, reports: Mapping[str, Telemetry]) -> None:
+    for place, sums in accounting.counted.stages.items():
+        kinds = tuple(sums.seconds)
+        families.set_each("stage_seconds_total", kinds, sums.seconds.values(), place.stage, place.replica)
     for place, node in accounting.places().items():
-        if (report := accounting.newest.get(node)) is not None:
-            labels = place.stage, place.replica
-            families.set("stage_memory_bytes", report.memory_bytes, *labels)
-            families.set("stage_peak_memory_bytes", report.peak_memory_bytes, *labels)
-            families.set("stage_gpu_memory_bytes", report.gpu_memory_bytes, *labels)
-            families.set("stage_gpu_peak_memory_bytes", report.gpu_peak_memory_bytes, *labels)
+        if (report := reports.get(node)) is not None:
+            memory = report.memory_bytes, report.peak_memory_bytes
+            on_gpu = report.gpu_memory_bytes, report.gpu_peak_memory_bytes
+            families.set_all(MEMORY, (*memory, *on_gpu), place.stage, place.replica)
 
 
-def _links(families: Families, accounting: Accounting, view: RunView) -> None:
+def _links(
+    families: Families, accounting: Accounting, reports: Mapping[str, Telemetry], view: RunView
+) -> None:
     why = {
         (link.source, link.target, link.source_replica, link.target_replica): "; ".join(
             filter(None, (link.why_not_direct, link.why_not_together))
         )
         for link in view.links
     }
-    for (sender, receiver), sums in accounting.run.links.items():
+    newest: dict[tuple[int, int, int, int], LinkReport] = {}
+    for place, node in accounting.places().items():
+        if (of_node := reports.get(node)) is not None:
+            for one in of_node.links:
+                newest.setdefault((place.stage, one.peer_stage, place.replica, one.peer_replica), one)
+    for (sender, receiver), sums in accounting.counted.links.items():
         link = sender.stage, receiver.stage, sender.replica, receiver.replica
-        families.set("link_bytes_total", sums.bytes, *link)
-        families.set("link_busy_seconds_total", sums.busy, *link)
-        families.set("link_retransmits_total", sums.retransmits, *link)
-        families.set("link_rejects_total", sums.rejects, *link)
+        families.set_all(LINK_TOTALS, (sums.bytes, sums.busy, sums.retransmits, sums.rejects), *link)
         for (direction, codec), size in sums.flow_bytes.items():
-            labels = *link, direction.name.lower(), codec
-            families.set("link_tensor_bytes_total", size, *labels)
-            families.set("link_elements_total", sums.flow_elements[direction, codec], *labels)
-        if (report := accounting.link_report(sender, receiver)) is not None:
-            families.set("link_capacity_bytes_per_second", report.capacity or None, *link)
-            families.set("link_round_trip_seconds", report.rtt_seconds or None, *link)
-            families.set("link_queued_bytes", report.queued_bytes, *link)
-            families.set("link_relayed", is_relayed(report.path), *link)
+            elements = sums.flow_elements[direction, codec]
+            families.set_all(FLOW_TOTALS, (size, elements), *link, direction.name.lower(), codec)
+        if (report := newest.get(link)) is not None:
+            known = report.capacity or None, report.rtt_seconds or None
+            families.set_all(LINK_NOW, (*known, report.queued_bytes, is_relayed(report.path)), *link)
             if report.path:
-                families.set("link_path", 1, *link, report.path, why.get(link, ""))
+                families.set_all(("link_path",), (1.0,), *link, report.path, why.get(link, ""))

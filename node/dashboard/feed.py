@@ -43,7 +43,9 @@ class Feed:
         self._since_start: list[tuple[Event, float]] | None = [] if past_comes else None
         self._clock = clock
         self._version = 0
-        self._made: tuple[int, RunView, dict[str, Any]] | None = None
+        self._made: tuple[int, RunView] | None = None
+        self._fields: dict[str, Any] | None = None
+        """Of the view that is made, once somebody reads them: they take longer than it."""
         self._next_at = 0.0
         self._changed = asyncio.Event()
         self._closing = asyncio.Event()
@@ -74,7 +76,7 @@ class Feed:
         return self._closing.is_set()
 
     def view(self) -> RunView:
-        """As `newest`."""
+        """As `newest`, not as plain values."""
         return self._newest()[1]
 
     def newest(self) -> tuple[int, Fields]:
@@ -83,7 +85,12 @@ class Feed:
         Made once for all readers and at a bounded rate, so it may lack the last moment's events, unless the
         feed is closed.
         """
-        version, _, fields = self._newest()
+        version, view = self._newest()
+        if (fields := self._fields) is None:
+            began = self._clock()
+            fields = {name: _lists(value) for name, value in view.to_fields().items()}
+            self._fields = fields
+            self._took(began)
         return version, fields
 
     async def newer(self, version: int) -> None:
@@ -97,16 +104,20 @@ class Feed:
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
 
-    def _newest(self) -> tuple[int, RunView, dict[str, Any]]:
+    def _newest(self) -> tuple[int, RunView]:
         began = self._clock()
         due = self.closed or began >= self._next_at
         if self._made is None or (due and self._made[0] != self._version):
-            view = self._builder.view()
-            fields = {name: _lists(value) for name, value in view.to_fields().items()}
-            self._made = self._version, view, fields
-            ended = self._clock()
-            self._next_at = ended + PAUSE_FACTOR * (ended - began)
+            self._made = self._version, self._builder.view()
+            self._fields = None
+            self._next_at = began
+            self._took(began)
         return self._made
+
+    def _took(self, began: float) -> None:
+        """What made a view has ended; the next one comes so much later."""
+        ended = self._clock()
+        self._next_at = max(self._next_at, began) + (1 + PAUSE_FACTOR) * (ended - began)
 
     def _wake(self) -> None:
         """Wake those who wait now; later ones wait for the next change."""

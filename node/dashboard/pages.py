@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -92,7 +92,7 @@ async def live_page(
     controls: Controls,
     store: Store,
     authority: CertificateAuthority,
-    metrics: Callable[[], bytes] | None,
+    metrics: Callable[[], Iterable[bytes]] | None,
     emit: Callable[[events.Event], None],
     ports: Ports,
 ) -> AsyncIterator[None]:
@@ -156,7 +156,7 @@ async def _serve(
         return  # stopped while a long history was read
     # Gauges that come from the view are right; counters stay 0.
     metrics = RunMetrics(feed.view)
-    async with serve_page(Page(feed=feed, metrics=metrics.render), host, port, tls) as bound:
+    async with serve_page(Page(feed=feed, metrics=metrics.parts), host, port, tls) as bound:
         tell(page_url(host, bound, tls=tls is not None))
         while not stopped.is_set():
             try:

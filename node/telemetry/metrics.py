@@ -117,6 +117,8 @@ RUN_METRICS: tuple[Definition, ...] = (
 )
 """At the coordinator, for the whole run. `source` and `target` are the stages that send and receive."""
 
+_RUN_LABELS = {one.name: one.labels for one in RUN_METRICS}
+
 PEER = ("peer",)
 PEER_FLOW = ("peer", "direction", "codec")
 
@@ -170,6 +172,7 @@ class Families:
     def __init__(self, definitions: Iterable[Definition]) -> None:
         self._definitions = {definition.name: definition for definition in definitions}
         self._samples: dict[str, list[str]] = {name: [] for name in self._definitions}
+        self._lists: dict[tuple[str, ...], list[list[str]]] = {}
 
     def set(self, name: str, value: float | None, *labels: object) -> None:
         """Add a sample, unless `value` is None. Labels in the order of the definition."""
@@ -178,6 +181,23 @@ class Families:
             raise ValueError(f"{name} has the labels {names}, not {labels}")
         if value is not None:
             self._samples[name].append(f"{_sample_name(name, names, labels)} {_number(value)}")
+
+    def set_all(self, names: tuple[str, ...], values: Iterable[float | None], *labels: object) -> None:
+        """As `set`, for several of the run's metrics with these labels; values are finite. Takes a third of
+        the time."""
+        lists = self._lists.get(names)
+        if lists is None:
+            lists = self._lists[names] = [self._samples[name] for name in names]
+        for samples, start, value in zip(lists, _starts(names, labels), values, strict=True):
+            if value is not None:
+                samples.append(start + repr(float(value)))
+
+    def set_each(self, name: str, last: tuple[object, ...], values: Iterable[float], *labels: object) -> None:
+        """As `set`, of one of the run's metrics, for several values of the last label; values are finite."""
+        starts = _starts_of_each(name, last, labels)
+        self._samples[name] += [
+            start + repr(float(value)) for start, value in zip(starts, values, strict=True)
+        ]
 
     def observed(self, name: str, histogram: Histogram) -> None:
         """Add a histogram's counts."""
@@ -204,6 +224,20 @@ def _sample_name(name: str, names: tuple[str, ...], labels: tuple[object, ...]) 
         return PREFIX + name
     pairs = (f'{key}="{_escaped(str(label), quotes=True)}"' for key, label in zip(names, labels, strict=True))
     return f"{PREFIX}{name}{{{','.join(pairs)}}}"
+
+
+@functools.lru_cache(maxsize=2**17)
+def _starts(names: tuple[str, ...], labels: tuple[object, ...]) -> tuple[str, ...]:
+    """Of run metrics' samples with these labels: what stands before the value."""
+    for name in names:
+        if len(labels) != len(_RUN_LABELS[name]):
+            raise ValueError(f"{name} has the labels {_RUN_LABELS[name]}, not {labels}")
+    return tuple(f"{_sample_name(name, _RUN_LABELS[name], labels)} " for name in names)
+
+
+@functools.lru_cache(maxsize=2**17)
+def _starts_of_each(name: str, last: tuple[object, ...], labels: tuple[object, ...]) -> tuple[str, ...]:
+    return tuple(_starts((name,), (*labels, one))[0] for one in last)
 
 
 def _escaped(text: str, *, quotes: bool = False) -> str:

@@ -3,6 +3,11 @@
 Processor time, in one process, of what the coordinator does itself: parse a heartbeat and keep it, take all
 reports of a step and sum it up, write `/metrics`; and the bytes of a placement. gRPC, TLS and sockets come on
 top. The least of a few repetitions counts, so that other work on the machine counts little.
+
+`metrics` is the text alone, of reports that are decoded and a view that is made. A `scrape` is all that the
+coordinator does for one: every node has sent a newer report, which a gateway has checked and nobody has
+decoded, and nobody has read the page for a while. `short` is beside short steps, whose costs were summed a
+moment ago.
 """
 
 import argparse
@@ -19,6 +24,8 @@ from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.reporter import Reporter
+from node.coordinator.reports import SealedReport
+from node.dashboard.feed import Feed
 from node.lab.results import commit, hardware
 from node.run_state.actions import RecordCommit, RecordRestored, Send
 from node.run_state.epoch import Epoch
@@ -31,6 +38,7 @@ from wire.messages import Heartbeat
 from wire.node_messages_proto import node_message_from_proto, node_message_to_proto
 from wire.spec import Direction
 from wire.telemetry import DIRECT, FlowReport, LinkReport, Telemetry
+from wire.telemetry_proto import telemetry_to_proto
 from wire.v1 import control_pb2
 
 OUT = RESULTS / "member_costs.json"
@@ -86,16 +94,27 @@ class Run:
                 stages=STAGES, groups=ROWS, forward_codec="fp32", backward_codec="fp32", window=0
             ),
         )
-        self.reporter = Reporter(config, lambda event: self.view.apply(event, 1.0))
         self.shown = self.view.view()
         self.metrics = RunMetrics(lambda: self.shown)
-        self.metrics.accounting = self.reporter.accounting
+        self.scraped = {way: RunMetrics(lambda: Feed(self.view).view()) for way in ("short", "long")}
+        self.reporter = Reporter(config, self.happened)
+        for metrics in (self.metrics, *self.scraped.values()):
+            metrics.accounting = self.reporter.accounting
         self.step = 0
         for node in HOSTS:
             self.view.apply(events.NodeJoined(node_id=node, device="cpu", address="10.0.0.1:7700"), 1.0)
         self.reporter.placed()
         self.report(0)
         self.reporter.restored(RecordRestored(epoch=1, step=0, nodes=HOSTS, groups=GROUPS), {})
+
+    def happened(self, event: events.Event) -> None:
+        self.view.apply(event, 1.0)
+        self.scraped["short"].apply(event, time.time())
+
+    def sealed(self, reports: list[bytes]) -> None:
+        """As gateways pass them on."""
+        for node, data in zip(HOSTS, reports, strict=True):
+            self.reporter.accounting.report(node, SealedReport(1, data), goes_on=True)
 
     def report(self, steps: int) -> None:
         for number, node in enumerate(HOSTS):
@@ -144,16 +163,25 @@ def spent(work: Callable[[], object]) -> float:
 
 
 def measure() -> dict[str, Any]:
-    found: dict[str, list[float]] = {"heartbeat": [], "step": [], "metrics": []}
+    found: dict[str, list[float]] = {
+        one: [] for one in ("heartbeat", "step", "metrics", "short_scrape", "long_scrape")
+    }
     run = Run()
     for repeat in range(REPEATS):
-        steps = 2 * repeat + 1
+        steps = 4 * repeat + 1
         packed = [
             node_message_to_proto(Heartbeat(telemetry=telemetry(n, steps), sent_at=1.0)).SerializeToString()
             for n in range(len(HOSTS))
         ]
         found["heartbeat"].append(spent(lambda packed=packed: run.heartbeats(packed)) / len(HOSTS))
         reports = [telemetry(number, steps + 1) for number in range(len(HOSTS))]
+        later = {
+            way: [
+                telemetry_to_proto(telemetry(number, steps + more)).SerializeToString()
+                for number in range(len(HOSTS))
+            ]
+            for more, way in enumerate(run.scraped, start=2)
+        }
 
         def step(reports: list[Telemetry] = reports) -> None:
             for node, one in zip(HOSTS, reports, strict=True):
@@ -163,6 +191,9 @@ def measure() -> dict[str, Any]:
         found["step"].append(spent(step))
         run.shown = run.view.view()
         found["metrics"].append(spent(run.metrics.render))
+        for way, metrics in run.scraped.items():
+            run.sealed(later[way])
+            found[f"{way}_scrape"].append(spent(metrics.render))
     return {
         "commit": commit(),
         "members": len(HOSTS),

@@ -193,10 +193,18 @@ def member_costs() -> str:
     """What members cost the coordinator itself, by commit (scripts/bench/member_costs.py)."""
     report = read_report(MEMBER_COSTS)
     runs = report["runs"]
+
+    def scrapes(way: str) -> list[str]:
+        # Earlier runs lack them.
+        seconds = [run.get(f"{way}_scrape_seconds") for run in runs]
+        return ["" if one is None else f"{1e3 * one:.0f}" for one in seconds]
+
     rows = [
         ["a heartbeat, us", *(f"{1e6 * run['heartbeat_seconds']:.0f}" for run in runs)],
         ["all reports of a step, and its sums, ms", *(f"{1e3 * run['step_seconds']:.0f}" for run in runs)],
-        ["`/metrics`, ms", *(f"{1e3 * run['metrics_seconds']:.0f}" for run in runs)],
+        ["the text of `/metrics`, ms", *(f"{1e3 * run['metrics_seconds']:.0f}" for run in runs)],
+        ["a scrape, all of it, beside short steps, ms", *scrapes("short")],
+        ["the same beside long steps, ms", *scrapes("long")],
         ["the placements of an epoch, MB", *(f"{run['placement_bytes'] / 1e6:.1f}" for run in runs)],
     ]
     columns = [("what", "left"), *((f"commit {commit(run)[:7]}", "right") for run in runs)]

@@ -98,7 +98,7 @@ async def served(directory: Path, *, one_port: bool = True, tls: bool = False) -
                 controls=NoControls(),
                 store=store,
                 authority=authority,
-                metrics=lambda: b"thinwire_up 1\n",
+                metrics=lambda: [b"thinwire_", b"up 1\n"],
                 emit=note,
                 ports=ports,
             ),

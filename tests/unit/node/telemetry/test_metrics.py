@@ -15,7 +15,9 @@ from node.analysis.link_views import NOT_LISTENING
 from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.accounting import Accounting
 from node.coordinator.gateways import Gateways
-from node.coordinator.metrics import COUNTED, STATES, RunMetrics
+from node.coordinator.metrics import COUNTED, COUNTED_SECONDS, LINK_NOW, SLICE, STATES, RunMetrics
+from node.coordinator.reporter import OWN_COSTS
+from node.coordinator.reports import SealedReport
 from node.run_file.addresses import why_not_bound
 from node.run_state.actions import AbortKind
 from node.stage.node_metrics import NodeMetrics, serve_metrics
@@ -33,7 +35,8 @@ from node.telemetry.metrics import (
 from tests.support.run_events import BEGAN, NODES, aborted, done, joined, opening, step
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 from wire.errors import UserError
-from wire.telemetry import relay_path
+from wire.telemetry import Telemetry, relay_path
+from wire.telemetry_proto import telemetry_to_proto
 
 LINK = (("replica", "0"), ("source", "0"), ("target", "1"), ("target_replica", "0"))
 FORBIDDEN_LABELS = {"step", "token", "address", "microbatch", "peer_address", "host", "ip"}
@@ -126,6 +129,94 @@ def test_a_run_gives_every_metric_that_is_defined(watched: Watched) -> None:
     assert 8 * samples["thinwire_link_tensor_bytes_total", flow] / samples[
         "thinwire_link_elements_total", flow
     ] == pytest.approx(4.5)
+
+
+def sealed(steps: float, stage: int) -> SealedReport:
+    told = replace(totals(steps, stage=stage), memory_bytes=round(5000 + steps))
+    return SealedReport(EPOCH, telemetry_to_proto(told).SerializeToString())
+
+
+def large_run() -> tuple[RunMetrics, Accounting, list[str]]:
+    """Rows of two stages, one more stage than have costs of their own in each step."""
+    rows = OWN_COSTS // 2 + 1
+    nodes = [f"node-{number:03}" for number in range(2 * rows)]
+    metrics = RunMetrics(RunViewBuilder().view)
+    metrics.accounting = accounting = Accounting({"tah"})
+    for number, node in enumerate(nodes):
+        accounting.report(node, sealed(0, number % 2))
+    accounting.begin_epoch(EPOCH, nodes, rows)
+    return metrics, accounting, nodes
+
+
+def test_a_large_runs_reports_that_were_just_counted_are_not_read_again() -> None:
+    metrics, accounting, nodes = large_run()
+
+    def report(steps: float) -> list[SealedReport]:
+        made = [sealed(steps, number % 2) for number in range(len(nodes))]
+        for node, one in zip(nodes, made, strict=True):
+            accounting.report(node, one, goes_on=True)
+        return made
+
+    def seen(now: float) -> tuple[float, float, float]:
+        samples = parsed(b"".join(metrics.parts(now)))
+        kind = (("kind", "forward"), ("replica", "0"), ("stage", "1"))
+        memory = samples["thinwire_stage_memory_bytes", kind[1:]]
+        return (
+            samples["thinwire_stage_seconds_total", kind],
+            samples["thinwire_link_bytes_total", LINK],
+            memory,
+        )
+
+    report(1)
+    metrics.apply(accounting.step(1, 2.0), BEGAN)
+    newer = report(2)
+    assert seen(BEGAN + COUNTED_SECONDS) == (1.0, 1000.0, 5001.0)
+    assert all(one._opened is None for one in newer)
+    assert seen(BEGAN + COUNTED_SECONDS + 0.1) == (2.0, 2000.0, 5002.0)
+    newest = report(3)
+    assert seen(BEGAN - 1.0) == (3.0, 3000.0, 5003.0), "a clock that was set back hides nothing"
+    # A node without a stage is read every time: nobody counts its reports.
+    accounting.report(
+        "spare", SealedReport(0, telemetry_to_proto(Telemetry(relay_pairs=2)).SerializeToString())
+    )
+    assert parsed(b"".join(metrics.parts(BEGAN)))["thinwire_volunteer_relay_pairs", ()] == 2
+    assert all(one._opened is not None for one in newest)
+
+
+def test_the_parts_of_a_scrape_are_short_and_an_epoch_may_end_between_them() -> None:
+    metrics, accounting, nodes = large_run()
+    for number, node in enumerate(nodes):
+        accounting.report(node, sealed(1, number % 2), goes_on=True)
+    parts = metrics.parts(BEGAN)
+    next(parts)
+    assert len(accounting._waiting) == len(nodes) - SLICE
+    accounting.step(1, 2.0, aborted=True)
+    samples = parsed(b"".join(parts))
+    assert samples["thinwire_link_bytes_total", LINK] == 1000
+    every = [
+        value for (name, _), value in samples.items() if name == "thinwire_stage_seconds_total" and value
+    ]
+    assert sum(every) == pytest.approx(2.0 * len(nodes))
+
+
+@pytest.mark.parametrize("value", [0, 7, 2**53 + 1, 1e18, 0.1, 1e-9, True])
+def test_samples_of_several_metrics_are_written_as_single_ones(value: float) -> None:
+    one, all_ = Families(RUN_METRICS), Families(RUN_METRICS)
+    hostile = 'x"\\\n'
+    for _ in range(2):
+        one.set("stage_info", value, 1, 0, hostile, "cpu")
+        all_.set_all(("stage_info",), (value,), 1, 0, hostile, "cpu")
+        for name in LINK_NOW[:2]:
+            one.set(name, value, 0, 1, 0, 0)
+        all_.set_all(LINK_NOW, (value, value, None, None), 0, 1, 0, 0)
+        for kind in ("forward", "backward"):
+            one.set("stage_seconds_total", value, 1, 0, kind)
+        all_.set_each("stage_seconds_total", ("forward", "backward"), (value, value), 1, 0)
+    assert one.text() == all_.text()
+    with pytest.raises(ValueError, match="labels"):
+        all_.set_all(LINK_NOW, (value,) * 4, 0)
+    with pytest.raises(ValueError, match="labels"):
+        all_.set_each("stage_seconds_total", ("forward",), (value,), 1)
 
 
 def test_a_link_that_is_not_direct_says_why(watched: Watched) -> None:
