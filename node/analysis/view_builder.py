@@ -22,6 +22,7 @@ from node.analysis.link_views import (
 from node.analysis.run_view import (
     EventView,
     HeldOutView,
+    LinkView,
     MemberView,
     RunView,
     Series,
@@ -37,6 +38,7 @@ from node.telemetry.format import bytes_text, duration_text, named, printable, w
 
 __all__ = ["RunView", "RunViewBuilder", "view"]
 
+_KINDS, _WAITS = [kind.value for kind in TimeKind], [kind.value for kind in WAITS]
 RECENT_STEPS = 10
 """Steps over which shares, rates and the bottleneck are taken."""
 ADVICE_STEPS = 40
@@ -326,15 +328,14 @@ class RunViewBuilder:
             events=tuple(self._events),
         )
         full = {replica: full_links(so_far.row(replica)) for replica in range(so_far.rows)}
-        links = tuple(
-            replace(
-                link,
-                full=(link.use or 0.0) >= FULL
-                if link.source_replica != link.target_replica
-                else (link.source, link.target) in full[link.source_replica],
-            )
-            for link in so_far.links
-        )
+
+        def is_full(link: LinkView) -> bool:
+            if link.source_replica != link.target_replica:
+                return (link.use or 0.0) >= FULL
+            return (link.source, link.target) in full[link.source_replica]
+
+        # Of a thousand nodes' links few are full; a copy takes ten microseconds.
+        links = tuple(replace(link, full=True) if is_full(link) else link for link in so_far.links)
         so_far = replace(so_far, links=links)
         if started is None:
             return replace(so_far, bottleneck=bottleneck(so_far, {}))
@@ -456,10 +457,10 @@ class RunViewBuilder:
             wall = sum(cost.wall_seconds for cost in costs)
             shares: dict[str, float] = {}
             if wall > 0:
-                for kind in TimeKind:
-                    shares[kind.value] = sum(cost.seconds.get(kind.value, 0.0) for cost in costs) / wall
+                for kind in _KINDS:
+                    shares[kind] = sum([cost.seconds.get(kind, 0.0) for cost in costs]) / wall
             newest = costs[-1] if costs else None
-            waiting = sum(shares.get(kind.value, 0.0) for kind in WAITS)
+            waiting = sum([shares.get(kind, 0.0) for kind in _WAITS])
             views.append(
                 StageView(
                     stage=stage,
