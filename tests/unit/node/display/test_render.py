@@ -43,6 +43,7 @@ from node.telemetry.events import (
     StepCosts,
     StepDone,
     TokenUses,
+    WindowsPlanned,
     from_json,
 )
 from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
@@ -114,6 +115,20 @@ EVENTS: tuple[Event, ...] = (
     Notice(text="something"),
     NodeReplaced(text="node node-a is shut out: it lied", node_id="node-a"),
     Recovered(text="back at step 6 in 4 s", step=6, seconds=4.0),
+    WindowsPlanned(
+        epoch=2,
+        step=41,
+        windows=(2, 1),
+        forward=(0.1, 0.2, 0.1),
+        backward=(0.2, 0.4, 0.2),
+        activation_bytes=1e6,
+        gradient_bytes=2e6,
+        round_trips=(0.1, 0.0),
+        rates_up=(1e6, 2e6),
+        rates_down=(0.0, 2e6),
+        lines_up=(3e6, 3e6, 0.0),
+        lines_down=(3e6, 3e6, 0.0),
+    ),
     StepCosts(
         step=7,
         seconds=2.0,
