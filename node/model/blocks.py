@@ -109,15 +109,16 @@ class Rotary(nn.Module):
         self.register_buffer("cos_sd", angles.cos().to(device), persistent=False)
         self.register_buffer("sin_sd", angles.sin().to(device), persistent=False)
 
-    def forward(self, x_bhsd: Tensor) -> Tensor:
+    def forward(self, query_bhsd: Tensor, key_bksd: Tensor) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled():
-            length = x_bhsd.shape[-2]
-            return reference.rotate(x_bhsd, self.cos_sd[:length], self.sin_sd[:length])
-        return layers.rotate(x_bhsd, self.cos_sd, self.sin_sd)
+            length = query_bhsd.shape[-2]
+            tables = self.cos_sd[:length], self.sin_sd[:length]
+            return reference.rotate(query_bhsd, *tables), reference.rotate(key_bksd, *tables)
+        return layers.rotate_both(query_bhsd, key_bksd, self.cos_sd, self.sin_sd)
 
-    def back(self, grad_bhsd: Tensor) -> Tensor:
-        """The gradient of the input: the inverse rotation."""
-        return layers.rotate(grad_bhsd, self.cos_sd, self.sin_sd, back=True)
+    def back(self, query_bhsd: Tensor, key_bksd: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the inputs: the inverse rotation."""
+        return layers.rotate_both(query_bhsd, key_bksd, self.cos_sd, self.sin_sd, back=True)
 
 
 def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: Reach = EVERYTHING) -> Tensor:
@@ -395,7 +396,8 @@ class LlamaBlock(Block):
             query_bhsd = query_bhsd * self.query_factor
         if self.rotary is None:
             return query_bhsd, key_bksd, value_bksd
-        return self.rotary(query_bhsd), self.rotary(key_bksd), value_bksd
+        query_bhsd, key_bksd = self.rotary(query_bhsd, key_bksd)
+        return query_bhsd, key_bksd, value_bksd
 
     def _to_be_normed(self, projected_bsn: Tensor) -> Tensor:
         """What norms of queries and keys are taken over last: whole, or head by head [B, S, H, D]."""
@@ -406,7 +408,7 @@ class LlamaBlock(Block):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         query_bhsd, key_bksd, value_bksd = heads
         if self.rotary is not None:
-            query_bhsd, key_bksd = self.rotary.back(query_bhsd), self.rotary.back(key_bksd)
+            query_bhsd, key_bksd = self.rotary.back(query_bhsd, key_bksd)
         if self.query_factor != 1.0:
             query_bhsd = query_bhsd * self.query_factor
         grads = [part.transpose(1, 2).flatten(2) for part in (query_bhsd, key_bksd, value_bksd)]
