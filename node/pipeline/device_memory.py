@@ -44,6 +44,8 @@ RUNS_AT_WORK = 8
 """The same of a block at work, and of what comes back from host memory."""
 _LOST_SHARE = 8
 """Gaps come from tensors that were there: no more than one part in so many of what is kept."""
+_HEAD_NUMBERS = 128
+"""Bytes a token on a GPU: its label, its loss, what the norm divides by; and rounding up."""
 GIB = 1 << 30
 _INTO_ATTENTION = ("query", "key", "value", "qkv_projection")
 _INTO_FEED_FORWARD = ("gate", "up")
@@ -396,6 +398,8 @@ class Share:
 
     def ends_work(self, units: Sequence[str]) -> int:
         """The same of the head, and of the embedding where it is counted apart; 0 without them."""
+        if HEAD in units and not (self._devices.on_cpu or self.captures):
+            return self._fused_head()
         if HEAD in units:
             return self.head_at_work() + self.new_gradients(units)
         return self.residual + self.new_gradients(units) if EMBED in units and self.follows_kernels else 0
@@ -538,16 +542,28 @@ class Share:
         return (40 if again else 32) * model.hidden + 4 * (model.hidden - kv_width(model))
 
     def head_at_work(self) -> int:
-        """Logits, on a CPU their logarithms and gradient beside them; the norm's input and result. With CUDA
-        graphs only what backward allocates."""
+        """Beside fresh gradients, of a head on a CPU: logits, their logarithms and gradient, the norm's input
+        and result. Of one with CUDA graphs: what backward allocates."""
         if self.captures:
             return self._head(0)
-        head = self._head(self._of_a_logit()) + self._copies([HEAD])
-        if self._lora.rank and self._half == (self._lora.base == WHOLE):
-            head += self._element * self._model.vocab * self._model.hidden
+        head = self._head(self._of_a_logit()) + self._copies([HEAD]) + self._dense_head()
         # As large as the fresh gradient of the head's weight, which `new_gradients` counts.
         counted = 0 if self._lora.rank else (2 if self._training.weights == "bfloat16" else 4)
         return head + max(0, self._pieced_gradient() - counted * self._model.vocab * self._model.hidden)
+
+    def _fused_head(self) -> int:
+        """On a GPU without CUDA graphs, with fresh gradients: what forward makes of the weight and of the
+        input, and beside it a piece's logits or what backward rounds."""
+        rows, element = self._tokens * self._model.hidden, self._element
+        matrix = 0 if self._lora.rank else self._model.vocab * self._model.hidden
+        forward = self._head(element) - 12 * rows + element * rows + self._copies([HEAD]) + self._dense_head()
+        backward = 12 * rows + (2 * matrix if self._training.weights == "bfloat16" else 0)
+        return 4 * matrix + element * rows + max(forward, backward) + _HEAD_NUMBERS * self._tokens
+
+    def _dense_head(self) -> int:
+        """A frozen weight in the dtype of products."""
+        dense = self._lora.rank > 0 and self._half == (self._lora.base == WHOLE)
+        return self._element * self._model.vocab * self._model.hidden if dense else 0
 
     def head_keeps(self) -> int:
         """What a CUDA graph of the head's forward holds permanently: a piece's logits, and the gradients that
@@ -573,13 +589,11 @@ class Share:
         return (4 if self._in_pieces else 3) * 4 + (2 if self._half else 0)
 
     def _pieced_gradient(self) -> int:
-        """The gradients that the forward of a head in pieces makes, and on a CPU a piece's product. Backward
-        rounds them for weights in bfloat16; with CUDA graphs `new_gradients` counts that."""
+        """The gradients that the forward of a head in pieces makes, and on a CPU a piece's product."""
         if not self._in_pieces:
             return 0
-        in_half = self._training.weights == "bfloat16" and not self.captures
-        rounded = self._half if self._devices.on_cpu else in_half
-        weight = self._model.vocab * self._model.hidden * (0 if self._lora.rank else 4 + 2 * rounded)
+        product = 2 if self._half and self._devices.on_cpu else 0
+        weight = self._model.vocab * self._model.hidden * (0 if self._lora.rank else 4 + product)
         return weight + self._tokens * 2 * self._element * self._model.hidden
 
     def _head(self, of_a_logit: int) -> int:

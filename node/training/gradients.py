@@ -403,18 +403,28 @@ class Fp8Gradients:
             self.when_added(self._main[parameter])
 
 
-def norms(gradient: Tensor | Fp8Gradient) -> list[Tensor]:
-    """Norm of each `GRADIENT_PIECE` of a gradient, in order: float64 [], on its device, not waited for.
+def norms(gradients: Sequence[Tensor | Fp8Gradient]) -> list[list[Tensor]]:
+    """Norms of each `GRADIENT_PIECE` of each gradient, in order: float64 [], on its device, not waited for.
 
     For a norm in float64 torch makes a copy in it on a CPU, twice as large as the gradient: here, of a piece.
     """
-    pieces: Iterable[Tensor]
-    if isinstance(gradient, Fp8Gradient):
-        pieces = (unpack_gradient(part) for part in _pieces(gradient))
-    else:
-        pieces = torch.split(gradient.flatten(), GRADIENT_PIECE)
-    # On a GPU one pass without a copy, unlike `torch.linalg.vector_norm`; elsewhere the same.
-    return [torch._foreach_norm([piece], 2.0, torch.float64)[0] for piece in pieces]
+    pieces = [
+        [] if isinstance(one, Fp8Gradient) else list(torch.split(one.flatten(), GRADIENT_PIECE))
+        for one in gradients
+    ]
+    plain = iter(_norms([piece for of_one in pieces for piece in of_one]))
+    return [
+        [_norms([unpack_gradient(part)])[0] for part in _pieces(one)]
+        if isinstance(one, Fp8Gradient)
+        else [next(plain) for _ in of_one]
+        for one, of_one in zip(gradients, pieces, strict=True)
+    ]
+
+
+def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """In float64. On a GPU in one pass over all and without a copy, unlike `torch.linalg.vector_norm`, which
+    this calls elsewhere."""
+    return torch._foreach_norm(tensors, 2.0, torch.float64) if tensors else ()
 
 
 def _pieces(gradient: Fp8Gradient) -> Iterator[Fp8Gradient]:

@@ -7,6 +7,8 @@ split. Moments are float32, or e4m3 for matrices (`[training] moments`, design s
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -283,9 +285,9 @@ class StageOptimizer:
     def _norms_of(self, places: Iterable[tuple[str, nn.Parameter]]) -> list[list[float]]:
         """Norms of the pieces of each parameter's gradient, as `norms` gives them, by unit and parameter."""
         made = []
-        for unit, parameter in places:
+        for unit, named in groupby(places, key=itemgetter(0)):
             self.streaming.use_gradients(unit)
-            made.append(norms(self.gradients.stored(parameter)))
+            made += norms([self.gradients.stored(parameter) for _, parameter in named])
         if not made:
             return []
         # One wait for the device, for all of them.
@@ -400,14 +402,14 @@ class StageOptimizer:
         for adamw, decay in ((self._matrices, self._training.weight_decay), (self._vectors, 0.0)):
             kept: dict[nn.Parameter, Tensor] = {}
             for parameter in adamw.state:
-                gradient, scale = self.gradients.get(parameter), scale_of(parameter)
-                if scale != 1.0:
-                    gradient.mul_(scale)
+                gradient = self.gradients.get(parameter)
                 if parameter.grad is None:
                     # It was unpacked for this step alone.
-                    adamw.step({parameter: gradient}, lr, decay)
+                    adamw.step({parameter: gradient.mul_(scale_of(parameter))}, lr, decay)
                 else:
                     kept[parameter] = gradient
+            if kept:
+                torch._foreach_mul_(list(kept.values()), [scale_of(parameter) for parameter in kept])
             adamw.step(kept, lr, decay)
         self.weights_changed()
         self.zero_grad()
