@@ -1,7 +1,7 @@
 """A whole model's steps on one NVIDIA GPU: `python -m scripts.bench.whole_model --out PATH`.
 
-Each of our ways takes turns with the other in one process, on the same shape and tokens, with AdamW on float32
-weights:
+Each of our ways takes turns with the other in one process, on the same shape and tokens, with AdamW on
+float32 weights:
 
     ours      the one stage of a run with `stages = 1`: passes as CUDA graphs, norms, clipping, AdamW
     compiled  transformers' model in bf16 autocast, each layer under torch.compile, with the attention that
