@@ -73,12 +73,26 @@ def shared_line() -> str:
                     result["machine"]["commit"][:7],
                     f"{seconds['median']:.1f} ({seconds['least']:.1f} to {seconds['most']:.1f})",
                     f"{cell['floor']['share']:.2f}",
+                    _planned(cell),
                 ]
             )
     columns = [("Mbit/s out/in, round trip", "left"), ("window", "left"), ("commit", "left")]
-    columns += [("s a step", "right"), ("of the floor", "right")]
+    columns += [("s a step", "right"), ("of the floor", "right"), ("windows planned", "left")]
     what = "; ".join(f"{one['machine']['commit'][:7]}: {one['what']}" for one in plans)
     return f"{markdown(columns, rows)}\n\n{what}. {provenance(swept)}."
+
+
+def _planned(cell: dict[str, Any]) -> str:
+    """The least and the most of the windows that the measured steps may have had; empty if not on record."""
+    first = cell["curve"][-cell["measured_steps"]][0]
+    plans = cell.get("plans", [])
+    before = [plan for plan in plans if plan["step"] < first]
+    windows = [
+        window
+        for plan in (*before[-1:], *(plan for plan in plans if plan["step"] >= first))
+        for window in plan["windows"]
+    ]
+    return f"{min(windows)} to {max(windows)}" if windows else ""
 
 
 TABLES: Tables = {"public_meter": public_meter, "shared_line": shared_line}
