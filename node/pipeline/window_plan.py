@@ -10,7 +10,9 @@ memory allows.
 A node's links share its line, so the simulation has the most that each line was seen to carry. Where every
 link has a line of its own, nodes receive from both sides at once and the most is the sum: then it limits
 nothing. Where a line is shared and full, a window beyond what fills it only makes its queue longer, with
-activations in front of gradients: its links get no margin, and keep no wider window.
+activations in front of gradients: its links get no margin, but the window that would do for all. It is kept
+while it is no wider than if links had no rate: on a full line a measured rate is a share of it, which
+connections divide differently from step to step.
 
 A step's result does not depend on its window, so a plan may come late or be lost with the coordinator.
 """
@@ -172,13 +174,24 @@ def plan_windows(
 
     found = _raised(steps.smallest(), fast.smallest(), suits)
     full = steps.full_lines(found)
-    margins = [0 if full & {link, (link + 1) % stages} else MARGIN for link in range(links)]
+    of_full = [bool(full & {link, (link + 1) % stages}) for link in range(links)]
+
+    def on_full(least: Windows, width: Windows) -> Windows:
+        """Links of full lines have the width that all need, if they need any and it is no margin more."""
+        ways = zip(least, width, of_full, strict=True)
+        return tuple(min(all_, one + MARGIN) if shares and one else one for one, all_, shares in ways)
+
+    if suits(of_all := on_full(found, steps.smallest_even())):
+        found = of_all
+    kept = on_full(found, fast.smallest_even())
     near = all(
-        least <= now <= least + 2 * margin
-        for now, least, margin in zip(current, found, margins, strict=False)
+        least <= now <= (max(least, widest) if shares else least + 2 * MARGIN)
+        for now, least, widest, shares in zip(current, found, kept, of_full, strict=False)
         if least
     )
-    wanted = tuple(least + margin if least else 0 for least, margin in zip(found, margins, strict=True))
+    wanted = tuple(
+        least if shares or not least else least + MARGIN for least, shares in zip(found, of_full, strict=True)
+    )
     return current if good and near else _raised(found, wanted, suits)
 
 
