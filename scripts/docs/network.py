@@ -3,6 +3,8 @@
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from node.lab.reach import doctor_table, reach_table
@@ -13,6 +15,7 @@ from scripts.docs.markdown import Tables, commit, if_recorded, notes, read_repor
 from scripts.report import RESULTS, markdown
 
 PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
+PIPELINE_FLOOR_FULL = RESULTS / "pipeline_floor_full.json"
 ALL_REDUCE = RESULTS / "all_reduce.json"
 ALL_REDUCE_LINKS = RESULTS / "all_reduce_links.json"
 ALL_REDUCE_LINKS_GPUS = RESULTS / "all_reduce_links_gpus.json"
@@ -120,9 +123,9 @@ def throughput() -> str:
     return f"{markdown(columns, rows)}\n\n{provenance(result)}."
 
 
-def pipeline_floor() -> str:
+def pipeline_floor(path: Path = PIPELINE_FLOOR) -> str:
     """Results of scripts/experiments/pipeline_floor.py: efficiency by rate and round trip."""
-    report = read_report(PIPELINE_FLOOR)
+    report = read_report(path)
     shapes = list(dict.fromkeys((row["round_trip_ms"], row["rate_mbit"]) for row in report["results"]))
 
     def kind(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -139,7 +142,8 @@ def pipeline_floor() -> str:
         )
         for simulated, window, before in kinds
     ]
-    columns.append(("windows planned", "left"))
+    plans = any(row["simulated"] for row in report["results"])
+    columns += [("windows planned", "left")] if plans else []
     rows = []
     for shape in shapes:
         here = [found.get((*shape, *kind)) for kind in kinds]
@@ -150,7 +154,7 @@ def pipeline_floor() -> str:
                 *(f"{value:g}" for value in shape),
                 f"{some['floor_seconds']:.2f}",
                 *("-" if row is None else _share(row) for row in here),
-                "-" if planned is None else ", ".join(map(str, planned["windows"])),
+                *(["-" if planned is None else ", ".join(map(str, planned["windows"]))] if plans else []),
             ]
         )
     settings = report["settings"]
@@ -567,6 +571,7 @@ TABLES: Tables = {
     "lab_floor": lab_floor,
     "throughput": throughput,
     "pipeline_floor": pipeline_floor,
+    "pipeline_floor_full": partial(pipeline_floor, PIPELINE_FLOOR_FULL),
     "all_reduce": all_reduce,
     "all_reduce_links": all_reduce_links,
     "all_reduce_links_gpus": all_reduce_links_gpus,
