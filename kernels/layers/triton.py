@@ -69,6 +69,8 @@ def _cross_entropy(
     counts = (label != ignored).to(tl.float32)
     logits += token * columns
     out += token * columns
+    # Read before the first wait for the program's other warps: gradients may soon be in its place.
+    chosen = load_wide(logits + label, (label >= 0) & (label < columns))
     largest = -float("inf")
     total = 0.0
     start = 0
@@ -80,8 +82,6 @@ def _cross_entropy(
         total = total * tl.exp(largest - most) + tl.sum(tl.exp(x - most), 0)
         largest = most
         start += B
-    known = (label >= 0) & (label < columns)
-    chosen = load_wide(logits + label, known)
     tl.store(losses + token, tl.where(label != ignored, tl.log(total) + largest - chosen, 0.0))
     if GRADIENTS:
         share = 1.0 / total

@@ -141,7 +141,7 @@ def test_graphs_in_float16_give_autograds_bits(family: str, stage: int) -> None:
 def test_blocks_that_run_again_and_a_head_in_pieces_give_the_same_bits(
     case: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "HEAD_LOGITS", 300 * 1024)  # of 1,024 tokens
+    monkeypatch.setattr(storage, "FUSED_LOGITS", 300 * 1024)  # of 1,024 tokens
     wanted, _ = steps(run_file(case, "llama", graphs=False), stage)
     for graphs in (False, True):
         for choices in ((Choice.AGAIN, Choice.KEPT), (Choice.AGAIN, Choice.AGAIN)):
