@@ -395,19 +395,23 @@ def _tied_ways(report: Mapping[str, Any], words: str) -> str:
             way["way"],
             f"{way['busiest_bytes'] / 1e6:.2f}",
             *(
-                f"{way['step_seconds'][rate]:.2f} ({min(each):.2f} to {max(each):.2f})"
+                f"{way['step_seconds'][rate]:.2f}"
+                + (f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else "")
                 for rate in rates
                 for each in [[run[rate] for run in way["all_step_seconds"]]]
             ),
         ]
         for way in ways
     ]
+    runs = "One run"
+    if report["runs"] > 1:
+        runs = f"Of {report['runs']} runs the median, in brackets the least and the most"
     columns = [("model", "left"), ("busiest direction, MB a step", "right")]
     columns += [
         (f"{rate} Mbit/s, s a step" if rate.isdigit() else f"{rate}, s a step", "right") for rate in rates
     ]
     caption = (
-        f"Of {report['runs']} runs the median, in brackets the least and the most; four stages of "
+        f"{runs}; four stages of "
         f"deploy/lab/{report['profile']}. {words} "
         f"torch {report['versions']['torch']}, commit {commit(report)}."
     )

@@ -1,7 +1,9 @@
 """Tables of a stage's passes on GPUs: compute, CUDA graphs, and the outcomes of tests/gpu."""
 
 import math
+from collections.abc import Mapping
 from textwrap import fill
+from typing import Any
 
 from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
 from scripts.report import RESULTS, markdown
@@ -16,6 +18,7 @@ FP8_WAYS = {
     "fp8-three": "the same, with `agoq`, gradients and moments in FP8",
 }
 WHOLE_MODEL = RESULTS / "whole_model.json"
+WHOLE_MODEL_H100 = RESULTS / "whole_model_h100.json"
 CAPTURED_PASSES = RESULTS / "captured_passes.json"
 GPU_TESTS = RESULTS / "gpu_tests.json"
 GIB = 2**30
@@ -74,7 +77,15 @@ def _number(value: float, digits: int) -> str:
 
 def whole_model() -> str:
     """Steps of a whole model on one GPU beside a compiled transformers loop: scripts/bench/whole_model.py."""
-    report = read_report(WHOLE_MODEL)
+    return _whole_model(read_report(WHOLE_MODEL))
+
+
+def whole_model_newer() -> str:
+    """The same on another card."""
+    return _whole_model(read_report(WHOLE_MODEL_H100))
+
+
+def _whole_model(report: Mapping[str, Any]) -> str:
     rows = []
     for row in report["rows"]:
         for name, seconds in row["seconds"].items():
@@ -235,6 +246,7 @@ TABLES: Tables = {
     "stage_compute": stage_compute,
     "captured_passes": captured_passes,
     **if_recorded(WHOLE_MODEL, "whole_model", whole_model),
+    **if_recorded(WHOLE_MODEL_H100, "whole_model_newer", whole_model_newer),
     "coded_products": fp8_compute,
     "coded_loss": fp8_loss,
     **if_recorded(GPU_TESTS, "gpu_tests", gpu_tests),
