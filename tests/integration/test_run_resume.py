@@ -16,7 +16,9 @@ from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, Still, packed
 
 CONFIG = replace(SMALL, run=replace(SMALL.run, steps=12), pipeline=replace(SMALL.pipeline, stages=2))
-PACKED = packed(replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=256, sequence=32)))
+PACKED = packed(
+    replace(CONFIG, run=replace(CONFIG.run, steps=10), model=replace(TINY, ffn=256, vocab=1024, sequence=32))
+)
 FLOAT16 = replace(
     CONFIG,
     training=replace(CONFIG.training, precision="float16", loss_scale=2.0**20, loss_scale_steps=4),
@@ -102,7 +104,7 @@ def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) ->
 
 
 def test_the_packed_runs_stages_differ_in_bits() -> None:
-    assert [storage.ffn_input for storage in stage_storages(PACKED, 2)] == ["4", "6"]
+    assert [storage.ffn_input for storage in stage_storages(PACKED, 2)] == ["4", "8"]
 
 
 def test_resume_on_another_number_of_stages(prefork: Prefork, tmp_path: Path) -> None:
