@@ -1,5 +1,6 @@
 """Shared by scripts: JSON reports, package versions, Markdown tables, recorded tensors, errors in a line."""
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -21,6 +22,12 @@ def write(path: Path, report: dict[str, Any]) -> None:
     """Write a report as JSON; its folder need not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def drawn_from(what: str, drawn: object) -> str:
+    """The line by which a figure's file says what it was drawn from. A test compares its hash with that of
+    the results, and so finds an outdated figure."""
+    return f"drawn from {what} with sha256 {hashlib.sha256(json.dumps(drawn).encode()).hexdigest()}"
 
 
 def gpu_report(parser: ArgumentParser, bench: str) -> dict[str, Any]:

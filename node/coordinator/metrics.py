@@ -95,8 +95,8 @@ class RunMetrics:
         return b"".join(self.parts())
 
     def parts(self, now: float | None = None) -> Iterator[bytes]:
-        """The same in parts, some of them empty, each of which takes milliseconds to make: an event loop has
-        its turn in between.
+        """The same in parts, so that an event loop can do other work in between. Each part takes
+        milliseconds; some are empty.
 
         Args:
             now: Unix time; None: the clock's.

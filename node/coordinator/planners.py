@@ -85,8 +85,8 @@ class WindowPlanner:
     def _work(
         self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts
     ) -> Callable[[], tuple[Windows, list[WindowsPlanned]]] | None:
-        """What plans the windows, for a thread, and says of which rows they change; None if nobody has
-        measured the step."""
+        """A function for a thread. It plans the windows, and makes an event for each row whose windows
+        change. None if nobody has measured the step."""
         config, stages = self._config, epoch.stages
         chunks, links = chunks_of(config, stages), hops(config, stages)
         current = epoch.planned_windows or (0,) * (epoch.rows * links)
@@ -168,7 +168,8 @@ class WindowPlanner:
 def windows_planned(
     epoch: int, step: int, replica: int, measures: StepMeasures, windows: Windows
 ) -> WindowsPlanned:
-    """The event of a row's new windows. What is not known is infinite in `measures` and 0 here."""
+    """The event for a row's new windows. Rates that are not known are infinite in `measures` and 0 in the
+    event."""
 
     def known(rates: Iterable[float]) -> tuple[float, ...]:
         return tuple(0.0 if math.isinf(rate) else rate for rate in rates)

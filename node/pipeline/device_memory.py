@@ -556,7 +556,9 @@ class Share:
         input, and beside it a piece's logits or what backward rounds."""
         rows, element = self._tokens * self._model.hidden, self._element
         matrix = 0 if self._lora.rank else self._model.vocab * self._model.hidden
-        forward = self._head(element) - 12 * rows + element * rows + self._copies([HEAD]) + self._dense_head()
+        forward = (
+            element * (self._piece * self._model.vocab + rows) + self._copies([HEAD]) + self._dense_head()
+        )
         backward = 12 * rows + (2 * matrix if self._training.weights == "bfloat16" else 0)
         return 4 * matrix + element * rows + max(forward, backward) + _HEAD_NUMBERS * self._tokens
 

@@ -152,7 +152,8 @@ def solve(program: Program) -> Counts | None:
     ends = [{k: count + chunk * len(last) + n for n, k in enumerate(last)} for chunk in range(chunks)]
     count += chunks * len(last)
     last_ones = range(waits_back + 1, count)
-    # While the last block of a chunk works: what comes back to the device, and what its way takes to work.
+    # For each chunk, while its last block computes: the bytes that come back to the device, and those that
+    # this block needs beside them.
     at_end = [(count + 2 * chunk, count + 2 * chunk + 1) for chunk in range(chunks)]
     count += 2 * chunks
     for each in between:

@@ -291,8 +291,8 @@ class StepCosts(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowsPlanned(Event):
-    """The links of a row get other windows, at the earliest with the next step; and what they were planned
-    from, as `node.pipeline.window_plan` takes it."""
+    """The windows of a row's links change, with the next step at the earliest. The other fields are what they
+    were planned from, as `node.pipeline.window_plan` takes it."""
 
     event: ClassVar[str] = "windows-planned"
     epoch: int

@@ -2,10 +2,10 @@
 `python -m scripts.bench.layer_kernels --out PATH [--beside EARLIER]`.
 
 Norms, activations, their gradients, the residual sum and the addition to a gradient in e4m3, at the shapes of
-`scripts.bench.compute`: with nothing stored and with inputs in 4 bits. For each kernel the microseconds in a
-CUDA graph, the bytes that it must move, their rate, and a digest of what it makes of the same numbers.
-`--beside` prints each kernel's time over that of an earlier report, and whether the digests are equal: then a
-change of the kernel kept its bits. This file also runs in a checkout of an earlier commit.
+`scripts.bench.compute`: with nothing stored and with inputs in 4 bits. For each kernel it records the
+microseconds in a CUDA graph, the bytes that the kernel must move, the bytes a second, and a digest of its
+results. `--beside` prints each kernel's time over that of an earlier report, and whether the digests are
+equal: then a change of the kernel kept its bits. This file also runs in a checkout of an earlier commit.
 """
 
 import argparse

@@ -4,10 +4,9 @@ Processor time, in one process, of what the coordinator does itself: parse a hea
 reports of a step and sum it up, write `/metrics`; and the bytes of a placement. gRPC, TLS and sockets come on
 top. The least of a few repetitions counts, so that other work on the machine counts little.
 
-`metrics` is the text alone, of reports that are decoded and a view that is made. A `scrape` is all that the
-coordinator does for one: every node has sent a newer report, which a gateway has checked and nobody has
-decoded, and nobody has read the page for a while. `short` is beside short steps, whose costs were summed a
-moment ago.
+`metrics` times the text alone: all reports are decoded, and the view is there. A `scrape` times everything:
+every node has sent a newer report, which is not decoded yet, and the view is out of date. `short` means that
+steps are short, so that costs were summed a moment ago.
 """
 
 import argparse

@@ -8,8 +8,6 @@ perplexity, without the runs with few bits backward. Runs of other seeds are lig
 """
 
 import argparse
-import hashlib
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -26,6 +24,7 @@ from matplotlib.axes import Axes
 from node.lab.plots import COLOURS, STYLE
 from scripts.docs.losses import CONVERGENCE, SUITES, UNCHANGED
 from scripts.docs.markdown import read_report
+from scripts.report import drawn_from
 
 OUT = CONVERGENCE.with_suffix(".svg")
 MEAN_STEPS = 20
@@ -66,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def description(runs: list[dict[str, Any]]) -> str:
-    """A line in the figure with a hash of the runs that it shows, so that an outdated figure is found."""
+    """`drawn_from` of the runs that are shown."""
     keys = ("suite", "forward", "backward", "seed", "loss_valid", "losses")
     drawn = [{key: run[key] for key in keys} for run in runs if run["suite"] in SUITES]
-    return f"drawn from runs with sha256 {hashlib.sha256(json.dumps(drawn).encode()).hexdigest()}"
+    return drawn_from("runs", drawn)
 
 
 def _looks(runs: list[dict[str, Any]]) -> dict[Pair, Look]:

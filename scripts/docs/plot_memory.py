@@ -9,8 +9,6 @@ so much.
 """
 
 import argparse
-import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +36,7 @@ from scripts.bench.memory_plan import (
 )
 from scripts.docs.markdown import read_report
 from scripts.docs.small_cards import MEMORY_PLAN
-from scripts.report import RESULTS
+from scripts.report import RESULTS, drawn_from
 
 OUT = RESULTS / "memory_plan.svg"
 WAYS = {
@@ -79,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def description(report: dict[str, Any]) -> str:
-    """A line in the figure with a hash of what it shows, so that an outdated figure is found."""
+    """`drawn_from` of the rows as far as they are shown."""
     drawn = [[row["tokens"], row["gb"], _measured(row), row["times"]] for row in report["rows"]]
-    return f"drawn from rows with sha256 {hashlib.sha256(json.dumps(drawn).encode()).hexdigest()}"
+    return drawn_from("rows", drawn)
 
 
 def _measured(row: dict[str, Any]) -> dict[str, float]:

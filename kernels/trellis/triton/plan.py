@@ -265,15 +265,12 @@ class Planner:
         settings = self.settings
         rows, columns = settings.sample_rows if sample else settings.rows, settings.columns
         sums = self.zeros["sample_sums" if sample else "sums"]
+        state, totals = self.zeros["state"], self.zeros["totals"]
+        given = self.field, self.row_scales, state, self.constants.plans, totals, self.constants.numbers
         if not self.many:
             parts = triton.cdiv(rows, _SUM_ROWS * _SUM_TURNS)
             scaling.column_sums[(parts, triton.cdiv(columns, _SUM_COLUMNS), count)](
-                self.field,
-                self.row_scales,
-                self.zeros["state"],
-                self.constants.plans,
-                self.zeros["totals"],
-                self.constants.numbers,
+                *given,
                 sums,
                 rows,
                 columns,
@@ -290,12 +287,7 @@ class Planner:
         wide = _MANY_COLUMNS if self.many else _SCALE_COLUMNS
         scaling.column_scales[(triton.cdiv(columns, wide), count, self.count)](
             sums,
-            self.field,
-            self.row_scales,
-            self.zeros["state"],
-            self.constants.plans,
-            self.zeros["totals"],
-            self.constants.numbers,
+            *given,
             self.column_scales,
             self.zeros["column_bins"],
             self.zeros["row_bins"],
