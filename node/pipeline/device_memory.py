@@ -554,13 +554,11 @@ class Share:
     def _fused_head(self) -> int:
         """On a GPU without CUDA graphs, with fresh gradients: what forward makes of the weight and of the
         input, and beside it a piece's logits or what backward rounds."""
-        rows, element = self._tokens * self._model.hidden, self._element
+        rows, logits = self._tokens * self._model.hidden, self._piece * self._model.vocab
         matrix = 0 if self._lora.rank else self._model.vocab * self._model.hidden
-        forward = (
-            element * (self._piece * self._model.vocab + rows) + self._copies([HEAD]) + self._dense_head()
-        )
+        forward = self._element * (logits + rows) + self._copies([HEAD]) + self._dense_head()
         backward = 12 * rows + (2 * matrix if self._training.weights == "bfloat16" else 0)
-        return 4 * matrix + element * rows + max(forward, backward) + _HEAD_NUMBERS * self._tokens
+        return 4 * matrix + self._element * rows + max(forward, backward) + _HEAD_NUMBERS * self._tokens
 
     def _dense_head(self) -> int:
         """A frozen weight in the dtype of products."""
