@@ -146,13 +146,12 @@ class _HeadLoss(torch.autograd.Function):
         if dtype == torch.float16:
             scale = grads[0] / ctx.factor
             of_x = None if of_x is None else (of_x.float() * scale).to(dtype).to(x_dtype)
-            # As a projection's own backward: what is beyond the range of float16 becomes infinite.
-            of_weight = None if of_weight is None else of_weight.mul_(scale).to(dtype).to(weight_dtype)
-            return of_x, of_weight, None, None, None
-        if of_x is not None:
-            of_x = of_x.mul_(grads[0]).to(x_dtype)
+        else:
+            scale = grads[0]
+            of_x = None if of_x is None else of_x.mul_(scale).to(x_dtype)
         if of_weight is not None:
-            # On a CPU rounded to the product's dtype, as a projection's own backward does.
-            rounded = of_weight if of_weight.is_cuda else of_weight.to(dtype)
-            of_weight = rounded.mul_(grads[0]).to(weight_dtype)
+            # As a projection's own backward: rounded to the product's dtype, which the weight may be in already
+            # (captured passes hold copies in it). What is beyond the range of float16 becomes infinite.
+            rounded = of_weight if dtype == torch.float32 else torch.empty_like(of_weight, dtype=dtype)
+            of_weight = torch.mul(of_weight, scale, out=rounded).to(weight_dtype)
         return of_x, of_weight, None, None, None

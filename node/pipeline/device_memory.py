@@ -557,7 +557,7 @@ class Share:
         rows, logits = self._tokens * self._model.hidden, self._piece * self._model.vocab
         matrix = 0 if self._lora.rank else self._model.vocab * self._model.hidden
         forward = self._element * (logits + rows) + self._copies([HEAD]) + self._dense_head()
-        backward = 12 * rows + (2 * matrix if self._training.weights == "bfloat16" else 0)
+        backward = 12 * rows + (2 * matrix if self._half else 0)
         return 4 * matrix + self._element * rows + max(forward, backward) + _HEAD_NUMBERS * self._tokens
 
     def _dense_head(self) -> int:
