@@ -1,5 +1,6 @@
 """What waits in host memory on a GPU: the same bits, and less of the GPU's memory."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,9 @@ def test_a_plan_for_less_memory_takes_less_and_no_more_than_it_says() -> None:
     own = has_own_attention(arithmetic(GPU))
     devices = Devices(on_cpu=False, host_bytes=1 << 38, has_own_attention=own)
     whole = Room(devices=devices).plan(config, 1, 0)
+    gc.collect()
+    others = torch.cuda.memory_allocated()
+    """What other tests left."""
     peaks, results = [], []
     least = least_stage_bytes(config, 1, devices)[0]
     for budget in (0, int(0.7 * whole.memory.total), int(0.5 * whole.memory.total), int(1.02 * least)):
@@ -129,7 +133,7 @@ def test_a_plan_for_less_memory_takes_less_and_no_more_than_it_says() -> None:
             norms = list(model.squared_norms().values())
             model.apply(1e-3, 1.0)
         results.append(norms)
-        peaks.append(torch.cuda.max_memory_allocated())
+        peaks.append(torch.cuda.max_memory_allocated() - others)
         memory = plan.memory
         # The process and tensors on the way are not torch's; cuBLAS' workspaces are, of two threads.
         assert peaks[-1] <= memory.total - memory.fixed + 2 * WORKSPACE, str(plan.text())
