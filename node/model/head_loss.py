@@ -150,8 +150,8 @@ class _HeadLoss(torch.autograd.Function):
             scale = grads[0]
             of_x = None if of_x is None else of_x.mul_(scale).to(x_dtype)
         if of_weight is not None:
-            # As a projection's own backward: rounded to the product's dtype, in which captured passes hold the
-            # weight anyway. What is beyond the range of float16 becomes infinite.
+            # As a projection's own backward: rounded to the product's dtype, which captured passes hold the
+            # weight in. What is beyond the range of float16 becomes infinite.
             rounded = of_weight if dtype == torch.float32 else torch.empty_like(of_weight, dtype=dtype)
             of_weight = torch.mul(of_weight, scale, out=rounded).to(weight_dtype)
         return of_x, of_weight, None, None, None
