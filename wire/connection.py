@@ -285,6 +285,7 @@ class Connection:
         )
         if state.transfers is not None:
             state.transfers.acknowledged(next_sequence, at)
+        state.delivered()
 
     def _greet(self, hello: link_pb2.LinkHello) -> None:
         state = self._state
@@ -295,6 +296,7 @@ class Connection:
                 f"the neighbour is at (epoch, stage, session) {theirs}; the placement here says {ours}"
             )
         state.sender.reconnect(hello.next_sequence)
+        state.delivered()
         state.delivery.connected()
         state.meter.interrupted(now())
         self._greeted.set()

@@ -132,6 +132,11 @@ class Link(ABC):
         self._state.meter.queued(self._state.sender.sent_bytes, now())
         self._state.bulk_wake.set()
 
+    def after_delivery(self, call: Callable[[], None]) -> None:
+        """Call once the neighbour has every tensor queued so far, at once if it has; never if the link ends
+        first."""
+        self._state.after_delivery(call)
+
     def release(self, key: TensorKey) -> None:
         """The consumer is done with a received tensor: free its room in the window."""
         if self._over.is_set():

@@ -122,6 +122,8 @@ class LinkState:
     """Of each queued tensor whose last frame was not sent yet."""
     tensor_bytes: int = 0
     """Frames sent of the first of these."""
+    waiting: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
+    """Calls, each with the payload bytes that are acknowledged before."""
     round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_PINGS))
     bulk_wake: asyncio.Event = field(default_factory=asyncio.Event)
     control_wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -171,6 +173,16 @@ class LinkState:
     def open_session(self, session: int) -> None:
         self.session = self.sender.session = self.receiver.session = session
 
+    def after_delivery(self, call: Callable[[], None]) -> None:
+        """Call once every tensor that is queued now is acknowledged; at once if none is."""
+        self.waiting.append((self.sender.sent_bytes, call))
+        self.delivered()
+
+    def delivered(self) -> None:
+        """Make the calls that are due."""
+        while self.waiting and self.waiting[0][0] <= self.sender.acknowledged_bytes:
+            self.waiting.popleft()[1]()
+
     def frame_sent(self, frame: bytes, *, again: bool) -> None:
         """Count a frame. A direction's bytes and elements grow by whole tensors, so that their ratio is right
         at any time."""
@@ -188,5 +200,6 @@ class LinkState:
 
     def forget(self) -> None:
         """Drop all tensors. The ended link stays, to answer a neighbour that ends the epoch later."""
+        self.waiting.clear()
         self.sender.forget()
         self.receiver.forget()

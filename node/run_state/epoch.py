@@ -553,11 +553,10 @@ class Epoch:
     def _begin(self, node_id: str) -> Begin:
         links = len(self._windows) // self.rows
         first = self.replica_of(node_id) * links
-        windows = self._windows[first : first + links]
         return Begin(
             epoch=self.number,
             step=self.step,
-            link_windows=windows,
+            link_windows=self._windows[first : first + links],
             keep_sums=self._keeps_sums,
             audited=self._extra(node_id),
             loss_scale=0.0 if self._scales is None else self._scales.at(self.step).factor,
@@ -593,8 +592,9 @@ class Epoch:
         )
 
     def _to_rows(self, message: Callable[[str], CoordinatorMessage]) -> list[Action]:
-        rows = [(row, message(row[0])) for row in map(self.row, range(self.rows))]
-        return [Send(node_id=node, message=one) for row, one in rows for node in row]
+        of_rows = [message(self.row(replica)[0]) for replica in range(self.rows)]
+        nodes = sorted(self.hosts, key=self.stage_of)  # first stages first: the others wait for them
+        return [Send(node_id=node, message=of_rows[self.replica_of(node)]) for node in nodes]
 
     def _to_asked(self, message: CoordinatorMessage) -> list[Action]:
         return [Send(node_id=node, message=message) for node in self.asked]

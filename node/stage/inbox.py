@@ -106,6 +106,8 @@ class TensorLink(Protocol):
 
     def send(self, key: TensorKey, payload: memoryview, elements: int = 0) -> None: ...
 
+    def after_delivery(self, call: Callable[[], None]) -> None: ...
+
     def want(self, key: TensorKey | None) -> None: ...
 
     def release(self, key: TensorKey) -> None: ...
@@ -194,8 +196,11 @@ class LoopIO:
         self._call(self._send, link, key, payload, elements)
 
     def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+        """Behind what is queued for neighbours: the last gradients go through all stages before it, while
+        nothing but the vote waits for sums. On a line that they share, each would slow the other down."""
         payload = memoryview(packed.numpy().data)
-        self._call(self._send, self._rows[row], key, payload, elements)
+        send = functools.partial(self._send, self._rows[row], key, payload, elements)
+        self._call(self._after, tuple(self._links.values()), send)
 
     def interrupt(self, error: Exception) -> None:
         self._inbox.interrupt(str(error), error)
@@ -222,6 +227,13 @@ class LoopIO:
         finally:
             if self._calls:  # one has failed, which the loop reports
                 self._loop.call_soon(self._run_calls)
+
+    def _after(self, links: Sequence[TensorLink], send: Callable[[], None]) -> None:
+        """Send once these neighbours have what is queued for them."""
+        if links:
+            links[0].after_delivery(functools.partial(self._after, links[1:], send))
+        else:
+            send()
 
     def _send(self, link: TensorLink, key: TensorKey, payload: memoryview, elements: int) -> None:
         try:

@@ -223,6 +223,8 @@ class StepPasses:
         self.clock.switch(TimeKind.ENCODE)
         if action.microbatch == self.share.microbatches[-1]:
             self._spoil_gradient()
+            # Other stages wait for the last gradient, and none for the sums: those are packed after it.
+            self.transfer.drain()
         taken = self.model.take_gradients(self.layout.chunk_units(action.chunk))
         self.overflow.clear(taken.values())
         self.sync.group_done(group, taken)

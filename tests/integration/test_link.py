@@ -146,6 +146,26 @@ async def test_cut_connections_lose_and_repeat_nothing() -> None:
         assert len(pair.relay.connections) >= 4
 
 
+async def test_what_is_to_follow_a_delivery_is_called_once_after_it() -> None:
+    size, called = MIB, list[str]()
+    async with make_pair(size) as pair:
+        pair.lower.after_delivery(lambda: called.append("nothing is queued"))
+        assert called == ["nothing is queued"]
+        pair.relay.cut_after = size // 2
+        for i in range(2):
+            pair.lower.send(key(i), content(key(i), size))
+            pair.lower.after_delivery(lambda i=i: called.append(f"{i}"))  # type: ignore[misc]
+        assert len(called) == 1
+        await eventually(lambda: len(called) == 3)
+        assert called[1:] == ["0", "1"]
+        assert pair.upper_end.arrived == [key(0), key(1)] and pair.lower.queued_bytes == 0
+        pair.relay.flowing.clear()
+        pair.lower.send(key(2), content(key(2), size))
+        pair.lower.after_delivery(lambda: called.append("never"))
+        await pair.lower.close()
+    assert len(called) == 3
+
+
 async def test_cutting_one_socket_closes_the_other() -> None:
     """A link never runs on half of its connections."""
     async with make_pair(MIB) as pair:

@@ -519,6 +519,9 @@ class ClosedLink:
     def send(self, key: TensorKey, payload: memoryview, elements: int = 0) -> None:
         raise LinkError("the link was closed here")
 
+    def after_delivery(self, call: Callable[[], None]) -> None:
+        pass
+
     def want(self, key: TensorKey | None) -> None:
         pass
 

@@ -187,6 +187,16 @@ def test_a_node_sends_little_more_than_a_reduce_scatter_and_an_all_gather() -> N
             assert 0 < sent <= 1.01 * 2 * (rows - 1) / rows * coded
 
 
+def test_sums_go_behind_the_last_gradient_which_other_stages_wait_for() -> None:
+    with MemoryPipeline(synced("fixed-8"), rows=ROWS[4]) as stages:
+        stages.train(1)
+        for place, io in enumerate(stages.ios):
+            ways = [key.direction for key, _ in io.sent]
+            first_sum = ways.index(Direction.SYNC_SHARE)
+            assert ways[:first_sum].count(Direction.GRADIENT) == (2 if place % 2 else 0)
+            assert Direction.GRADIENT not in ways[first_sum:]
+
+
 class Broken(Exception):
     """An error that a test makes a stage raise."""
 

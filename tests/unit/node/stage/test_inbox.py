@@ -8,6 +8,7 @@ from functools import partial
 from typing import cast
 
 import pytest
+import torch
 
 from node.pipeline.routing import neighbours, source_stage, target_stage
 from node.stage.inbox import MOST_WAITING, Inbox, LoopIO, StepInterrupted, TensorLink
@@ -124,6 +125,42 @@ async def test_calls_of_a_stage_wake_the_event_loop_once_and_keep_their_order() 
         await task
         await asyncio.sleep(0)
     assert made[-1] == ("want", None)
+
+
+async def test_sums_go_to_other_rows_once_neighbours_have_what_was_queued_before() -> None:
+    class Link:
+        def __init__(self) -> None:
+            self.sent: list[TensorKey] = []
+            self.calls: list[Callable[[], None]] = []
+
+        def send(self, key: TensorKey, payload: memoryview, elements: int = 0) -> None:
+            self.sent.append(key)
+
+        def after_delivery(self, call: Callable[[], None]) -> None:
+            self.calls.append(call)
+
+    up, down, row = Link(), Link(), Link()
+    io = LoopIO(
+        loop=asyncio.get_running_loop(),
+        stages=3,
+        links=cast(dict[int, TensorLink], {0: up, 2: down}),
+        rows=cast(dict[int, TensorLink], {1: row}),
+        inbox=Inbox(),
+        over=lambda: False,
+    )
+    gradient, packed = key(3, Direction.GRADIENT), torch.zeros(8, dtype=torch.uint8)
+    sums = [key(2, Direction.SYNC_SHARE), key(3, Direction.SYNC_SHARE)]
+    io.send(gradient, packed, 8)
+    for one in sums:
+        io.send_to_row(1, one, packed, 8)
+    await asyncio.sleep(0)
+    assert up.sent == [gradient] and row.sent == down.calls == []
+    for call in up.calls:
+        call()
+    assert row.sent == [] and len(down.calls) == 2
+    for call in down.calls:
+        call()
+    assert row.sent == sums
 
 
 def test_an_interruption_ends_every_wait_at_once() -> None:
