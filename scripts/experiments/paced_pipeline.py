@@ -110,7 +110,9 @@ class PacedRun:
     ) -> None:
         self.coordinator = coordinator
         self.relays: list[ShapedRelay] = []
-        self._environment, self._directory, self._checkout = environment, directory, checkout
+        self.directory = directory
+        """`run` in it is the run's."""
+        self._environment, self._checkout = environment, checkout
         self._stack = stack
         self._children = [coordinator]
 
@@ -123,7 +125,7 @@ class PacedRun:
         self._children.append(
             await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", SCRIPT, NODE, token, f"127.0.0.1:{port}"),
-                *(f"127.0.0.1:{relay.port}", str(self._directory / f"node-{number}")),
+                *(f"127.0.0.1:{relay.port}", str(self.directory / f"node-{number}")),
                 env=self._environment,
                 stdout=subprocess.DEVNULL,
                 cwd=self._checkout,
@@ -141,9 +143,18 @@ class PacedRun:
 
 @asynccontextmanager
 async def paced_run(
-    config: RunConfig, directory: Path, *, forward: float, backward: float, checkout: Path = ROOT
+    config: RunConfig,
+    directory: Path,
+    *,
+    forward: float,
+    backward: float,
+    checkout: Path = ROOT,
+    sums_beside: bool = False,
 ) -> AsyncIterator[PacedRun]:
-    """A coordinator for a run of this config whose blocks take so many seconds; nodes are yet to be added."""
+    """A coordinator for a run of this config whose blocks take so many seconds; nodes are yet to be added.
+
+    `sums_beside`: rows send each other sums of gradients at once, beside the last gradients of the pipeline.
+    """
     run_file = directory / "run.toml"
     run_file.write_text(to_toml(config), encoding="utf-8")
     environment = {
@@ -152,6 +163,7 @@ async def paced_run(
         "XDG_STATE_HOME": str(directory / "state"),
         "OMP_NUM_THREADS": "1",
         TIMES: f"{forward} {backward}",
+        SUMS_BESIDE: "1" if sums_beside else "",
     }
     with ExitStack() as stack:
         coordinator = await asyncio.create_subprocess_exec(
@@ -229,6 +241,8 @@ NODE = "node"
 """The script's first argument when it runs as a node."""
 TIMES = "THINWIRE_STAND_IN_SECONDS"
 """Environment variable with a block's seconds, forward and backward."""
+SUMS_BESIDE = "THINWIRE_STAND_IN_SUMS_BESIDE"
+"""Environment variable: not empty where sums wait for nothing (`paced_run`)."""
 
 
 def node(token: str, listen: str, advertise: str, directory: str) -> int:
@@ -236,10 +250,13 @@ def node(token: str, listen: str, advertise: str, directory: str) -> int:
     from node.config.join_options import JoinOptions
     from node.model import blocks
     from node.processes.node import run_node
+    from node.stage.inbox import LoopIO
 
     forward, backward = map(float, os.environ[TIMES].split())
     blocks.LlamaBlock.forward = _block_forward(forward, backward)  # type: ignore[method-assign]
     blocks.Head.forward = _head_forward  # type: ignore[method-assign]
+    if os.environ.get(SUMS_BESIDE):
+        LoopIO._after = lambda io, links, send: send()  # type: ignore[method-assign]
     options = JoinOptions(
         listen=listen, advertise=advertise, state_dir=Path(directory), device="cpu", threads=1, json=True
     )

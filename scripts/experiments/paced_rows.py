@@ -46,6 +46,7 @@ from node.pipeline.placement import stage_units
 from node.pipeline.snapshot_place import snapshot_bytes
 from node.telemetry import events
 from scripts.experiments.paced_pipeline import PacedRun, paced_run
+from scripts.experiments.step_parts import step_parts
 from scripts.report import RESULTS, write
 from wire.codecs.formats import codec_format
 
@@ -53,6 +54,8 @@ OUT, WAITS_OUT = RESULTS / "rows.json", RESULTS / "row_waits.json"
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 """Of a block and a microbatch; `--pace` multiplies them."""
 START_SECONDS, STEP_SECONDS = 180.0, 180.0
+TRACE_SECONDS = 3.0
+"""After which a step's spans are on disk."""
 RATES, ROUND_TRIPS = (1000.0, 300.0, 100.0), (0.0, 50.0)
 """Mbit/s, ms."""
 
@@ -102,11 +105,14 @@ class Running:
 
 
 @asynccontextmanager
-async def running(config: RunConfig, nodes: int, pace: float = 1.0) -> AsyncIterator[Running]:
+async def running(
+    config: RunConfig, nodes: int, pace: float = 1.0, *, sums_beside: bool = False
+) -> AsyncIterator[Running]:
     """A run of this config with so many nodes, whose blocks take `pace` times as long."""
+    forward, backward = pace * FORWARD_SECONDS, pace * BACKWARD_SECONDS
     with tempfile.TemporaryDirectory() as folder:
         async with paced_run(
-            config, Path(folder), forward=pace * FORWARD_SECONDS, backward=pace * BACKWARD_SECONDS
+            config, Path(folder), forward=forward, backward=backward, sums_beside=sums_beside
         ) as paced:
             run = Running(paced)
             line = await run.until(events.JoinLine, START_SECONDS)
@@ -116,19 +122,29 @@ async def running(config: RunConfig, nodes: int, pace: float = 1.0) -> AsyncIter
             yield run
 
 
-async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The steps of a grid over every kind of link, one run for all."""
-    shapes = [(rate, delay) for rate in arguments.rates for delay in arguments.round_trips]
-    config = run_config(stages, rows, arguments.microbatches, 10**5)
-    share = RowShare(config, 0, ((0,), (1,)) if rows == 2 else ((0, 1),))
+async def throughput(
+    config: RunConfig,
+    shapes: Sequence[tuple[float, float]],
+    arguments: argparse.Namespace,
+    *,
+    sums_beside: bool = False,
+) -> list[dict[str, Any]]:
+    """The steps of a grid over every kind of link, (Mbit/s, round trip in ms), one run for all."""
+    stages, rows, chunks = config.pipeline.stages, config.pipeline.most_rows, config.pipeline.chunks
+    pace = arguments.pace * stages / config.model.layers
+    groups = range(config.pipeline.groups)
+    share = RowShare(
+        config, 0, [groups[row * len(groups) // rows :][: len(groups) // rows] for row in range(rows)]
+    )
     sent = max(sync_bytes(config, units, share) for units in stage_units(config, stages))
     own = config.microbatches // rows
     tensor = (1, config.model.sequence, config.model.hidden)
     codecs = config.pipeline.forward_codec, config.pipeline.backward_codec
+    activation, gradient = (framed_bytes(codec_format(name).packed_bytes(tensor)) for name in codecs)
     # A direction of a node's relay has one kind of boundary tensor and, with two rows, one row's sums.
-    crossed = own * max(framed_bytes(codec_format(name).packed_bytes(tensor)) for name in codecs)
+    crossed = own * chunks * max(activation, gradient)
     found = []
-    async with running(config, rows * stages, arguments.pace) as run:
+    async with running(config, rows * stages, pace, sums_beside=sums_beside) as run:
         while True:
             placed = await run.until(events.PlacementMade, START_SECONDS)
             if len(placed.nodes) == rows * stages:
@@ -139,8 +155,8 @@ async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> l
             await run.steps(arguments.settle)
             begun = len(run.told)
             times = await run.steps(arguments.steps)
-            costs = [one for _, one in run.told[begun:] if isinstance(one, events.StepCosts)]
-            kinds = seconds_by_kind(costs)
+            told = [one for _, one in run.told[begun:]]
+            kinds = seconds_by_kind([one for one in told if isinstance(one, events.StepCosts)])
             # What each row must compute, one microbatch after the other, and the pipeline's fill and drain.
             least = (own + stages - 1) * arguments.pace * (FORWARD_SECONDS + BACKWARD_SECONDS)
             found.append(
@@ -149,18 +165,24 @@ async def throughput(stages: int, rows: int, arguments: argparse.Namespace) -> l
                     "rows": rows,
                     "rate_mbit": rate,
                     "round_trip_ms": delay,
+                    "step": [one for one in told if isinstance(one, events.StepDone)][-1].step,
                     "step_seconds": times,
                     "compute_seconds": least,
                     "measured_compute_seconds": (own + stages - 1)
                     * (kinds["forward"] + kinds["backward"])
                     / own,
                     "seconds_by_kind": kinds,
+                    "activation_bytes": activation,
+                    "gradient_bytes": gradient,
                     "boundary_bytes": crossed,
                     "sync_bytes": sent,
                     "floor_seconds": max(least, (crossed + sent) / (rate * 1e6 / 8)),
                 }
             )
             print(found[-1], flush=True)
+        await asyncio.sleep(TRACE_SECONDS)
+        for one in found:
+            one["parts"] = step_parts(run.run.directory / "run", one["step"] - 1, stages)
     return found
 
 
@@ -272,9 +294,11 @@ def main() -> int:
         write(arguments.out or WAITS_OUT, {**report, **asyncio.run(waits(arguments))})
         return 0
     results = []
+    shapes = [(rate, delay) for rate in arguments.rates for delay in arguments.round_trips]
     for stages in arguments.stages:
         for rows in (1, 2):
-            results += asyncio.run(throughput(stages, rows, arguments))
+            config = run_config(stages, rows, arguments.microbatches, 10**5)
+            results += asyncio.run(throughput(config, shapes, arguments))
     write(arguments.out or OUT, {**report, "speedups": compare(results), "results": results})
     return 0
 
