@@ -3,7 +3,8 @@
 An order fixes the sequence of forwards, the sequence of backwards, and how many microbatches a stage may hold
 between the two. How the two sequences interleave does not change the result. So while the next action waits
 for a tensor, the next action of the other kind may run: slow forwards do not hold up gradients, nor the
-reverse. A head on the first stage is a third sequence, of each microbatch's forward and then its backward.
+reverse. A head on the first stage is a third sequence: of each microbatch its forward, and at once its
+backward, for which all stages wait.
 
 Every action still comes after a fixed set of others: the one before in its sequence, the maker of its tensor,
 for a backward its forward, for a forward the backward that frees its memory. The order itself satisfies all
@@ -13,6 +14,9 @@ of these, so there is no circle and no deadlock.
 from collections.abc import Callable, Sequence
 
 from node.pipeline.schedule import Kind, Order, held_activations
+
+_HEAD = 2
+"""Number of the head's sequence, behind forwards and backwards."""
 
 
 class Turns:
@@ -56,6 +60,8 @@ class Turns:
 
     def _places(self) -> Sequence[tuple[int, int]]:
         """Each of `choices`, and the number of its sequence."""
+        if len(self._begun) > 1 and self._begun[_HEAD] % 2:
+            return [(self._sequences[_HEAD][self._begun[_HEAD]], _HEAD)]
         places = [(one[b], s) for s, (one, b) in enumerate(self._pairs()) if b < len(one)]
         if len(places) < 2:
             return places
@@ -64,7 +70,7 @@ class Turns:
 
     def _may_begin(self, sequence: int) -> bool:
         """Whether memory, or the forward of a backward, lets this sequence's next action run early."""
-        if sequence > 1:
+        if sequence == _HEAD:
             return True
         # The k-th backward is of the k-th forward.
         held = self._begun[0] - self._begun[1]

@@ -1,6 +1,6 @@
 """Packs a device's tensors into bytes on the host, and unpacks them, for each kind of device.
 
-`mark` and `wait` run on the compute thread and never block it; `pack` and `unpack` run on the transfer thread
+`mark` and `wait` run on the compute thread and never block it; `pack` and `unpack` run on threads beside it
 (`tensor_transfer.py`), which may wait for the device.
 
 On a GPU the codec's kernels and copies run on separate streams beside the stage's work, ordered by events.

@@ -76,9 +76,15 @@ class StageExecutor:
         self._order: StepOrder
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
         self.packing = packing_meter(config, device)
-        here = clock.switch if device.type == "cpu" and not config.pipeline.remembers else None
-        self._transfer = TensorTransfer(device_transfer(device), clock.beside, self.packing, here)
-        self._caches = BoundaryCaches(config, windows) if config.pipeline.remembers else None
+        on_cpu, remembers = device.type == "cpu", config.pipeline.remembers
+        self._transfer = TensorTransfer(
+            device_transfer(device),
+            clock.beside,
+            self.packing,
+            clock.switch if on_cpu and not remembers else None,
+            unpacks_beside=not on_cpu and not remembers,
+        )
+        self._caches = BoundaryCaches(config, windows) if remembers else None
         self._codecs = StageCodecs(config, self._caches)
         self._newest_step = 0
         """The step that was begun last."""

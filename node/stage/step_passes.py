@@ -27,6 +27,7 @@ from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
 from node.training.overflow import Overflow
 from wire.codecs.base import Codec
+from wire.codecs.host_copies import Mark
 from wire.spec import Direction, TensorKey, TensorSpec
 
 LOOK_AHEAD = 2
@@ -94,6 +95,8 @@ class StepPasses:
     def __post_init__(self) -> None:
         self._boundary, self._tied = boundary_spec(self.config), tied_spec(self.config)
         self._is_round = self.config.is_round(self.step)
+        self._running: Mark | None = None
+        """After the newest action, which the device may still compute; None where each ends as it returns."""
 
     def run(self) -> None:
         """Forward and backward of every microbatch; in a round, local steps."""
@@ -125,6 +128,7 @@ class StepPasses:
             self.model.begin_step()  # keeps nothing for a backward
             with torch.no_grad():
                 result = self._forward(action)
+            self._end_action()
             if self._has_loss(action):
                 losses.append(result)
         self.model.begin_step()
@@ -140,6 +144,10 @@ class StepPasses:
             self.io.check()
             upcoming = [tensor for place in turns.upcoming(1 + LOOK_AHEAD) if (tensor := needed[place])]
             self.transfer.look_ahead(upcoming, self.codec, self.io)
+            # While the device computes, it is given the next action too, if that is the order's: another one
+            # might have to give way to what arrives meanwhile.
+            if not self.transfer.unpacked(needed[turns.choices[0]]):
+                self._end_action()
             action = order[self._begin_turn(turns, order, needed)]
             phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
             faults.reach(phase, stage=self.layout.stage, step=self.step)
@@ -151,6 +159,7 @@ class StepPasses:
                 self._backward(action)
                 if not self._is_round:
                     self._end_group(action)
+        self._end_action()
 
     def _run_round(self) -> None:
         """The row's groups, one after another, each from the weights that the round began with."""
@@ -189,15 +198,15 @@ class StepPasses:
             key = self._key(action.microbatch, index - 1, Direction.ACTIVATION)
             fed = self._receive(key, self._boundary, TimeKind.WAIT_UPSTREAM)
         out = self._key(action.microbatch, index, Direction.ACTIVATION)
-        self.clock.switch(TimeKind.FORWARD, out)
+        self._switch(TimeKind.FORWARD, out)
         wanted = own[BatchPart.LABELS] if self._has_loss(action) else None
         documents = own.get(BatchPart.DOCUMENTS)
         result = self.model.forward(action.chunk, action.microbatch, fed, wanted, documents)
         if wanted is not None:
-            self._computed()
+            self._begun(self.transfer.computed(), TimeKind.FORWARD, out)
             return result
         faults.spoil(faults.Phase.FORWARD, result, stage=self.layout.stage, step=self.step)
-        self._send(out, result)
+        self._begun(self._send(out, result), TimeKind.FORWARD, out)
         return result
 
     def _backward(self, action: Action) -> None:
@@ -206,13 +215,33 @@ class StepPasses:
         gradient: Tensor | None = None
         if not self._has_loss(action):
             gradient = self._receive(key, self._boundary, TimeKind.WAIT_DOWNSTREAM)
-        self.clock.switch(TimeKind.BACKWARD, key)
+        self._switch(TimeKind.BACKWARD, key)
         upstream = self.model.backward(action.chunk, action.microbatch, gradient)
         if upstream is not None:
             out = self._key(action.microbatch, index - 1, Direction.GRADIENT)
-            self._send(out, self.overflow.cleared(upstream))
+            mark = self._send(out, self.overflow.cleared(upstream))
         else:
-            self._computed()
+            mark = self.transfer.computed()
+        self._begun(mark, TimeKind.BACKWARD, key)
+
+    def _begun(self, mark: Mark | None, kind: TimeKind, key: TensorKey) -> None:
+        """The device has been given an action, up to `mark`: the one before it ends first, then time is this
+        one's. So the clock shows the device's work and not the launches."""
+        if self._running is not None:
+            self._running.synchronize()
+            self.clock.switch(kind, key)
+        self._running = mark
+
+    def _end_action(self) -> None:
+        """Wait until the device has computed all actions so far."""
+        if self._running is not None:
+            self._running.synchronize()
+            self._running = None
+
+    def _switch(self, kind: TimeKind, key: TensorKey) -> None:
+        """Count time as `kind`, unless the device still computes an action."""
+        if self._running is None:
+            self.clock.switch(kind, key)
 
     def _end_group(self, action: Action) -> None:
         """After a backward: if it is the chunk's last of a gradient group, pack its gradients."""
@@ -220,6 +249,7 @@ class StepPasses:
         # Backwards of a chunk come in the order of microbatches.
         if self.sync is None or group == group_of(self.config, action.microbatch + 1):
             return
+        self._end_action()
         self.clock.switch(TimeKind.ENCODE)
         if action.microbatch == self.share.microbatches[-1]:
             self._spoil_gradient()
@@ -263,19 +293,14 @@ class StepPasses:
         if not self.transfer.begun(key):
             self.clock.switch(waiting, key)
             self.transfer.begin(Incoming(key, spec), self.codec(key), self.io)
-        self.clock.switch(TimeKind.DECODE, key)
+        self._switch(TimeKind.DECODE, key)
         return self.transfer.finish(key)
 
-    def _send(self, key: TensorKey, tensor: Tensor) -> None:
+    def _send(self, key: TensorKey, tensor: Tensor) -> Mark | None:
+        """Returns a mark after what makes `tensor`."""
         mark = self.transfer.computed()
         self.transfer.send(key, self.codec(key), tensor, mark, self.io)
-        if mark is not None:
-            mark.synchronize()
-
-    def _computed(self) -> None:
-        """Wait for the device, so that the clock shows its work and not the launches."""
-        if (mark := self.transfer.computed()) is not None:
-            mark.synchronize()
+        return mark
 
     def _spoil_gradient(self) -> None:
         faults.spoil(

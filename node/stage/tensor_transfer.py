@@ -5,6 +5,9 @@ tensors that the stage needs next are unpacked early. Jobs run one at a time in 
 codecs with a sample cache see their tensors in a fixed order, and no job waits for the network. `settle` ends
 all jobs of a step.
 
+On a GPU packing waits until the device has made the tensor. A third thread unpacks there, so that what comes
+meanwhile is ready when the device is.
+
 A tensor that is packed or unpacked faster than threads hand it over stays on the compute thread.
 """
 
@@ -121,12 +124,15 @@ class TensorTransfer:
         beside: Beside,
         packing: PackingMeter | None = None,
         switch: Switch | None = None,
+        *,
+        unpacks_beside: bool = False,
     ) -> None:
         """
         Args:
             packing: takes what packing takes, if anybody is to know.
             switch: called before the compute thread packs a tensor itself; without it, it never does. Only
                 for tensors on the CPU and codecs without a sample cache.
+            unpacks_beside: unpack while another tensor is packed. Only for codecs without a sample cache.
         """
         self._device = device
         self._beside = beside
@@ -135,6 +141,9 @@ class TensorTransfer:
         self._took: dict[tuple[WorkKind, str, int], float] = {}
         """Processor seconds of a tensor, by codec and elements."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer")
+        self._unpacker = (
+            ThreadPoolExecutor(1, thread_name_prefix="unpack") if unpacks_beside else self._thread
+        )
         self._unpacking: dict[TensorKey, Future[Unpacked] | _Later[Unpacked]] = {}
         self._packing: list[Future[None]] = []
         self.digests: StepDigests | None = None
@@ -159,7 +168,8 @@ class TensorTransfer:
                 for codec in to_time:
                     self._time(self._packing_meter, codec, example[:1].contiguous())
 
-        self._thread.submit(job)
+        compiled = self._thread.submit(job)
+        self._unpacker.submit(wait, [compiled])
 
     def computed(self) -> Mark | None:
         """A mark after everything that the compute thread has submitted to the device."""
@@ -209,6 +219,11 @@ class TensorTransfer:
     def ready(self, needed: Incoming | None, io: PackedIO) -> bool:
         """Whether this tensor has arrived, or no tensor is needed."""
         return needed is None or self.begun(needed.key) or io.holds(needed.key)
+
+    def unpacked(self, needed: Incoming | None) -> bool:
+        """Whether `finish` of this tensor would not wait, or no tensor is needed."""
+        found = None if needed is None else self._unpacking.get(needed.key)
+        return needed is None or (isinstance(found, Future) and found.done())
 
     def begin(self, needed: Incoming, codec: Codec, io: PackedIO) -> None:
         """Wait for a tensor and start to unpack it. Raises what `io.take` raises."""
@@ -262,7 +277,7 @@ class TensorTransfer:
             return result
 
         at_once = self._at_once(WorkKind.UNPACK, codec, needed.spec.elements)
-        self._unpacking[key] = _Later(job) if at_once else self._thread.submit(job)
+        self._unpacking[key] = _Later(job) if at_once else self._unpacker.submit(job)
 
     def _at_once(self, kind: WorkKind, codec: Codec, elements: int) -> bool:
         """Whether the compute thread does this work itself."""

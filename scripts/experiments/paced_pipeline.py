@@ -107,6 +107,7 @@ class PacedRun:
         directory: Path,
         checkout: Path,
         stack: ExitStack,
+        script: str,
     ) -> None:
         self.coordinator = coordinator
         self.relays: list[ShapedRelay] = []
@@ -114,6 +115,7 @@ class PacedRun:
         """`run` in it is the run's."""
         self._environment, self._checkout = environment, checkout
         self._stack = stack
+        self._script = script
         self._children = [coordinator]
 
     async def add_node(self, token: str) -> None:
@@ -124,7 +126,7 @@ class PacedRun:
         self.relays.append(relay)
         self._children.append(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", SCRIPT, NODE, token, f"127.0.0.1:{port}"),
+                *(sys.executable, "-m", self._script, NODE, token, f"127.0.0.1:{port}"),
                 *(f"127.0.0.1:{relay.port}", str(self.directory / f"node-{number}")),
                 env=self._environment,
                 stdout=subprocess.DEVNULL,
@@ -150,10 +152,13 @@ async def paced_run(
     backward: float,
     checkout: Path = ROOT,
     sums_beside: bool = False,
+    script: str = SCRIPT,
 ) -> AsyncIterator[PacedRun]:
     """A coordinator for a run of this config whose blocks take so many seconds; nodes are yet to be added.
 
-    `sums_beside`: rows send each other sums of gradients at once, beside the last gradients of the pipeline.
+    Args:
+        sums_beside: rows send each other sums of gradients at once, beside the last gradients of a pipeline.
+        script: a module that starts a node as this one's `node` does.
     """
     run_file = directory / "run.toml"
     run_file.write_text(to_toml(config), encoding="utf-8")
@@ -174,7 +179,7 @@ async def paced_run(
             limit=1 << 20,
             cwd=checkout,
         )
-        run = PacedRun(coordinator, environment, directory, checkout, stack)
+        run = PacedRun(coordinator, environment, directory, checkout, stack, script)
         try:
             yield run
         finally:
