@@ -9,6 +9,7 @@ trips, and no time for anything else.
 
 import argparse
 import asyncio
+import json
 import os
 import platform
 import sys
@@ -26,6 +27,7 @@ from node.pipeline.floor import LinkRate, Network
 from node.pipeline.schedule import Kind, schedule
 from node.pipeline.simulation import simulate
 from scripts.experiments.paced_rows import BACKWARD_SECONDS, FORWARD_SECONDS, compare, run_config, throughput
+from scripts.experiments.step_parts import PARTS
 from scripts.report import RESULTS, write
 
 OUT = RESULTS / "row_ways.json"
@@ -81,8 +83,27 @@ def allowed_seconds(config: RunConfig, one: Mapping[str, Any], pace: float) -> f
         ).total
         for window in WINDOWS
     )
-    # Sums cross twice: to who adds them, and back.
-    return pipeline + (max(one["sync_bytes"] / rate + way, 2 * way) if one["sync_bytes"] else 0.0)
+    return pipeline + _sums_seconds(one)
+
+
+def least_parts(config: RunConfig, one: Mapping[str, Any], pace: float) -> dict[str, float]:
+    """The same of each part of a step with one chunk a stage."""
+    rate, way, hops = one["rate_mbit"] * 1e6 / 8, one["round_trip_ms"] / 2e3, STAGES - 1
+    forward, backward = pace * FORWARD_SECONDS, pace * BACKWARD_SECONDS
+    least = (
+        0.0,
+        hops * (forward + one["activation_bytes"] / rate + way),
+        config.microbatches // one["rows"] * (forward + backward),
+        hops * (backward + one["gradient_bytes"] / rate + way),
+        _sums_seconds(one),
+    )
+    return dict(zip(PARTS, least, strict=True))
+
+
+def _sums_seconds(one: Mapping[str, Any]) -> float:
+    """Sums cross twice: to who adds them, and back."""
+    rate, way = one["rate_mbit"] * 1e6 / 8, one["round_trip_ms"] / 2e3
+    return max(one["sync_bytes"] / rate + way, 2 * way) if one["sync_bytes"] else 0.0
 
 
 def measured(name: str, rows: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -92,7 +113,13 @@ def measured(name: str, rows: int, arguments: argparse.Namespace) -> list[dict[s
     shapes = [(float(rate), float(trip)) for rate, trip in (cell.split("/") for cell in arguments.cells)]
     found = asyncio.run(throughput(config, shapes, arguments, sums_beside=way.sums_beside))
     return [
-        {"way": name, **one, "allowed_seconds": allowed_seconds(config, one, arguments.pace)} for one in found
+        {
+            "way": name,
+            **one,
+            "allowed_seconds": allowed_seconds(config, one, arguments.pace),
+            "least_parts": least_parts(config, one, arguments.pace),
+        }
+        for one in found
     ]
 
 
@@ -108,14 +135,9 @@ def main() -> int:
     parser.add_argument(
         "--together", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time"
     )
+    parser.add_argument("--add", action="store_true", help="keep other ways that --out has, of like runs")
     arguments = parser.parse_args()
-    # The longest first.
-    runs = [(name, rows) for rows in (1, 2) for name in arguments.ways]
-    with ProcessPoolExecutor(arguments.together, get_context("spawn")) as pool:
-        jobs = [pool.submit(measured, name, rows, arguments) for name, rows in runs]
-        results = [one for job in jobs for one in job.result()]
-    of_ways = {name: [one for one in results if one["way"] == name] for name in arguments.ways}
-    report = {
+    report: dict[str, Any] = {
         "experiment": "row_ways",
         "commit": commit(),
         "hardware": hardware(),
@@ -125,9 +147,19 @@ def main() -> int:
         "microbatches": arguments.microbatches,
         "steps": arguments.steps,
         "runs_at_a_time": arguments.together,
-        "speedups": [{"way": name, **one} for name, found in of_ways.items() for one in compare(found)],
-        "results": results,
     }
+    known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.add else report
+    if any(known[key] != value for key, value in report.items()):
+        parser.error(f"{arguments.out} is of other runs: leave out --add")
+    # The longest first.
+    runs = [(name, rows) for rows in (1, 2) for name in arguments.ways]
+    with ProcessPoolExecutor(arguments.together, get_context("spawn")) as pool:
+        jobs = [pool.submit(measured, name, rows, arguments) for name, rows in runs]
+        results = [one for job in jobs for one in job.result()]
+    results += [one for one in known.get("results", ()) if one["way"] not in arguments.ways]
+    of_ways = {name: [one for one in results if one["way"] == name] for name in WAYS}
+    report["speedups"] = [{"way": name, **one} for name, found in of_ways.items() for one in compare(found)]
+    report["results"] = results
     write(arguments.out, report)
     return 0
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scripts.docs.rows import rows_of, waits_of
+from scripts.docs.rows import parts_of, rows_of, waits_of, ways_of
 
 LINK = {"stages": 2, "rate_mbit": 100.0, "round_trip_ms": 50.0}
 
@@ -49,3 +49,30 @@ def test_two_rows_stand_beside_one_with_their_floors() -> None:
     cells = [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")]
     assert cells == ["2 x 2 against 1 x 2", "100", "50", "2.00", "1.00", "1.90", "0.90", "0.95"]
     assert "2 MB a node. A machine, torch 2, commit 0123456789ab." in caption
+
+
+def test_ways_stand_beside_what_they_allow() -> None:
+    parts = {"parts": {"begin": 0.05, "drain": 0.4}, "least_parts": {"begin": 0.0, "drain": 0.25}}
+    common = {"way": "as it is", "measured_compute_seconds": 0.9, **parts}
+    report = {
+        **MACHINE,
+        "microbatches": 32,
+        "steps": 3,
+        "paced": "blocks wait",
+        "runs_at_a_time": 4,
+        "speedups": [{**LINK, "way": "as it is", "times": 1.6}],
+        "results": [
+            {**result(1, [1.6], 1.5), **common, "allowed_seconds": 1.5},
+            {**result(2, [1.0], 0.8), **common, "allowed_seconds": 0.75},
+            {**result(2, [1.0], 0.8), **common, "way": "another"},
+        ],
+    }
+    table, caption = ways_of(report).split("\n\n")
+    cells = [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")]
+    assert cells == ["as it is", "100", "50", "1.60", "1.00", "1.60", "2.00", "0.80", "0.90", "0.75"]
+    assert caption.startswith("2 x 2 nodes against 1 x 2, 32 microbatches a step")
+    lines = parts_of(report).splitlines()
+    assert len(lines) == 4
+    assert [cell.strip() for cell in lines[-1].strip("|").split("|")] == [
+        *("2 x 2", "100", "50", "0.050 (0.000)", "0.400 (0.250)")
+    ]
