@@ -143,15 +143,15 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (of_x, of_weight), ctx.made = ctx.made, (None, None)
         x_dtype, dtype, weight_dtype = ctx.dtypes
+        # Rounded to the product's dtype, as by a projection's own backward: captured passes hold weights in it.
         if dtype == torch.float16:
             scale = grads[0] / ctx.factor
             of_x = None if of_x is None else (of_x.float() * scale).to(dtype).to(x_dtype)
-        else:
-            scale = grads[0]
-            of_x = None if of_x is None else of_x.mul_(scale).to(x_dtype)
+            # What is beyond its range becomes infinite.
+            of_weight = None if of_weight is None else of_weight.mul_(scale).to(dtype).to(weight_dtype)
+            return of_x, of_weight, None, None, None
+        if of_x is not None:
+            of_x = of_x.mul_(grads[0]).to(x_dtype)
         if of_weight is not None:
-            # As a projection's own backward: rounded to the product's dtype, which captured passes hold the
-            # weight in. What is beyond the range of float16 becomes infinite.
-            rounded = of_weight if dtype == torch.float32 else torch.empty_like(of_weight, dtype=dtype)
-            of_weight = torch.mul(of_weight, scale, out=rounded).to(weight_dtype)
+            of_weight = of_weight.to(dtype).mul_(grads[0]).to(weight_dtype)
         return of_x, of_weight, None, None, None

@@ -1,7 +1,8 @@
 """What torch holds on a CPU over a stage's step, as its profiler counts it."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,7 @@ class Meter:
     most: int = 0
 
     def count(self, work: Callable[[], object]) -> None:
-        _drop_garbage()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with _profiled() as profiler:
             work()
         kineto = profiler.profiler
         assert kineto is not None and kineto.kineto_results is not None
@@ -33,9 +33,8 @@ class Meter:
 def by_step(steps: int, work: Callable[[], object]) -> list[Meter]:
     """For each time that `work` is done: what torch holds after it, and the most meanwhile, as if the first
     one had begun with nothing."""
-    _drop_garbage()
     names = [f"step {number}" for number in range(steps)]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _profiled() as profiler:
         for name in names:
             with record_function(name):
                 work()
@@ -57,9 +56,18 @@ def by_step(steps: int, work: Callable[[], object]) -> list[Meter]:
     return found
 
 
-def _drop_garbage() -> None:
-    """What an earlier test left in cycles would be counted as freed when Python comes to it."""
+@contextmanager
+def _profiled() -> Iterator[profile]:
+    # What an earlier test left in cycles would be counted as freed when Python comes to it.
     gc.collect()
+    # oneDNN's products have buffers whose sizes depend on the processor.
+    was_on = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield profiler
+    finally:
+        torch.backends.mkldnn.enabled = was_on
 
 
 def measured(config: RunConfig, model: StageModel, stage: int, held: int) -> int:
