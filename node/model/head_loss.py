@@ -143,7 +143,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (of_x, of_weight), ctx.made = ctx.made, (None, None)
         x_dtype, dtype, weight_dtype = ctx.dtypes
-        # Rounded to the product's dtype, as by a projection's own backward: captured passes hold weights in it.
+        # Rounded to the product's dtype, as by a projection's own backward: captured passes hold weights so.
         if dtype == torch.float16:
             scale = grads[0] / ctx.factor
             of_x = None if of_x is None else (of_x.float() * scale).to(dtype).to(x_dtype)
