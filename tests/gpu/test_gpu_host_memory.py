@@ -137,7 +137,9 @@ def test_a_plan_for_less_memory_takes_less_and_no_more_than_it_says() -> None:
         memory = plan.memory
         # The process and tensors on the way are not torch's; cuBLAS' workspaces are, of two threads.
         assert peaks[-1] <= memory.total - memory.fixed + 2 * WORKSPACE, str(plan.text())
+        model.drop()
         del model
+        gc.collect()
         torch.cuda.empty_cache()
     assert plan.state.weights and plan.state.gradients
     assert all(result == results[0] for result in results)
