@@ -1,16 +1,12 @@
 """Tables of a stage's passes on GPUs: compute, CUDA graphs, and the outcomes of tests/gpu."""
 
 import math
-from collections.abc import Mapping
 from textwrap import fill
-from typing import Any
 
 from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
 from scripts.report import RESULTS, markdown
 
 COMPUTE = RESULTS / "compute.json"
-COMPILED = RESULTS / "compute_compiled.json"
-COMPUTE_FP8 = RESULTS / "compute_h100.json"
 FP8_LOSS = RESULTS / "fp8_loss.json"
 FP8_WAYS = {
     "plain": "bf16",
@@ -18,7 +14,6 @@ FP8_WAYS = {
     "fp8-three": "the same, with `agoq`, gradients and moments in FP8",
 }
 WHOLE_MODEL = RESULTS / "whole_model.json"
-WHOLE_MODEL_H100 = RESULTS / "whole_model_h100.json"
 CAPTURED_PASSES = RESULTS / "captured_passes.json"
 GPU_TESTS = RESULTS / "gpu_tests.json"
 GIB = 2**30
@@ -32,42 +27,28 @@ SHARED_BY = {
 
 
 def stage_compute() -> str:
-    """A stage's time a microbatch against compiled layers and products: scripts/bench/compute.py."""
-    report, earlier = read_report(COMPUTE), read_report(COMPILED)
-    elsewhere = {(row["name"], row["blocks"]): row["seconds"] for row in earlier["rows"]}
-    ours = ("plain", "plain, any order", "agoq", "fp8", "fp8, agoq")
-    others = ("compiled, fastest", "products")
-    rows, borrowed = [], False
+    """A stage's time a microbatch beside compiled layers and products: scripts/bench/compute.py."""
+    report = read_report(COMPUTE)
+    ways = ("plain", "plain, any order", "agoq", "fp8", "fp8, any order", "fp8, agoq", "fp8, all products")
+    ways += ("fp8, all products, any order", "compiled, fixed order", "compiled, torchao")
+    rows = []
     for row in report["rows"]:
-        seconds = {**elsewhere.get((row["name"], row["blocks"]), {}), **row["seconds"]}
-        borrowed = borrowed or ("compiled, fastest" in seconds and "compiled, fastest" not in row["seconds"])
-        compiled = seconds.get("compiled, fastest", math.nan)
-        shares = (
-            seconds["plain"] / compiled,
-            seconds["plain, any order"] / compiled,
-            seconds["fp8"] / compiled,
-            seconds["plain"] / seconds["products"],
-        )
+        seconds = row["seconds"]
         rows.append(
-            [
-                row["name"],
-                *(_number(1e3 * seconds.get(way, math.nan), 1) for way in (*ours, *others)),
-                *(_number(share, 2) for share in shares),
-            ]
+            [row["name"], *(f"{1e3 * seconds[way]:.1f}" for way in ("compiled, fastest", "products"))]
         )
-    columns = [("stage of", "left"), ("plain, ms", "right"), ("in any order", "right"), ("`agoq`", "right")]
-    columns += [("FP8", "right"), ("FP8, `agoq`", "right"), ("compiled", "right"), ("products", "right")]
-    columns += [("plain / compiled", "right"), ("any order / compiled", "right")]
-    columns += [("FP8 / compiled", "right"), ("plain / products", "right")]
+        rows[-1] += [_number(row["of_compiled"].get(way, math.nan), 3) for way in ways]
+        rows[-1].append(f"{seconds['plain'] / seconds['products']:.2f}")
+    columns = [("stage of", "left"), ("compiled, ms", "right"), ("products, ms", "right")]
+    columns += [*((way, "right") for way in ways), ("plain over products", "right")]
     (tokens,) = {row["tokens"] for row in report["rows"]}
-    caption = f"""Forward and backward of a microbatch of {tokens:,} tokens, four blocks. *Compiled* is
-transformers' decoder layers under `torch.compile` in bf16, with the attention that torch prefers, whose
-backward does not repeat its bits. *In any order* is our stage with `training.deterministic = false`, *FP8*
-with `training.compute = "fp8"`. `agoq` also has gradients and moments in FP8 and weights in bf16. *Products*
-are the matrix products in bf16 and our attention, nothing else. {report["hardware"]}, median of
-{report["rows"][0]["runs"]}, torch {report["torch"]}, commit {commit(report)}."""
-    if borrowed:
-        caption += f" Compiled layers: another run on the same kind of card, commit {commit(earlier)}."
+    caption = f"""A microbatch of {tokens:,} tokens forward and backward, four blocks; each way as a share of
+*compiled*: transformers' decoder layers under `torch.compile` in bf16, with the attention that torch prefers,
+whose backward does not repeat its bits. *Any order*: our stage with `training.deterministic = false`. *All
+products*: also `training.weight_gradients = "fp8"`. `agoq` also has gradients and moments in FP8 and weights
+in bf16. *Compiled, torchao*: the compiled layers with its recipe `tensorwise`, all products in FP8, one scale
+a tensor. *Products*: the matrix products in bf16 and our attention, nothing else. {report["hardware"]},
+median of {report["rows"][0]["runs"]}, torch {report["torch"]}, commit {commit(report)}."""
     return f"{markdown(columns, rows)}\n\n{caption}"
 
 
@@ -77,15 +58,7 @@ def _number(value: float, digits: int) -> str:
 
 def whole_model() -> str:
     """Steps of a whole model on one GPU beside a compiled transformers loop: scripts/bench/whole_model.py."""
-    return _whole_model(read_report(WHOLE_MODEL))
-
-
-def whole_model_newer() -> str:
-    """The same on another card."""
-    return _whole_model(read_report(WHOLE_MODEL_H100))
-
-
-def _whole_model(report: Mapping[str, Any]) -> str:
+    report = read_report(WHOLE_MODEL)
     rows = []
     for row in report["rows"]:
         for name, seconds in row["seconds"].items():
@@ -147,32 +120,6 @@ ways, of all that a third step gives and leaves: {different}. {report["hardware"
 {report["torch"]}, commit {commit(report)}."""
 
 
-def fp8_compute() -> str:
-    """A stage's products in FP8 beside torchao's: scripts/bench/compute.py on another card."""
-    report = read_report(COMPUTE_FP8)
-    ways = ("plain", "plain, any order", "agoq", "fp8", "fp8, any order", "fp8, agoq", "fp8, all products")
-    ways += ("fp8, all products, any order", "compiled, torchao", "compiled, fixed order")
-    rows = []
-    for row in report["rows"]:
-        compiled = row["seconds"]["compiled, fastest"]
-        rows.append([row["name"], f"{1e3 * compiled:.1f}"])
-        rows[-1] += [_number(row["of_compiled"].get(way, math.nan), 2) for way in ways]
-        rows[-1].append(_number(row["seconds"]["plain"] / row["seconds"].get("products", math.nan), 2))
-    columns = [("stage of", "left"), ("compiled, ms", "right"), *((way, "right") for way in ways)]
-    columns.append(("plain over products and attention", "right"))
-    every = [row["commit"] for row in report["rows"]]
-    every += [commit for row in report["rows"] for commit in row.get("ways_commits", {}).values()]
-    commits = ", ".join(dict.fromkeys(each[:12] for each in every))
-    caption = (
-        "Times over that of transformers' layers under `torch.compile`, a microbatch of 8,192 tokens forward "
-        'and backward, four blocks. *All products*: also `training.weight_gradients = "fp8"`. *Torchao*: '
-        "the compiled layers with its recipe `tensorwise`, all products in FP8, one scale a tensor. "
-        f"{report['hardware']}, median of {report['rows'][0]['runs']}, torch {report['torch']}, commits "
-        f"{commits}."
-    )
-    return f"{markdown(columns, rows)}\n\n{fill(caption, 118)}"
-
-
 def fp8_loss() -> str:
     """Losses with products in FP8: the suite `compute` of scripts/experiments/convergence.py."""
     report = read_report(FP8_LOSS)
@@ -231,11 +178,6 @@ def gpu_tests() -> str:
         f"Of the tests in tests/gpu, {counts}: {report['gpus']} x {spaced(report['hardware'])}, "
         f"torch {report['versions']['torch']}, commit {commit(report)}."
     )
-    if again := report.get("again"):
-        caption += f" `{again['file']}` ran again at commit {again['commit'][:12]}: {again['why']}."
-    for later in report.get("later", ()):
-        counts = ", ".join(f"{count} {word}" for word, count in later["outcomes"].items())
-        caption += f" At commit {later['commit'][:12]}, on one such GPU: {later['what']}, {counts}."
     for outcome in ("failure", "error"):
         if named := report["others"].get(outcome):
             caption += f" {OUTCOMES[outcome].capitalize()}: {', '.join(f'`{name}`' for name in named)}."
@@ -246,8 +188,6 @@ TABLES: Tables = {
     "stage_compute": stage_compute,
     "captured_passes": captured_passes,
     **if_recorded(WHOLE_MODEL, "whole_model", whole_model),
-    **if_recorded(WHOLE_MODEL_H100, "whole_model_newer", whole_model_newer),
-    "coded_products": fp8_compute,
     "coded_loss": fp8_loss,
     **if_recorded(GPU_TESTS, "gpu_tests", gpu_tests),
 }
