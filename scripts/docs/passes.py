@@ -42,13 +42,18 @@ def stage_compute() -> str:
     columns = [("stage of", "left"), ("compiled, ms", "right"), ("products, ms", "right")]
     columns += [*((way, "right") for way in ways), ("plain over products", "right")]
     (tokens,) = {row["tokens"] for row in report["rows"]}
+    every = [row["commit"] for row in report["rows"]]
+    every += [commit for row in report["rows"] for commit in row.get("ways_commits", {}).values()]
+    commits = ", ".join(dict.fromkeys(each[:12] for each in every))
     caption = f"""A microbatch of {tokens:,} tokens forward and backward, four blocks; each way as a share of
 *compiled*: transformers' decoder layers under `torch.compile` in bf16, with the attention that torch prefers,
 whose backward does not repeat its bits. *Any order*: our stage with `training.deterministic = false`. *All
 products*: also `training.weight_gradients = "fp8"`. `agoq` also has gradients and moments in FP8 and weights
 in bf16. *Compiled, torchao*: the compiled layers with its recipe `tensorwise`, all products in FP8, one scale
 a tensor. *Products*: the matrix products in bf16 and our attention, nothing else. {report["hardware"]},
-median of {report["rows"][0]["runs"]}, torch {report["torch"]}, commit {commit(report)}."""
+median of {report["rows"][0]["runs"]}, torch {report["torch"]}, commits {commits}. At 1B what
+is in any order, has all products in FP8 or `agoq` with FP8, and at 8B FP8 in any order, was timed on another
+machine of the kind, whose processors had other work."""
     return f"{markdown(columns, rows)}\n\n{caption}"
 
 
@@ -77,13 +82,14 @@ def whole_model() -> str:
     columns = [("model", "left"), ("way", "left"), ("tokens/s", "right"), ("a step, s", "right")]
     columns += [("neither forward nor backward, %", "right"), ("first step, s", "right")]
     columns += [("second step, s", "right")]
-    sizes = " and ".join(f"{row['tokens']:,}" for row in report["rows"])
+    (size,) = {row["tokens"] for row in report["rows"]}
+    commits = ", ".join(dict.fromkeys(row["commit"][:12] for row in report["rows"]))
     return f"""{markdown(columns, rows)}
 
-Steps of {sizes} tokens, AdamW on float32 weights, clipping; *compiled* is transformers' model in bf16
+Steps of {size:,} tokens, AdamW on float32 weights, clipping; *compiled* is transformers' model in bf16
 autocast, each layer under `torch.compile`, with torch's fused AdamW. The first step compiles kernels, the
 second captures graphs. {report["hardware"]}, median of {report["rows"][0]["runs"]}, torch
-{report["torch"]}, commit {commit(report)}."""
+{report["torch"]}, commits {commits}."""
 
 
 def captured_passes() -> str:
@@ -178,6 +184,16 @@ def gpu_tests() -> str:
         f"Of the tests in tests/gpu, {counts}: {report['gpus']} x {spaced(report['hardware'])}, "
         f"torch {report['versions']['torch']}, commit {commit(report)}."
     )
+    if later := report.get("later"):
+        counts = ", ".join(
+            f"{later['outcomes'][outcome]} {word}"
+            for outcome, word in OUTCOMES.items()
+            if outcome in later["outcomes"]
+        )
+        caption += (
+            f" At commit {later['commit'][:12]}, on {later['gpus']} such GPUs, without the tests of "
+            f"{later['without']}: {counts}. {later['note']}"
+        )
     for outcome in ("failure", "error"):
         if named := report["others"].get(outcome):
             caption += f" {OUTCOMES[outcome].capitalize()}: {', '.join(f'`{name}`' for name in named)}."

@@ -157,6 +157,7 @@ def many_nodes() -> str:
             f"share of a core, steps of {slow['step_seconds']:.0f} s, heartbeats every {slow['every']:.0f} s",
             f"{slow['cpu_share']:.2f}",
         ],
+        ["the same with its gateways", f"{slow['cpu_share'] + slow['gateways_cpu_share']:.2f}"],
         ["the page's view then, median", milliseconds(slow["view_median"])],
         ["`/metrics` then, median", milliseconds(slow["metrics_median"])],
         ["memory of the coordinator", f"{report['resident_bytes'] / 1e6:.0f} MB"],
@@ -182,8 +183,6 @@ def many_nodes() -> str:
         f"coordinator on the same {spaced(report['hardware'])}, load {report['load_after']:.0f}; one run, "
         f"Python {report['python']}, commit {commit(report)}."
     )
-    if "commit" in slow:
-        caption += f" Slow steps: {spaced(slow['hardware'])}, {slow['gateways']} gateways, {commit(slow)}."
     if churn and "hardware" in churn:
         caption += f" Deaths: {spaced(churn['hardware'])}, {commit(churn)}."
     return f"{markdown([('what', 'left'), ('measured', 'right')], rows)}\n\n{caption}"
