@@ -86,7 +86,7 @@ def ways_of(report: dict[str, Any]) -> str:
         f"2 x {stages} nodes against 1 x {stages}, {report['microbatches']} microbatches a step, the median "
         f"of {report['steps']} steps; {report['paced']}. Allowed: a simulated step in which nothing takes "
         "time but computing, bytes over each link and round trips, sums of gradients included. "
-        f"{report['runs_at_a_time']} runs at a time. {spaced(report['hardware'])}, torch "
+        f"Runs at a time: {report['runs_at_a_time']}. {spaced(report['hardware'])}, torch "
         f"{report['versions']['torch']}, commit {commit(report)}."
     )
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
