@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from node.analysis.run_view import FlowView, LinkView
+from node.analysis.slices import Slices, ends_slice
 from node.analysis.step_model import LITTLE
 from node.telemetry import events
 from node.telemetry.costs import LinkKey, Place
@@ -44,7 +45,8 @@ def ends_of(link: events.LinkCost | LinkSums) -> LinkKey:
 
 
 class LinkTotals:
-    """Totals of one direction of a link over the whole run."""
+    """Totals of one direction of a link over the whole run. They do not change, as a view of them takes a
+    while."""
 
     def __init__(self, state: LinkSums | None = None) -> None:
         self._bytes = state.bytes if state else 0
@@ -70,13 +72,17 @@ class LinkTotals:
             flows=tuple(flows),
         )
 
-    def add(self, cost: events.LinkCost) -> None:
-        self._bytes += cost.bytes
-        self._retransmits += cost.retransmits
-        self._rejects += cost.rejects
+    def plus(self, cost: events.LinkCost) -> "LinkTotals":
+        """These totals with a step more."""
+        found = LinkTotals()
+        found._bytes = self._bytes + cost.bytes
+        found._retransmits = self._retransmits + cost.retransmits
+        found._rejects = self._rejects + cost.rejects
+        found._flows = dict(self._flows)
         for flow in cost.flows:
             size, elements = self._flows.get((flow.direction, flow.codec), (0, 0))
-            self._flows[flow.direction, flow.codec] = size + flow.bytes, elements + flow.elements
+            found._flows[flow.direction, flow.codec] = size + flow.bytes, elements + flow.elements
+        return found
 
     def view(self, ends: LinkKey, recent: list[events.LinkCost], seconds: float) -> LinkView:
         (source_replica, source), (target_replica, target) = ends
@@ -119,14 +125,24 @@ class LinkTotals:
         )
 
 
-def alike(steps: Sequence[events.StepCosts]) -> tuple[events.StepCosts, ...]:
+NO_TOTALS = LinkTotals()
+
+
+def alike(steps: Sequence[events.StepCosts]) -> Slices[tuple[events.StepCosts, ...]]:
     """The last of the steps that sent the same kinds of tensors in the same codecs, oldest first."""
 
-    def flows(costs: events.StepCosts) -> set[tuple[LinkKey, str, str]]:
-        return {(ends_of(link), flow.direction, flow.codec) for link in costs.links for flow in link.flows}
+    def flows(costs: events.StepCosts) -> Slices[set[tuple[LinkKey, str, str]]]:
+        found: set[tuple[LinkKey, str, str]] = set()
+        for number, link in enumerate(costs.links):
+            ends = ends_of(link)
+            found.update((ends, flow.direction, flow.codec) for flow in link.flows)
+            if ends_slice(number):
+                yield
+        return found
 
     first = len(steps)
-    while first and flows(steps[first - 1]) == flows(steps[-1]):
+    newest = (yield from flows(steps[-1])) if steps else set()
+    while first and (yield from flows(steps[first - 1])) == newest:
         first -= 1
     return tuple(steps[first:])
 
@@ -136,7 +152,7 @@ def link_views(
     recent: Sequence[events.StepCosts],
     placement: events.PlacementMade | None,
     undialled: Mapping[str, str],
-) -> tuple[LinkView, ...]:
+) -> Slices[tuple[LinkView, ...]]:
     """Links of the recent steps.
 
     Args:
@@ -146,24 +162,23 @@ def link_views(
     seconds = sum(costs.seconds for costs in recent)
     by_ends: dict[LinkKey, list[events.LinkCost]] = {}
     for costs in recent:
-        for link in costs.links:
+        for number, link in enumerate(costs.links):
             by_ends.setdefault(ends_of(link), []).append(link)
+            if ends_slice(number):
+                yield
     # The end that dials knows.
     together = {
         frozenset(ends): words
         for ends, links in by_ends.items()
         if (words := NOT_TOGETHER.get(links[-1].not_together, ""))
     }
-    return tuple(
-        _with_reason(
-            totals[ends].view(ends, by_ends[ends], seconds),
-            placement,
-            undialled,
-            together.get(frozenset(ends), ""),
-        )
-        for ends in sorted(by_ends)
-        if seconds > 0
-    )
+    found = []
+    for number, ends in enumerate(sorted(by_ends) if seconds > 0 else ()):
+        link_view = totals[ends].view(ends, by_ends[ends], seconds)
+        found.append(_with_reason(link_view, placement, undialled, together.get(frozenset(ends), "")))
+        if ends_slice(number):
+            yield
+    return tuple(found)
 
 
 def _with_reason(

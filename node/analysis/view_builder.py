@@ -5,12 +5,14 @@ A view depends on events only, so a run that is over looks as it did while it ra
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from node.analysis.bottleneck import Evidence, bottleneck
 from node.analysis.link_views import (
+    NO_TOTALS,
     NOT_LISTENING,
     NOT_REACHED,
     LinkSums,
@@ -30,6 +32,7 @@ from node.analysis.run_view import (
     SnapshotView,
     StageView,
 )
+from node.analysis.slices import SLICE, Slices, ends_slice, whole
 from node.analysis.step_model import FULL, full_links
 from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
@@ -262,10 +265,34 @@ class RunViewBuilder:
 
     def view(self) -> RunView:
         """The view after the events so far."""
+        return whole(self.slices())
+
+    def slices(self) -> Slices[RunView]:
+        """The same in slices. Events that come in between are not in it."""
+        return self._kept()._view()
+
+    def _kept(self) -> "RunViewBuilder":
+        """What this one knows now, for a view; events, placements and totals do not change."""
+        kept = copy(self)
+        kept._members, kept._devices, kept._names = (
+            dict(self._members),
+            dict(self._devices),
+            dict(self._names),
+        )
+        kept._undialled, kept._replaced = dict(self._undialled), dict(self._replaced)
+        kept._held_out, kept._links = dict(self._held_out), dict(self._links)
+        kept._snapshots, kept._recent = self._snapshots.copy(), self._recent.copy()
+        kept._paces, kept._events = self._paces.copy(), self._events.copy()
+        kept._loss, kept._speed = Series.restored(self._loss.state()), Series.restored(self._speed.state())
+        return kept
+
+    def _view(self) -> Slices[RunView]:
+        """To be called once, of what changes no more."""
         started, step = self._started, self._step
         finished_text = without_addresses(printable(self._finished.reason)) if self._finished else ""
         recent = tuple(self._recent)[-RECENT_STEPS:]
-        stages = self._stage_views(recent)
+        stages = yield from self._stage_views(recent)
+        links = yield from link_views(self._links, recent, self._placement, self._undialled)
         pace = sum(self._paces) / len(self._paces) if self._paces else None
         steps = started.steps if started else 0
         done = self._steps_done
@@ -312,7 +339,7 @@ class RunViewBuilder:
             epoch=self._placement.epoch if self._placement else 0,
             stages=stages,
             groups=self._placement.groups if self._placement else (),
-            links=link_views(self._links, recent, self._placement, self._undialled),
+            links=links,
             members=members,
             # While a stage has no node, every node is needed.
             spares=0 if state == "waiting for nodes" else sum(member.stage is None for member in members),
@@ -327,6 +354,7 @@ class RunViewBuilder:
             bottleneck=(),
             events=tuple(self._events),
         )
+        yield from _turn(stages)
         full = {replica: full_links(so_far.row(replica)) for replica in range(so_far.rows)}
 
         def is_full(link: LinkView) -> bool:
@@ -337,35 +365,38 @@ class RunViewBuilder:
         # Of a thousand nodes' links few are full; a copy takes ten microseconds.
         links = tuple(replace(link, full=True) if is_full(link) else link for link in so_far.links)
         so_far = replace(so_far, links=links)
+        yield from _turn(stages)
         if started is None:
             return replace(so_far, bottleneck=bottleneck(so_far, {}))
-        steps_alike = alike(tuple(self._recent))
+        steps_alike = yield from alike(tuple(self._recent))
+        evidence = yield from self._evidence(so_far, steps_alike)
         words = bottleneck(
             so_far,
             started.codec_bits,
             started.ends_in_blocks,
-            self._evidence(so_far, steps_alike),
+            evidence,
             advises=len(steps_alike) >= LEAST_ADVICE_STEPS,
         )
         return replace(so_far, bottleneck=words)
 
     # ---- inside
 
-    def _evidence(self, view: RunView, steps: tuple[events.StepCosts, ...]) -> Evidence | None:
+    def _evidence(self, view: RunView, steps: tuple[events.StepCosts, ...]) -> Slices[Evidence | None]:
         """The view over the steps that advice rests on, and over each half of them."""
         if len(steps) < LEAST_ADVICE_STEPS:
             return None
 
-        def over(part: tuple[events.StepCosts, ...]) -> RunView:
+        def over(part: tuple[events.StepCosts, ...]) -> Slices[RunView]:
             return replace(
                 view,
-                stages=self._stage_views(part),
-                links=link_views(self._links, part, self._placement, self._undialled),
+                stages=(yield from self._stage_views(part)),
+                links=(yield from link_views(self._links, part, self._placement, self._undialled)),
                 step_seconds=sum(costs.seconds for costs in part) / sum(costs.steps for costs in part),
             )
 
         half = len(steps) // 2
-        return Evidence(whole=over(steps), parts=(over(steps[:half]), over(steps[half:])))
+        early, late = (yield from over(steps[:half])), (yield from over(steps[half:]))
+        return Evidence(whole=(yield from over(steps)), parts=(early, late))
 
     def _start(self, event: events.RunStarted, at: float) -> None:
         self._starts += 1
@@ -399,9 +430,8 @@ class RunViewBuilder:
 
     def _count(self, costs: events.StepCosts) -> None:
         for link in costs.links:
-            if (totals := self._links.get(ends := ends_of(link))) is None:
-                totals = self._links[ends] = LinkTotals()
-            totals.add(link)
+            ends = ends_of(link)
+            self._links[ends] = self._links.get(ends, NO_TOTALS).plus(link)
         if not costs.aborted:
             self._recent.append(costs)
 
@@ -442,14 +472,16 @@ class RunViewBuilder:
             return "waiting for nodes"
         return "restoring" if self._restoring else "training"
 
-    def _stage_views(self, steps: tuple[events.StepCosts, ...]) -> tuple[StageView, ...]:
+    def _stage_views(self, steps: tuple[events.StepCosts, ...]) -> Slices[tuple[StageView, ...]]:
         placement = self._placement
         if placement is None:
             return ()
         blocks = dict(enumerate(placement.blocks))
         by_place: dict[tuple[int, int], list[events.StageCost]] = {}
-        for cost in (cost for one in steps for cost in one.stages):
-            by_place.setdefault((cost.replica, cost.stage), []).append(cost)
+        for one in steps:
+            for cost in one.stages:
+                by_place.setdefault((cost.replica, cost.stage), []).append(cost)
+            yield from _turn(one.stages)
         views = []
         for index, node_id in enumerate(placement.nodes):
             replica, stage = place = divmod(index, placement.stages)
@@ -479,7 +511,15 @@ class RunViewBuilder:
                     gpu_peak_memory_bytes=newest.gpu_peak_memory_bytes if newest else 0,
                 )
             )
+            if ends_slice(index):
+                yield
         return tuple(views)
+
+
+def _turn(handled: Sized) -> Slices[None]:
+    """The event loop's turn, if as much was handled as in a slice."""
+    if len(handled) >= SLICE:
+        yield
 
 
 def view(history: Iterable[tuple[float, events.Event]]) -> RunView:

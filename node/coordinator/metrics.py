@@ -6,9 +6,11 @@ Counters belong to this process: they start at 0 with it, as Prometheus expects,
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import TypeVar
 
 from node.analysis.run_view import RunView
+from node.analysis.slices import Slices, ends_slice
 from node.coordinator.accounting import Accounting
 from node.coordinator.gateways import Gateways
 from node.coordinator.reporter import OWN_COSTS
@@ -18,6 +20,8 @@ from node.telemetry.metrics import RUN_METRICS, Families, Histogram
 from wire.relay import Relay, RelayTotals
 from wire.telemetry import LinkReport, Telemetry, is_relayed
 from wire.version import PROTOCOL, VERSION
+
+Result = TypeVar("Result")
 
 COUNTED = (
     "steps_total",
@@ -50,10 +54,10 @@ STATES = ("starting", "waiting for nodes", "restoring", "training", "stopped", "
 class RunMetrics:
     """Called with each event of the run. `render` gives what `GET /metrics` answers.
 
-    `view` gives the newest view of the run; `accounting` may come later, with the coordinator.
+    `view` gives the newest view of the run, in slices; `accounting` may come later, with the coordinator.
     """
 
-    def __init__(self, view: Callable[[], RunView]) -> None:
+    def __init__(self, view: Callable[[], Slices[RunView]]) -> None:
         self.accounting: Accounting | None = None
         self.relay: Relay | None = None
         """Set with the coordinator's ports, if it has one."""
@@ -104,7 +108,8 @@ class RunMetrics:
         accounting = self.accounting
         if accounting is not None and not self._are_counted(accounting, time.time() if now is None else now):
             yield from (b"" for _ in accounting.count_in_slices(SLICE))
-        view, families = self._view(), Families(RUN_METRICS)
+        view = yield from _in_parts(self._view())
+        families = Families(RUN_METRICS)
         families.set("build_info", 1, VERSION, PROTOCOL)
         families.set("run_info", 1, view.run_id, view.forward_codec, view.backward_codec)
         for state in STATES:
@@ -119,16 +124,17 @@ class RunMetrics:
             families.set("held_out_loss", view.held_out.loss, "as-trained")
             families.set("held_out_loss", view.held_out.uncompressed, "fp32")
             families.set("held_out_best_steps", view.held_out.best_step)
-        for stage in view.stages:
+        for number, stage in enumerate(view.stages):
             families.set_all(("stage_info",), (1.0,), stage.stage, stage.replica, stage.node_id, stage.device)
             families.set_all(("stage_present",), (stage.present,), stage.stage, stage.replica)
+            if ends_slice(number):
+                yield b""
         yield b""
         reports = accounting.reports() if accounting is not None else {}
         if accounting is not None:
             yield b""
-            _stages(families, accounting, reports)
-            yield b""
-            _links(families, accounting, reports, view)
+            yield from _in_parts(_stages(families, accounting, reports))
+            yield from _in_parts(_links(families, accounting, reports, view))
             for node, report in reports.items():
                 if report.clock_error_seconds > 0:
                     families.set_all(CLOCK, (report.clock_skew_seconds, report.clock_error_seconds), node)
@@ -191,20 +197,37 @@ class _VolunteerTotals:
                 self._counted[node] = report.relayed_bytes, report.relay_refused
 
 
-def _stages(families: Families, accounting: Accounting, reports: Mapping[str, Telemetry]) -> None:
-    for place, sums in accounting.counted.stages.items():
+def _in_parts(work: Slices[Result]) -> Generator[bytes, None, Result]:
+    """Work in slices, as empty parts."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        yield b""
+
+
+def _stages(families: Families, accounting: Accounting, reports: Mapping[str, Telemetry]) -> Slices[None]:
+    for number, (place, sums) in enumerate(list(accounting.counted.stages.items())):
         kinds = tuple(sums.seconds)
         families.set_each("stage_seconds_total", kinds, sums.seconds.values(), place.stage, place.replica)
-    for place, node in accounting.places().items():
+        if ends_slice(number):
+            yield
+    for number, (place, node) in enumerate(accounting.places().items()):
         if (report := reports.get(node)) is not None:
             memory = report.memory_bytes, report.peak_memory_bytes
             on_gpu = report.gpu_memory_bytes, report.gpu_peak_memory_bytes
             families.set_all(MEMORY, (*memory, *on_gpu), place.stage, place.replica)
+        if ends_slice(number):
+            yield
 
 
 def _links(
     families: Families, accounting: Accounting, reports: Mapping[str, Telemetry], view: RunView
-) -> None:
+) -> Slices[None]:
+    """Each link's figures are of one moment."""
+    places = accounting.places()
     why = {
         (link.source, link.target, link.source_replica, link.target_replica): "; ".join(
             filter(None, (link.why_not_direct, link.why_not_together))
@@ -212,11 +235,12 @@ def _links(
         for link in view.links
     }
     newest: dict[tuple[int, int, int, int], LinkReport] = {}
-    for place, node in accounting.places().items():
+    for place, node in places.items():
         if (of_node := reports.get(node)) is not None:
             for one in of_node.links:
                 newest.setdefault((place.stage, one.peer_stage, place.replica, one.peer_replica), one)
-    for (sender, receiver), sums in accounting.counted.links.items():
+    yield
+    for number, ((sender, receiver), sums) in enumerate(list(accounting.counted.links.items())):
         link = sender.stage, receiver.stage, sender.replica, receiver.replica
         families.set_all(LINK_TOTALS, (sums.bytes, sums.busy, sums.retransmits, sums.rejects), *link)
         for (direction, codec), size in sums.flow_bytes.items():
@@ -227,3 +251,5 @@ def _links(
             families.set_all(LINK_NOW, (*known, report.queued_bytes, is_relayed(report.path)), *link)
             if report.path:
                 families.set_all(("link_path",), (1.0,), *link, report.path, why.get(link, ""))
+        if ends_slice(number):
+            yield

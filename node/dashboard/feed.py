@@ -2,18 +2,25 @@
 
 Nothing is queued per reader. A slow reader skips views and gets the difference between the one it has and the
 newest, so readers cost a coordinator no memory.
+
+Of a thousand nodes a view takes a quarter of a second. It is made in slices, of what was known when the first
+one began, and readers that come meanwhile wait for the same one.
 """
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
 
 from node.analysis.run_view import RunView
+from node.analysis.slices import SLICE, Slices, ends_slice, in_turns, whole
 from node.analysis.view_builder import RunViewBuilder
-from node.telemetry.events import Event
+from node.telemetry.events import Event, finite
 
+Result = TypeVar("Result")
 PAUSE_FACTOR = 19
 """Pause between two views, in times that it takes to make one: views take 1/20 of a core."""
 COLUMNS = ("steps", "times", "values")
@@ -44,6 +51,9 @@ class Feed:
         self._clock = clock
         self._version = 0
         self._made: tuple[int, RunView] | None = None
+        self._making: tuple[int, Slices[RunView]] | None = None
+        """The view that is being made, for all who want one."""
+        self._of_plain_values = asyncio.Lock()
         self._fields: dict[str, Any] | None = None
         """Of the view that is made, once somebody reads them: they take longer than it."""
         self._next_at = 0.0
@@ -62,7 +72,7 @@ class Feed:
         """Replace the builder by `past`, which has seen earlier events, and apply later ones to it."""
         for event, at in self._since_start or ():
             past.apply(event, at)
-        self._builder, self._since_start = past, None
+        self._builder, self._since_start, self._making = past, None, None
         self._version += 1
         self._wake()
 
@@ -77,7 +87,12 @@ class Feed:
 
     def view(self) -> RunView:
         """As `newest`, not as plain values."""
-        return self._newest()[1]
+        return whole(self.views())
+
+    def views(self) -> Slices[RunView]:
+        """The same in slices."""
+        _, view = yield from self._newest()
+        return view
 
     def newest(self) -> tuple[int, Fields]:
         """A version, which grows with every event, and the view as plain values.
@@ -85,13 +100,17 @@ class Feed:
         Made once for all readers and at a bounded rate, so it may lack the last moment's events, unless the
         feed is closed.
         """
-        version, view = self._newest()
-        if (fields := self._fields) is None:
-            began = self._clock()
-            fields = {name: _lists(value) for name, value in view.to_fields().items()}
-            self._fields = fields
-            self._took(began)
-        return version, fields
+        return whole(self._plain_values())
+
+    async def view_in_turns(self) -> RunView:
+        """As `view`, with turns of the event loop in between."""
+        return await in_turns(self.views())
+
+    async def newest_in_turns(self) -> tuple[int, Fields]:
+        """As `newest`, with turns of the event loop in between."""
+        # One after another: those behind the first find what it made.
+        async with self._of_plain_values:
+            return await in_turns(self._plain_values())
 
     async def newer(self, version: int) -> None:
         """Wait for an event after `version`, or until the feed is closed."""
@@ -104,15 +123,45 @@ class Feed:
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
 
-    def _newest(self) -> tuple[int, RunView]:
-        began = self._clock()
-        due = self.closed or began >= self._next_at
-        if self._made is None or (due and self._made[0] != self._version):
-            self._made = self._version, self._builder.view()
-            self._fields = None
-            self._next_at = began
-            self._took(began)
-        return self._made
+    def _newest(self) -> Slices[tuple[int, RunView]]:
+        while True:
+            if self._making is None:
+                began = self._clock()
+                due = self.closed or began >= self._next_at
+                if self._made is not None and not (due and self._made[0] != self._version):
+                    return self._made
+                self._next_at = began
+                self._making = self._version, self._timed(self._builder.slices())
+            version, making = self._making
+            try:
+                next(making)
+            except StopIteration as end:
+                self._made, self._making, self._fields = (version, end.value), None, None
+            else:
+                yield
+
+    def _plain_values(self) -> Slices[tuple[int, Fields]]:
+        version, view = made = yield from self._newest()
+        found = self._fields
+        if found is None:
+            found = yield from self._timed(_fields_of(view))
+            if self._made is made:
+                self._fields = found
+        return version, found
+
+    def _timed(self, work: Slices[Result]) -> Slices[Result]:
+        """Work, and what its slices took."""
+        spent = 0.0
+        while True:
+            began = self._clock()
+            try:
+                next(work)
+            except StopIteration as end:
+                self._took(began - spent)
+                result: Result = end.value
+                return result
+            spent += self._clock() - began
+            yield
 
     def _took(self, began: float) -> None:
         """What made a view has ended; the next one comes so much later."""
@@ -125,11 +174,49 @@ class Feed:
         self._changed = asyncio.Event()
 
 
-def _lists(value: Any) -> Any:
-    """`value` with lists in place of tuples, as readers of its JSON see it."""
+def _fields_of(view: RunView) -> Slices[dict[str, Any]]:
+    """As `RunView.to_fields`, with lists in place of tuples, as readers of its JSON see it."""
+    found: dict[str, Any] = {}
+    for name in (one.name for one in fields(view)):
+        value = getattr(view, name)
+        if not isinstance(value, tuple):
+            found[name] = finite(_plain(value))
+            continue
+        found[name] = []
+        for number, item in enumerate(value):
+            found[name].append(finite(_plain(item)))
+            if ends_slice(number):
+                yield
+    return found
+
+
+def json_of(value: Any) -> Slices[str]:
+    """Plain values as JSON without spaces."""
+    if isinstance(value, dict):
+        items = []
+        for key, item in value.items():
+            written = yield from json_of(item)
+            items.append(f"{_dumps(key)}:{written}")
+        return f"{{{','.join(items)}}}"
+    if not isinstance(value, list) or len(value) <= SLICE:
+        return _dumps(value)
+    slices = []
+    for first in range(0, len(value), SLICE):
+        slices.append(_dumps(value[first : first + SLICE])[1:-1])
+        yield
+    return f"[{','.join(slices)}]"
+
+
+_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def _plain(value: Any) -> Any:
+    """`value` of dictionaries, lists and what JSON has besides."""
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, Mapping):
-        return {key: _lists(item) for key, item in value.items()}
-    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # ---- patches: the fields that differ; of a curve that grew at its end, the new points. As page/stream.js.

@@ -21,8 +21,9 @@ from typing import Any
 
 from aiohttp import web
 
+from node.analysis.slices import in_turns
 from node.dashboard.connections import REQUEST_SECONDS, Connections
-from node.dashboard.feed import Feed, make_patch
+from node.dashboard.feed import Feed, json_of, make_patch
 from node.dashboard.operator import ChangeGuard, ChangeRequest, Operator, connection_denied, is_loopback
 from node.run_file.addresses import why_not_bound
 from node.telemetry.metrics import CONTENT_TYPE
@@ -203,11 +204,13 @@ class _Routes:
         self._streams = 0
 
     async def view(self, request: web.Request) -> web.Response:
-        return _json(self._message(self._feed.newest()[1]))
+        message = self._message((await self._feed.newest_in_turns())[1])
+        text = await in_turns(json_of(message))
+        return web.json_response(text=text, headers={"Cache-Control": "no-store"})
 
     async def health(self, request: web.Request) -> web.Response:
         """Runs on the coordinator's event loop, so an answer shows that the loop turns."""
-        return _json({"state": self._feed.view().state})
+        return _json({"state": (await self._feed.view_in_turns()).state})
 
     async def metrics(self, request: web.Request) -> web.Response:
         if self._page.metrics is None:
@@ -239,7 +242,7 @@ class _Routes:
             self._streams -= 1
 
     async def _updates(self, response: web.StreamResponse) -> None:
-        version, sent = self._feed.newest()
+        version, sent = await self._feed.newest_in_turns()
         await _send(response, "view", self._message(sent))
         over = False
         while not over:
@@ -252,7 +255,7 @@ class _Routes:
                 continue
             # Read once: a close during the write below is handled in the next round.
             over = self._feed.closed
-            version, newest = self._feed.newest()
+            version, newest = await self._feed.newest_in_turns()
             if patch := make_patch(sent, newest):
                 await _send(response, "patch", self._message(patch))
             sent = newest
@@ -345,8 +348,8 @@ def _json(value: Mapping[str, Any], status: int = 200) -> web.Response:
     return web.json_response(value, status=status, headers={"Cache-Control": "no-store"})
 
 
-async def _send(response: web.StreamResponse, event: str, message: Mapping[str, Any]) -> None:
-    data = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
+async def _send(response: web.StreamResponse, event: str, message: dict[str, Any]) -> None:
+    data = await in_turns(json_of(message))
     await _write(response, f"event: {event}\ndata: {data}\n\n".encode())
 
 

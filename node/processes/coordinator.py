@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import math
@@ -55,6 +54,7 @@ from node.pipeline.device_memory import devices_of
 from node.pipeline.placement import block_counts, check_cache, head_share, with_head_place
 from node.pipeline.places import SplitHistory
 from node.pipeline.storage_choice import narrowest, remedies
+from node.processes.cycles import rare_full_collections
 from node.processes.locks import run_lock
 from node.run_file.loader import change_config, from_json, to_json, to_toml
 from node.run_state.epoch import Committed
@@ -87,8 +87,6 @@ log = logging.getLogger(__name__)
 
 TOKEN_LIFETIME = timedelta(hours=24)
 INTERRUPTED = 130
-COLLECT_AFTER = 50_000
-"""New objects before Python looks for cycles: a step of a thousand members makes more, none in a cycle."""
 STOPPING = "ending the run after this step and a snapshot; press Ctrl-C again to end it at once"
 
 
@@ -135,7 +133,6 @@ def run_coordinator(
             if (line := check_room(config, run_dir)) is not None:
                 tell(line)
             run = _create(config, run_dir, corpus)
-        gc.set_threshold(COLLECT_AFTER)
         again = False
         while True:
             with contextlib.closing(run.corpus), run.store:
@@ -404,7 +401,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
     # Before the first event is written to it.
     past_end = history_size(directory)
     feed = Feed(RunViewBuilder(), past_comes=True)
-    metrics = RunMetrics(feed.view)
+    metrics = RunMetrics(feed.views)
 
     def emit(event: events.Event) -> None:
         say(event)
@@ -480,6 +477,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
             uses = config.pipeline.stages * config.pipeline.most_rows
             _, token = run.store.create_token(time.time(), TOKEN_LIFETIME, uses)
             emit(events.JoinLine(line=f"thinwire join {token.encode()}"))
+        await stack.enter_async_context(rare_full_collections())
         async with token_uses_told(run.store, emit), reading_past(directory, past_end, feed):
             code, changes = await _until_done(coordinator, emit)
             return _Served(code=code, changes=changes, port=ports.port)

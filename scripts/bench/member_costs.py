@@ -7,25 +7,32 @@ top. The least of a few repetitions counts, so that other work on the machine co
 `metrics` times the text alone: all reports are decoded, and the view is there. A `scrape` times everything:
 every node has sent a newer report, which is not decoded yet, and the view is out of date. `short` means that
 steps are short, so that costs were summed a moment ago.
+
+A `block` is the longest time for which one of these keeps the event loop: of the view of a run after `STEPS`
+steps, of the same as plain values, its JSON, and a `scrape`.
 """
 
 import argparse
 import json
 import platform
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from node.analysis.run_view import RunView
+from node.analysis.slices import Slices
 from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.reporter import Reporter
 from node.coordinator.reports import SealedReport
-from node.dashboard.feed import Feed
+from node.dashboard.feed import Feed, json_of
 from node.lab.results import commit, hardware
+from node.processes.cycles import short_collections
 from node.run_state.actions import RecordCommit, RecordRestored, Send
 from node.run_state.epoch import Epoch
 from node.run_state.votes import VoteHistory
@@ -41,7 +48,7 @@ from wire.telemetry_proto import telemetry_to_proto
 from wire.v1 import control_pb2
 
 OUT = RESULTS / "member_costs.json"
-STAGES, ROWS, REPEATS = 250, 4, 5
+STAGES, ROWS, REPEATS, STEPS = 250, 4, 5, 12
 GROUPS = tuple((row,) for row in range(ROWS))
 HOSTS = tuple(f"node-{number:010d}" for number in range(STAGES * ROWS))
 TENSORS = 4096
@@ -84,8 +91,11 @@ def telemetry(number: int, steps: int) -> Telemetry:
 class Run:
     """A run whose members report, and what is made of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *before: events.Event) -> None:
+        """`before`: what happens first."""
         self.view = RunViewBuilder()
+        for event in before:
+            self.view.apply(event, 1.0)
         config = RunConfig(
             model=ModelSection(layers=STAGES, hidden=16, heads=2, kv_heads=2, ffn=32, vocab=256, sequence=16),
             training=TrainingSection(global_batch=2 * ROWS, microbatch=1),
@@ -94,8 +104,8 @@ class Run:
             ),
         )
         self.shown = self.view.view()
-        self.metrics = RunMetrics(lambda: self.shown)
-        self.scraped = {way: RunMetrics(lambda: Feed(self.view).view()) for way in ("short", "long")}
+        self.metrics = RunMetrics(self.newest)
+        self.scraped = {way: RunMetrics(lambda: Feed(self.view).views()) for way in ("short", "long")}
         self.reporter = Reporter(config, self.happened)
         for metrics in (self.metrics, *self.scraped.values()):
             metrics.accounting = self.reporter.accounting
@@ -105,6 +115,10 @@ class Run:
         self.reporter.placed()
         self.report(0)
         self.reporter.restored(RecordRestored(epoch=1, step=0, nodes=HOSTS, groups=GROUPS), {})
+
+    def newest(self) -> Slices[RunView]:
+        yield from ()
+        return self.shown
 
     def happened(self, event: events.Event) -> None:
         self.view.apply(event, 1.0)
@@ -161,10 +175,55 @@ def spent(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
+def longest(work: Iterator[object]) -> float:
+    """Seconds of the longest slice."""
+    most, began = 0.0, time.process_time()
+    for _ in work:
+        now = time.process_time()
+        most, began = max(most, now - began), now
+    return max(most, time.process_time() - began)
+
+
+def blocks() -> dict[str, float]:
+    """The median of a few repetitions, collections of cycles included. Advice takes longest: it rests on many
+    steps."""
+    started = events.RunStarted(
+        run_id="run",
+        name="run",
+        directory="run",
+        stages=STAGES,
+        steps=STEPS + REPEATS,
+        first_step=0,
+        tokens_per_step=2 * ROWS * 16,
+        forward_codec="fp32",
+        backward_codec="fp32",
+    )
+    run = Run(started)
+    found: dict[str, list[float]] = {one: [] for one in ("view", "values", "json", "scrape")}
+    for step in range(1, STEPS + REPEATS):
+        run.report(step)
+        run.finish()
+        if step < STEPS:
+            continue
+        feed = Feed(run.view)
+        found["view"].append(longest(feed.views()))
+        found["values"].append(longest(feed._plain_values()))
+        values = dict(feed.newest()[1])
+        found["json"].append(longest(json_of(values)))
+        # Nodes have sent what is counted for it.
+        run.report(step + 1)
+        metrics = RunMetrics(Feed(run.view).views)
+        metrics.accounting = run.reporter.accounting
+        found["scrape"].append(longest(metrics.parts()))
+    return {f"{what}_block_seconds": statistics.median(times) for what, times in found.items()}
+
+
 def measure() -> dict[str, Any]:
     found: dict[str, list[float]] = {
         one: [] for one in ("heartbeat", "step", "metrics", "short_scrape", "long_scrape")
     }
+    with short_collections():
+        found_blocks = blocks()
     run = Run()
     for repeat in range(REPEATS):
         steps = 4 * repeat + 1
@@ -195,7 +254,9 @@ def measure() -> dict[str, Any]:
             found[f"{way}_scrape"].append(spent(metrics.render))
     return {
         "commit": commit(),
+        "hardware": hardware(),
         "members": len(HOSTS),
+        **found_blocks,
         **{f"{what}_seconds": min(times) for what, times in found.items()},
         "placement_bytes": placement_bytes(),
     }
@@ -206,9 +267,10 @@ def main() -> int:
     parser.add_argument("--add", action="store_true", help="after the file's results, of other commits")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
-    runs = json.loads(arguments.out.read_text())["runs"] if arguments.add else []
+    before = json.loads(arguments.out.read_text()) if arguments.add else {}
+    runs = before.get("runs", [])
     report = {
-        "hardware": hardware(),
+        "hardware": before.get("hardware", hardware()),
         "python": platform.python_version(),
         "stages": STAGES,
         "rows": ROWS,

@@ -22,8 +22,6 @@ ALL_REDUCE_LINKS_GPUS = RESULTS / "all_reduce_links_gpus.json"
 TRACE_COST = RESULTS / "trace_cost.json"
 STATUS_SPEED = RESULTS / "status_speed.json"
 PAUSES = RESULTS / "pauses.json"
-TIED_MODELS = RESULTS / "tied_models.json"
-TIED_MODELS_LARGE = RESULTS / "tied_models_124m.json"
 STAGE_ORDER = RESULTS / "stage_order.json"
 FOUR_LINKS = RESULTS / "four_links.json"
 REACH = RESULTS / "reach.json"
@@ -371,53 +369,6 @@ def _bits_of(codecs: Sequence[str]) -> str:
     return f"`{codecs[0]}`" if len(set(codecs)) == 1 else ", ".join(f"`{codec}`" for codec in codecs)
 
 
-def tied_models() -> str:
-    """Results of scripts/experiments/tied_models.py: seconds of a step by the head's stage."""
-    report = read_report(TIED_MODELS)
-    noise = (
-        f"{spaced(report['hardware'])}, shared with other work: the ranges of untied and head first overlap "
-        "everywhere, so only the last row at 10 Mbit/s is beyond noise."
-    )
-    return _tied_ways(report, noise)
-
-
-def tied_models_large() -> str:
-    """The same of 124 million parameters on one GPU."""
-    report = read_report(TIED_MODELS_LARGE)
-    return _tied_ways(report, f"All stages on one {report['hardware']}.")
-
-
-def _tied_ways(report: Mapping[str, Any], words: str) -> str:
-    ways = report["ways"]
-    rates = list(ways[0]["step_seconds"])
-    rows = [
-        [
-            way["way"],
-            f"{way['busiest_bytes'] / 1e6:.2f}",
-            *(
-                f"{way['step_seconds'][rate]:.2f}"
-                + (f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else "")
-                for rate in rates
-                for each in [[run[rate] for run in way["all_step_seconds"]]]
-            ),
-        ]
-        for way in ways
-    ]
-    runs = "One run"
-    if report["runs"] > 1:
-        runs = f"Of {report['runs']} runs the median, in brackets the least and the most"
-    columns = [("model", "left"), ("busiest direction, MB a step", "right")]
-    columns += [
-        (f"{rate} Mbit/s, s a step" if rate.isdigit() else f"{rate}, s a step", "right") for rate in rates
-    ]
-    caption = (
-        f"{runs}; four stages of "
-        f"deploy/lab/{report['profile']}. {words} "
-        f"torch {report['versions']['torch']}, commit {commit(report)}."
-    )
-    return markdown(columns, rows) + "\n\n" + caption
-
-
 def _bursts(row: Mapping[str, Any]) -> str:
     each = [statistics.median(times[1:]) for times in row["times"]]
     return f"{row['seconds']:.2f} ({min(each):.2f} to {max(each):.2f})"
@@ -580,8 +531,6 @@ TABLES: Tables = {
     "all_reduce_links": all_reduce_links,
     "all_reduce_links_gpus": all_reduce_links_gpus,
     "pauses": pauses,
-    "tied_models": tied_models,
-    **if_recorded(TIED_MODELS_LARGE, "tied_models_large", tied_models_large),
     "stage_order": stage_order,
     "stage_settings": stage_settings,
     **if_recorded(FOUR_LINKS, "four_links", four_links),

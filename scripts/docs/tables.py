@@ -22,6 +22,7 @@ from scripts.docs import (
     rows,
     small_cards,
     summary,
+    tied,
 )
 from scripts.docs.markdown import Tables
 from scripts.report import ROOT
@@ -40,6 +41,7 @@ SUBJECTS = (
     public_meter,
     rows,
     small_cards,
+    tied,
 )
 TABLES: Tables = {name: make for subject in SUBJECTS for name, make in subject.TABLES.items()}
 

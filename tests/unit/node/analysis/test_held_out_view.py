@@ -22,11 +22,15 @@ def measured(step: int, uncompressed: float, *, best: bool = False) -> events.He
 RUN = [started(), measured(2, 3.0, best=True), measured(4, 2.5, best=True), measured(6, 2.75)]
 
 
-def view_of(told: list[events.Event]) -> RunView:
+def builder_of(told: list[events.Event]) -> RunViewBuilder:
     builder = RunViewBuilder()
     for at, event in enumerate(told):
         builder.apply(event, float(at))
-    return builder.view()
+    return builder
+
+
+def view_of(told: list[events.Event]) -> RunView:
+    return builder_of(told).view()
 
 
 def test_a_view_has_the_newest_and_the_best() -> None:
@@ -63,7 +67,7 @@ def test_runs_are_compared_at_equal_steps() -> None:
 
 
 def test_metrics_have_both_ways() -> None:
-    text = RunMetrics(lambda: view_of(RUN)).render().decode()
+    text = RunMetrics(builder_of(RUN).slices).render().decode()
     assert 'thinwire_held_out_loss{links="as-trained"} 3.0' in text
     assert 'thinwire_held_out_loss{links="fp32"} 2.75' in text
     assert "thinwire_held_out_best_steps 4.0" in text

@@ -1,15 +1,22 @@
 """Patches of a view: their effect, their size, and readers that miss some."""
 
 import asyncio
+import dataclasses
 import json
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.analysis import link_views, view_builder
 from node.analysis.run_view import RunView, Series
+from node.analysis.slices import SLICE, Slices, whole
 from node.analysis.view_builder import RunViewBuilder
-from node.dashboard.feed import Feed, apply_patch, make_patch
+from node.dashboard import feed as module
+from node.dashboard.feed import Feed, apply_patch, json_of, make_patch
+from node.telemetry import events
 from tests.support import run_events
 
 PLAIN = st.recursive(
@@ -17,6 +24,14 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=3),
     max_leaves=6,
 )
+
+
+@given(st.dictionaries(st.text(max_size=5), PLAIN))
+def test_json_is_the_same_in_slices(value: dict[str, Any]) -> None:
+    assert whole(json_of(value)) == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    numbers = {"of": {"many": list(range(2 * SLICE + 1)), **value}}
+    assert json.loads(whole(json_of(numbers))) == numbers
+    assert len(list(json_of(numbers))) == 3
 
 
 def curve(series: Series) -> dict[str, Any]:
@@ -57,22 +72,24 @@ class Slow(RunViewBuilder):
         self.now = 0.0
         self.made: list[str] = []
 
-    def view(self) -> RunView:
+    def slices(self) -> Slices[RunView]:
+        view = yield from super().slices()
         self.now += 1.0
         self.made.append("view")
-        view, fields = super().view(), RunView.to_fields
-
-        def to_fields() -> dict[str, Any]:
-            self.now += 3.0
-            self.made.append("fields")
-            return fields(view)
-
-        object.__setattr__(view, "to_fields", to_fields)
         return view
 
+    def fields_of(self, view: RunView) -> Slices[dict[str, Any]]:
+        self.now += 3.0
+        self.made.append("fields")
+        yield
+        return view.to_fields()
 
-def test_plain_values_are_made_for_their_readers_alone_and_views_take_a_twentieth_of_a_core() -> None:
+
+def test_plain_values_are_made_for_their_readers_alone_and_views_take_a_twentieth_of_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     builder = Slow()
+    monkeypatch.setattr(module, "_fields_of", builder.fields_of)
     feed = Feed(builder, clock=lambda: builder.now)
     event = run_events.started()
     feed.apply(event, 0.0)
@@ -157,3 +174,99 @@ async def test_a_closed_feed_lets_its_readers_go() -> None:
     async with asyncio.timeout(5):
         await asyncio.gather(*waiting)
     assert feed.closed
+
+
+MEMBERS = 3 * SLICE
+"""Of one row."""
+
+
+def large_run(steps: int) -> list[events.Event]:
+    """So many nodes have done so many steps."""
+    nodes = tuple(f"node-{number}" for number in range(MEMBERS))
+    joined = [events.NodeJoined(node_id=node, device="cpu", address="192.0.2.7:4711") for node in nodes]
+    placed = events.PlacementMade(epoch=1, nodes=nodes, resume_step=0, blocks=(1,) * MEMBERS)
+    return [run_events.started(), *joined, placed, *map(large_step, range(1, steps + 1))]
+
+
+def large_step(step: int) -> events.StepCosts:
+    (template,) = [one for one in run_events.step(1) if isinstance(one, events.StepCosts)]
+    stage, link = template.stages[0], template.links[0]
+    stages = tuple(replace(stage, stage=number, node_id=f"node-{number}") for number in range(MEMBERS))
+    links = tuple(replace(link, source=number, target=number + 1) for number in range(MEMBERS - 1))
+    return replace(template, step=step, stages=stages, links=links)
+
+
+def handled_by_slice(work: Slices[Any], patch: pytest.MonkeyPatch) -> list[int]:
+    """Of each slice: the stages and links of a view that it made, or turned into plain values."""
+    handled = [0]
+
+    def counting(function: Any) -> Any:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            handled[-1] += 1
+            return function(*arguments, **named)
+
+        return counted
+
+    with patch.context() as patched:
+        patched.setattr(view_builder, "StageView", counting(view_builder.StageView))
+        patched.setattr(link_views, "LinkView", counting(link_views.LinkView))
+        patched.setattr(module, "finite", counting(module.finite))
+        for _ in work:
+            handled.append(0)
+    return handled
+
+
+def test_no_slice_of_a_view_handles_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Feed(RunViewBuilder())
+    for at, event in enumerate(large_run(steps=12)):
+        feed.apply(event, float(at))
+    others = len(dataclasses.fields(RunView))
+    of_view = handled_by_slice(feed.views(), monkeypatch)
+    # What is shown, and what advice rests on: all steps, and either half of them.
+    assert sum(of_view) == 4 * (2 * MEMBERS - 1)
+    assert max(of_view) <= 2 * SLICE
+    of_values = handled_by_slice(feed._plain_values(), monkeypatch)
+    assert sum(of_values) >= 3 * MEMBERS - 1
+    assert max(of_values) <= 2 * SLICE + others
+
+
+def test_a_view_in_slices_is_of_the_moment_at_which_it_began() -> None:
+    builder, told = RunViewBuilder(), large_run(steps=12)
+    for at, event in enumerate(told):
+        builder.apply(event, float(at))
+    expected, work = builder.view(), builder.slices()
+    next(work)
+    later = [events.NodeLeft(node_id="node-7", reason="left"), large_step(13), *run_events.step(13)]
+    for at, event in enumerate(later, start=len(told)):
+        builder.apply(event, float(at))
+    assert whole(work) == expected != builder.view()
+
+
+def test_readers_share_the_view_that_is_being_made() -> None:
+    feed = Feed(RunViewBuilder())
+    for at, event in enumerate(large_run(steps=2)):
+        feed.apply(event, float(at))
+    first, second = feed.views(), feed.views()
+    next(first)
+    next(second)
+    assert whole(second) is whole(first) is feed.view()
+
+
+async def test_other_work_has_its_turn_while_plain_values_are_made() -> None:
+    feed = Feed(RunViewBuilder())
+    for at, event in enumerate(large_run(steps=2)):
+        feed.apply(event, float(at))
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(other())
+    found = await asyncio.gather(feed.newest_in_turns(), feed.newest_in_turns())
+    beside.cancel()
+    assert found[0] == found[1] == feed.newest() and found[0][1] is found[1][1]
+    assert turns >= 3 * MEMBERS // SLICE
+    assert found[0][1] == json.loads(feed.view().to_json())

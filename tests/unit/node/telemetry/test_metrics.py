@@ -5,12 +5,13 @@ import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from node.analysis import slices
 from node.analysis.link_views import NOT_LISTENING
 from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.accounting import Accounting
@@ -47,7 +48,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.builder = RunViewBuilder()
-        self.metrics = RunMetrics(self.builder.view)
+        self.metrics = RunMetrics(self.builder.slices)
         self.metrics.accounting = self.accounting = Accounting({"tah", "fixed-8"})
         self.now = BEGAN
 
@@ -140,7 +141,7 @@ def large_run() -> tuple[RunMetrics, Accounting, list[str]]:
     """Rows of two stages, one more stage than have costs of their own in each step."""
     rows = OWN_COSTS // 2 + 1
     nodes = [f"node-{number:03}" for number in range(2 * rows)]
-    metrics = RunMetrics(RunViewBuilder().view)
+    metrics = RunMetrics(RunViewBuilder().slices)
     metrics.accounting = accounting = Accounting({"tah"})
     for number, node in enumerate(nodes):
         accounting.report(node, sealed(0, number % 2))
@@ -379,3 +380,31 @@ def test_the_systems_error_is_shown_even_without_an_errno() -> None:
     assert why_not_bound(taken) == os.strerror(errno.EADDRINUSE)
     passed_over = OSError("could not bind on any address out of [('192.0.2.1', 1)]")
     assert why_not_bound(passed_over) == os.strerror(errno.EADDRNOTAVAIL)
+
+
+def test_a_part_of_a_scrape_handles_no_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = tuple(f"node-{number}" for number in range(2 * slices.SLICE + 9))
+    told = [joined(node) for node in nodes]
+    placed = events.PlacementMade(epoch=EPOCH, nodes=nodes, resume_step=0, blocks=(1,) * len(nodes))
+    run = Watched()
+    run.accounting.begin_epoch(EPOCH, nodes)
+    run.say(*told, placed)
+    for stage, node in enumerate(nodes):
+        run.accounting.report(node, totals(1.0, stage=stage, epoch=EPOCH))
+    handled = [0]
+    for name in ("set_all", "set_each"):
+        write = getattr(Families, name)
+
+        def counting(families: Families, *rest: Any, write: Any = write) -> None:
+            handled[-1] += 1
+            write(families, *rest)
+
+        monkeypatch.setattr(Families, name, counting)
+    parts = []
+    for part in run.metrics.parts():
+        parts.append(part)
+        handled.append(0)
+    # A stage has two samples of this kind in the view, one of its times and one of its memory; a link has at
+    # most two and one for each of two kinds of tensors.
+    assert sum(handled) > 4 * len(nodes) and max(handled) <= 4 * slices.SLICE
+    assert b"".join(parts) == run.metrics.render()
