@@ -7,7 +7,7 @@ packing a tensor, are a wait for a card that `paced_cards` plays: one a stage, o
 take turns of some milliseconds, as on a GPU that they share. So what the schedule and waiting for a card cost
 is apart from what kernels, codecs and links cost. Tensors are small, and links have no limit. Times are
 `SCALE` times those of a GPU while they are measured, because processors are not as much faster than these
-waits; the report has them as a GPU's.
+waits; the report has them as a GPU's. For links of `SLOW_MBIT` the report has what the schedule allows.
 
 `--also` measures other checkouts, in turns; this script and `paced_cards` must be in them. `--places`
 measures some, and leaves what `--out` has of the others.
@@ -16,6 +16,7 @@ measures some, and leaves what `--out` has of the others.
 import argparse
 import asyncio
 import json
+import math
 import os
 import signal
 import statistics
@@ -40,13 +41,15 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.lab.results import commit, hardware
-from node.pipeline.floor import chunk_shares
+from node.pipeline.floor import LinkRate, Network, chunk_shares
 from node.pipeline.placement import stage_orders
+from node.pipeline.schedule import Kind
 from node.pipeline.simulation import simulate
 from node.telemetry import events
 from scripts.experiments.paced_cards import Card, CardTransfer, serve
 from scripts.experiments.paced_pipeline import NODE, paced_run, until
 from scripts.report import RESULTS, ROOT, write
+from wire.codecs.formats import codec_format
 
 OUT = RESULTS / "paced_tied.json"
 THIS = "scripts.experiments.paced_tied"
@@ -73,6 +76,11 @@ PLACES = ((STAGES, 0.0), (1, 0.0), (1, 0.5e-3))
 MICROBATCHES = 16
 WINDOW = 1
 """Enough without delays."""
+SHAPE, CODECS = (4, 1024, 768), ("tah", "fixed-8")
+"""Of a boundary tensor in deploy/lab/tied-124m.toml."""
+SLOW_MBIT = 100.0
+FRAME_SHARE = 1448 / 1514
+"""Of a line's bytes, what TCP carries."""
 SECONDS = 40.0
 """Limit of a start or a step."""
 
@@ -120,6 +128,8 @@ def main() -> int:
         "pack_seconds": PACK_SECONDS,
         "unpack_seconds": UNPACK_SECONDS,
         "microbatches": MICROBATCHES,
+        "slow_mbit": SLOW_MBIT,
+        "slow_bound_seconds": [bound(tied=tied, mbit=SLOW_MBIT) for tied in SPLITS],
         "splits": [list(SPLITS[tied]) for tied in SPLITS],
         "results": results,
     }
@@ -138,15 +148,19 @@ def passes(*, tied: bool) -> tuple[list[float], list[float]]:
     return both[0], both[1]
 
 
-def bound(*, tied: bool) -> float:
-    """What the schedule allows where each stage has a card and tensors take no time."""
+def bound(*, tied: bool, mbit: float = math.inf) -> float:
+    """What the schedule allows with a card for each stage; tensors have the bytes of `SHAPE` and `CODECS`."""
     forward, backward = passes(tied=tied)
     share = sum(HEAD) * UNIT_SECONDS / (forward[0] + backward[0]) if tied else None
     shares = chunk_shares(STAGES, 1, share)
+    rate = mbit * 1e6 / 8 * FRAME_SHARE
+    activation, gradient = (codec_format(name).packed_bytes(SHAPE) for name in CODECS)
     return simulate(
         stage_orders(run_config(0, tied=tied), STAGES, WINDOW),
         lambda chunk, _: forward[chunk % STAGES] * shares[chunk],
         lambda chunk, _: backward[chunk % STAGES] * shares[chunk],
+        network=Network(STAGES, [LinkRate(up=rate, down=rate)] * (STAGES - 1 + tied)),
+        sizes={Kind.FORWARD: activation, Kind.BACKWARD: gradient},
         swap=True,
     ).total
 
