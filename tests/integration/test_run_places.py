@@ -125,8 +125,10 @@ def test_steps_that_run_again_have_the_split_that_they_had(prefork: Prefork, tmp
         assert [node.wait_exit() for node in nodes] == [0, 0]
         losses = run.losses
         assert len(losses) == 9
-        assert run.snapshots == [4, 6, 8, 9]
-        for step in (6, 8, 9):
+        first_kept, *damaged = run.snapshots
+        # That of step 8 is left out where two are still being uploaded.
+        assert first_kept == 4 and {6, 9} <= set(damaged) <= {6, 8, 9}
+        for step in damaged:
             for layer in (run.run_dir / "snapshots" / f"step-{step:08}").glob("*.safetensors"):
                 layer.write_bytes(b"damaged")
         again = run.resume()
