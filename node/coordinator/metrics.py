@@ -131,6 +131,8 @@ class RunMetrics:
                 yield b""
         yield b""
         reports = accounting.reports() if accounting is not None else {}
+        # Before another scrape takes newer ones.
+        self._volunteers.count(reports)
         if accounting is not None:
             yield b""
             yield from _in_parts(_stages(families, accounting, reports))
@@ -140,7 +142,6 @@ class RunMetrics:
                     families.set_all(CLOCK, (report.clock_skew_seconds, report.clock_error_seconds), node)
         yield b""
         totals = self.relay.totals if self.relay is not None else RelayTotals()
-        self._volunteers.count(reports)
         families.set("volunteer_relay_bytes_total", self._volunteers.bytes)
         families.set("volunteer_relay_refused_total", self._volunteers.refused)
         families.set("volunteer_relay_pairs", sum(report.relay_pairs for report in reports.values()))

@@ -137,6 +137,9 @@ class Feed:
                 next(making)
             except StopIteration as end:
                 self._made, self._making, self._fields = (version, end.value), None, None
+            except BaseException:
+                self._making = None
+                raise
             else:
                 yield
 

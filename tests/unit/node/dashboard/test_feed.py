@@ -270,3 +270,20 @@ async def test_other_work_has_its_turn_while_plain_values_are_made() -> None:
     assert found[0] == found[1] == feed.newest() and found[0][1] is found[1][1]
     assert turns >= 3 * MEMBERS // SLICE
     assert found[0][1] == json.loads(feed.view().to_json())
+
+
+def test_a_view_that_fails_is_begun_anew() -> None:
+    class Failing(RunViewBuilder):
+        failed = False
+
+        def slices(self) -> Slices[RunView]:
+            view = yield from super().slices()
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError("broken")
+            return view
+
+    feed = Feed(Failing())
+    with pytest.raises(RuntimeError, match="broken"):
+        feed.view()
+    assert feed.view() == RunViewBuilder().view()

@@ -408,3 +408,18 @@ def test_a_part_of_a_scrape_handles_no_more_than_a_slice(monkeypatch: pytest.Mon
     # most two and one for each of two kinds of tensors.
     assert sum(handled) > 4 * len(nodes) and max(handled) <= 4 * slices.SLICE
     assert b"".join(parts) == run.metrics.render()
+
+
+def test_two_scrapes_at_once_count_a_relay_once() -> None:
+    run = Watched()
+    run.accounting.begin_epoch(EPOCH, NODES[:2])
+    run.say(*opening())
+    run.report(1.0)
+    first, second = run.metrics.parts(), run.metrics.parts()
+    for _ in range(3):
+        next(first)
+    run.accounting.report(NODES[0], replace(totals(2.0, stage=0, epoch=EPOCH), relayed_bytes=7))
+    b"".join(second)
+    last = parsed(b"".join(first))
+    assert last[f"{PREFIX}volunteer_relay_bytes_total", ()] <= 7 + 5
+    assert run.samples()[f"{PREFIX}volunteer_relay_bytes_total", ()] == 7 + 5
