@@ -222,7 +222,8 @@ def member_costs() -> str:
     caption = (
         f"{runs[0]['members']:,} members, {report['stages']} stages in {report['rows']} rows, without gRPC "
         f"and sockets; processor time, the least of {report['repeats']}. A block: for so long nothing else "
-        f"has its turn. Python {report['python']}. {measured}."
+        f"has its turn, collections of cycles included; the median of {report['repeats']}. Python "
+        f"{report['python']}. {measured}."
     )
     return f"{markdown(columns, rows)}\n\n{caption}"
 

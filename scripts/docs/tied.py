@@ -1,6 +1,7 @@
 """Tables of tied models: `node.pipeline.placement` decides where their head is."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
@@ -8,6 +9,7 @@ from scripts.report import RESULTS, markdown
 
 TIED_MODELS = RESULTS / "tied_models.json"
 TIED_MODELS_LARGE = RESULTS / "tied_models_124m.json"
+TIED_MODELS_GPUS = RESULTS / "tied_models_124m_4gpu.json"
 PACED = RESULTS / "paced_tied.json"
 PROGRAMS = {
     "before": "as it was",
@@ -29,10 +31,14 @@ def tied_models() -> str:
 
 
 def tied_models_large() -> str:
-    """The same of 124 million parameters on one GPU."""
-    report = read_report(TIED_MODELS_LARGE)
-    gpus = report.get("gpus", 1)
-    return _tied_ways(report, f"All stages on {'one' if gpus == 1 else gpus} {report['hardware']}.")
+    """The same of 124 million parameters: on one GPU, and with a stage on each of several."""
+    found = []
+    for path in filter(Path.exists, (TIED_MODELS_LARGE, TIED_MODELS_GPUS)):
+        report = read_report(path)
+        gpus = report.get("gpus", 1)
+        where = f"All stages on one {report['hardware']}." if gpus == 1 else f"{gpus} x {report['hardware']}."
+        found.append(_tied_ways(report, where))
+    return "\n\n".join(found)
 
 
 def _tied_ways(report: Mapping[str, Any], words: str) -> str:
