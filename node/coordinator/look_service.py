@@ -55,7 +55,7 @@ class Looks:
         """host:port of volunteers that relay, the fastest first."""
         self.relayed = False
         """Whether the coordinator relays."""
-        self.links: Callable[[], list[str]] = list
+        self.links: Callable[[], Awaitable[list[str]]] = _no_links
         """Which paths the run's links take, in sentences."""
         self._first = first
         self._refuse = refuse
@@ -119,16 +119,21 @@ class Looks:
             _reached(source, first.port),
             _reached(source, first.mapped_port),
         )
+        links = await self.links()
         return pb.Seen(
             host=source,
             reached=reached,
             mapped_reached=mapped,
             relayed=self.relayed,
             relays=self.relays()[:MOST_RELAYS],
-            links=[sentence[:MOST_CHARACTERS] for sentence in self.links()[:MOST_SENTENCES]],
+            links=[sentence[:MOST_CHARACTERS] for sentence in links[:MOST_SENTENCES]],
             refusal=refusal,
             control_port=self._control_port(),
         )
+
+
+async def _no_links() -> list[str]:
+    return []
 
 
 async def _reached(host: str, port: int) -> bool:

@@ -403,6 +403,9 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
     feed = Feed(RunViewBuilder(), past_comes=True)
     metrics = RunMetrics(feed.views)
 
+    async def paths() -> list[str]:
+        return path_sentences(await feed.view_in_turns())
+
     def emit(event: events.Event) -> None:
         say(event)
         now = time.time()
@@ -453,7 +456,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
             metrics.relay = ports.relay
             ports.looks.relays = coordinator.relays.addresses
             ports.looks.relayed = True
-        ports.looks.links = lambda: path_sentences(feed.view())
+        ports.looks.links = paths
         addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
         run.store.set_addresses(addresses)
         emit(_started(config, directory, run))

@@ -57,6 +57,10 @@ async def open_desk(folder: Path, *, one_port: bool = True) -> AsyncIterator[Des
         store.close()
 
 
+async def many_links() -> list[str]:
+    return ["x" * 2000] * 100
+
+
 async def findings(token: JoinToken) -> Findings:
     async with asyncio.timeout(SECONDS):
         found = await _find_by(token)
@@ -67,7 +71,7 @@ async def findings(token: JoinToken) -> Findings:
 async def test_the_coordinator_says_what_it_sees_and_the_token_stays_unused(tmp_path: Path) -> None:
     async with open_desk(tmp_path / "run") as desk:
         desk.ports.looks.relayed, desk.ports.looks.relays = True, lambda: [desk.address] * 5
-        desk.ports.looks.links = lambda: ["x" * 2000] * 100
+        desk.ports.looks.links = many_links
         token = desk.token()
         before = desk.store.list_tokens()
         found = await findings(token)
