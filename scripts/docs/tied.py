@@ -9,6 +9,7 @@ from scripts.report import RESULTS, markdown
 
 TIED_MODELS = RESULTS / "tied_models.json"
 TIED_MODELS_LARGE = RESULTS / "tied_models_124m.json"
+TIED_MODELS_NEWER = RESULTS / "tied_models_124m_newer.json"
 TIED_MODELS_GPUS = RESULTS / "tied_models_124m_4gpu.json"
 PACED = RESULTS / "paced_tied.json"
 PROGRAMS = {
@@ -33,10 +34,11 @@ def tied_models() -> str:
 def tied_models_large() -> str:
     """The same of 124 million parameters: on one GPU, and with a stage on each of several."""
     found = []
-    for path in filter(Path.exists, (TIED_MODELS_LARGE, TIED_MODELS_GPUS)):
+    for path in filter(Path.exists, (TIED_MODELS_LARGE, TIED_MODELS_NEWER, TIED_MODELS_GPUS)):
         report = read_report(path)
         gpus = report.get("gpus", 1)
         where = f"All stages on one {report['hardware']}." if gpus == 1 else f"{gpus} x {report['hardware']}."
+        where += report.get("note", "")
         found.append(_tied_ways(report, where))
     return "\n\n".join(found)
 
