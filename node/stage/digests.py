@@ -1,7 +1,7 @@
 """Digests of what a stage computes for each gradient group, with which rows check each other.
 
-Packed tensors are hashed beside compute: those of boundaries on the transfer thread, a group's gradient on
-the sync thread. SHA-256 reads about a gigabyte a second on one core.
+Packed tensors are hashed beside compute: those of boundaries where they are packed and unpacked, a group's
+gradient on the sync thread. SHA-256 reads about a gigabyte a second on one core.
 """
 
 import hashlib
