@@ -7,7 +7,7 @@ replayed steps included, so a night for which the run was stopped does not count
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from node.telemetry import events
@@ -79,7 +79,7 @@ class Comparison:
 
     def to_fields(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        fields: dict[str, Any] = finite(asdict(self))
+        fields: dict[str, Any] = finite(self)
         return fields
 
 

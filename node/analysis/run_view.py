@@ -10,7 +10,7 @@ must not be shown as 0.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Self, cast
 
 from node.telemetry import events
@@ -354,5 +354,5 @@ class RunView:
 
     def to_fields(self) -> dict[str, object]:
         """As plain values."""
-        fields: dict[str, object] = events.finite(asdict(self))
-        return fields
+        found: dict[str, object] = events.finite(self)
+        return found

@@ -6,8 +6,9 @@ to keep it.
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from node.analysis.slices import Slices
 from node.coordinator.reports import NO_REPORT, AnyReport, Newest, is_continued, opened
 from node.pipeline.floor import LinkRate
 from node.telemetry.costs import Ledger, LinkKey, LinkSums, Place, StageSums
@@ -88,7 +89,7 @@ class Accounting:
         """As `run`, without the reports that wait."""
         return self._run
 
-    def count_in_slices(self, size: int) -> Iterator[None]:
+    def count_in_slices(self, size: int) -> Slices[None]:
         """Count the reports that wait now, so many at a time; others may come in between."""
         waiting = list(self._waiting)
         for first in range(0, len(waiting), size):

@@ -6,11 +6,10 @@ Counters belong to this process: they start at 0 with it, as Prometheus expects,
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
 from node.analysis.run_view import RunView
-from node.analysis.slices import Slices, ends_slice
+from node.analysis.slices import Slices, ends_slice, whole
 from node.coordinator.accounting import Accounting
 from node.coordinator.gateways import Gateways
 from node.coordinator.reporter import OWN_COSTS
@@ -20,8 +19,6 @@ from node.telemetry.metrics import RUN_METRICS, Families, Histogram
 from wire.relay import Relay, RelayTotals
 from wire.telemetry import LinkReport, Telemetry, is_relayed
 from wire.version import PROTOCOL, VERSION
-
-Result = TypeVar("Result")
 
 COUNTED = (
     "steps_total",
@@ -96,19 +93,18 @@ class RunMetrics:
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format, version 0.0.4."""
-        return b"".join(self.parts())
+        return whole(self.slices())
 
-    def parts(self, now: float | None = None) -> Iterator[bytes]:
-        """The same in parts, so that an event loop can do other work in between. Each part takes
-        milliseconds; some are empty.
+    def slices(self, now: float | None = None) -> Slices[bytes]:
+        """The same in slices of milliseconds.
 
         Args:
             now: Unix time; None: the clock's.
         """
         accounting = self.accounting
         if accounting is not None and not self._are_counted(accounting, time.time() if now is None else now):
-            yield from (b"" for _ in accounting.count_in_slices(SLICE))
-        view = yield from _in_parts(self._view())
+            yield from accounting.count_in_slices(SLICE)
+        view = yield from self._view()
         families = Families(RUN_METRICS)
         families.set("build_info", 1, VERSION, PROTOCOL)
         families.set("run_info", 1, view.run_id, view.forward_codec, view.backward_codec)
@@ -128,19 +124,19 @@ class RunMetrics:
             families.set_all(("stage_info",), (1.0,), stage.stage, stage.replica, stage.node_id, stage.device)
             families.set_all(("stage_present",), (stage.present,), stage.stage, stage.replica)
             if ends_slice(number):
-                yield b""
-        yield b""
+                yield
+        yield
         reports = accounting.reports() if accounting is not None else {}
         # Before another scrape takes newer ones.
         self._volunteers.count(reports)
         if accounting is not None:
-            yield b""
-            yield from _in_parts(_stages(families, accounting, reports))
-            yield from _in_parts(_links(families, accounting, reports, view))
+            yield
+            yield from _stages(families, accounting, reports)
+            yield from _links(families, accounting, reports, view)
             for node, report in reports.items():
                 if report.clock_error_seconds > 0:
                     families.set_all(CLOCK, (report.clock_skew_seconds, report.clock_error_seconds), node)
-        yield b""
+        yield
         totals = self.relay.totals if self.relay is not None else RelayTotals()
         families.set("volunteer_relay_bytes_total", self._volunteers.bytes)
         families.set("volunteer_relay_refused_total", self._volunteers.refused)
@@ -151,7 +147,7 @@ class RunMetrics:
         for number, sessions in enumerate(self.gateways.sessions if self.gateways is not None else ()):
             families.set("gateway_sessions", sessions, number)
         families.set("gateway_restarts_total", self.gateways.restarts if self.gateways is not None else 0)
-        yield families.text()
+        return families.text()
 
     def _are_counted(self, accounting: Accounting, now: float) -> bool:
         """Whether the reports of a large run were counted a moment ago, when its costs were summed."""
@@ -196,17 +192,6 @@ class _VolunteerTotals:
             self.refused += max(0, report.relay_refused - had_refused)
             if report.relayed_bytes or report.relay_refused:
                 self._counted[node] = report.relayed_bytes, report.relay_refused
-
-
-def _in_parts(work: Slices[Result]) -> Generator[bytes, None, Result]:
-    """Work in slices, as empty parts."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-        yield b""
 
 
 def _stages(families: Families, accounting: Accounting, reports: Mapping[str, Telemetry]) -> Slices[None]:

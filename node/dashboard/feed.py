@@ -3,8 +3,9 @@
 Nothing is queued per reader. A slow reader skips views and gets the difference between the one it has and the
 newest, so readers cost a coordinator no memory.
 
-Of a thousand nodes a view takes a quarter of a second. It is made in slices, of what was known when the first
-one began, and readers that come meanwhile wait for the same one.
+A view of a thousand nodes takes a quarter of a second to make. So it is made in slices, between which the
+event loop does other work. It shows the run as it was when the first slice began. Readers that come meanwhile
+wait for the same view.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from node.analysis.run_view import RunView
@@ -137,7 +138,7 @@ class Feed:
                 next(making)
             except StopIteration as end:
                 self._made, self._making, self._fields = (version, end.value), None, None
-            except BaseException:
+            except BaseException:  # whatever it is: a generator that raised has no further slices
                 self._making = None
                 raise
             else:
@@ -178,16 +179,16 @@ class Feed:
 
 
 def _fields_of(view: RunView) -> Slices[dict[str, Any]]:
-    """As `RunView.to_fields`, with lists in place of tuples, as readers of its JSON see it."""
+    """As `RunView.to_fields`."""
     found: dict[str, Any] = {}
     for name in (one.name for one in fields(view)):
         value = getattr(view, name)
         if not isinstance(value, tuple):
-            found[name] = finite(_plain(value))
+            found[name] = finite(value)
             continue
         found[name] = []
         for number, item in enumerate(value):
-            found[name].append(finite(_plain(item)))
+            found[name].append(finite(item))
             if ends_slice(number):
                 yield
     return found
@@ -211,15 +212,6 @@ def json_of(value: Any) -> Slices[str]:
 
 
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def _plain(value: Any) -> Any:
-    """`value` of dictionaries, lists and what JSON has besides."""
-    if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # ---- patches: the fields that differ; of a curve that grew at its end, the new points. As page/stream.js.

@@ -11,11 +11,12 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from pathlib import Path
 
 from node.analysis.checkpoint import read_view
+from node.analysis.slices import Slices
 from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import RunConfig
 from node.coordinator.metrics import RunMetrics
@@ -92,7 +93,7 @@ async def live_page(
     controls: Controls,
     store: Store,
     authority: CertificateAuthority,
-    metrics: Callable[[], Iterable[bytes]] | None,
+    metrics: Callable[[], Slices[bytes]] | None,
     emit: Callable[[events.Event], None],
     ports: Ports,
 ) -> AsyncIterator[None]:
@@ -156,7 +157,7 @@ async def _serve(
         return  # stopped while a long history was read
     # Gauges that come from the view are right; counters stay 0.
     metrics = RunMetrics(feed.views)
-    async with serve_page(Page(feed=feed, metrics=metrics.parts), host, port, tls) as bound:
+    async with serve_page(Page(feed=feed, metrics=metrics.slices), host, port, tls) as bound:
         tell(page_url(host, bound, tls=tls is not None))
         while not stopped.is_set():
             try:

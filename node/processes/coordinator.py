@@ -471,7 +471,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
             controls=coordinator,
             store=run.store,
             authority=run.authority,
-            metrics=metrics.parts,
+            metrics=metrics.slices,
             emit=emit,
             ports=ports,
         )

@@ -291,8 +291,8 @@ class StepCosts(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowsPlanned(Event):
-    """The windows of a row's links change, with the next step at the earliest. The other fields are what they
-    were planned from, as `node.pipeline.window_plan` takes it."""
+    """The windows of a row's links change, no sooner than with the next step. The other fields are the
+    measures that they were planned from (`node.pipeline.window_plan`)."""
 
     event: ClassVar[str] = "windows-planned"
     epoch: int
@@ -561,9 +561,11 @@ def _plain(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """`value` with NaN and infinities replaced by None."""
+    """`value` as JSON has it: dataclasses as dictionaries, tuples as lists, NaN and infinities as None."""
     if isinstance(value, float):
         return value if value - value == 0 else None
+    if is_dataclass(value):
+        return {one.name: finite(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -214,7 +214,7 @@ def blocks() -> dict[str, float]:
         run.report(step + 1)
         metrics = RunMetrics(Feed(run.view).views)
         metrics.accounting = run.reporter.accounting
-        found["scrape"].append(longest(metrics.parts()))
+        found["scrape"].append(longest(metrics.slices()))
     return {f"{what}_block_seconds": statistics.median(times) for what, times in found.items()}
 
 

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from node.analysis import slices
 from node.analysis.link_views import NOT_LISTENING
+from node.analysis.slices import whole
 from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.accounting import Accounting
 from node.coordinator.gateways import Gateways
@@ -159,7 +160,7 @@ def test_a_large_runs_reports_that_were_just_counted_are_not_read_again() -> Non
         return made
 
     def seen(now: float) -> tuple[float, float, float]:
-        samples = parsed(b"".join(metrics.parts(now)))
+        samples = parsed(whole(metrics.slices(now)))
         kind = (("kind", "forward"), ("replica", "0"), ("stage", "1"))
         memory = samples["thinwire_stage_memory_bytes", kind[1:]]
         return (
@@ -180,19 +181,19 @@ def test_a_large_runs_reports_that_were_just_counted_are_not_read_again() -> Non
     accounting.report(
         "spare", SealedReport(0, telemetry_to_proto(Telemetry(relay_pairs=2)).SerializeToString())
     )
-    assert parsed(b"".join(metrics.parts(BEGAN)))["thinwire_volunteer_relay_pairs", ()] == 2
+    assert parsed(whole(metrics.slices(BEGAN)))["thinwire_volunteer_relay_pairs", ()] == 2
     assert all(one._opened is not None for one in newest)
 
 
-def test_the_parts_of_a_scrape_are_short_and_an_epoch_may_end_between_them() -> None:
+def test_the_slices_of_a_scrape_are_short_and_an_epoch_may_end_between_them() -> None:
     metrics, accounting, nodes = large_run()
     for number, node in enumerate(nodes):
         accounting.report(node, sealed(1, number % 2), goes_on=True)
-    parts = metrics.parts(BEGAN)
-    next(parts)
+    scrape = metrics.slices(BEGAN)
+    next(scrape)
     assert len(accounting._waiting) == len(nodes) - SLICE
     accounting.step(1, 2.0, aborted=True)
-    samples = parsed(b"".join(parts))
+    samples = parsed(whole(scrape))
     assert samples["thinwire_link_bytes_total", LINK] == 1000
     every = [
         value for (name, _), value in samples.items() if name == "thinwire_stage_seconds_total" and value
@@ -382,7 +383,7 @@ def test_the_systems_error_is_shown_even_without_an_errno() -> None:
     assert why_not_bound(passed_over) == os.strerror(errno.EADDRNOTAVAIL)
 
 
-def test_a_part_of_a_scrape_handles_no_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_of_a_scrape_handles_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = tuple(f"node-{number}" for number in range(2 * slices.SLICE + 9))
     told = [joined(node) for node in nodes]
     placed = events.PlacementMade(epoch=EPOCH, nodes=nodes, resume_step=0, blocks=(1,) * len(nodes))
@@ -400,14 +401,17 @@ def test_a_part_of_a_scrape_handles_no_more_than_a_slice(monkeypatch: pytest.Mon
             write(families, *rest)
 
         monkeypatch.setattr(Families, name, counting)
-    parts = []
-    for part in run.metrics.parts():
-        parts.append(part)
+    made = []
+
+    def scrape() -> slices.Slices[None]:
+        made.append((yield from run.metrics.slices()))
+
+    for _ in scrape():
         handled.append(0)
     # A stage has two samples of this kind in the view, one of its times and one of its memory; a link has at
     # most two and one for each of two kinds of tensors.
     assert sum(handled) > 4 * len(nodes) and max(handled) <= 4 * slices.SLICE
-    assert b"".join(parts) == run.metrics.render()
+    assert made == [run.metrics.render()]
 
 
 def test_two_scrapes_at_once_count_a_relay_once() -> None:
@@ -415,11 +419,11 @@ def test_two_scrapes_at_once_count_a_relay_once() -> None:
     run.accounting.begin_epoch(EPOCH, NODES[:2])
     run.say(*opening())
     run.report(1.0)
-    first, second = run.metrics.parts(), run.metrics.parts()
+    first, second = run.metrics.slices(), run.metrics.slices()
     for _ in range(3):
         next(first)
     run.accounting.report(NODES[0], replace(totals(2.0, stage=0, epoch=EPOCH), relayed_bytes=7))
-    b"".join(second)
-    last = parsed(b"".join(first))
+    whole(second)
+    last = parsed(whole(first))
     assert last[f"{PREFIX}volunteer_relay_bytes_total", ()] <= 7 + 5
     assert run.samples()[f"{PREFIX}volunteer_relay_bytes_total", ()] == 7 + 5
