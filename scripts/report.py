@@ -25,8 +25,8 @@ def write(path: Path, report: dict[str, Any]) -> None:
 
 
 def drawn_from(what: str, drawn: object) -> str:
-    """The line by which a figure's file says what it was drawn from. A test compares its hash with that of
-    the results, and so finds an outdated figure."""
+    """A line for a figure's file: what it was drawn from, with a hash. A test compares the hash with that of
+    the results, so it finds a figure that is out of date."""
     return f"drawn from {what} with sha256 {hashlib.sha256(json.dumps(drawn).encode()).hexdigest()}"
 
 

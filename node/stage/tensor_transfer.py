@@ -5,8 +5,8 @@ tensors that the stage needs next are unpacked early. Jobs run one at a time in 
 codecs with a sample cache see their tensors in a fixed order, and no job waits for the network. `settle` ends
 all jobs of a step.
 
-On a GPU packing waits until the device has made the tensor. A third thread unpacks there, so that what comes
-meanwhile is ready when the device is.
+On a GPU packing waits until the device has made the tensor. A third thread unpacks there, so that a tensor
+that arrives meanwhile does not wait for that.
 
 A tensor that is packed or unpacked faster than threads hand it over stays on the compute thread.
 """

@@ -66,8 +66,8 @@ WAYS = {
 
 
 def allowed_seconds(config: RunConfig, one: Mapping[str, Any], pace: float) -> float:
-    """What a step takes of which `one` is the measured figures, if nothing but computing, bytes and round
-    trips takes time; with the best window."""
+    """Seconds of a step in which only computing, bytes and round trips take time, with the best window.
+    `one`: the figures measured for that step."""
     rate, way = one["rate_mbit"] * 1e6 / 8, one["round_trip_ms"] / 2e3
     chunks, own = config.pipeline.chunks, config.microbatches // one["rows"]
     links = [LinkRate(up=rate, down=rate, latency=way)] * (STAGES if chunks > 1 else STAGES - 1)

@@ -24,7 +24,7 @@ def test_old_objects_are_not_looked_at_by_themselves() -> None:
     before = gc.get_threshold()
     with short_collections():
         assert gc.get_threshold() == (YOUNG, MIDDLE, NEVER)
-        assert gc.get_freeze_count() > 0, "what was there stays out of every collection"
+        assert gc.get_freeze_count() > 0, "collections skip what was there before"
         gone: list[bool] = []
         old_cycle(lambda: gone.append(True))
         kept = [[number] for number in range(10 * YOUNG)]

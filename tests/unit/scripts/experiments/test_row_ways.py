@@ -1,4 +1,4 @@
-"""What a step of rows is made of: its parts in a trace, and what they take at least."""
+"""The parts of a step of rows, as a trace shows them, and the least time that each can take."""
 
 from pathlib import Path
 
