@@ -80,7 +80,10 @@ def test_a_run_resumes_from_what_its_nodes_hold_and_a_damaged_copy_is_fetched_ag
 def test_a_run_whose_coordinator_lost_its_disk_is_recovered_from_its_nodes(
     prefork: Prefork, tmp_path: Path
 ) -> None:
-    with Run(tmp_path, CONFIG, launch=prefork.popen, still=Still(stage=1, steps=11)) as run:
+    # Steps so long that each layer of step 6 is copied before stage 1 stops.
+    batch = 16 * CONFIG.training.global_batch
+    config = replace(CONFIG, training=replace(CONFIG.training, global_batch=batch))
+    with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=1, steps=11)) as run:
         lost = run.start()
         run.add_nodes(3)
         number = 1 if run.wait_still() is run.nodes[0] else 0
