@@ -18,13 +18,13 @@ def wait_and_run() -> int:
     with importing():
         import torch
 
-        import node.processes.node
+        from node.processes import node
 
     if (device := torch.device(sys.argv[1])).type == "cuda":
         # Initialising a GPU takes seconds too.
         torch.zeros(1, device=device)
         torch.cuda.synchronize(device)
-    assert node.processes.node.run_node is not None, "import before the wait"
+    assert node.run_node is not None, "import before the wait"
     line = sys.stdin.readline()
     if not line:
         return 1

@@ -1,7 +1,6 @@
 """`--measure`: the times of a block of the run on this machine's device, from a process that loads torch."""
 
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,12 +10,13 @@ if TYPE_CHECKING:
 
 def measured_times(config: "RunConfig", device: str) -> "BlockTimes":
     """Raises UserError where this machine has no such device, or cannot compute a block of the run."""
+    from node import program
     from node.pipeline.block_times import BlockTimes
     from node.run_file.loader import to_json
     from wire.errors import UserError
 
     # Only there is torch loaded.
-    command = [sys.executable, "-m", "node.stage.block_measure", device]
+    command = [*program("stage.block_measure"), device]
     done = subprocess.run(command, input=to_json(config), capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["nothing was said"]

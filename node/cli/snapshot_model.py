@@ -75,7 +75,7 @@ def load_model(args: argparse.Namespace) -> "tuple[int, WholeModel]":
 
     Raises what `open_snapshot` and `build_model` do.
     """
-    import node.training.whole_model  # noqa: F401 - with torch, which takes seconds
+    from node.training import whole_model  # noqa: F401 - with torch, which takes seconds
     from node.training.snapshot import is_complete
     from wire.errors import RunError
 

@@ -15,13 +15,13 @@ import json
 import logging
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import grpc
 
+from node import program
 from node.config.schema import RunConfig
 from node.coordinator.gateway_frames import (
     MOST_TOGETHER,
@@ -102,7 +102,7 @@ class _Session(ControlSession):
 
 def _spawn(*descriptors: int) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        [sys.executable, "-m", "node.coordinator.gateway", *map(str, descriptors)],
+        [*program("coordinator.gateway"), *map(str, descriptors)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=descriptors,

@@ -7,7 +7,6 @@ so a crowd at the page takes nothing from the run.
 import asyncio
 import contextlib
 import hashlib
-import importlib.resources
 import json
 import logging
 import socket
@@ -16,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -86,7 +86,7 @@ class Asset:
 def assets() -> MappingProxyType[str, Asset]:
     """The page's files by URL path, read once."""
     found = {}
-    for file in importlib.resources.files("node.dashboard").joinpath("page").iterdir():
+    for file in Path(__file__).with_name("page").iterdir():
         suffix = "." + file.name.rpartition(".")[2]
         body = file.read_bytes()
         path = "/" if file.name == "index.html" else f"/{file.name}"

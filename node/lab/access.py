@@ -38,7 +38,7 @@ class Site:
     namespaces: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     helper: tuple[str, str, str] | None = None
-    """(namespace, module, host:port) of a program to start: an HTTP proxy, or a router that maps ports."""
+    """(namespace, module for `node.program`, host:port) of an HTTP proxy, or of a router that maps ports."""
 
     def __post_init__(self) -> None:
         self._new(self.machine)
@@ -169,14 +169,14 @@ def _only_443(site: Site) -> None:
 def _only_proxy(site: Site) -> None:
     router = _nat(site, out="drop")
     address = f"192.168.{site.number}.1:{PROXY_PORT}"
-    site.helper = router, "node.lab.proxy", address
+    site.helper = router, "lab.proxy", address
     site.environment["HTTPS_PROXY"] = f"http://{address}"
 
 
 def _mapping(site: Site) -> None:
     # Its random ports leave no other direct path.
     router = _nat(site, "random,fully-random", maps=True)
-    site.helper = router, "node.lab.router", f"192.168.{site.number}.1:{NAT_PMP_PORT}"
+    site.helper = router, "lab.router", f"192.168.{site.number}.1:{NAT_PMP_PORT}"
 
 
 def _only_ipv6(site: Site) -> None:

@@ -12,10 +12,10 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from node import program
 from node.lab.tools import NAMESPACES, SBIN, call, tool
 from wire.errors import RunError, UserError
 
@@ -56,7 +56,7 @@ def run_inside(arguments: Sequence[str]) -> int:
     Ctrl-C and SIGTERM close its stdin, which asks it to end; what is left after `STOP_SECONDS` is killed.
     """
     flags = working_flags()
-    command = [tool("unshare"), *flags, sys.executable, "-m", "node.cli.main", *arguments]
+    command = [tool("unshare"), *flags, *program("cli.main"), *arguments]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, start_new_session=True, preexec_fn=_die_with_parent
     ) as child:

@@ -3,13 +3,13 @@
 import json
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from node import program
 from node.lab import tools
 from node.lab.shape import LinkShape, Shape, burst_bytes, shaper_commands
 from node.lab.topology import LAB, Device, Topology, Wire
@@ -171,7 +171,7 @@ def _delays(topology: Topology, shape: Shape | None) -> list[float]:
 class _RelayProcess:
     def __init__(self, topology: Topology) -> None:
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "node.lab.relay"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            program("lab.relay"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         ways = [{"source": way.source, "target": way.target, "mac": way.mac} for way in topology.ways]
         self.ask({"ways": ways})

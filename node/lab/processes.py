@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from node import program
 from node.config.schema import RunConfig
 from node.lab.tools import prefix
 from node.lab.topology import COORDINATOR, COORDINATOR_ADDRESS, node_address, node_name
@@ -100,9 +100,9 @@ class RunProcesses:
         run_file = self._directory / "run.toml"
         run_file.write_text(to_toml(self._config), encoding="utf-8")
         for stage in range(self._stages):
-            await self._spawn(node_name(stage), ["-m", "node.cli.lab_node", self._device_of(stage)])
+            await self._spawn(node_name(stage), [*program("cli.lab_node"), self._device_of(stage)])
         command = ["coordinator", str(run_file), "--run-dir", str(self.run_directory), "--json"]
-        await self._spawn(COORDINATOR, ["-m", "node.cli.main", *command])
+        await self._spawn(COORDINATOR, [*program("cli.main"), *command])
         self._events = self._read_events()
 
     async def __aenter__(self) -> Self:
@@ -194,7 +194,7 @@ class RunProcesses:
             raise RunError(f"node {stage} came from {joined.address}: the lab's routes are wrong")
         return joined.node_id
 
-    async def _spawn(self, name: str, arguments: list[str]) -> None:
+    async def _spawn(self, name: str, command: list[str]) -> None:
         environment = dict(os.environ)
         if self._threads:
             environment["OMP_NUM_THREADS"] = str(self._threads)
@@ -202,8 +202,7 @@ class RunProcesses:
         with (self._logs / f"{name}.log").open("ab") as log:
             self._children[name] = await asyncio.create_subprocess_exec(
                 *prefix(name),
-                sys.executable,
-                *arguments,
+                *command,
                 stdin=DEVNULL if coordinator else PIPE,
                 stdout=PIPE if coordinator else log,
                 stderr=log,

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from node import program
 from node.config.schema import RunConfig
 from node.display.watch import HistoryWatch
 from node.lab import tools
@@ -202,11 +202,11 @@ def built(sites: list[Site]) -> Iterator[list[Site]]:
 
 
 def execute(commands: Sequence[Command]) -> None:
-    for namespace, program, arguments in commands:
-        if program == "ip":
+    for namespace, name, arguments in commands:
+        if name == "ip":
             tools.ip(namespace, *arguments)
         else:
-            tools.call("nsenter", *tools.prefix(namespace)[1:], tools.tool(program), *arguments)
+            tools.call("nsenter", *tools.prefix(namespace)[1:], tools.tool(name), *arguments)
 
 
 def set_all(*settings: tuple[str, str, str]) -> None:
@@ -262,12 +262,12 @@ class PairRun:
             if site.helper is not None:
                 await self._start_helper(*site.helper)
         nodes = [
-            await self._spawn(site.machine, ["-m", "node.cli.lab_node", "cpu"], site.environment, stdin=PIPE)
+            await self._spawn(site.machine, [*program("cli.lab_node"), "cpu"], site.environment, stdin=PIPE)
             for site in self._sites
         ]
         command = ["coordinator", str(run_file), "--run-dir", str(self.run_directory), "--json"]
         desk = self._coordinator = await self._spawn(
-            self._desk.machine, ["-m", "node.cli.main", *command], {}, stdout=PIPE
+            self._desk.machine, [*program("cli.main"), *command], {}, stdout=PIPE
         )
         events = self._events(desk)
         line = await self._next(events, JoinLine, self._reach.start_seconds, "the join line")
@@ -293,7 +293,7 @@ class PairRun:
         """What `thinwire doctor` says of paths at the first site, by its checks' names. Raises RunError."""
         site = self._sites[0]
         state = str(self._directory / "state0")
-        arguments = ["-m", "node.cli.main", "doctor", token, "--state-dir", state, "--json"]
+        arguments = [*program("cli.main"), "doctor", token, "--state-dir", state, "--json"]
         child = await self._spawn(site.machine, arguments, site.environment, stdout=PIPE)
         try:
             async with asyncio.timeout(self._reach.start_seconds):
@@ -339,7 +339,7 @@ class PairRun:
         node.stdin.close()
 
     async def _start_helper(self, namespace: str, module: str, address: str) -> None:
-        helper = await self._spawn(namespace, ["-m", module, address], {}, stdout=PIPE)
+        helper = await self._spawn(namespace, [*program(module), address], {}, stdout=PIPE)
         assert helper.stdout is not None
         if (await helper.stdout.readline()).strip() != b"ready":
             raise RunError(f"{module} did not start at {address}; see {self._logs}")
@@ -347,7 +347,7 @@ class PairRun:
     async def _spawn(
         self,
         namespace: str,
-        arguments: list[str],
+        command: list[str],
         environment: dict[str, str],
         *,
         stdin: int = DEVNULL,
@@ -358,8 +358,7 @@ class PairRun:
         with (self._logs / f"{namespace}.log").open("ab") as log:
             child = await asyncio.create_subprocess_exec(
                 *tools.prefix(namespace),
-                sys.executable,
-                *arguments,
+                *command,
                 stdin=stdin,
                 stdout=log if stdout is None else stdout,
                 stderr=log,

@@ -188,7 +188,8 @@ def commit() -> str:
     """The commit of this program, marked if the files differ from it; THINWIRE_COMMIT without git."""
     if given := os.environ.get("THINWIRE_COMMIT"):
         return given
-    head = _words("git", "-C", str(_ROOT), "rev-parse", "HEAD")
+    # An installed program may lie in a repository of something else.
+    head = _words("git", "-C", str(_ROOT), "rev-parse", "HEAD") if (_ROOT / ".git").exists() else ""
     if not head:
         return "unknown"
     changed = _words("git", "-C", str(_ROOT), "status", "--porcelain", "--", *_PROGRAM)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from node import program
 from node.lab import namespaces, tools
 from node.lab.profile import Profile
 from node.lab.relay import PACKET_VNET_HDR, SOL_PACKET
@@ -124,7 +125,7 @@ def find_outside() -> list[Finding]:
 
 def ask_private() -> list[Finding]:
     """Run `find_in_private` inside new private namespaces."""
-    command = [tools.tool("unshare"), *namespaces.working_flags(), sys.executable, "-m", "node.lab.support"]
+    command = [tools.tool("unshare"), *namespaces.working_flags(), *program("lab.support")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:

@@ -5,12 +5,12 @@ each stands beside the paper's ratio. A results file is one such measurement: no
 files. The share of the floor says how close a step is to its lower bound.
 """
 
-import importlib.resources
 import shlex
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from node.lab.shape import PAYLOAD_SHARE
@@ -62,7 +62,7 @@ class Table:
 
 def paper_tables() -> tuple[str, tuple[PaperTable, ...]]:
     """The paper's title, and its tables 3, 5 and 6."""
-    text = importlib.resources.files("node.lab").joinpath("paper_tables.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("paper_tables.toml").read_text(encoding="utf-8")
     raw = tomllib.loads(text)
     tables = tuple(
         PaperTable(

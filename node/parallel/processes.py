@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import subprocess
-import sys
 import tempfile
 import threading
 from concurrent.futures import Future, wait
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from node import program
 from node.config.schema import RunConfig
 from node.model.shard_shapes import check_sizes
 from node.parallel.collectives import collective
@@ -121,7 +121,7 @@ class DeviceGroup:
             words += ["--memory-bytes", str(room.memory_bytes), "--windows", str(room.windows)]
             words += ["--host-bytes", str(room.devices.host_bytes)]
             worker = subprocess.Popen(
-                [sys.executable, "-m", "node.parallel.worker", *words],
+                [*program("parallel.worker"), *words],
                 stdin=subprocess.PIPE,
                 text=True,
                 # Ctrl-C is the node's to handle.

@@ -8,11 +8,11 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from node import program
 from node.display.terminal import Screen, ending_signals
 from node.run_file.loader import recipe
 from node.telemetry.events import Event, JoinLine, Notice, RunFinished, RunStarted, from_json
@@ -40,7 +40,7 @@ def run_demo(
     run_dir: Path,
     emit: Callable[[Event], None],
     overrides: Sequence[str] = (),
-    command: Sequence[str] = (sys.executable, "-m", "node.cli.main"),
+    command: Sequence[str] = program("cli.main"),
 ) -> int:
     """Run `demo_file` in `run_dir` and return the coordinator's exit code.
 

@@ -32,7 +32,10 @@ MIN_MEMORY_BYTES = 1_000_000_000
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 """Linux's settings of TCP."""
-OUR_PACKAGES = ("kernels", "wire", "node")
+OUR_PACKAGES = ("kernels", "wire", "node") if __name__.startswith("node.") else (__name__.partition(".")[0],)
+"""The top-level packages of the program: three in a checkout, one where a wheel is installed."""
+LAB_GUIDE = Path(__file__).parents[2] / "deploy" / "lab" / "README.md"
+"""A wheel has `deploy` beside the packages, as a checkout does."""
 CONTACT_SECONDS = 5.0
 
 
@@ -129,7 +132,7 @@ def check_congestion_control(setting: Path) -> Iterator[Check]:
         status=Status.WARN,
         detail=printable(
             f"congestion control {name}: a line that a node's links share is not used to the full "
-            "(deploy/lab/README.md)"
+            f"({LAB_GUIDE})"
         ),
         fix="where one line serves both neighbours: sysctl -w net.ipv4.tcp_congestion_control=cubic",
     )
@@ -225,7 +228,7 @@ def check_packages(owners: Mapping[str, list[str]]) -> Check:
     clashes = {name: sorted(set(owners.get(name, [])) - {"thinwire"}) for name in OUR_PACKAGES}
     found = [f"{', '.join(others)} also ships {name!r}" for name, others in clashes.items() if others]
     if not found:
-        detail = f"{', '.join(OUR_PACKAGES)} are thinwire's alone"
+        detail = f"no other package installs {' or '.join(OUR_PACKAGES)}"
         return Check(name="packages", status=Status.OK, detail=detail)
     return Check(
         name="packages",

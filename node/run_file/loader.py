@@ -4,7 +4,6 @@ Reading is strict: an unknown section or key is an error with the nearest name, 
 an error with the expected type. Two conversions are made: a whole number to a float, and a list to a tuple.
 """
 
-import importlib.resources
 import json
 import logging
 import re
@@ -23,6 +22,8 @@ from node.training.text import expanded
 from wire.errors import ConfigError, close_to, nearest
 
 log = logging.getLogger(__name__)
+
+_RECIPES = Path(__file__).with_name("recipes")
 
 EXPECTED = {
     str: "a string",
@@ -89,15 +90,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def recipes() -> tuple[str, ...]:
     """Names of the run files that are installed with the program, to start from."""
-    folder = importlib.resources.files("node.run_file").joinpath("recipes")
-    return tuple(sorted(Path(item.name).stem for item in folder.iterdir() if item.name.endswith(".toml")))
+    return tuple(sorted(path.stem for path in _RECIPES.glob("*.toml")))
 
 
 def recipe(name: str) -> Path:
     """The file of a recipe. Raises ConfigError for an unknown name."""
     if name not in recipes():
         raise ConfigError(f"no recipe {name!r}{nearest(name, recipes())}")
-    return Path(str(importlib.resources.files("node.run_file").joinpath("recipes", f"{name}.toml")))
+    return _RECIPES / f"{name}.toml"
 
 
 def change_config(config: RunConfig, overrides: Sequence[str], changeable: Collection[str]) -> RunConfig:
