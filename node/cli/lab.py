@@ -56,7 +56,7 @@ def add_parser(commands: Any) -> None:
         "parts", metavar="RESULTS", nargs="+", type=Path, help="files or folders of `lab run`"
     )
     merge_.add_argument("--out", type=Path, required=True, help="the file to write")
-    table = actions.add_parser("table", help="print the paper's tables beside the measured values")
+    table = actions.add_parser("table", help="print what was measured")
     plot = actions.add_parser("plot", help="draw figures from results")
     for action in (table, plot):
         action.add_argument(

@@ -33,11 +33,12 @@ from node.lab.network import Network, describe_shapers
 from node.lab.phase import Phases
 from node.lab.plan import Cell, PlannedRun, all_shapes, plan_runs
 from node.lab.processes import RunProcesses
-from node.lab.profile import Profile, link_ends
+from node.lab.profile import Profile
 from node.lab.results import RESULTS_FILE, Results, describe_machine
 from node.lab.support import congestion_control, delay_method
 from node.lab.topology import lay_out
 from node.pipeline.placement import head_share
+from node.pipeline.routing import link_ends
 from node.training.text import SEPARATOR, read_text
 
 Tell = Callable[[str], None]

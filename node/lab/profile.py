@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from node.config.schema import RunConfig, Window
 from node.lab.shape import Matrix, Shape, read_matrix, uniform
+from node.pipeline.routing import link_ends
 from node.run_file.loader import (
     convert,
     default_config,
@@ -201,19 +202,6 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
     )
 
 
-def closing_link(config: RunConfig) -> bool:
-    """Whether the last stage and the first have a link."""
-    pipeline = config.pipeline
-    return pipeline.stages > 2 and (config.sums_tied_gradients or pipeline.chunks > 1)
-
-
-def link_ends(config: RunConfig) -> tuple[tuple[int, int], ...]:
-    """The stages that each link joins, the one that counts as lower first, in pipeline order."""
-    stages = config.pipeline.stages
-    ends = [(stage, stage + 1) for stage in range(stages - 1)]
-    return (*ends, (stages - 1, 0)) if closing_link(config) else tuple(ends)
-
-
 def _override(raw: dict[str, Any], override: str) -> None:
     """Put `section.key=value` into the parsed TOML; its section is checked later."""
     name, equals, text = override.partition("=")
@@ -390,5 +378,5 @@ def _matrix_shapes(
             raise ConfigError(
                 f"{where}: region {region!r} is not in the matrix{nearest(region, matrix.regions)}"
             )
-    closing = closing_link(config)
-    return tuple(matrix.shape(network.regions, share, closing) for share in section.matrix_shares)
+    ends = link_ends(config)
+    return tuple(matrix.shape(network.regions, ends, share) for share in section.matrix_shares)

@@ -15,7 +15,6 @@ mbit = 790
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +141,14 @@ class Matrix:
     def regions(self) -> tuple[str, ...]:
         return tuple(sorted(set().union(*self.pairs)))
 
-    def shape(self, regions: Sequence[str], share: float, closing: bool) -> Shape:
-        """Links between neighbours, at a share of the measured rates; `closing` adds the last to the first.
+    def shape(self, regions: Sequence[str], ends: Sequence[tuple[int, int]], share: float) -> Shape:
+        """A link for each pair of stages in `ends`, at a share of the rates between their regions.
 
-        Raises ConfigError for regions that have no link to their neighbour.
+        Raises ConfigError for two regions that have no link.
         """
-        ends = list(pairwise(regions))
-        if closing:
-            ends.append((regions[-1], regions[0]))
         links = []
-        for pair in ends:
+        for first, second in ends:
+            pair = regions[first], regions[second]
             if frozenset(pair) not in self.pairs:
                 raise ConfigError(f"the matrix {self.name!r} has no link between {pair[0]} and {pair[1]}")
             mbit, rtt_ms = self.pairs[frozenset(pair)]

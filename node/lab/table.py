@@ -1,16 +1,13 @@
-"""Tables of results beside the paper's, as text for a terminal. Reads only the file of the paper's numbers.
+"""Tables of results, as text for a terminal. Pure.
 
-Our machines differ from the paper's, so only ratios between codecs on one machine and one network compare;
-each stands beside the paper's ratio. A results file is one such measurement: no figure combines several
-files. The share of the floor says how close a step is to its lower bound.
+A results file is one measurement, and no figure combines several files. The share of the floor says how close
+a step is to its lower bound.
 """
 
 import shlex
 import statistics
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from node.lab.shape import PAYLOAD_SHARE
@@ -34,23 +31,6 @@ Cells = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperTable:
-    """One of the paper's tables."""
-
-    number: int
-    place: str
-    what: str
-    columns: tuple[str, ...]
-    """Codec pairs."""
-    rows: tuple[Mapping[str, Any], ...]
-    """`mbit`, `microbatch`, `tokens_per_second` by column."""
-
-    def tokens(self, row: Mapping[str, Any], codec_pair: str) -> float | None:
-        values = dict(zip(self.columns, row["tokens_per_second"], strict=True))
-        return values.get(codec_pair)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Table:
     """Headings and cells of text; the first `left` columns are names."""
 
@@ -60,63 +40,47 @@ class Table:
     left: int
 
 
-def paper_tables() -> tuple[str, tuple[PaperTable, ...]]:
-    """The paper's title, and its tables 3, 5 and 6."""
-    text = Path(__file__).with_name("paper_tables.toml").read_text(encoding="utf-8")
-    raw = tomllib.loads(text)
-    tables = tuple(
-        PaperTable(
-            number=entry["number"],
-            place=entry["place"],
-            what=entry["what"],
-            columns=tuple(entry["columns"]),
-            rows=tuple(entry["rows"]),
-        )
-        for entry in raw["table"]
-    )
-    return raw["source"], tables
-
-
 def tables_text(results: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """All tables of each (name, results) as text, each titled with its name."""
     blocks = []
     for name, result in results:
         for table in all_tables(result):
-            lines = [f"{name}: {table.title}"]
-            lines += table_lines(list(table.headings), [list(row) for row in table.rows], left=table.left)
-            blocks.append("\n".join(lines))
+            blocks.append(table_text(name, table))
         blocks.append(provenance(result))
     return "\n\n".join(blocks)
 
 
+def table_text(name: str, table: Table) -> str:
+    """A table as text, titled with the name of its results."""
+    lines = table_lines(list(table.headings), [list(row) for row in table.rows], left=table.left)
+    return "\n".join([f"{name}: {table.title}", *lines])
+
+
 def all_tables(result: Mapping[str, Any]) -> list[Table]:
-    """The measured cells, how their steps spend their time, then the paper's tables 3, 5 and 6 beside the
-    cells with the same settings."""
-    _, papers = paper_tables()
+    """The measured cells, and how their steps spend their time."""
     cells = result["cells"]
     # Older results lack it.
     timed = [cell for cell in cells if "stage_seconds" in cell]
-    times = [time_table(timed)] if timed else []
-    return [measured_table(cells), *times, *(paper_table(paper, cells) for paper in papers)]
+    return [measured_table(cells), *([time_table(timed)] if timed else [])]
 
 
 def measured_table(cells: Cells) -> Table:
     """A row for each setting and codec pair, over all seeds."""
     rows = []
-    for group in _grouped(cells):
+    for group in grouped(cells):
         key = group[0]["key"]
         ratios = [_ratio(cells, group, baseline) for baseline in BASELINES]
         rows.append(
             (
                 *_setting(key),
-                _rate_text(group),
+                rate_text(group),
                 f"{_mean(group, 'step_seconds'):.2f}",
                 *(f"{ratio:.2f}" if ratio else "-" for ratio in ratios),
                 f"{group[0]['bits_forward']:.2f} / {group[0]['bits_backward']:.2f}",
                 f"{100 * statistics.fmean(max(w['use'] for w in cell['wires']) for cell in group):.0f} %",
-                _share_text(group),
+                share_text(group),
                 _binding_text(group),
-                _unthrottled_text(group),
+                unthrottled_text(group),
             )
         )
     headings = (
@@ -130,7 +94,7 @@ def measured_table(cells: Cells) -> Table:
 def time_table(cells: Cells) -> Table:
     """Seconds of a step that each stage computes and waits, mean over seeds."""
     rows = []
-    for group in _grouped(cells):
+    for group in grouped(cells):
         key = group[0]["key"]
         for stage in range(len(group[0]["stage_seconds"])):
             spent = [
@@ -142,52 +106,6 @@ def time_table(cells: Cells) -> Table:
             rows.append((*_setting(key), str(stage), *(f"{seconds:.3f}" for seconds in spent)))
     headings = (*SETTING, "stage", *SPENT)
     return Table(title="seconds of a step", headings=headings, rows=tuple(rows), left=len(SETTING))
-
-
-def paper_table(paper: PaperTable, cells: Cells) -> Table:
-    """The paper's rows beside the cells measured without delay, at the same rate both ways and with the
-    window `auto`."""
-    rows = []
-    for row in paper.rows:
-        ours = {
-            _pair(group[0]["key"]): group
-            for group in _grouped(cells)
-            if group[0]["key"]["shape"] == f"{row['mbit']}"
-            and group[0]["key"]["microbatch"] == row["microbatch"]
-            and group[0]["key"]["window"] == "auto"
-        }
-        paper_base = paper.tokens(row, "fp32/fp32")
-        base = ours.get("fp32/fp32")
-        for pair in dict.fromkeys((*paper.columns, *ours)):
-            theirs, group = paper.tokens(row, pair), ours.get(pair)
-            rows.append(
-                (
-                    f"{row['mbit']}",
-                    f"{row['microbatch']}",
-                    pair,
-                    f"{theirs}" if theirs else "-",
-                    f"{theirs / paper_base:.2f}" if theirs and paper_base else "-",
-                    _rate_text(group) if group else "-",
-                    f"{_tokens(group) / _tokens(base):.2f}" if group and base else "-",
-                    _share_text(group) if group else "-",
-                    _unthrottled_text(group) if group else "-",
-                )
-            )
-    headings = (
-        "Mbit/s",
-        "microbatch",
-        "codecs",
-        "paper, tokens/s",
-        "paper / fp32",
-        "here, tokens/s",
-        "here / fp32",
-    )
-    return Table(
-        title=f"table {paper.number} of the paper ({paper.place}): {paper.what}",
-        headings=(*headings, "of the floor", "of unthrottled"),
-        rows=tuple(rows),
-        left=3,
-    )
 
 
 def provenance(result: Mapping[str, Any]) -> str:
@@ -247,15 +165,15 @@ def _command_text(result: Mapping[str, Any]) -> str:
 
 
 def _setting(key: Mapping[str, Any]) -> tuple[str, ...]:
-    return key["shape"], str(key["microbatch"]), str(key["window"]), _pair(key)
+    return key["shape"], str(key["microbatch"]), str(key["window"]), codec_pair(key)
 
 
-def _grouped(cells: Cells) -> list[list[Mapping[str, Any]]]:
+def grouped(cells: Cells) -> list[list[Mapping[str, Any]]]:
     """Group cells that differ only in their seed, in the order they were measured."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for cell in cells:
         key = cell["key"]
-        setting = (key["shape"], key["microbatch"], str(key["window"]), _pair(key))
+        setting = (key["shape"], key["microbatch"], str(key["window"]), codec_pair(key))
         groups.setdefault(setting, []).append(cell)
     return list(groups.values())
 
@@ -263,19 +181,19 @@ def _grouped(cells: Cells) -> list[list[Mapping[str, Any]]]:
 def _ratio(cells: Cells, group: Cells, baseline: str) -> float | None:
     """Tokens a second relative to the first group with the same setting and the forward codec `baseline`."""
     key = group[0]["key"]
-    for other in _grouped(cells):
+    for other in grouped(cells):
         its = other[0]["key"]
         same = all(its[name] == key[name] for name in ("shape", "microbatch", "window"))
         if same and its["forward_codec"] == baseline:
-            return _tokens(group) / _tokens(other)
+            return tokens(group) / tokens(other)
     return None
 
 
-def _pair(key: Mapping[str, Any]) -> str:
+def codec_pair(key: Mapping[str, Any]) -> str:
     return f"{key['forward_codec']}/{key['backward_codec']}"
 
 
-def _tokens(group: Cells) -> float:
+def tokens(group: Cells) -> float:
     return _mean(group, "tokens_per_second")
 
 
@@ -284,14 +202,14 @@ def _mean(group: Cells, name: str) -> float:
     return statistics.fmean(cell[name]["median"] for cell in group)
 
 
-def _rate_text(group: Cells) -> str:
+def rate_text(group: Cells) -> str:
     """`4045 (3990 to 4100)`: the spread is over all steps."""
     least = min(cell["tokens_per_second"]["least"] for cell in group)
     most = max(cell["tokens_per_second"]["most"] for cell in group)
-    return f"{_tokens(group):.0f} ({least:.0f} to {most:.0f})"
+    return f"{tokens(group):.0f} ({least:.0f} to {most:.0f})"
 
 
-def _share_text(group: Cells) -> str:
+def share_text(group: Cells) -> str:
     shares = [cell["floor"]["share"] for cell in group if "floor" in cell]
     return f"{statistics.fmean(shares):.2f}" if shares else "-"
 
@@ -301,7 +219,7 @@ def _binding_text(group: Cells) -> str:
     return ", ".join(dict.fromkeys(cell["floor"]["binds"] for cell in group if "floor" in cell)) or "-"
 
 
-def _unthrottled_text(group: Cells) -> str:
+def unthrottled_text(group: Cells) -> str:
     """The rate as a share of the same run's rate before its links were shaped."""
     shares = [cell["of_unthrottled"] for cell in group if "of_unthrottled" in cell]
     return f"{statistics.fmean(shares):.2f}" if shares else "-"

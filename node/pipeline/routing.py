@@ -65,6 +65,17 @@ def neighbours(stage: int, stages: int, chunks: int, tied: bool) -> tuple[int, .
     return tuple(sorted(found - {stage}))
 
 
+def link_ends(config: RunConfig) -> tuple[tuple[int, int], ...]:
+    """The stages at both ends of each link of a row, in pipeline order.
+
+    The link that closes the ring is the last, if there is one, and begins at the last stage.
+    """
+    stages = config.pipeline.stages
+    ends = [(stage, stage + 1) for stage in range(stages - 1)]
+    closes = stages > 2 and (config.pipeline.chunks > 1 or config.sums_tied_gradients)
+    return (*ends, (stages - 1, 0)) if closes else tuple(ends)
+
+
 class StageLayout:
     """Stage `stage` of `stages`, with `chunks` model chunks, and one more for a head on the first stage."""
 

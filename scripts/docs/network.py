@@ -12,6 +12,7 @@ from node.lab.results import read_results
 from node.lab.table import all_tables, provenance
 from scripts.docs.explained import EXPLAINED, explained_steps
 from scripts.docs.markdown import Tables, commit, if_recorded, notes, read_report, spaced
+from scripts.experiments.paper_tables import tables_beside
 from scripts.report import RESULTS, markdown
 
 PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
@@ -41,9 +42,7 @@ def lab() -> str:
         result = read_results(path)
         model = result["model"]
         paper = (model["layers"], model["hidden"]) == PAPER_SHAPE
-        for table in all_tables(result):
-            if table.title.startswith("table ") and not paper:
-                continue
+        for table in [*all_tables(result), *(tables_beside(result) if paper else ())]:
             # Only the paper's rows whose setting was measured; skip a table without any ratio.
             beside = table.headings.index("here / fp32") if "here / fp32" in table.headings else None
             measured = beside is None or any(row[beside] not in ("-", "1.00") for row in table.rows)
@@ -86,7 +85,7 @@ def _least(cells: Sequence[Mapping[str, Any]]) -> str:
 def throughput() -> str:
     """The paper's table 3, shortened: its best codec pair against fp32, in the paper and here."""
     result = read_results(RESULTS / "lab_gpt2-xl-4gpu-nic.json")
-    table = next(t for t in all_tables(result) if t.title.startswith("table 3 "))
+    table = tables_beside(result)[0]
     named = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
     measured = {
         (cell["key"]["forward_codec"], cell["key"]["shape"]): cell

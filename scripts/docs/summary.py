@@ -8,7 +8,6 @@ import torch
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.lab.results import read_results
-from node.lab.table import all_tables
 from node.model.units import unit_parameters
 from node.pipeline.device_memory import Devices
 from node.pipeline.memory import stage_bytes
@@ -16,6 +15,7 @@ from node.pipeline.placement import stage_units
 from scripts.docs.losses import CONVERGENCE
 from scripts.docs.markdown import Tables, read_report
 from scripts.docs.memory import STORED_ACTIVATIONS, plain_rows
+from scripts.experiments.paper_tables import tables_beside
 from scripts.report import RESULTS, markdown
 from wire.codecs.registry import codec
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
@@ -40,7 +40,7 @@ def first_hour() -> str:
 def worth() -> str:
     """Six rows: speed at both ends of the rates, efficiency, loss, memory, recovery."""
     result = read_results(RESULTS / "lab_gpt2-xl-4gpu-nic.json")
-    table = next(table for table in all_tables(result) if table.title.startswith("table 3 "))
+    table = tables_beside(result)[0]
     cells = {(row[0], row[2]): dict(zip(table.headings, row, strict=True)) for row in table.rows}
 
     def speed(rate: str) -> list[str]:

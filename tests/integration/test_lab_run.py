@@ -225,7 +225,6 @@ def test_the_smoke_profile_measures_what_a_slow_link_costs(
         timeout=SECONDS,
         check=True,
     ).stdout
-    assert "table 3 of the paper" in table
     assert all(f"{cell['tokens_per_second']['median']:.0f} (" in table for cell in (fp32, tah))
 
 

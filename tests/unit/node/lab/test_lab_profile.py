@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from node.lab.plan import SPARE_STEPS, CellKey, plan_runs, planned_steps
-from node.lab.profile import link_ends, load_profile
+from node.lab.profile import load_profile
 from node.lab.shape import read_matrix
+from node.pipeline.routing import link_ends
 from wire.errors import ConfigError
 
 LAB = Path(__file__).parents[4] / "deploy" / "lab"
@@ -42,7 +43,7 @@ def test_the_matrix_we_ship_has_every_pair_of_ten_regions() -> None:
     assert len(matrix.regions) == 10
     assert len(matrix.pairs) == 45
     assert matrix.pairs[frozenset(("Sydney", "London"))] == (326.0, 262.0)
-    shape = matrix.shape(["Oregon", "Virginia", "Ohio"], 0.1, closing=True)
+    shape = matrix.shape(["Oregon", "Virginia", "Ohio"], [(0, 1), (1, 2), (2, 0)], 0.1)
     assert [(link.up_mbit, link.rtt_ms) for link in shape.links] == [
         (79.0, 67.0),
         (112.0, 11.0),
