@@ -8,7 +8,6 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from node.analysis.slices import Slices
 from node.coordinator.reports import NO_REPORT, AnyReport, Newest, is_continued, opened
 from node.pipeline.floor import LinkRate
 from node.telemetry.costs import Ledger, LinkKey, LinkSums, Place, StageSums
@@ -83,20 +82,6 @@ class Accounting:
         """Since this process started, aborted steps included."""
         self._count_all()
         return self._run
-
-    @property
-    def counted(self) -> Ledger:
-        """As `run`, without the reports that wait."""
-        return self._run
-
-    def count_in_slices(self, size: int) -> Slices[None]:
-        """Count the reports that wait now, so many at a time; others may come in between."""
-        waiting = list(self._waiting)
-        for first in range(0, len(waiting), size):
-            for node_id in waiting[first : first + size]:
-                if node_id in self._waiting:
-                    self._count(node_id)
-            yield
 
     def _count_all(self) -> None:
         for node_id in list(self._waiting):

@@ -11,12 +11,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 
 from node.analysis.checkpoint import read_view
-from node.analysis.slices import Slices
 from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import RunConfig
 from node.coordinator.metrics import RunMetrics
@@ -93,7 +92,7 @@ async def live_page(
     controls: Controls,
     store: Store,
     authority: CertificateAuthority,
-    metrics: Callable[[], Slices[bytes]] | None,
+    metrics: Callable[[], Awaitable[bytes]] | None,
     emit: Callable[[events.Event], None],
     ports: Ports,
 ) -> AsyncIterator[None]:
@@ -156,8 +155,8 @@ async def _serve(
     if stopped.is_set():
         return  # stopped while a long history was read
     # Gauges that come from the view are right; counters stay 0.
-    metrics = RunMetrics(feed.views)
-    async with serve_page(Page(feed=feed, metrics=metrics.slices), host, port, tls) as bound:
+    metrics = RunMetrics(feed.view_in_turns)
+    async with serve_page(Page(feed=feed, metrics=metrics.render), host, port, tls) as bound:
         tell(page_url(host, bound, tls=tls is not None))
         while not stopped.is_set():
             try:

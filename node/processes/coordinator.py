@@ -401,7 +401,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
     # Before the first event is written to it.
     past_end = history_size(directory)
     feed = Feed(RunViewBuilder(), past_comes=True)
-    metrics = RunMetrics(feed.views)
+    metrics = RunMetrics(feed.view_in_turns)
 
     async def paths() -> list[str]:
         return path_sentences(await feed.view_in_turns())
@@ -471,7 +471,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
             controls=coordinator,
             store=run.store,
             authority=run.authority,
-            metrics=metrics.slices,
+            metrics=metrics.render,
             emit=emit,
             ports=ports,
         )

@@ -1,14 +1,17 @@
-"""All metrics: names, labels, meanings, and their form as Prometheus' text, version 0.0.4.
+"""All metrics: names, labels and meanings, and their export by `prometheus_client`.
 
 Base units, ratios from 0 to 1, counters end in `_total`. Labels are bounded: a stage, the two stages of a
 link, a kind of time, a kind of tensor, a codec or a node of the run; never a step, a token or an address.
 """
 
-import functools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """HTTP content type of Prometheus' text format."""
@@ -117,8 +120,6 @@ RUN_METRICS: tuple[Definition, ...] = (
 )
 """At the coordinator, for the whole run. `source` and `target` are the stages that send and receive."""
 
-_RUN_LABELS = {one.name: one.labels for one in RUN_METRICS}
-
 PEER = ("peer",)
 PEER_FLOW = ("peer", "direction", "codec")
 
@@ -167,86 +168,44 @@ class Histogram:
 
 
 class Families:
-    """Values of the metrics in `definitions`, in their order. KeyError for an unknown name."""
+    """Values of the metrics in `definitions`, in their order: a collector for `prometheus_client`."""
 
     def __init__(self, definitions: Iterable[Definition]) -> None:
-        self._definitions = {definition.name: definition for definition in definitions}
-        self._samples: dict[str, list[str]] = {name: [] for name in self._definitions}
-        self._lists: dict[tuple[str, ...], list[list[str]]] = {}
+        # Most processes are never scraped, and this import takes a twentieth of a second.
+        from prometheus_client.metrics_core import Metric
+
+        self._labels: dict[str, tuple[str, ...]] = {}
+        self._metrics: dict[str, Metric] = {}
+        for one in definitions:
+            self._labels[one.name] = one.labels
+            # It adds a counter's suffix itself.
+            self._metrics[one.name] = Metric(PREFIX + one.name.removesuffix("_total"), one.meaning, one.kind)
 
     def set(self, name: str, value: float | None, *labels: object) -> None:
-        """Add a sample, unless `value` is None. Labels in the order of the definition."""
-        names = self._definitions[name].labels
-        if len(labels) != len(names):
-            raise ValueError(f"{name} has the labels {names}, not {labels}")
+        """Add a sample, unless `value` is None. Labels in the order of the definition.
+
+        Raises KeyError for an unknown name, ValueError for another number of labels.
+        """
+        labelled = dict(zip(self._labels[name], map(str, labels), strict=True))
         if value is not None:
-            self._samples[name].append(f"{_sample_name(name, names, labels)} {_number(value)}")
+            self._metrics[name].add_sample(PREFIX + name, labelled, value)
 
-    def set_all(self, names: tuple[str, ...], values: Iterable[float | None], *labels: object) -> None:
-        """As `set`, for several of the run's metrics with these labels; values are finite. Takes a third of
-        the time."""
-        lists = self._lists.get(names)
-        if lists is None:
-            lists = self._lists[names] = [self._samples[name] for name in names]
-        for samples, start, value in zip(lists, _starts(names, labels), values, strict=True):
-            if value is not None:
-                samples.append(start + repr(float(value)))
-
-    def set_each(self, name: str, last: tuple[object, ...], values: Iterable[float], *labels: object) -> None:
-        """As `set`, of one of the run's metrics, for several values of the last label; values are finite."""
-        starts = _starts_of_each(name, last, labels)
-        self._samples[name] += [
-            start + repr(float(value)) for start, value in zip(starts, values, strict=True)
-        ]
-
-    def observed(self, name: str, histogram: Histogram) -> None:
-        """Add a histogram's counts."""
-        samples = self._samples[self._definitions[name].name]
-        buckets, total = histogram.buckets()
+    def observed(self, name: str, buckets: Iterable[tuple[str, float]], total: float) -> None:
+        """Add a histogram as `Histogram.buckets` gives it."""
+        metric, count = self._metrics[name], 0.0
         for bound, count in buckets:
-            samples.append(f'{PREFIX}{name}_bucket{{le="{bound}"}} {_number(count)}')
-        samples += [f"{PREFIX}{name}_count {_number(buckets[-1][1])}", f"{PREFIX}{name}_sum {_number(total)}"]
+            metric.add_sample(f"{PREFIX}{name}_bucket", {"le": bound}, count)
+        metric.add_sample(f"{PREFIX}{name}_count", {}, count)
+        metric.add_sample(f"{PREFIX}{name}_sum", {}, total)
+
+    def collect(self) -> "Iterable[Metric]":
+        """All metrics, those without samples too."""
+        return self._metrics.values()
 
     def text(self) -> bytes:
-        """Everything, each metric with its meaning."""
-        lines: list[str] = []
-        for name, one in self._definitions.items():
-            lines += [f"# HELP {PREFIX}{name} {_escaped(one.meaning)}", f"# TYPE {PREFIX}{name} {one.kind}"]
-            lines += self._samples[name]
-        lines.append("")
-        return "\n".join(lines).encode()
+        """Everything in Prometheus' text format, version 0.0.4."""
+        from prometheus_client import CollectorRegistry, generate_latest
 
-
-@functools.lru_cache(maxsize=2**17)
-def _sample_name(name: str, names: tuple[str, ...], labels: tuple[object, ...]) -> str:
-    """A sample's name with its labels. A thousand nodes have thirty thousand, the same at every scrape."""
-    if not names:
-        return PREFIX + name
-    pairs = (f'{key}="{_escaped(str(label), quotes=True)}"' for key, label in zip(names, labels, strict=True))
-    return f"{PREFIX}{name}{{{','.join(pairs)}}}"
-
-
-@functools.lru_cache(maxsize=2**17)
-def _starts(names: tuple[str, ...], labels: tuple[object, ...]) -> tuple[str, ...]:
-    """Of run metrics' samples with these labels: what stands before the value."""
-    for name in names:
-        if len(labels) != len(_RUN_LABELS[name]):
-            raise ValueError(f"{name} has the labels {_RUN_LABELS[name]}, not {labels}")
-    return tuple(f"{_sample_name(name, _RUN_LABELS[name], labels)} " for name in names)
-
-
-@functools.lru_cache(maxsize=2**17)
-def _starts_of_each(name: str, last: tuple[object, ...], labels: tuple[object, ...]) -> tuple[str, ...]:
-    return tuple(_starts((name,), (*labels, one))[0] for one in last)
-
-
-def _escaped(text: str, *, quotes: bool = False) -> str:
-    text = text.replace("\\", "\\\\").replace("\n", "\\n")
-    return text.replace('"', '\\"') if quotes else text
-
-
-def _number(value: float) -> str:
-    """As Prometheus reads it."""
-    if math.isfinite(value):
-        return repr(float(value))
-    return "NaN" if math.isnan(value) else ("+Inf" if value > 0 else "-Inf")
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(cast("Collector", self))
+        return generate_latest(registry)

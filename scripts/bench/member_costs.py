@@ -4,15 +4,15 @@ Processor time, in one process, of what the coordinator does itself: parse a hea
 reports of a step and sum it up, write `/metrics`; and the bytes of a placement. gRPC, TLS and sockets come on
 top. The least of a few repetitions counts, so that other work on the machine counts little.
 
-`metrics` times the text alone: all reports are decoded, and the view is there. A `scrape` times everything:
-every node has sent a newer report, which is not decoded yet, and the view is out of date. `short` means that
-steps are short, so that costs were summed a moment ago.
+`metrics` times the text alone, which a thread writes: all reports are decoded, and the view is there.
+A `scrape` times everything: each node has sent a newer report, which is not decoded yet, and the view is old.
 
 A `block` is the longest time for which one of these keeps the event loop: of the view of a run after `STEPS`
-steps, of the same as plain values, its JSON, and a `scrape`.
+steps, of the same as plain values, its JSON, and of what a `scrape` takes from the run.
 """
 
 import argparse
+import asyncio
 import json
 import platform
 import statistics
@@ -23,8 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from node.analysis.run_view import RunView
-from node.analysis.slices import Slices
 from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.coordinator.metrics import RunMetrics
@@ -103,26 +101,15 @@ class Run:
                 stages=STAGES, groups=ROWS, forward_codec="fp32", backward_codec="fp32", window=0
             ),
         )
-        self.shown = self.view.view()
-        self.metrics = RunMetrics(self.newest)
-        self.scraped = {way: RunMetrics(lambda: Feed(self.view).views()) for way in ("short", "long")}
-        self.reporter = Reporter(config, self.happened)
-        for metrics in (self.metrics, *self.scraped.values()):
-            metrics.accounting = self.reporter.accounting
+        self.metrics = RunMetrics(lambda: Feed(self.view).view_in_turns())
+        self.reporter = Reporter(config, lambda event: self.view.apply(event, 1.0))
+        self.metrics.accounting = self.reporter.accounting
         self.step = 0
         for node in HOSTS:
             self.view.apply(events.NodeJoined(node_id=node, device="cpu", address="10.0.0.1:7700"), 1.0)
         self.reporter.placed()
         self.report(0)
         self.reporter.restored(RecordRestored(epoch=1, step=0, nodes=HOSTS, groups=GROUPS), {})
-
-    def newest(self) -> Slices[RunView]:
-        yield from ()
-        return self.shown
-
-    def happened(self, event: events.Event) -> None:
-        self.view.apply(event, 1.0)
-        self.scraped["short"].apply(event, time.time())
 
     def sealed(self, reports: list[bytes]) -> None:
         """As gateways pass them on."""
@@ -212,16 +199,13 @@ def blocks() -> dict[str, float]:
         found["json"].append(longest(json_of(values)))
         # Nodes have sent what is counted for it.
         run.report(step + 1)
-        metrics = RunMetrics(Feed(run.view).views)
-        metrics.accounting = run.reporter.accounting
-        found["scrape"].append(longest(metrics.slices()))
+        view = feed.view()
+        found["scrape"].append(spent(lambda view=view: run.metrics.snapshot(view)))
     return {f"{what}_block_seconds": statistics.median(times) for what, times in found.items()}
 
 
 def measure() -> dict[str, Any]:
-    found: dict[str, list[float]] = {
-        one: [] for one in ("heartbeat", "step", "metrics", "short_scrape", "long_scrape")
-    }
+    found: dict[str, list[float]] = {one: [] for one in ("heartbeat", "step", "metrics", "scrape")}
     with short_collections():
         found_blocks = blocks()
     run = Run()
@@ -233,13 +217,10 @@ def measure() -> dict[str, Any]:
         ]
         found["heartbeat"].append(spent(lambda packed=packed: run.heartbeats(packed)) / len(HOSTS))
         reports = [telemetry(number, steps + 1) for number in range(len(HOSTS))]
-        later = {
-            way: [
-                telemetry_to_proto(telemetry(number, steps + more)).SerializeToString()
-                for number in range(len(HOSTS))
-            ]
-            for more, way in enumerate(run.scraped, start=2)
-        }
+        later = [
+            telemetry_to_proto(telemetry(number, steps + 2)).SerializeToString()
+            for number in range(len(HOSTS))
+        ]
 
         def step(reports: list[Telemetry] = reports) -> None:
             for node, one in zip(HOSTS, reports, strict=True):
@@ -247,11 +228,9 @@ def measure() -> dict[str, Any]:
             run.finish()
 
         found["step"].append(spent(step))
-        run.shown = run.view.view()
-        found["metrics"].append(spent(run.metrics.render))
-        for way, metrics in run.scraped.items():
-            run.sealed(later[way])
-            found[f"{way}_scrape"].append(spent(metrics.render))
+        found["metrics"].append(spent(run.metrics.snapshot(run.view.view()).text))
+        run.sealed(later)
+        found["scrape"].append(spent(lambda: asyncio.run(run.metrics.render())))
     return {
         "commit": commit(),
         "hardware": hardware(),

@@ -194,8 +194,8 @@ def member_costs() -> str:
     runs = report["runs"]
 
     def scrapes(way: str) -> list[str]:
-        # Earlier runs lack them.
-        seconds = [run.get(f"{way}_scrape_seconds") for run in runs]
+        # Earlier runs lack them; later ones have one for both.
+        seconds = [run.get(f"{way}_scrape_seconds", run.get("scrape_seconds")) for run in runs]
         return ["" if one is None else f"{1e3 * one:.0f}" for one in seconds]
 
     def longest(what: str) -> list[str]:

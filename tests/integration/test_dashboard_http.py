@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
@@ -31,7 +32,6 @@ from node.run_file.addresses import parse_listen
 from node.run_file.loader import to_json
 from node.telemetry import events
 from tests.support import run_events
-from tests.support.slices import in_slices
 from wire.errors import UserError
 from wire.identity.authority import CertificateAuthority
 
@@ -103,7 +103,7 @@ async def test_the_page_and_its_files_come_with_a_strict_policy() -> None:
 
 async def test_the_view_and_health() -> None:
     feed = feed_of_a_run()
-    async with serving(Page(feed=feed, metrics=lambda: in_slices(b"thinwire_step 3\n"))) as session:
+    async with serving(Page(feed=feed, metrics=AsyncMock(return_value=b"thinwire_step 3\n"))) as session:
         async with session.get("/api/view") as response:
             said = await response.json()
         assert said["view"] == feed.newest()[1] and abs(said["now"] - time.time()) < 60
@@ -213,7 +213,7 @@ async def test_health_and_the_page_are_there_beside_300_connections_that_ask_not
 ) -> None:
     monkeypatch.setattr(connections, "REQUEST_SECONDS", 3600.0)
     async with (
-        serve_page(Page(feed=feed_of_a_run(), metrics=lambda: in_slices(b"")), "127.0.0.1", 0) as port,
+        serve_page(Page(feed=feed_of_a_run(), metrics=AsyncMock(return_value=b"")), "127.0.0.1", 0) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
         session.get("/api/stream") as page,
         connected(port, 300) as silent,

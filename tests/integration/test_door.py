@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
@@ -27,7 +28,6 @@ from node.stage.coordinator_client import CoordinatorClient
 from node.telemetry import events
 from tests.support.links import eventually
 from tests.support.pki import RUN_ID, new_authority, new_node
-from tests.support.slices import in_slices
 from tests.unit.node.coordinator.test_bulk_calls import Handler
 from tests.unit.wire.test_client_hello import hello, in_records
 from wire.admission import Phase
@@ -99,7 +99,7 @@ async def served(directory: Path, *, one_port: bool = True, tls: bool = False) -
                 controls=NoControls(),
                 store=store,
                 authority=authority,
-                metrics=lambda: in_slices(b"thinwire_up 1\n"),
+                metrics=AsyncMock(return_value=b"thinwire_up 1\n"),
                 emit=note,
                 ports=ports,
             ),

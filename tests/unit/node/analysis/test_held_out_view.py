@@ -6,6 +6,7 @@ from node.analysis.compare import compare, record
 from node.analysis.run_view import RunView
 from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.metrics import RunMetrics
+from node.dashboard.feed import Feed
 from node.display.compare import comparison_lines
 from node.display.top import view_lines
 from node.telemetry import events
@@ -67,7 +68,8 @@ def test_runs_are_compared_at_equal_steps() -> None:
 
 
 def test_metrics_have_both_ways() -> None:
-    text = RunMetrics(builder_of(RUN).slices).render().decode()
+    builder = builder_of(RUN)
+    text = RunMetrics(Feed(builder).view_in_turns).snapshot(builder.view()).text().decode()
     assert 'thinwire_held_out_loss{links="as-trained"} 3.0' in text
     assert 'thinwire_held_out_loss{links="fp32"} 2.75' in text
     assert "thinwire_held_out_best_steps 4.0" in text

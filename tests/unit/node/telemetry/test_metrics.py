@@ -3,23 +3,21 @@
 import errno
 import os
 import re
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from node.analysis import slices
 from node.analysis.link_views import NOT_LISTENING
-from node.analysis.slices import whole
+from node.analysis.run_view import RunView
 from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.accounting import Accounting
 from node.coordinator.gateways import Gateways
-from node.coordinator.metrics import COUNTED, COUNTED_SECONDS, LINK_NOW, SLICE, STATES, RunMetrics
-from node.coordinator.reporter import OWN_COSTS
-from node.coordinator.reports import SealedReport
+from node.coordinator.metrics import COUNTED, STATES, RunMetrics
 from node.run_file.addresses import why_not_bound
 from node.run_state.actions import AbortKind
 from node.stage.node_metrics import NodeMetrics, serve_metrics
@@ -37,8 +35,7 @@ from node.telemetry.metrics import (
 from tests.support.run_events import BEGAN, NODES, aborted, done, joined, opening, step
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 from wire.errors import UserError
-from wire.telemetry import Telemetry, relay_path
-from wire.telemetry_proto import telemetry_to_proto
+from wire.telemetry import relay_path
 
 LINK = (("replica", "0"), ("source", "0"), ("target", "1"), ("target_replica", "0"))
 FORBIDDEN_LABELS = {"step", "token", "address", "microbatch", "peer_address", "host", "ip"}
@@ -49,7 +46,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.builder = RunViewBuilder()
-        self.metrics = RunMetrics(self.builder.slices)
+        self.metrics = RunMetrics(self.view)
         self.metrics.accounting = self.accounting = Accounting({"tah", "fixed-8"})
         self.now = BEGAN
 
@@ -65,8 +62,14 @@ class Watched:
             links = tuple(replace(link, path=relay_path(NODES[2])) for link in told.links)
             self.accounting.report(node, replace(told, links=links))
 
+    async def view(self) -> RunView:
+        return self.builder.view()
+
+    def text(self) -> bytes:
+        return self.metrics.snapshot(self.builder.view()).text()
+
     def samples(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        return parsed(self.metrics.render())
+        return parsed(self.text())
 
 
 def parsed(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -131,94 +134,6 @@ def test_a_run_gives_every_metric_that_is_defined(watched: Watched) -> None:
     assert 8 * samples["thinwire_link_tensor_bytes_total", flow] / samples[
         "thinwire_link_elements_total", flow
     ] == pytest.approx(4.5)
-
-
-def sealed(steps: float, stage: int) -> SealedReport:
-    told = replace(totals(steps, stage=stage), memory_bytes=round(5000 + steps))
-    return SealedReport(EPOCH, telemetry_to_proto(told).SerializeToString())
-
-
-def large_run() -> tuple[RunMetrics, Accounting, list[str]]:
-    """Rows of two stages, one more stage than have costs of their own in each step."""
-    rows = OWN_COSTS // 2 + 1
-    nodes = [f"node-{number:03}" for number in range(2 * rows)]
-    metrics = RunMetrics(RunViewBuilder().slices)
-    metrics.accounting = accounting = Accounting({"tah"})
-    for number, node in enumerate(nodes):
-        accounting.report(node, sealed(0, number % 2))
-    accounting.begin_epoch(EPOCH, nodes, rows)
-    return metrics, accounting, nodes
-
-
-def test_a_large_runs_reports_that_were_just_counted_are_not_read_again() -> None:
-    metrics, accounting, nodes = large_run()
-
-    def report(steps: float) -> list[SealedReport]:
-        made = [sealed(steps, number % 2) for number in range(len(nodes))]
-        for node, one in zip(nodes, made, strict=True):
-            accounting.report(node, one, goes_on=True)
-        return made
-
-    def seen(now: float) -> tuple[float, float, float]:
-        samples = parsed(whole(metrics.slices(now)))
-        kind = (("kind", "forward"), ("replica", "0"), ("stage", "1"))
-        memory = samples["thinwire_stage_memory_bytes", kind[1:]]
-        return (
-            samples["thinwire_stage_seconds_total", kind],
-            samples["thinwire_link_bytes_total", LINK],
-            memory,
-        )
-
-    report(1)
-    metrics.apply(accounting.step(1, 2.0), BEGAN)
-    newer = report(2)
-    assert seen(BEGAN + COUNTED_SECONDS) == (1.0, 1000.0, 5001.0)
-    assert all(one._opened is None for one in newer)
-    assert seen(BEGAN + COUNTED_SECONDS + 0.1) == (2.0, 2000.0, 5002.0)
-    newest = report(3)
-    assert seen(BEGAN - 1.0) == (3.0, 3000.0, 5003.0), "a clock that was set back hides nothing"
-    # A node without a stage is read every time: nobody counts its reports.
-    accounting.report(
-        "spare", SealedReport(0, telemetry_to_proto(Telemetry(relay_pairs=2)).SerializeToString())
-    )
-    assert parsed(whole(metrics.slices(BEGAN)))["thinwire_volunteer_relay_pairs", ()] == 2
-    assert all(one._opened is not None for one in newest)
-
-
-def test_the_slices_of_a_scrape_are_short_and_an_epoch_may_end_between_them() -> None:
-    metrics, accounting, nodes = large_run()
-    for number, node in enumerate(nodes):
-        accounting.report(node, sealed(1, number % 2), goes_on=True)
-    scrape = metrics.slices(BEGAN)
-    next(scrape)
-    assert len(accounting._waiting) == len(nodes) - SLICE
-    accounting.step(1, 2.0, aborted=True)
-    samples = parsed(whole(scrape))
-    assert samples["thinwire_link_bytes_total", LINK] == 1000
-    every = [
-        value for (name, _), value in samples.items() if name == "thinwire_stage_seconds_total" and value
-    ]
-    assert sum(every) == pytest.approx(2.0 * len(nodes))
-
-
-@pytest.mark.parametrize("value", [0, 7, 2**53 + 1, 1e18, 0.1, 1e-9, True])
-def test_samples_of_several_metrics_are_written_as_single_ones(value: float) -> None:
-    one, all_ = Families(RUN_METRICS), Families(RUN_METRICS)
-    hostile = 'x"\\\n'
-    for _ in range(2):
-        one.set("stage_info", value, 1, 0, hostile, "cpu")
-        all_.set_all(("stage_info",), (value,), 1, 0, hostile, "cpu")
-        for name in LINK_NOW[:2]:
-            one.set(name, value, 0, 1, 0, 0)
-        all_.set_all(LINK_NOW, (value, value, None, None), 0, 1, 0, 0)
-        for kind in ("forward", "backward"):
-            one.set("stage_seconds_total", value, 1, 0, kind)
-        all_.set_each("stage_seconds_total", ("forward", "backward"), (value, value), 1, 0)
-    assert one.text() == all_.text()
-    with pytest.raises(ValueError, match="labels"):
-        all_.set_all(LINK_NOW, (value,) * 4, 0)
-    with pytest.raises(ValueError, match="labels"):
-        all_.set_each("stage_seconds_total", ("forward",), (value,), 1)
 
 
 def test_a_link_that_is_not_direct_says_why(watched: Watched) -> None:
@@ -297,7 +212,7 @@ def test_steps_that_are_not_finite_are_counted_apart(watched: Watched) -> None:
 
 def test_nothing_secret_and_no_address_is_shown(watched: Watched) -> None:
     watched.say(events.JoinLine(line="thinwire join tw1_S3cr3t"), aborted(2))
-    text = watched.metrics.render().decode()
+    text = watched.text().decode()
     assert "S3cr3t" not in text and "192.0.2" not in text and "4711" not in text
 
 
@@ -337,8 +252,9 @@ def test_wrong_names_and_labels_are_mistakes() -> None:
     families = Families(RUN_METRICS)
     with pytest.raises(KeyError):
         families.set("no_such_metric", 1.0)
-    with pytest.raises(ValueError, match="labels"):
-        families.set("link_bytes_total", 1.0, 0)
+    for labels in ((0,), (0, 1, 0, 0, 0)):
+        with pytest.raises(ValueError):
+            families.set("link_bytes_total", 1.0, *labels)
 
 
 def test_a_node_shows_itself_across_epochs() -> None:
@@ -383,47 +299,33 @@ def test_the_systems_error_is_shown_even_without_an_errno() -> None:
     assert why_not_bound(passed_over) == os.strerror(errno.EADDRNOTAVAIL)
 
 
-def test_a_slice_of_a_scrape_handles_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = tuple(f"node-{number}" for number in range(2 * slices.SLICE + 9))
-    told = [joined(node) for node in nodes]
-    placed = events.PlacementMade(epoch=EPOCH, nodes=nodes, resume_step=0, blocks=(1,) * len(nodes))
-    run = Watched()
-    run.accounting.begin_epoch(EPOCH, nodes)
-    run.say(*told, placed)
-    for stage, node in enumerate(nodes):
-        run.accounting.report(node, totals(1.0, stage=stage, epoch=EPOCH))
-    handled = [0]
-    for name in ("set_all", "set_each"):
-        write = getattr(Families, name)
-
-        def counting(families: Families, *rest: Any, write: Any = write) -> None:
-            handled[-1] += 1
-            write(families, *rest)
-
-        monkeypatch.setattr(Families, name, counting)
-    made = []
-
-    def scrape() -> slices.Slices[None]:
-        made.append((yield from run.metrics.slices()))
-
-    for _ in scrape():
-        handled.append(0)
-    # A stage has two samples of this kind in the view, one of its times and one of its memory; a link has at
-    # most two and one for each of two kinds of tensors.
-    assert sum(handled) > 4 * len(nodes) and max(handled) <= 4 * slices.SLICE
-    assert made == [run.metrics.render()]
+def test_a_scrape_is_of_one_moment_and_counts_a_relay_once(watched: Watched) -> None:
+    watched.report(1.0)
+    first = watched.metrics.snapshot(watched.builder.view())
+    watched.say(*step(1))
+    watched.report(3.0)
+    later, before = watched.samples(), parsed(first.text())
+    assert before["thinwire_link_bytes_total", LINK] == 1000
+    for name, labels in (
+        ("link_bytes_total", LINK),
+        ("link_elements_total", (("codec", "tah"), ("direction", "activation"), *LINK)),
+        ("stage_seconds_total", (("kind", "forward"), ("replica", "0"), ("stage", "0"))),
+    ):
+        assert 3 * before[PREFIX + name, labels] == later[PREFIX + name, labels] > 0
+    assert (before["thinwire_steps_total", ()], later["thinwire_steps_total", ()]) == (0, 1)
+    assert later["thinwire_volunteer_relay_bytes_total", ()] == 2 * 5
 
 
-def test_two_scrapes_at_once_count_a_relay_once() -> None:
-    run = Watched()
-    run.accounting.begin_epoch(EPOCH, NODES[:2])
-    run.say(*opening())
-    run.report(1.0)
-    first, second = run.metrics.slices(), run.metrics.slices()
-    for _ in range(3):
-        next(first)
-    run.accounting.report(NODES[0], replace(totals(2.0, stage=0, epoch=EPOCH), relayed_bytes=7))
-    whole(second)
-    last = parsed(whole(first))
-    assert last[f"{PREFIX}volunteer_relay_bytes_total", ()] <= 7 + 5
-    assert run.samples()[f"{PREFIX}volunteer_relay_bytes_total", ()] == 7 + 5
+async def test_the_text_of_a_scrape_is_written_off_the_event_loop(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    text = Families.text
+
+    def noted(families: Families) -> bytes:
+        threads.append(threading.current_thread())
+        return text(families)
+
+    monkeypatch.setattr(Families, "text", noted)
+    assert parsed(await watched.metrics.render()) == watched.samples()
+    assert threads[0] is not threading.main_thread() and threads[1] is threading.main_thread()
