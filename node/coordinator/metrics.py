@@ -76,16 +76,16 @@ class RunMetrics:
     async def render(self) -> bytes:
         """Everything in Prometheus' text format, written on a thread: of a thousand nodes it takes as long as
         a step."""
-        snapshot = self.snapshot(await self._view())
-        return await asyncio.to_thread(snapshot.text)
+        scrape = self.scrape(await self._view())
+        return await asyncio.to_thread(scrape.text)
 
-    def snapshot(self, view: RunView) -> "Snapshot":
+    def scrape(self, view: RunView) -> "Scrape":
         """All values of this moment, with the reports that have come counted."""
         accounting, relay, gateways = self.accounting, self.relay, self.gateways
         run = accounting.run if accounting is not None else Ledger()
         reports = accounting.reports() if accounting is not None else {}
         self._volunteers.count(reports)
-        return Snapshot(
+        return Scrape(
             view=view,
             counts=dict(self._counts),
             step_seconds=self._step_seconds.buckets(),
@@ -111,7 +111,7 @@ class RunMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class Scrape:
     """The values of one moment. Nothing changes them, so a thread may read them."""
 
     view: RunView

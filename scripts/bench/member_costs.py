@@ -200,7 +200,7 @@ def blocks() -> dict[str, float]:
         # Nodes have sent what is counted for it.
         run.report(step + 1)
         view = feed.view()
-        found["scrape"].append(spent(lambda view=view: run.metrics.snapshot(view)))
+        found["scrape"].append(spent(lambda view=view: run.metrics.scrape(view)))
     return {f"{what}_block_seconds": statistics.median(times) for what, times in found.items()}
 
 
@@ -228,7 +228,7 @@ def measure() -> dict[str, Any]:
             run.finish()
 
         found["step"].append(spent(step))
-        found["metrics"].append(spent(run.metrics.snapshot(run.view.view()).text))
+        found["metrics"].append(spent(run.metrics.scrape(run.view.view()).text))
         run.sealed(later)
         found["scrape"].append(spent(lambda: asyncio.run(run.metrics.render())))
     return {

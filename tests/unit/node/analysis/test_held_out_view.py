@@ -69,7 +69,7 @@ def test_runs_are_compared_at_equal_steps() -> None:
 
 def test_metrics_have_both_ways() -> None:
     builder = builder_of(RUN)
-    text = RunMetrics(Feed(builder).view_in_turns).snapshot(builder.view()).text().decode()
+    text = RunMetrics(Feed(builder).view_in_turns).scrape(builder.view()).text().decode()
     assert 'thinwire_held_out_loss{links="as-trained"} 3.0' in text
     assert 'thinwire_held_out_loss{links="fp32"} 2.75' in text
     assert "thinwire_held_out_best_steps 4.0" in text

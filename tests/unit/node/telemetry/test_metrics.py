@@ -66,7 +66,7 @@ class Watched:
         return self.builder.view()
 
     def text(self) -> bytes:
-        return self.metrics.snapshot(self.builder.view()).text()
+        return self.metrics.scrape(self.builder.view()).text()
 
     def samples(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         return parsed(self.text())
@@ -301,7 +301,7 @@ def test_the_systems_error_is_shown_even_without_an_errno() -> None:
 
 def test_a_scrape_is_of_one_moment_and_counts_a_relay_once(watched: Watched) -> None:
     watched.report(1.0)
-    first = watched.metrics.snapshot(watched.builder.view())
+    first = watched.metrics.scrape(watched.builder.view())
     watched.say(*step(1))
     watched.report(3.0)
     later, before = watched.samples(), parsed(first.text())
