@@ -209,7 +209,9 @@ def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> C
             return _commit_from_proto(message.commit)
         case "take_snapshot":
             take = message.take_snapshot
-            return TakeSnapshot(epoch=take.epoch, step=take.step, place=line(take.place))
+            return TakeSnapshot(
+                epoch=take.epoch, step=take.step, place=line(take.place), only_hashes=take.only_hashes
+            )
         case "validate":
             command = message.validate
             return Validate(
@@ -327,6 +329,7 @@ def _begin_from_proto(message: control_pb2.Begin) -> Begin:
         audited=tuple(message.audited),
         waited_seconds=amount(message.waited_seconds, "a wait"),
         loss_scale=amount(message.loss_scale, "a loss scale"),
+        digests=message.digests,
     )
 
 

@@ -196,6 +196,28 @@ class Following:
     """Why it holds none, if it does not."""
 
 
+class UnitHash(NamedTuple):
+    """What a layer unit's state is. The sums of squares tell about what it is where bits may differ."""
+
+    sha256: str
+    """Of its snapshot file, in hex."""
+    weights: float = 0.0
+    """Sum of squares of its weights,"""
+    moments: float = 0.0
+    """of the first moments of the optimizer,"""
+    squares: float = 0.0
+    """and of the second ones. Of moments in 8 bits: of the scales of their blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateHashes:
+    """Answer to `TakeSnapshot`: what the node's layers are after `step` steps, by layer unit."""
+
+    epoch: int
+    step: int
+    units: Mapping[int, UnitHash]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RelayTimes:
     """Round trips in seconds to the relays of `Relays`, by node id; one that does not answer is left out."""
@@ -236,6 +258,7 @@ NodeMessage = (
     | Leave
     | StepSpans
     | Following
+    | StateHashes
     | RelayTimes
     | BlockTime
     | PeerRate
@@ -335,6 +358,8 @@ class Begin:
     loss_scale: float = 0.0
     """The loss's factor, of a run that computes in float16; 0 in others. Votes have the norms of gradients of
     the loss times this."""
+    digests: bool = False
+    """Give the digests of the own groups too, though the run has no audits: one of them is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,6 +460,8 @@ class TakeSnapshot:
     step: int
     place: str = ""
     """Where its layers go: "" to the coordinator, `NODES`, or an object store's URL."""
+    only_hashes: bool = False
+    """Save nothing: another row does. Only say what the layers are."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ Parsing rejects values that would harm a reader: numbers out of range, text of m
 message makes sense in the run is for the state machines to decide.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 from wire.errors import ProtocolViolationError
@@ -27,7 +28,9 @@ from wire.messages import (
     Placed,
     Ready,
     RelayTimes,
+    StateHashes,
     StepFailed,
+    UnitHash,
     Validated,
     Vote,
 )
@@ -47,6 +50,8 @@ from wire.telemetry_proto import (
     telemetry_to_proto,
 )
 from wire.v1 import control_pb2, enrolment_pb2
+
+SHA256_BYTES = 32
 
 _Reporting = (
     control_pb2.Vote | control_pb2.Heartbeat | control_pb2.Applied | control_pb2.Ready | control_pb2.Validated
@@ -105,6 +110,35 @@ def _digests_from_proto(message: control_pb2.GroupDigests) -> GroupDigests:
         boundaries=boundaries,
         loss=message.loss if message.has_loss else None,
     )
+
+
+def _hashes_to_proto(message: StateHashes) -> control_pb2.StateHashes:
+    return control_pb2.StateHashes(
+        epoch=message.epoch,
+        step=message.step,
+        units=[
+            control_pb2.UnitHash(
+                unit=unit,
+                sha256=bytes.fromhex(one.sha256),
+                weights=one.weights,
+                moments=one.moments,
+                squares=one.squares,
+            )
+            for unit, one in sorted(message.units.items())
+        ],
+    )
+
+
+def _hashes_from_proto(message: control_pb2.StateHashes) -> StateHashes:
+    units = {}
+    for one in message.units:
+        if len(one.sha256) != SHA256_BYTES:
+            raise ProtocolViolationError(f"a SHA-256 of {len(one.sha256)} bytes")
+        sums = (_squared(one.weights), _squared(one.moments), _squared(one.squares))
+        if not all(map(math.isfinite, sums)):
+            raise ProtocolViolationError("a layer's norm that is not finite")
+        units[one.unit] = UnitHash(one.sha256.hex(), *sums)
+    return StateHashes(epoch=message.epoch, step=message.step, units=units)
 
 
 def _digest(value: bytes) -> bytes:
@@ -207,6 +241,8 @@ def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
             return control_pb2.NodeMessage(step_spans=spans_to_proto(message))
         case Following():
             return control_pb2.NodeMessage(following=control_pb2.Following(**vars(message)))
+        case StateHashes():
+            return control_pb2.NodeMessage(state_hashes=_hashes_to_proto(message))
         case RelayTimes():
             times = [control_pb2.RelayTime(node_id=n, seconds=s) for n, s in message.times.items()]
             return control_pb2.NodeMessage(relay_times=control_pb2.RelayTimes(times=times))
@@ -318,6 +354,8 @@ def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
             return Following(
                 snapshot=told.snapshot, step=told.step, failed=line(told.failed)[:LONGEST_REASON]
             )
+        case "state_hashes":
+            return _hashes_from_proto(message.state_hashes)
         case "relay_times":
             times = message.relay_times.times
             return RelayTimes(times={node_id(t.node_id): seconds(t.seconds, "a round trip") for t in times})

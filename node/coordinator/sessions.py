@@ -148,8 +148,8 @@ more."""
 LINK_BYTES = 1024
 """Of a report, for each other row."""
 MESSAGE_BYTES = 16 * 1024
-UNIT_BYTES = 64
-"""Of a vote, for each layer unit."""
+UNIT_BYTES = 80
+"""Of a vote or of a state's hashes, for each layer unit."""
 DIGEST_BYTES = 64
 """Of a vote with audits, for each gradient group and each end of its boundaries."""
 HEARTBEATS_KEPT = 500
@@ -194,7 +194,7 @@ class MessageLimits:
         self.connections = RateLimit(CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE)
         self._traced = TracedSteps.parse(config.telemetry.trace)
         ends = 1 + 4 * (config.pipeline.chunks + 1)
-        digests = DIGEST_BYTES * ends * config.pipeline.groups if config.audit.rate > 0.0 else 0
+        digests = DIGEST_BYTES * ends * config.pipeline.groups if config.pipeline.groups > 1 else 0
         others = config.pipeline.most_rows - 1
         self._most_links = MOST_LINKS + others
         units = UNIT_BYTES * len(unit_names(config.model))

@@ -2,7 +2,7 @@
 action starts, so a commit is on disk before any stage learns of it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,7 +10,7 @@ from node.pipeline.codec_plan import CodecPlan
 from node.pipeline.storage_choice import StoragePlan
 from node.run_state.grid import ONE_ROW, Groups
 from node.telemetry.events import LEFT
-from wire.messages import Abort, CoordinatorMessage, Finish
+from wire.messages import Abort, CoordinatorMessage, Finish, UnitHash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,33 @@ class OpenSnapshot:
     step: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class SnapshotAgreed:
+    """The layers of this snapshot count with these hashes alone."""
+
+    step: int
+    units: Mapping[int, UnitHash]
+    """By layer unit."""
+    alone: Collection[int]
+    """Units that one node alone holds: its file is compared with what it says of it, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotDropped:
+    """No snapshot of this step is taken: its layers are not stored, whoever hands them in."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefuseSnapshot:
+    """A complete snapshot is not the run's state: set it aside, then call `snapshot_damaged`."""
+
+    step: int
+    reason: str
+
+
 class AbortKind(StrEnum):
     """Why an epoch ended before its step did."""
 
@@ -165,6 +192,9 @@ Action = (
     | RecordHeldOut
     | StepDone
     | OpenSnapshot
+    | SnapshotAgreed
+    | SnapshotDropped
+    | RefuseSnapshot
     | Aborted
     | Released
     | Announce

@@ -70,13 +70,17 @@ class Contradiction:
 class Auditor:
     """Chooses what is audited, and compares."""
 
-    def __init__(self, rate: float, secret: bytes, boundaries: Callable[[int], int]) -> None:
+    def __init__(
+        self, rate: float, secret: bytes, boundaries: Callable[[int], int], *, compares: bool = False
+    ) -> None:
         """
         Args:
             rate: share of steps with an audit.
             secret: known to the coordinator alone, so that nobody foresees which steps these are.
             boundaries: number of stages -> boundaries between chunks.
+            compares: newcomers are compared in their first steps, also at a rate of 0.
         """
+        self._compares = compares
         self._rate = rate
         self._secret = secret
         self._boundaries = boundaries
@@ -85,16 +89,29 @@ class Auditor:
         self.agreed: dict[str, dict[str, bytes]] = {}
         """Of the newest audit: by value, its digest by node, where all said the same."""
 
-    def draw(self, step: int, groups: Groups, kinds: Sequence[Hashable]) -> Audit | None:
+    @property
+    def is_on(self) -> bool:
+        """Whether every vote has digests, not only those of steps in which newcomers are compared."""
+        return self._rate > 0.0
+
+    def draw(
+        self, step: int, groups: Groups, kinds: Sequence[Hashable], new: Sequence[int] = ()
+    ) -> Audit | None:
         """What is audited in a step; the same each time that the step runs with this placement.
 
         Args:
             kinds: of the hosts, row after row. Rows check each other if their nodes are of the same kinds.
+            new: rows that are compared with another in any case.
         """
         rows = len(groups)
-        if rows == 1 or self._rate == 0.0:
+        if rows == 1 or not (self._rate > 0.0 or (new and self._compares)):
             return None
         alike = rows_alike(kinds, rows)
+        for old in [row for row in range(rows) if row not in new] if new and self._compares else ():
+            if others := [row for row in alike[old] if row in new]:
+                return Audit(group=groups[old][0], rows=(old, *others[:2]))
+        if self._rate == 0.0:
+            return None
         pairs = [(own, row) for own, row in permutations(range(rows), 2) if row in alike[own]]
         if self.doubted is not None and self.doubted[0] == step:
             group = self.doubted[1]
@@ -114,11 +131,11 @@ class Auditor:
         """Why this stage cannot have given these digests.
 
         Args:
-            own: the groups of its row.
+            own: the groups of its row; empty if the step has no digests.
             extra: groups of another row that it computed.
             has_loss: it has the head.
         """
-        wanted = {*own, *extra} if self._rate > 0.0 else set()
+        wanted = {*own, *extra}
         if vote.digests.keys() != wanted:
             return f"its vote has digests of the groups {sorted(vote.digests)}, not of {sorted(wanted)}"
         if not wanted:

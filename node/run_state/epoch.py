@@ -36,6 +36,7 @@ from node.run_state.votes import (
     FiniteUncompressed,
     Implausible,
     NonFinite,
+    NotReproduced,
     Outcome,
     RefusedVote,
     VoteHistory,
@@ -61,6 +62,8 @@ from wire.messages import (
 )
 
 REMEMBERED_AUDITS = 16
+PROOF_STEPS = 3
+"""Steps that a state from disk repeats, as far as they are on record, before it counts as the run's."""
 Neighbours = Callable[[int, int], Collection[int]]
 """(stage, number of stages) -> the stages that it has links with."""
 StepPlan = Callable[[int, float], tuple[float, float]]
@@ -141,6 +144,10 @@ class Epoch:
         """Of each stage; None where the run file's are not left to the coordinator."""
         self.planned_windows: tuple[int, ...] = ()
         """Of each link, row after row, from the next step on; empty is the run file's."""
+        self.left: frozenset[int] = frozenset()
+        """Lineages that nobody goes on from."""
+        self.newcomers: frozenset[str] = frozenset()
+        """Hosts that fetched their state while others held it, until they have shown that it is the same."""
         self.keeps_sums = False
         """From the next step on nodes keep the summed gradients of their steps."""
         self.addresses = addresses
@@ -198,6 +205,32 @@ class Epoch:
         """The stage with the head, which gets labels and says losses."""
         return self._history.loss_stage(self.stages)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its stages loaded what is on disk."""
+        return self.lineage == self.number
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether what was loaded from a snapshot still has to show that it is the run's state."""
+        return self.is_loaded and self.steps_done < PROOF_STEPS and self.step > self.steps_done
+
+    @property
+    def kinds(self) -> Sequence[Hashable]:
+        """What the bits of each host's results depend on."""
+        return self._kinds or ("",) * len(self.hosts)
+
+    @property
+    def trained(self) -> Collection[int]:
+        """Layer units that have had gradients."""
+        return self._history.trained
+
+    @property
+    def proven_rows(self) -> list[int]:
+        """Rows whose nodes' state the run knows; all if there are none."""
+        rows = range(self.rows)
+        return [row for row in rows if self.newcomers.isdisjoint(self.row(row))] or [*rows]
+
     def place_of(self, node_id: str) -> str:
         """Where a node is, for the operator."""
         stage = f"stage {self.stage_of(node_id)}"
@@ -252,7 +285,10 @@ class Epoch:
         self._windows = self.planned_windows
         self._keeps_sums = self.keeps_sums
         self.votes.clear()
-        self.audit = None if self.uncompressed else self._auditor.draw(self.step, self.groups, self._kinds)
+        self.audit = None
+        if not self.uncompressed:
+            new = [row for row in range(self.rows) if row not in self.proven_rows]
+            self.audit = self._auditor.draw(self.step, self.groups, self._kinds, new)
         if self.audit is not None:
             self._audited.append(self.step)
 
@@ -286,10 +322,16 @@ class Epoch:
         return [Send(node_id=node_id, message=message) for message in self.outstanding(node_id)]
 
     def take_snapshot(self, replica: int = 0) -> list[Action]:
-        """Ask one row for the state that every stage holds now. Call in `IDLE` only."""
+        """Ask one row for the state that every stage holds now, and all others what theirs is. Call in
+        `IDLE` only."""
         self._snapshot = TakeSnapshot(epoch=self.number, step=self.step)
         self.snapshot_nodes = self.row(replica)
-        return [Send(node_id=node, message=self._snapshot) for node in self.snapshot_nodes]
+        others = [node for node in self.hosts if node not in self.snapshot_nodes]
+        return [Send(node_id=node, message=self._take(node)) for node in (*self.snapshot_nodes, *others)]
+
+    def _take(self, node_id: str) -> TakeSnapshot:
+        assert self._snapshot is not None, "called once one is taken"
+        return replace(self._snapshot, only_hashes=node_id not in self.snapshot_nodes)
 
     def validate(self, passes: Sequence[HeldOutPass], microbatch: int, label_weight: float) -> list[Action]:
         """Measure the held-out loss of the state that every stage holds. Call in `IDLE` only.
@@ -310,8 +352,8 @@ class Epoch:
         # A node that has missed the commit holds the state before it.
         oldest = self.step - (self._follows_commit and self.phase is Phase.STEPPING)
         taken = self._snapshot is not None and self._snapshot.step >= oldest
-        if self._snapshot is not None and taken and node_id in self.snapshot_nodes:
-            missed.append(self._snapshot)
+        if self._snapshot is not None and taken:
+            missed.append(self._take(node_id))
         match self.phase:
             case Phase.PLACING:
                 return [self._placement(node_id)]
@@ -385,7 +427,12 @@ class Epoch:
         stage, has_loss = self.stage_of(node_id), self.stage_of(node_id) == self.loss_stage
         own = groups if groups is not None and self.rows > 1 else ()
         why = self._history.refusal(vote, stage, self.stages, groups) or self._auditor.refusal(
-            vote, stage, self.stages, own, self._extra(node_id), has_loss=has_loss
+            vote,
+            stage,
+            self.stages,
+            own if self.audit is not None or self._auditor.is_on else (),
+            self._extra(node_id),
+            has_loss=has_loss,
         )
         if why is not None:
             return RefusedVote(node_id, why)
@@ -485,6 +532,8 @@ class Epoch:
             return NonFinite(self.hosts[largest], "the global gradient norm")
         if self.uncompressed:
             return FiniteUncompressed()
+        if self.is_proving and (differs := self._history.not_reproduced(self.step, norms, loss)) is not None:
+            return NotReproduced(differs, self.step - self.steps_done)
         if not confirmed and (found := self._history.implausible(votes)) is not None:
             return Implausible(self.hosts[found[0]], found[1])
         self._history.committed(self.step, norms, loss, confirmed=confirmed)
@@ -536,7 +585,7 @@ class Epoch:
         one of a lineage that the run has left.
         """
         held, lineage, committed = placed.held_step, placed.lineage, self.committed
-        if self._lineages is not None and lineage not in self._lineages:
+        if lineage in self.left or (self._lineages is not None and lineage not in self._lineages):
             return set()
         states = {(held, lineage)} if 0 <= held <= self._newest_state else set()
         known = committed is not None and committed.step == held and committed.lineage in (None, lineage)
@@ -559,6 +608,7 @@ class Epoch:
             link_windows=self._windows[first : first + links],
             keep_sums=self._keeps_sums,
             audited=self._extra(node_id),
+            digests=self.audit is not None and not self._auditor.is_on,
             loss_scale=0.0 if self._scales is None else self._scales.at(self.step).factor,
         )
 

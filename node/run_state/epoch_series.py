@@ -21,6 +21,8 @@ class EpochSeries:
         self._neighbours = plan.neighbours
         self._auditor = auditor
         self._history = VoteHistory(plan.unit_numbers, past.newest, plan.rounds_from)
+        for step, one in past.later.items():
+            self._history.on_record(step, one.norms, one.loss)
         self.current: Epoch | None = None
         self.ended: Epoch | None = None
         """The newest that is over."""
@@ -36,6 +38,8 @@ class EpochSeries:
         self._windows_of = (0, 0)
         """Nodes and rows that it was made for."""
         self._began = 0.0
+        self._left: set[int] = set()
+        """Lineages of states that are not the run's."""
 
     def begin(
         self,
@@ -70,9 +74,15 @@ class EpochSeries:
             kinds=kinds,
             scales=self._scales,
         )
+        self.current.left = frozenset(self._left)
         if (len(hosts), len(groups)) == self._windows_of:
             self.current.planned_windows = self._windows
         return self.current
+
+    def leave(self) -> None:
+        """No later epoch goes on from what the current one's nodes hold."""
+        if self.current is not None and self.current.lineage is not None:
+            self._left.add(self.current.lineage)
 
     def end(self) -> Epoch | None:
         """The epoch is over; gives it, if there is one."""

@@ -211,6 +211,12 @@ class Quarantine:
         self.why[node_id] = f"{why}, the last of {MAX_STRIKES} such faults"
         return True
 
+    def convict(self, node_id: str, why: str) -> bool:
+        """Shut a node out for one fault that others have proven. False if it is out already."""
+        is_news = node_id not in self.why
+        self.why.setdefault(node_id, why)
+        return is_news
+
     def complaint(self, epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
         """Count a complaint about a neighbour, once an epoch for each two nodes; gives who is shut out for
         it.

@@ -8,7 +8,7 @@ once an epoch, after every stage voted, and never before the commit is recorded;
 a node that is gone, leaving or quarantined never gets a stage.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from node.run_state.actions import (
@@ -18,8 +18,12 @@ from node.run_state.actions import (
     Announce,
     RecordHeldOut,
     RecordPlacement,
+    RecordRestored,
+    RefuseSnapshot,
     Released,
     Send,
+    SnapshotAgreed,
+    SnapshotDropped,
     StepDone,
     Stop,
     epoch_over,
@@ -41,17 +45,38 @@ from node.run_state.newcomers import Newcomers
 from node.run_state.run_plan import Past, RunPlan
 from node.run_state.snapshot_schedule import SnapshotSchedule
 from node.run_state.stage_assignment import Candidate, StageAssigner
+from node.run_state.state_agreement import (
+    MOST_DISPUTES,
+    Dispute,
+    Finding,
+    Settled,
+    Standing,
+    StateAgreement,
+    TooFew,
+    WrongState,
+)
 from node.run_state.votes import (
     Disagreement,
     FiniteUncompressed,
     Implausible,
     NonFinite,
+    NotReproduced,
     Outcome,
     RefusedVote,
 )
 from node.run_state.wrong_values import CallThird, Undecided, WrongValues
 from node.telemetry.events import QUARANTINED
-from wire.messages import Applied, FailureKind, NodeMessage, Placed, Ready, StepFailed, Validated, Vote
+from wire.messages import (
+    Applied,
+    FailureKind,
+    NodeMessage,
+    Placed,
+    Ready,
+    StateHashes,
+    StepFailed,
+    Validated,
+    Vote,
+)
 
 
 class RunMachine:
@@ -66,7 +91,9 @@ class RunMachine:
         )
         self._failures = Failures()
         self._blame = Blame()
-        auditor = Auditor(plan.audit_rate, plan.audit_secret, plan.boundaries)
+        auditor = Auditor(
+            plan.audit_rate, plan.audit_secret, plan.boundaries, compares=plan.compares_newcomers
+        )
         self._epochs = EpochSeries(plan, past, step_plan, auditor)
         self._storages = plan.storages(past.storages, plan.stage_bytes)
         self._assigner = StageAssigner(
@@ -87,6 +114,12 @@ class RunMachine:
         self._wrong = WrongValues(self._assigner, self._blame, auditor)
         self._newcomers = Newcomers(self._assigner, self._roster, plan.unit_numbers, follows=plan.follows)
         self._ending = Ending()
+        self._states = StateAgreement(plan.unit_numbers)
+        self._standing = Standing()
+        self._undecided = 0
+        """Snapshots, one after another, whose state nobody could settle."""
+        self._refusing = 0
+        """The step of a snapshot that is being set aside; nothing begins before it is."""
         self._measurements = HeldOutSchedule(past.validated, past.best)
         parts = self._roster, self._snapshots, self._newcomers, self._sharing, self.codecs
         self._between = BetweenSteps(lambda: self.plan, *parts, self._measurements, self._ending)
@@ -225,6 +258,8 @@ class RunMachine:
         But for complaints: the node at fault may have reported its broken link first.
         """
         self.heard(node_id, now)
+        if isinstance(message, StateHashes):
+            return self._state_said(node_id, message, now)
         epoch, ended = self.epoch, self._epochs.ended
         if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
             return self._complaint(ended, node_id, message, now)
@@ -254,6 +289,7 @@ class RunMachine:
     def snapshot_stored(self, step: int, now: float) -> list[Action]:
         """The snapshot of `step` is complete and on disk."""
         self._snapshots.stored(step)
+        self._states.stored(step)
         if self.stopped or (epoch := self.epoch) is None:
             return []
         actions = self._prefetch(self.members) + self._newcomers.stored(step)
@@ -265,7 +301,21 @@ class RunMachine:
     def snapshot_damaged(self, step: int, whole: int) -> list[Action]:
         """The snapshot of `step` is damaged; `whole` is the newest that is not, 0 if none is."""
         self._snapshots.damaged(step, whole)
-        return []
+        refused, self._refusing = self._refusing == step, 0
+        if not refused or whole or self.stopped:
+            return []
+        why = f"the snapshot of step {step} is not the run's state, and there is no older one"
+        self._ending.give_up(
+            GiveUp(kind=AbortKind.DIFFERS, reason=why, why=why, remedy="go on from a copy of an older one")
+        )
+        return self._end()
+
+    def wrong_layer(self, node_id: str, step: int, unit: str, now: float) -> list[Action]:
+        """A node handed in another layer than the one that was agreed on; it was not stored."""
+        if self.stopped:
+            return []
+        why = f"the layer {unit} that it handed in is not the one of step {step} that was agreed on"
+        return self._convict(node_id, why, now)
 
     def plan_windows(self, epoch: int, windows: tuple[int, ...]) -> list[Action]:
         """From this epoch's next step on, links have these windows; in later epochs of as many stages too."""
@@ -285,6 +335,113 @@ class RunMachine:
     def fail(self, reason: str) -> list[Action]:
         """Something that the run cannot do without has failed; snapshots on disk are intact."""
         return self._stop(reason, failed=True)
+
+    # ---- inside: which state is the run's
+
+    def _state_said(self, node_id: str, message: StateHashes, now: float) -> list[Action]:
+        if self.stopped:
+            return []
+        if (why := self._states.refusal(node_id, message)) is not None:
+            return self.refused(node_id, why, now)
+        self._snapshots.hashes_said(message.step, node_id, now - self._unseen)
+        return self._agreed(self._states.said(node_id, message), now)
+
+    def _agreed(self, findings: Sequence[Finding], now: float) -> list[Action]:
+        actions: list[Action] = []
+        for found in findings:
+            if self.stopped:
+                break
+            match found:
+                case Settled():
+                    self._undecided = 0
+                    self._wrong.cleared(found.cleared)
+                    if self.epoch is not None:
+                        self._standing.prove(self.epoch, found.proven)
+                    actions.append(SnapshotAgreed(step=found.step, units=found.units, alone=[*found.alone]))
+                case WrongState():
+                    actions += self._wrong_state(found, now)
+                case TooFew(step=step):
+                    actions += self._drop_snapshot(step, "too few of the nodes that held it are left", now)
+                case Dispute():
+                    actions += self._dispute(found, now)
+        return actions
+
+    def _wrong_state(self, found: WrongState, now: float) -> list[Action]:
+        epoch, node_id = self.epoch, found.node_id
+        if epoch is None or node_id not in epoch.newcomers:
+            return self._convict(node_id, found.why, now)
+        # It fetched what it holds: it goes, and nothing is held against it.
+        self._newcomers.refused([node_id])
+        if (
+            self._wrong.leave_out_one([node_id], self._roster.candidates(), epoch.step, now, by=node_id)
+            is None
+        ):
+            return self._convict(node_id, found.why, now)
+        self._wrong.cleared([node_id])
+        line = f"node {node_id} has no stage any more: {found.why}"
+        over = self._end_epoch(AbortKind.DIFFERS, found.why)
+        return [Announce(text=line, about=node_id), *over, *self._try_place(now)]
+
+    def _convict(self, node_id: str, why: str, now: float) -> list[Action]:
+        """Shut a node out for a state that is not the run's; another snapshot is taken at once."""
+        self._snapshots.request()
+        return self._shut_out(node_id, now) if self._quarantine.convict(node_id, why) else []
+
+    def _drop_snapshot(self, step: int, why: str, now: float) -> list[Action]:
+        """A snapshot is not taken; if the run waits for it, it goes on."""
+        waits, epoch = self._snapshots.awaited, self.epoch
+        self._snapshots.drop(step)
+        self._snapshots.request()
+        dropped = [SnapshotDropped(step=step, reason=why)]
+        if waits and not self._snapshots.awaited and epoch is not None and epoch.phase is Phase.IDLE:
+            return [*dropped, *self._between_steps(epoch, now)]
+        return [*dropped]
+
+    def _dispute(self, found: Dispute, now: float) -> list[Action]:
+        """Another node computes the state again, from the newest snapshot; without one it is not saved, and
+        after a few times the run ends."""
+        epoch, waits = self.epoch, self._snapshots.awaited
+        self._snapshots.drop(found.step)
+        dropped: list[Action] = [SnapshotDropped(step=found.step, reason=found.what)]
+        named = ", ".join(f"node {node}" for node in found.nodes)
+        again = self._states.may_try_again(found.step) and not self._ending.due
+        if epoch is not None and again:
+            line = self._wrong.third_for_state(epoch, found.nodes, self._roster.candidates(), now)
+            if line:
+                note = f"the snapshot of step {found.step} is not taken: {found.what} ({named}); {line}"
+                self._epochs.leave()
+                self._snapshots.again(found.step)
+                over = self._end_epoch(AbortKind.DIFFERS, found.what)
+                return [*dropped, Announce(text=note), *over, *self._try_place(now)]
+        self._undecided += 1
+        note = (
+            f"the snapshot of step {found.step} is not taken: {found.what}, and no other node can say which of "
+            f"{named} is right: let another node of their kind join"
+        )
+        if not waits and not self._ending.due and self._undecided <= MOST_DISPUTES:
+            return [*dropped, Announce(text=note)]
+        self._ending.give_up(
+            GiveUp(
+                kind=AbortKind.DIFFERS,
+                reason=found.what,
+                why=f"{found.what}, and no other node can say which of {named} is right",
+                remedy="resume with more nodes",
+            )
+        )
+        return [*dropped, *self._end_epoch(AbortKind.DIFFERS, found.what), *self._end()]
+
+    def _not_reproduced(self, epoch: Epoch, found: NotReproduced, now: float) -> list[Action]:
+        """The snapshot that was loaded is not what the run computed: go back to an older one."""
+        sources = self._states.held_alone(found.snapshot)
+        came = f"; node {', node '.join(sources)} alone held what was saved" if sources else ""
+        note = (
+            f"step {epoch.step + 1} is not committed: {found.what}; the snapshot of step {found.snapshot} is set "
+            f"aside{came}"
+        )
+        self._refusing = found.snapshot
+        self._epochs.leave()
+        over = self._end_epoch(AbortKind.DIFFERS, found.what)
+        return [Announce(text=note), *over, RefuseSnapshot(step=found.snapshot, reason=found.what)]
 
     # ---- inside: steps
 
@@ -315,14 +472,20 @@ class RunMachine:
                 return self._rows_differ(epoch, outcome, now)
             case Contradiction():
                 return self._failed(epoch, outcome.receiver, outcome.complaint(epoch.number), now)
+            case NotReproduced():
+                return self._not_reproduced(epoch, outcome, now)
             case Implausible():
                 what = f"{outcome.what} is far from those of the newest steps"
                 retry = self._compute_again(epoch, outcome.node_id, what, now, finite=True)
+                loaded = epoch.step - epoch.steps_done
+                if retry is None and epoch.is_proving and self._states.held_alone(loaded):
+                    return self._not_reproduced(epoch, NotReproduced(what, loaded), now)
                 return self._voted(epoch, epoch.commit_anyway(), now) if retry is None else retry
             case _:
                 if outcome and epoch.committed is not None:
                     self._epochs.committed(epoch.committed)
                     self._failures.committed(epoch.committed.step)
+                    self._standing.stepped(epoch)
                     told = [*self._newcomers.committed(epoch), *self._settle_doubt(epoch, now)]
                     return [*self._with_next_step(epoch, outcome, now), *told]
                 return outcome
@@ -347,6 +510,8 @@ class RunMachine:
         """After a restore or a step is complete, decide what comes next."""
         if not actions:
             return []
+        if isinstance(actions[-1], RecordRestored):
+            self._standing.began(epoch)
         if isinstance(actions[-1], StepDone):
             self._step_applied(epoch, epoch.step - 1)
         if epoch.step < self.plan.total_steps and not self._newcomers.ready(epoch.step):
@@ -364,8 +529,13 @@ class RunMachine:
         if (began or self._snapshots.wanted(epoch.step, now - self._unseen)) and self._between.may_go_on(
             epoch
         ):
-            return began + self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=False)
+            return began + self._take_snapshot(epoch, now, await_it=False)
         return began
+
+    def _take_snapshot(self, epoch: Epoch, now: float, *, await_it: bool) -> list[Action]:
+        actions = self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=await_it)
+        self._states.expect(epoch)
+        return actions
 
     def _held_out(self, epoch: Epoch, actions: list[Action], now: float) -> list[Action]:
         """After a pass over held-out samples: once all are done, record the loss and go on."""
@@ -379,7 +549,7 @@ class RunMachine:
             and self._between.may_go_on(epoch)
             and self._snapshots.room(epoch.step)
         ):
-            actions += self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=False)
+            actions += self._take_snapshot(epoch, now, await_it=False)
         return actions + self._between_steps(epoch, now)
 
     def _between_steps(self, epoch: Epoch, now: float) -> list[Action]:
@@ -393,7 +563,7 @@ class RunMachine:
             moves = self._between.moves_groups(epoch, epoch.step, epoch.steps_done)
             return self._new_placement(now) if moves else epoch.begin()
         if self._snapshots.newest < epoch.step and not self._between.leaves_to_others(epoch):
-            return self._snapshots.take(epoch, self.plan, now - self._unseen, await_it=True)
+            return self._take_snapshot(epoch, now, await_it=True)
         if epoch.step >= self.plan.total_steps:
             return self._stop("all steps are done", failed=False)
         if self._ending.due:
@@ -533,11 +703,14 @@ class RunMachine:
 
     def _unassign(self, node_id: str, reason: str, now: float) -> list[Action]:
         actions = self._newcomers.lost(node_id)
+        told = self._states.lost(node_id)
         if self._assigner.vacate(node_id, now):
             # Failures that its neighbours reported were caused by its end.
             self._failures.forgive()
         hosts = () if self.epoch is None else self.epoch.hosts
-        return actions + (self._end_epoch(AbortKind.LOST, reason) if node_id in hosts else [])
+        over = self._end_epoch(AbortKind.LOST, reason) if node_id in hosts else []
+        # Last: it may end further epochs.
+        return actions + over + self._agreed(told, now)
 
     def _end_epoch(self, kind: AbortKind, reason: str) -> list[Action]:
         if (epoch := self._epochs.end()) is None:
@@ -549,7 +722,7 @@ class RunMachine:
 
     def _try_place(self, now: float) -> list[Action]:
         """Between epochs: end the run if it is to stop, let go who wants to, start an epoch if it can be."""
-        if self.stopped or self.epoch is not None:
+        if self.stopped or self.epoch is not None or self._refusing:
             return []
         if self._ending.due:
             return self._end()

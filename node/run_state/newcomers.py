@@ -157,6 +157,10 @@ class Newcomers:
             self._assigner.vacate(newcomer, now)
         return f"node {node_id} does not hold the state of step {epoch.step}; the others go on without it"
 
+    def refused(self, nodes: Iterable[str]) -> None:
+        """What these hold is not what the others do."""
+        self._slow.update(nodes)
+
     # ---- what happens
 
     def stored(self, step: int) -> list[Action]:

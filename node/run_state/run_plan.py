@@ -75,6 +75,8 @@ class RunPlan:
     """Share of steps in which a gradient group is computed by two rows."""
     audit_secret: bytes = b""
     """Nobody else knows it: it says which steps these are."""
+    compares_newcomers: bool = False
+    """Whether like rows compute the same bits, so that a newcomer's can be compared."""
     boundaries: Callable[[int], int] = lambda stages: stages - 1
     """Number of stages -> boundaries between chunks."""
     state_bytes: Callable[[int], Sequence[int]] = lambda stages: (0,) * stages
@@ -110,6 +112,8 @@ class Past:
     """Of the loss, in a run that computes in float16; it goes on with the run."""
     newest: tuple[PastStep, ...] = ()
     """The newest committed steps, oldest first."""
+    later: Mapping[int, PastStep] = field(default_factory=dict)
+    """Committed steps after the newest snapshot, which run again; empty where they may differ."""
 
     def scale_of(self, step: int) -> LossScale | None:
         """Of the loss in a step, all steps before which are committed."""
@@ -158,6 +162,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
         storages=functools.partial(storage_control, config, windows),
         audit_rate=config.audit.rate,
         audit_secret=secrets.token_bytes(32),
+        compares_newcomers=config.training.deterministic and config.sync.every == 1,
         boundaries=functools.cache(functools.partial(boundaries, config)),
         state_bytes=functools.cache(functools.partial(stage_state_bytes, config)),
     )

@@ -7,6 +7,8 @@ from node.run_state.actions import Action, OpenSnapshot
 from node.run_state.epoch import Epoch
 from node.run_state.run_plan import RunPlan
 
+HASHES = "#hashes"
+"""Stands among the layers that a node is to hand in for what it says of them; no layer has this name."""
 MAX_ASKED = 2
 """Snapshots being uploaded at a time; on slower links some are skipped. Each costs its nodes a copy of their
 state."""
@@ -54,6 +56,8 @@ class SnapshotSchedule:
         """Seconds that each node's last layers took."""
         self._is_told = False
         self._requested = False
+        self._again: set[int] = set()
+        """Steps whose snapshots were not taken, and are to be when the run comes there again."""
         self._damaged = 0
         """A damaged snapshot with no older intact one to fall back on; 0 for none."""
 
@@ -67,12 +71,18 @@ class SnapshotSchedule:
         self._requested = True
 
     def due(self, step: int, now: float) -> bool:
-        """Whether the run file asks for one after this step."""
+        """Whether the run file asks for one after this step, or nodes differed on its state."""
+        if step in self._again:
+            return True
         if not self._seconds:
             return step % self._every == 0
         if self._last is None:
             self._last = now
         return now - self._last >= self._seconds
+
+    def again(self, step: int) -> None:
+        """The run goes back to before this step, and takes its snapshot when it is there again."""
+        self._again.add(step)
 
     def wanted(self, step: int, now: float) -> bool:
         """Whether to take one now, while the next steps run."""
@@ -116,15 +126,20 @@ class SnapshotSchedule:
     def take(self, epoch: Epoch, plan: RunPlan, now: float, *, await_it: bool) -> list[Action]:
         """Take one of the state that every stage holds now, as `ask` says."""
         # Rows take turns: each has the whole state, and a snapshot costs its nodes a copy and upload.
-        replica = epoch.step // plan.snapshot_every % epoch.rows
+        rows = epoch.proven_rows
+        replica = rows[epoch.step // plan.snapshot_every % len(rows)]
         nodes = epoch.row(replica)
-        layers = dict(zip(nodes, plan.units(epoch.stages), strict=True))
-        sizes = dict(zip(nodes, plan.state_bytes(epoch.stages), strict=True))
+        # All say what they hold; one row hands it in.
+        layers: dict[str, Collection[str]] = {node: (HASHES,) for node in epoch.hosts}
+        for node, units in zip(nodes, plan.units(epoch.stages), strict=True):
+            layers[node] = (HASHES, *units)
+        sizes = dict(zip(epoch.hosts, tuple(plan.state_bytes(epoch.stages)) * epoch.rows, strict=True))
         self.ask(epoch.step, layers, sizes, await_it=await_it, now=now)
         return [OpenSnapshot(step=epoch.step), *epoch.take_snapshot(replica)]
 
     def stored(self, step: int) -> None:
         self.newest = max(self.newest, step)
+        self._again = {at for at in self._again if at > step}
         self._asked = [asked for asked in self._asked if asked.step > self.newest]
 
     def layer_received(self, step: int, unit: str, now: float) -> None:
@@ -134,9 +149,25 @@ class SnapshotSchedule:
                 continue
             for node, units in list(asked.missing.items()):
                 units.discard(unit)
-                if not units:
-                    del asked.missing[node]
-                    self._took[node] = now - asked.at
+                self._look_done(asked, node, now)
+
+    def hashes_said(self, step: int, node_id: str, now: float) -> None:
+        """A node has said what it holds after `step` steps."""
+        for asked in self._asked:
+            if asked.step == step and node_id in asked.missing:
+                asked.missing[node_id].discard(HASHES)
+                self._look_done(asked, node_id, now)
+
+    def drop(self, step: int) -> None:
+        """The snapshot of `step` is not taken."""
+        self._asked = [asked for asked in self._asked if asked.step != step]
+        if not self._asked:
+            self.awaited = False
+
+    def _look_done(self, asked: _Asked, node: str, now: float) -> None:
+        if not asked.missing[node]:
+            del asked.missing[node]
+            self._took[node] = now - asked.at
 
     def overdue(self, now: float) -> tuple[dict[str, str], str | None]:
         """Nodes that had time enough to hand in their layers, with a line for each; a note for the

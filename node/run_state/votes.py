@@ -39,6 +39,15 @@ class Implausible:
 
 
 @dataclass(frozen=True)
+class NotReproduced:
+    """The state that was loaded does not give again what the run had on record: it is not the run's."""
+
+    what: str
+    snapshot: int
+    """The step whose state was loaded."""
+
+
+@dataclass(frozen=True)
 class RefusedVote:
     """No correct node in this stage sends such a vote."""
 
@@ -58,6 +67,7 @@ class Disagreement:
 Outcome = (
     list[Action]
     | NonFinite
+    | NotReproduced
     | FiniteUncompressed
     | Implausible
     | RefusedVote
@@ -83,6 +93,13 @@ OTHERS_TIMES = 1e6
 """In the first steps: a squared norm up to this often the largest of other stages."""
 LOSS_MARGIN = 1.0
 """A loss this far from the median is plausible whatever the deviations, and half of the median."""
+REPEATED_TIMES = 16.0
+"""A replayed step's squared norm is within so many times the one on record: codecs and hardware may
+differ."""
+REPEATED_LOSS, REPEATED_PART = 0.1, 0.05
+"""Its loss differs by at most so much, or by so large a part."""
+RECORDED = 1024
+"""Steps whose votes are remembered for replays."""
 FIRST_LOSS = 1e4
 """The largest plausible loss in the first steps."""
 
@@ -125,6 +142,8 @@ class VoteHistory:
         self._step = -1
         self._confirmed: set[int] = set()
         """Units whose norms another node confirmed to be far above the others'."""
+        self._record: dict[int, tuple[Mapping[int, float], float]] = {}
+        """Norms and loss of committed steps that may be replayed."""
         for one in past:
             if 0 < one.grad_norm < math.inf:
                 self._model.append(2 * math.log(one.grad_norm))
@@ -138,6 +157,30 @@ class VoteHistory:
             self._model.clear()
             self._confirmed.clear()
         self._in_rounds = in_rounds
+
+    @property
+    def trained(self) -> Collection[int]:
+        """Layer units that have had gradients."""
+        return self._norms.keys()
+
+    def on_record(self, step: int, norms: Mapping[int, float], loss: float) -> None:
+        """What a step gave, which may be replayed."""
+        self._record.pop(step, None)
+        self._record[step] = norms, loss
+        if len(self._record) > RECORDED:
+            del self._record[next(iter(self._record))]
+
+    def not_reproduced(self, step: int, norms: Mapping[int, float], loss: float) -> str | None:
+        """What of a replayed step is far from what is on record of it; None if nothing."""
+        if step not in self._record:
+            return None
+        known, was = self._record[step]
+        if math.isfinite(was) and abs(loss - was) > max(REPEATED_LOSS, REPEATED_PART * abs(was)):
+            return f"step {step + 1}, run again, has a loss of {loss:.4g} and had {was:.4g}"
+        norm, then = sum(norms.values()), sum(known.values())
+        if then > 0.0 and not 1 / REPEATED_TIMES <= norm / then <= REPEATED_TIMES:
+            return f"step {step + 1}, run again, has a gradient of norm {norm**0.5:.4g} and had {then**0.5:.4g}"
+        return None
 
     def loss_stage(self, stages: int) -> int:
         """The stage that says losses: it has the head, which is the last layer unit."""
@@ -186,6 +229,7 @@ class VoteHistory:
         if confirmed:
             others = median(norms.values()) if norms else 0.0
             self._confirmed.update(unit for unit, norm in norms.items() if norm > OTHERS_TIMES * others)
+        self.on_record(step, norms, loss)
         if step <= self._step:
             return  # a replay
         self._step = step

@@ -58,7 +58,9 @@ class _Doubt:
         if epoch.rows == 1:
             return [node for node in (node_id, *near) if epoch.stage_of(node) not in self.retried]
         column = [node for node in epoch.hosts[stage :: epoch.stages] if node != node_id]
-        return [node for node in (node_id, *column, *near) if node not in self.left_out]
+        # Newcomers first, wherever they are: what they hold is known least.
+        new = [node for node in epoch.hosts if node in epoch.newcomers]
+        return [node for node in dict.fromkeys((*new, node_id, *column, *near)) if node not in self.left_out]
 
     def replace(self, epoch: Epoch, culprit: str) -> None:
         """The step runs again without this node."""
@@ -75,6 +77,7 @@ class _Doubt:
             committed = epoch.votes[epoch.hosts[stage]].norms
             right = {*epoch.hosts[stage :: epoch.stages]}
             right |= {node for node, norms in said.items() if norms == committed}
+            right -= epoch.newcomers
             wrong += [node for node, norms in said.items() if norms != committed and len(right) > 1]
         return wrong
 
@@ -86,13 +89,17 @@ class _Doubt:
                 self.changed.add(node)
             said[node] = norms
 
-    def odd_norms(self) -> list[str]:
-        """Nodes that two others of their stage contradict."""
+    def odd_norms(self, newcomers: Collection[str]) -> list[str]:
+        """Nodes that two others of their stage contradict, who are no newcomers; or newcomers that one
+        does."""
         odd = []
         for said in self.norms.values():
             values = {node: tuple(sorted(norms.items())) for node, norms in said.items()}
-            usual, most = Counter(values.values()).most_common(1)[0]
-            odd += [node for node, value in values.items() if most > 1 and value != usual]
+            known = [value for node, value in values.items() if node not in newcomers] or [*values.values()]
+            usual, most = Counter(known).most_common(1)[0]
+            for node, value in values.items():
+                if value != usual and (most > 1 or (node in newcomers and len({*known}) == 1)):
+                    odd.append(node)
         return odd
 
     def note_computed(self, said: Mapping[str, Mapping[str, bytes]]) -> None:
@@ -204,13 +211,16 @@ class WrongValues:
         note = f"step {epoch.step + 1} is not committed: {found.what}; it runs again"
         if is_first:
             return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
-        odd, why = [node for node in doubt.odd_norms() if node in epoch.hosts], ""
+        odd, why = [node for node in doubt.odd_norms(epoch.newcomers) if node in epoch.hosts], ""
         if not odd:
             if (third := self._call_third(epoch, found.said, found.what, candidates)) is not None:
                 return third
             # One of them has to go, for their states may differ. A liar can make an honest node's sum change:
             # nothing is held against who goes.
-            two = sorted(found.said, key=lambda node: (node in doubt.changed, epoch.hosts.index(node)))
+            two = sorted(
+                found.said,
+                key=lambda node: (node in epoch.newcomers, node in doubt.changed, epoch.hosts.index(node)),
+            )
             odd, why = two[-1:], f": no third node can say which of {self._named(epoch, two)} is wrong"
         if not self._leave_out(odd[0], candidates, epoch.step, now):
             return None
@@ -220,6 +230,8 @@ class WrongValues:
     def _audit_differs(
         self, epoch: Epoch, found: Difference, candidates: Sequence[Candidate], now: float
     ) -> RunAgain | CallThird | Undecided | None:
+        if new := [node for node in epoch.hosts if node in epoch.newcomers]:
+            return self._newcomers_differ(epoch, found, new, candidates, now)
         doubt = self._of(epoch)
         is_first = found.what not in doubt.computed
         doubt.note_computed({**self._auditor.agreed, found.what: found.said})
@@ -239,6 +251,56 @@ class WrongValues:
         elif not is_first or frozenset(found.said) in self._told:
             return self._undecided(epoch, found)
         return RunAgain(kind=AbortKind.DIFFERS, reason=what, note=note)
+
+    def _newcomers_differ(
+        self,
+        epoch: Epoch,
+        found: Difference,
+        new: Sequence[str],
+        candidates: Sequence[Candidate],
+        now: float,
+    ) -> RunAgain | None:
+        """Newcomers do not compute what those do that held the state before: the others go on without them.
+
+        Nothing is held against them: what they were given may be wrong.
+        """
+        gone = [node for node in new if self._leave_out(node, candidates, epoch.step, now)]
+        if not gone:
+            return None
+        for node in gone:
+            self._blame.exonerate(node)
+        note = (
+            f"step {epoch.step + 1} is not committed: {found.what} is not the same from newcomers and from "
+            f"those that held the state before; it runs again without node {', node '.join(gone)}"
+        )
+        return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
+
+    def third_for_state(
+        self, epoch: Epoch, nodes: Sequence[str], candidates: Sequence[Candidate], now: float
+    ) -> str:
+        """Another node takes the place of one of these, which differ on a state, to compute it too.
+
+        Gives the line for the operator; empty if there is no third node of their kind.
+        """
+        kinds = {candidate.node_id: (candidate.kind, candidate.devices) for candidate in candidates}
+        blameless = {candidate.node_id for candidate in self._blame.blameless(candidates)}
+        for one in [node for node in reversed(nodes) if node in epoch.hosts]:
+            alike = [node for node, kind in kinds.items() if kind == kinds.get(one)]
+            spare = any(node in blameless and node not in epoch.hosts for node in alike)
+            if spare and self._leave_out(one, candidates, epoch.step, now):
+                self._assigner.regroup(now)
+                return f"a spare takes the place of node {one}, to tell who is wrong"
+            for other in epoch.row(epoch.replica_of(one)):
+                if epoch.rows > 1 and other != one and other in alike:
+                    if self._assigner.can_exchange(one, other, candidates):
+                        self._assigner.exchange(one, other, candidates)
+                        return f"node {one} and node {other} change places, to tell who is wrong"
+        return ""
+
+    def cleared(self, nodes: Collection[str]) -> None:
+        """What these gave was right, as others found."""
+        for node in nodes:
+            self._blame.exonerate(node)
 
     def _undecided(self, epoch: Epoch, found: Difference) -> Undecided:
         note = (

@@ -6,9 +6,11 @@ and not executed again.
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Protocol, TypeVar
+
+from torch import Tensor
 
 from node import faults
 from node.pipeline.gradient_groups import RowShare
@@ -96,6 +98,13 @@ class Services(StateServices, Protocol):
 
     def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
         """Save a snapshot's layers in the background; a failure fails the epoch."""
+        ...
+
+    async def witness(
+        self, epoch: int, step: int, copy: Callable[[str], Awaitable[Mapping[str, Tensor]]]
+    ) -> None:
+        """Tell the coordinator what the stage's layers of `step` are, hashed in the background; `copy` gives
+        a unit's state. Returns as soon as all are copied."""
         ...
 
     def uploading(self, step: int) -> bool:
@@ -325,6 +334,7 @@ class EpochTask:
 
         def work() -> StepOutcome:
             executor.use_windows(begin.link_windows, audited)
+            executor.wants_digests = begin.digests
             began = _in_passes(executor.clock)
             outcome = executor.run_step(self.number, step, io, found, begin.loss_scale)
             self._seconds = (_in_passes(executor.clock) - began) / len(executor.microbatch_numbers)
@@ -425,8 +435,22 @@ class EpochTask:
         services, executor, step = self._services, self._services.executor, take.step
         if executor.state_step != step or (self._snapshot == step and services.uploading(step)):
             return
-        self._snapshot = step
-        services.upload(self.number, take, await services.compute(executor.copy_state))
+        if not take.only_hashes:
+            state = await services.compute(executor.copy_state)
+            self._snapshot = step
+            services.upload(self.number, take, state)
+
+            async def copied(unit: str) -> Mapping[str, Tensor]:
+                return state[unit]
+
+            await services.witness(self.number, step, copied)
+        elif self._snapshot < step:
+            self._snapshot = step
+
+            async def copy(unit: str) -> Mapping[str, Tensor]:
+                return await services.compute(lambda: executor.copy_unit(unit))
+
+            await services.witness(self.number, step, copy)
 
     def _fail(self, kind: FailureKind, message: str) -> None:
         """Report the epoch's first failure; later ones follow from it."""

@@ -88,6 +88,8 @@ class StageExecutor:
         self._codecs = StageCodecs(config, self._caches)
         self._newest_step = 0
         """The step that was begun last."""
+        self.wants_digests = False
+        """Whether the next step's digests are compared, though the run has no audits."""
         self.uncompressed = False
         """Whether every link carries fp32 instead of the run's codecs."""
         self._plans: dict[tuple[bool, bool], SyncPlan] = {}
@@ -206,6 +208,10 @@ class StageExecutor:
                     state[unit] = {**state[unit], **self._caches.state(boundary)}
         return state
 
+    def copy_unit(self, unit: str) -> dict[str, Tensor]:
+        """The same of one unit, without the activations remembered behind it."""
+        return self.model.unit_state(unit)
+
     # ---- a step
 
     def expected_bytes(self, key: TensorKey) -> int | None:
@@ -250,7 +256,8 @@ class StageExecutor:
             part: numbered(self._cut(part, batch), self.config.microbatches, self.microbatch_numbers)
             for part, batch in samples.items()
         }
-        digests = StepDigests(self.config) if self.config.audit.rate > 0.0 and self._share.rows > 1 else None
+        compared = self.config.audit.rate > 0.0 or self.wants_digests or bool(self._order.audited)
+        digests = StepDigests(self.config) if compared and self._share.rows > 1 else None
         self._transfer.digests = digests
         is_round = self.config.is_round(step)
         if self._sync is not None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -251,6 +251,11 @@ class RunMember:
         if self._session.leaving:
             faults.reach(faults.Phase.DRAIN, stage=self.executor.stage, step=take.step)
         self._snapshots.upload(epoch, take, state, stage=self.executor.stage)
+
+    async def witness(
+        self, epoch: int, step: int, copy: Callable[[str], Awaitable[Mapping[str, torch.Tensor]]]
+    ) -> None:
+        await self._snapshots.witness(epoch, step, self.executor.units, copy)
 
     def offer_layers(self) -> None:
         """Tell the coordinator which layers of snapshots are on this node's disk."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from node import faults
 from node.checkpoints.hub import PREFIX as HUB
 from node.checkpoints.start import read_units
 from node.config.schema import RunConfig
-from node.model.units import most_state_bytes, parameter_specs
+from node.model.units import most_state_bytes, parameter_specs, unit_names
 from node.pipeline.placement import most_layer_bytes
 from node.pipeline.snapshot_place import is_url
 from node.stage.coordinator_client import CoordinatorClient
@@ -30,6 +30,7 @@ from node.training.unit_state import (
     check_state,
     parameters_of,
     read_tensors,
+    unit_hash,
     weights_file,
 )
 from wire.errors import DataError, LinkError, RunError, ThinwireError, UserError
@@ -42,8 +43,10 @@ from wire.messages import (
     Prefetch,
     Retain,
     SendLayers,
+    StateHashes,
     StepFailed,
     TakeSnapshot,
+    UnitHash,
 )
 from wire.pacing import Pacer
 
@@ -54,6 +57,8 @@ MOST_ASKED = 4
 STORE_TRIES, STORE_SECONDS = 13, 5.0
 """How often an object store is tried, and how long after each failure."""
 CHUNK_BYTES = 256 * 1024
+HASHERS = 2
+"""Threads that hash a state while steps go on."""
 
 
 class SnapshotTransfer:
@@ -96,6 +101,8 @@ class SnapshotTransfer:
         self._others: set[asyncio.Task[None]] = set()
         """Copies that this node was asked to hold, layers that it sends, files that it offers."""
         self._keeping: set[tuple[int, str]] = set()
+        self._witnessed: StateHashes | None = None
+        """What was told last; again with each connection, since one that breaks may lose it."""
 
     # ---- fetching
 
@@ -143,6 +150,36 @@ class SnapshotTransfer:
         task = self._group.create_task(self._upload(epoch, take, state, stage))
         self._uploads = {**running, step: task}
 
+    async def witness(
+        self,
+        epoch: int,
+        step: int,
+        units: Sequence[str],
+        copy: Callable[[str], Awaitable[Mapping[str, torch.Tensor]]],
+    ) -> None:
+        """Tell the coordinator what the layers of `step` are, each hashed beside the rest.
+
+        Returns as soon as all are copied. A copy is dropped once it is hashed.
+
+        Args:
+            copy: gives a unit's state.
+        """
+        turn = asyncio.Semaphore(HASHERS)
+
+        async def hashed(tensors: list[Mapping[str, torch.Tensor]]) -> UnitHash:
+            async with turn:
+                return await asyncio.to_thread(_hash, tensors.pop())
+
+        tasks: dict[str, asyncio.Future[UnitHash]] = {}
+        try:
+            for unit in units:
+                tasks[unit] = asyncio.ensure_future(hashed([await copy(unit)]))
+        except BaseException:
+            for task in tasks.values():
+                task.cancel()
+            raise
+        self._beside(self._say_hashes(epoch, step, tasks))
+
     def uploading(self, step: int) -> bool:
         """Whether this step's layers are being saved or have all arrived."""
         task = self._uploads.get(step)
@@ -164,7 +201,9 @@ class SnapshotTransfer:
         self._beside(self._send(wanted))
 
     def offer(self) -> None:
-        """Tell the coordinator which files are on this node's disk."""
+        """Tell the coordinator which files are on this node's disk, and what it may have missed."""
+        if self._witnessed is not None:
+            self._post(self._witnessed)
         self._beside(self._offer())
 
     def cancel(self) -> None:
@@ -174,6 +213,13 @@ class SnapshotTransfer:
                 task.cancel()
 
     # ---- inside
+
+    async def _say_hashes(self, epoch: int, step: int, tasks: Mapping[str, asyncio.Future[UnitHash]]) -> None:
+        names = unit_names(self._config.model)
+        found = await asyncio.gather(*tasks.values())
+        units = dict(zip(map(names.index, tasks), found, strict=True))
+        self._witnessed = StateHashes(epoch=epoch, step=step, units=units)
+        self._post(self._witnessed)
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._group.create_task(_quietly(work))
@@ -359,6 +405,11 @@ def check_store(url: str, allowed: str) -> None:
         )
     if is_url(url) and (why := wrong_url(url)) is not None:
         raise UserError(f"{url} cannot hold snapshots: {why}")
+
+
+def _hash(tensors: Mapping[str, torch.Tensor]) -> UnitHash:
+    data = serialize_unit(tensors)
+    return unit_hash(data, {name: tensor.numpy() for name, tensor in tensors.items()})
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:

@@ -56,7 +56,7 @@ class StepOrder:
                 f"the coordinator plans windows {link_windows}; expected {links} of at most {most}"
             )
         others = set(range(config.pipeline.groups)).difference(self._share.groups)
-        if not others.issuperset(audited) or (audited and config.audit.rate == 0.0):
+        if not others.issuperset(audited):
             raise ProtocolViolationError(f"the coordinator asks for an audit of the groups {audited}")
         if (link_windows, audited) == (self.windows, self.audited):
             return

@@ -6,6 +6,7 @@ largest and smallest element.
 """
 
 from collections.abc import Mapping
+from hashlib import sha256
 
 import numpy as np
 from safetensors import SafetensorError
@@ -15,6 +16,7 @@ from kernels.fp8.layout import blocks
 from node.config.schema import RunConfig
 from node.model.lora_shapes import trained_specs
 from wire.errors import RunError
+from wire.messages import UnitHash
 
 PARAMETER_PREFIX = "parameter."
 """Begins the names of weights in a unit's state; everything else is the optimizer's."""
@@ -27,6 +29,8 @@ CACHE_PREFIX = "activation_cache."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NEVER_NEGATIVE = {"exp_avg_sq", "exp_avg_sq_scale", "exp_avg_scale"}
 _STEP = "step"
+_SQUARED_AT_ONCE = 1 << 16
+"""Elements, so that their float64 copy stays in the cache."""
 _CACHE = {f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since")}
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
@@ -53,6 +57,26 @@ def parameters_of(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         for name, array in tensors.items()
         if name.startswith(PARAMETER_PREFIX)
     }
+
+
+def unit_hash(data: bytes, tensors: Mapping[str, np.ndarray]) -> UnitHash:
+    """What a unit's file is. `tensors`: the same as arrays."""
+    sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
+    for name, array in sorted(tensors.items()):
+        kind = "squares" if name.startswith("exp_avg_sq") else "moments" if name.startswith("exp_avg") else ""
+        if name.startswith(PARAMETER_PREFIX):
+            kind = "weights"
+        if kind and array.dtype == np.float32:
+            sums[kind] += _sum_of_squares(array)
+    return UnitHash(sha256(data).hexdigest(), **sums)
+
+
+def _sum_of_squares(array: np.ndarray) -> float:
+    total, flat = 0.0, array.reshape(-1)
+    for first in range(0, flat.size, _SQUARED_AT_ONCE):
+        part = flat[first : first + _SQUARED_AT_ONCE].astype(np.float64)
+        total += float(np.dot(part, part))
+    return total
 
 
 def weights_file(weights: Mapping[str, np.ndarray]) -> bytes:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from hashlib import sha256
 from typing import TypeVar
 
 from node.pipeline.rate_control import RateHistory
@@ -31,7 +32,9 @@ from wire.messages import (
     Prefetch,
     Ready,
     Restore,
+    StateHashes,
     StepFailed,
+    UnitHash,
     Validated,
     Vote,
 )
@@ -210,6 +213,27 @@ class Driver:
         actions = self.machine.message(node_id, answer, self.time)
         self._went_on = actions if of_kind(actions, StepDone) else []
         return actions
+
+    def holds(
+        self,
+        node_id: str,
+        state: str = "right",
+        *,
+        step: int | None = None,
+        weights: float = 1.0,
+        squares: float = 1.0,
+    ) -> list[Action]:
+        """It says what its layers are. `state`: a name, for one hash a layer."""
+        epoch = self.epoch
+        units = unit_numbers(epoch.stages)[epoch.stage_of(node_id)]
+        step = epoch.step if step is None else step
+        hashes = {
+            unit: UnitHash(sha256(f"{state} {unit}".encode()).hexdigest(), weights, 1.0, squares)
+            for unit in units
+        }
+        return self.machine.message(
+            node_id, StateHashes(epoch=epoch.number, step=step, units=hashes), self.time
+        )
 
     def applied(self, node_id: str) -> list[Action]:
         """Of a step that the next one followed at once, what its last vote did."""

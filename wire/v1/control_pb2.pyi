@@ -378,7 +378,7 @@ class PeerRate(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., round_trip: _Optional[float] = ..., up: _Optional[float] = ..., down: _Optional[float] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following", "relay_times", "block_time", "peer_rate", "codec_times", "several")
+    __slots__ = ("hello", "placed", "ready", "vote", "applied", "step_failed", "heartbeat", "leave", "step_spans", "validated", "following", "relay_times", "block_time", "peer_rate", "codec_times", "several", "state_hashes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -395,6 +395,7 @@ class NodeMessage(_message.Message):
     PEER_RATE_FIELD_NUMBER: _ClassVar[int]
     CODEC_TIMES_FIELD_NUMBER: _ClassVar[int]
     SEVERAL_FIELD_NUMBER: _ClassVar[int]
+    STATE_HASHES_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     placed: Placed
     ready: Ready
@@ -411,7 +412,32 @@ class NodeMessage(_message.Message):
     peer_rate: PeerRate
     codec_times: CodecTimes
     several: Several
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ..., relay_times: _Optional[_Union[RelayTimes, _Mapping]] = ..., block_time: _Optional[_Union[BlockTime, _Mapping]] = ..., peer_rate: _Optional[_Union[PeerRate, _Mapping]] = ..., codec_times: _Optional[_Union[CodecTimes, _Mapping]] = ..., several: _Optional[_Union[Several, _Mapping]] = ...) -> None: ...
+    state_hashes: StateHashes
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., step_spans: _Optional[_Union[StepSpans, _Mapping]] = ..., validated: _Optional[_Union[Validated, _Mapping]] = ..., following: _Optional[_Union[Following, _Mapping]] = ..., relay_times: _Optional[_Union[RelayTimes, _Mapping]] = ..., block_time: _Optional[_Union[BlockTime, _Mapping]] = ..., peer_rate: _Optional[_Union[PeerRate, _Mapping]] = ..., codec_times: _Optional[_Union[CodecTimes, _Mapping]] = ..., several: _Optional[_Union[Several, _Mapping]] = ..., state_hashes: _Optional[_Union[StateHashes, _Mapping]] = ...) -> None: ...
+
+class StateHashes(_message.Message):
+    __slots__ = ("epoch", "step", "units")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    units: _containers.RepeatedCompositeFieldContainer[UnitHash]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitHash, _Mapping]]] = ...) -> None: ...
+
+class UnitHash(_message.Message):
+    __slots__ = ("unit", "sha256", "weights", "moments", "squares")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    MOMENTS_FIELD_NUMBER: _ClassVar[int]
+    SQUARES_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    sha256: bytes
+    weights: float
+    moments: float
+    squares: float
+    def __init__(self, unit: _Optional[int] = ..., sha256: _Optional[bytes] = ..., weights: _Optional[float] = ..., moments: _Optional[float] = ..., squares: _Optional[float] = ...) -> None: ...
 
 class Several(_message.Message):
     __slots__ = ("messages",)
@@ -530,7 +556,7 @@ class Restore(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., missed: _Optional[_Union[Commit, _Mapping]] = ..., uncompressed: bool = ..., lineage: _Optional[int] = ..., activation_codecs: _Optional[_Iterable[str]] = ..., gradient_codecs: _Optional[_Iterable[str]] = ..., storages: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited", "waited_seconds", "loss_scale")
+    __slots__ = ("epoch", "step", "link_windows", "keep_sums", "audited", "waited_seconds", "loss_scale", "digests")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LINK_WINDOWS_FIELD_NUMBER: _ClassVar[int]
@@ -538,6 +564,7 @@ class Begin(_message.Message):
     AUDITED_FIELD_NUMBER: _ClassVar[int]
     WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOSS_SCALE_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     link_windows: _containers.RepeatedScalarFieldContainer[int]
@@ -545,7 +572,8 @@ class Begin(_message.Message):
     audited: _containers.RepeatedScalarFieldContainer[int]
     waited_seconds: float
     loss_scale: float
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ..., audited: _Optional[_Iterable[int]] = ..., waited_seconds: _Optional[float] = ..., loss_scale: _Optional[float] = ...) -> None: ...
+    digests: bool
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., link_windows: _Optional[_Iterable[int]] = ..., keep_sums: bool = ..., audited: _Optional[_Iterable[int]] = ..., waited_seconds: _Optional[float] = ..., loss_scale: _Optional[float] = ..., digests: bool = ...) -> None: ...
 
 class Validate(_message.Message):
     __slots__ = ("epoch", "step", "number", "microbatches", "waited_seconds")
@@ -638,14 +666,16 @@ class FollowStep(_message.Message):
     def __init__(self, snapshot: _Optional[int] = ..., step: _Optional[int] = ..., clip_coefficient: _Optional[float] = ..., lr: _Optional[float] = ..., norms: _Optional[_Iterable[_Union[UnitNorm, _Mapping]]] = ...) -> None: ...
 
 class TakeSnapshot(_message.Message):
-    __slots__ = ("epoch", "step", "place")
+    __slots__ = ("epoch", "step", "place", "only_hashes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    ONLY_HASHES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     place: str
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., place: _Optional[str] = ...) -> None: ...
+    only_hashes: bool
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., place: _Optional[str] = ..., only_hashes: bool = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("epoch", "reason")

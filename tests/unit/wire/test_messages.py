@@ -47,8 +47,10 @@ from wire.messages import (
     Retain,
     SendLayers,
     ShutOut,
+    StateHashes,
     StepFailed,
     TakeSnapshot,
+    UnitHash,
     Validate,
     Validated,
     Vote,
@@ -259,6 +261,22 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[NodeMessage]] = {
     ),
     Heartbeat: st.builds(Heartbeat, telemetry=TELEMETRY, sent_at=FINITE),
     Following: st.builds(Following, snapshot=NUMBER, step=NUMBER, failed=LINE),
+    StateHashes: st.builds(
+        StateHashes,
+        epoch=NUMBER,
+        step=NUMBER,
+        units=st.dictionaries(
+            NUMBER,
+            st.builds(
+                UnitHash,
+                sha256=st.binary(min_size=32, max_size=32).map(bytes.hex),
+                weights=AMOUNT,
+                moments=AMOUNT,
+                squares=AMOUNT,
+            ),
+            max_size=4,
+        ).map(lambda units: dict(sorted(units.items()))),
+    ),
     Leave: st.builds(Leave, reason=LINE, failed=st.booleans()),
     StepSpans: SPANS,
     RelayTimes: st.builds(RelayTimes, times=st.dictionaries(NODE_ID, AMOUNT)),
@@ -394,6 +412,16 @@ def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
         ),
         control_pb2.NodeMessage(
             vote=control_pb2.Vote(norms=[control_pb2.UnitNorm(unit=0, squared_norm=-1e-9)])
+        ),
+        *(
+            control_pb2.NodeMessage(state_hashes=control_pb2.StateHashes(units=[one]))
+            for one in (
+                control_pb2.UnitHash(sha256=bytes(31)),
+                control_pb2.UnitHash(sha256=bytes(33)),
+                control_pb2.UnitHash(sha256=bytes(32), weights=-1.0),
+                control_pb2.UnitHash(sha256=bytes(32), moments=math.inf),
+                control_pb2.UnitHash(sha256=bytes(32), squares=math.nan),
+            )
         ),
         *(
             control_pb2.NodeMessage(ready=control_pb2.Ready(telemetry=telemetry))

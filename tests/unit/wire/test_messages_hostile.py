@@ -38,8 +38,10 @@ from wire.messages import (
     Retain,
     SendLayers,
     ShutOut,
+    StateHashes,
     StepFailed,
     TakeSnapshot,
+    UnitHash,
     Vote,
     Welcome,
 )
@@ -114,6 +116,7 @@ FROM_NODES = [
         Heartbeat(telemetry=TELEMETRY),
         Leave(reason="cuda:0 ran out of memory", failed=True),
         Following(snapshot=40, step=42, failed="no source"),
+        StateHashes(epoch=3, step=40, units={2: UnitHash("ab" * 32, 3.0, 2.0, 1.0)}),
         SPANS,
     )
 ]

@@ -181,6 +181,8 @@ def test_a_node_that_does_not_hand_in_its_layers_is_replaced() -> None:
     run.hello("x")
     run.all_vote()
     run.all_applied()
+    for node in "ab":
+        run.holds(node)
     for unit in units_of(2)[0]:
         run.machine.layer_received(4, unit, run.time)
     actions = wait(run, 65)
@@ -200,6 +202,7 @@ def test_a_run_that_is_to_end_says_what_is_missing() -> None:
     run.stop()
     run.all_vote()
     run.all_applied()
+    run.holds("a")
     for unit in units_of(2)[0]:
         run.machine.layer_received(4, unit, run.time)
     end = stop_of(wait(run, 65))

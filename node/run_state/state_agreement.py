@@ -1,0 +1,364 @@
+"""Which state of a step is the run's: what the nodes that hold it say of its layers. Pure.
+
+At a snapshot's step every host says what its layers are (`StateHashes`). Nodes of one stage and one kind hold
+the same bits, so a layer counts with the hash that more than half of them say. Who fetched its state of late
+is no witness of it before the run has seen that it computes what others do. A layer that one node alone holds
+is compared by the norms of its weights and moments: with those that nodes of other kinds hold, and with the
+newest agreed ones.
+
+Where no hash has a majority, another node takes the place of one of those that differ, and computes the state
+again from the newest agreed snapshot. What nodes said of the step before is remembered until then.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field
+
+from node.run_state.epoch import Epoch
+from node.run_state.votes import UnitNumbers
+from wire.messages import StateHashes, UnitHash
+
+REMEMBERED = 64
+"""Snapshots."""
+LEAST_TIMES, MOST_TIMES = 0.25, 16.0
+"""Of a layer's weights: the sum of squares stays within so many times that of the newest agreed snapshot."""
+MOMENT_TIMES = 1e6
+"""Of its moments: they follow the gradients, and never vanish."""
+OTHER_KIND = 0.05
+"""By so large a part the sums of nodes of another kind may differ."""
+PROBATION = 2
+"""Steps that a newcomer computes like others: the first shows its weights, the next its moments."""
+MOST_DISPUTES = 3
+"""Attempts at one step whose nodes do not agree, before the run ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """All layers of a snapshot have their hashes."""
+
+    step: int
+    units: Mapping[int, UnitHash]
+    alone: Mapping[int, str]
+    """By layer unit that one node alone holds: that node."""
+    proven: frozenset[str]
+    """Nodes that hold what was agreed."""
+    cleared: frozenset[str]
+    """Nodes that said the same in an attempt that came to nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongState:
+    """A node says that it holds something else than what others agree on."""
+
+    step: int
+    node_id: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispute:
+    """No state of a step has a majority: the snapshot is not taken."""
+
+    step: int
+    nodes: tuple[str, ...]
+    """Who differs, in the order of their places; of one node alone, it differs from what the run had."""
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TooFew:
+    """Too many of those that held the state are gone: the snapshot is not taken."""
+
+    step: int
+
+
+Finding = Settled | WrongState | Dispute | TooFew
+
+
+@dataclass
+class _Asked:
+    """One attempt at a snapshot."""
+
+    step: int
+    epoch: int
+    stages: int
+    hosts: tuple[str, ...]
+    kinds: Mapping[str, Hashable]
+    witnesses: frozenset[str]
+    """Nodes that held the state before others fetched it."""
+    makers: tuple[str, ...]
+    """By stage, who hands in the layers."""
+    trained: frozenset[int]
+    """Layer units that have had gradients."""
+    said: dict[str, Mapping[int, UnitHash]] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+    settled: Mapping[int, UnitHash] | None = None
+    over: bool = False
+    """It came to nothing."""
+
+    def column(self, stage: int) -> tuple[str, ...]:
+        return self.hosts[stage :: self.stages]
+
+    def judges(self, stage: int) -> list[str]:
+        """Whose word counts on the layers that the stage's maker hands in."""
+        column, kind = self.column(stage), self.kinds[self.makers[stage]]
+        alike = [node for node in column if self.kinds[node] == kind]
+        return [node for node in alike if node in self.witnesses] or alike
+
+
+class StateAgreement:
+    """Of one run: the newest attempts at snapshots."""
+
+    def __init__(self, units: UnitNumbers) -> None:
+        """`units`: number of stages -> the numbers of each stage's layer units."""
+        self._units = units
+        self._asked: dict[int, _Asked] = {}
+        """By step."""
+        self._newest: Mapping[int, UnitHash] = {}
+        """Of the newest snapshot that was agreed on."""
+        self._words: dict[tuple[int, int], dict[int, dict[str, UnitHash]]] = {}
+        """By step and number of stages, then by unit: what nodes said of it when they differed."""
+        self._disputes: Counter[int] = Counter()
+        self._alone: dict[int, tuple[str, ...]] = {}
+        """By step of an agreed snapshot."""
+
+    # ---- what happens
+
+    def expect(self, epoch: Epoch) -> None:
+        """A snapshot of the epoch's state is being taken; an earlier attempt at its step is over."""
+        self._asked[epoch.step] = _Asked(
+            step=epoch.step,
+            epoch=epoch.number,
+            stages=epoch.stages,
+            hosts=epoch.hosts,
+            kinds=dict(zip(epoch.hosts, epoch.kinds, strict=True)),
+            witnesses=frozenset(epoch.hosts) - epoch.newcomers,
+            makers=epoch.snapshot_nodes,
+            trained=frozenset(epoch.trained),
+        )
+
+    def refusal(self, node_id: str, message: StateHashes) -> str | None:
+        """Why no correct node of this place sends this."""
+        asked = self._asked.get(message.step)
+        if asked is None or asked.epoch != message.epoch or node_id not in asked.kinds:
+            return None
+        units = self._units(asked.stages)[asked.hosts.index(node_id) % asked.stages]
+        if message.units.keys() != units:
+            return f"its hashes of the state of step {message.step} are not of the layers that it holds"
+        return None
+
+    def said(self, node_id: str, message: StateHashes) -> list[Finding]:
+        """A node says what it holds."""
+        asked = self._asked.get(message.step)
+        if asked is None or asked.epoch != message.epoch or node_id not in asked.kinds or asked.over:
+            return []
+        if node_id in asked.said:
+            return []  # told again, since a connection broke
+        asked.said[node_id] = message.units
+        return self._look(asked)
+
+    def lost(self, node_id: str) -> list[Finding]:
+        """A node is gone: what it has not said, it never says."""
+        found: list[Finding] = []
+        for asked in [one for one in self._asked.values() if node_id in one.kinds]:
+            asked.gone.add(node_id)
+            found += self._look(asked)
+        return found
+
+    def stored(self, step: int) -> None:
+        """The snapshot of `step` is complete: nobody goes back to before it."""
+        self._asked = {at: asked for at, asked in self._asked.items() if at >= step}
+        for at in sorted(self._alone)[:-REMEMBERED]:
+            del self._alone[at]
+        self._words = {at: words for at, words in self._words.items() if at[0] > step}
+        self._disputes = Counter({at: count for at, count in self._disputes.items() if at > step})
+
+    def may_try_again(self, step: int) -> bool:
+        """Whether another node's word may still settle it."""
+        return self._disputes[step] <= MOST_DISPUTES
+
+    # ---- inside
+
+    def _look(self, asked: _Asked) -> list[Finding]:
+        """What follows from all that was said of an attempt so far."""
+        if asked.over:
+            return []
+        if asked.settled is not None:
+            return self._wrong(asked, asked.settled)
+        agreed: dict[int, UnitHash] = {}
+        alone: dict[int, str] = {}
+        complete, short = True, False
+        for stage, units in enumerate(self._units(asked.stages)):
+            judges = asked.judges(stage)
+            waits = [node for node in judges if node not in asked.said and node not in asked.gone]
+            for unit in sorted(units):
+                words = {node: asked.said[node][unit] for node in judges if node in asked.said}
+                top, count = _most(words)
+                if len(judges) > 1 and count > len(judges) // 2:
+                    agreed[unit] = top
+                elif waits:
+                    complete = False
+                elif len({word.sha256 for word in words.values()}) > 1:
+                    return self._disputed(asked, stage, words)
+                elif len(judges) > 1 or not words:
+                    short = True
+                elif (why := self._implausible(asked, stage, unit, top)) is not None:
+                    earlier = self._words.get((asked.step, asked.stages), {}).get(unit, {})
+                    if not any(w.sha256 == top.sha256 for node, w in earlier.items() if node not in words):
+                        return self._disputed(asked, stage, words, why)
+                    agreed[unit], alone[unit] = top, judges[0]
+                else:
+                    agreed[unit], alone[unit] = top, judges[0]
+        if complete and short:
+            asked.over = True
+            return [TooFew(step=asked.step)]
+        if not complete:
+            return []
+        asked.settled = self._newest = agreed
+        self._alone[asked.step] = tuple(dict.fromkeys(alone.values()))
+        wrong = self._wrong(asked, agreed)
+        bad = {one.node_id for one in wrong}
+        earlier = self._words.get((asked.step, asked.stages), {})
+        cleared = {
+            node for unit, words in earlier.items() for node in words if words[node] == agreed.get(unit)
+        }
+        settled = Settled(
+            step=asked.step,
+            units=agreed,
+            alone=alone,
+            proven=frozenset(asked.said.keys() - bad),
+            cleared=frozenset(cleared - bad),
+        )
+        return [settled, *wrong]
+
+    def _wrong(self, asked: _Asked, agreed: Mapping[int, UnitHash]) -> list[WrongState]:
+        """Whose word is not what was agreed on, of those of the makers' kinds, now and in earlier attempts."""
+        found: dict[str, WrongState] = {}
+        for stage, units in enumerate(self._units(asked.stages)):
+            kind, judges = asked.kinds[asked.makers[stage]], asked.judges(stage)
+            for unit in sorted(units):
+                words = {
+                    node: asked.said[node][unit]
+                    for node in asked.column(stage)
+                    if node in asked.said and asked.kinds[node] == kind
+                }
+                earlier = self._words.get((asked.step, asked.stages), {}).get(unit, {})
+                right = agreed[unit].sha256
+                # An earlier attempt may have had other bits, unless somebody says the same in both.
+                if any(node in words and words[node].sha256 == w.sha256 for node, w in earlier.items()) or (
+                    len(judges) == 1 and (len(earlier) == 1 or right in {w.sha256 for w in earlier.values()})
+                ):
+                    words = {**earlier, **words}
+                same = sum(words[node].sha256 == right for node in words)
+                for node, word in words.items():
+                    if word.sha256 != right and node not in asked.gone:
+                        found.setdefault(node, self._against(asked, node, unit, max(same, len(judges) // 2)))
+        for node in found:
+            asked.gone.add(node)  # said once
+        return list(found.values())
+
+    def _against(self, asked: _Asked, node: str, unit: int, others: int) -> WrongState:
+        who = "another node holds" if others == 1 else f"{others} other nodes hold"
+        why = f"its state of layer unit {unit} after step {asked.step} is not the one that {who}"
+        return WrongState(step=asked.step, node_id=node, why=why)
+
+    def _disputed(
+        self, asked: _Asked, stage: int, words: Mapping[str, UnitHash], why: str = ""
+    ) -> list[Finding]:
+        """Two against each other, or one against what the run had: has anybody said the same before?"""
+        asked.over = True
+        self._disputes[asked.step] += 1
+        known = self._words.setdefault((asked.step, asked.stages), {})
+        wrong: dict[str, WrongState] = {}
+        for unit in sorted(self._units(asked.stages)[stage]):
+            earlier = known.setdefault(unit, {})
+            said = {**earlier, **{node: asked.said[node][unit] for node in words}}
+            top, count = _most(said)
+            # Who says another thing than before computed another state, and is no witness of this one.
+            steady = {n for n in said if n not in earlier or n not in words or earlier[n] == said[n]}
+            if len(steady) > 2 and count > len(said) // 2:
+                for node in [node for node in words if said[node].sha256 != top.sha256]:
+                    wrong.setdefault(node, self._against(asked, node, unit, count))
+            earlier.update(said)
+        nodes = tuple(sorted(words, key=asked.hosts.index))
+        what = why or f"the state of stage {stage} after step {asked.step} is not the same in all rows"
+        return [*wrong.values()] or [Dispute(step=asked.step, nodes=nodes, what=what)]
+
+    def _implausible(self, asked: _Asked, stage: int, unit: int, word: UnitHash) -> str | None:
+        """What is odd about a layer that one node alone holds; None if nothing."""
+        what = f"layer unit {unit} after step {asked.step} at node {asked.makers[stage]}"
+        others = [node for node in asked.column(stage) if node in asked.said and node in asked.witnesses]
+        for node in others:
+            other = asked.said[node][unit]
+            if not _near(word.weights, other.weights):
+                return f"the weights of {what} are not those of node {node}"
+            if not (_near(word.moments, other.moments) and _near(word.squares, other.squares)):
+                return f"the optimizer's moments of {what} are not those of node {node}"
+        if unit in asked.trained and 0.0 in (word.weights, word.squares):
+            return f"{what} is all zeros"
+        if (before := self._newest.get(unit)) is None:
+            return None
+        if before.weights and not LEAST_TIMES <= word.weights / before.weights <= MOST_TIMES:
+            times = (word.weights / before.weights) ** 0.5
+            return f"the weights of {what} are {times:.3g} times those of the snapshot before"
+        for now, then in ((word.moments, before.moments), (word.squares, before.squares)):
+            if then and not 1 / MOMENT_TIMES <= now / then <= MOMENT_TIMES:
+                return f"the optimizer's moments of {what} are far from those of the snapshot before"
+        return None
+
+    def held_alone(self, step: int) -> tuple[str, ...]:
+        """Nodes that alone held a layer of this snapshot, where nobody else could say what it is."""
+        return self._alone.get(step, ())
+
+
+class Standing:
+    """Which hosts are witnesses of the run's state.
+
+    Who fetched its state while others held it is none, until it has computed what they do in its first
+    `PROBATION` steps, or holds the agreed state of a snapshot.
+    """
+
+    def __init__(self) -> None:
+        self._proven: set[tuple[str, int, int]] = set()
+        """Nodes, with their stage and the number of stages."""
+        self._left: Counter[str] = Counter()
+        """By newcomer: steps that it still has to show."""
+
+    def began(self, epoch: Epoch) -> None:
+        """All hosts hold the state of the epoch's first step."""
+        places = {(node, epoch.stage_of(node), epoch.stages) for node in epoch.hosts}
+        known = self._proven & places
+        # What all load at once is the same for all.
+        self._proven = known if known and epoch.step > 0 and not epoch.is_loaded else places
+        self._left = Counter(dict.fromkeys((node for node, *_ in places - self._proven), PROBATION))
+        self._note(epoch)
+
+    def stepped(self, epoch: Epoch) -> None:
+        """The newest step of the epoch is committed."""
+        if epoch.audit is None or not epoch.newcomers:
+            return
+        for row in epoch.audit.rows[1:]:
+            self._left.subtract(node for node in epoch.row(row) if node in epoch.newcomers)
+        self.prove(epoch, [node for node in epoch.newcomers if self._left[node] <= 0])
+
+    def prove(self, epoch: Epoch, nodes: Collection[str]) -> None:
+        """These hold what the run does."""
+        here = epoch.newcomers.intersection(nodes)
+        self._proven |= {(node, epoch.stage_of(node), epoch.stages) for node in here}
+        self._note(epoch)
+
+    def _note(self, epoch: Epoch) -> None:
+        proven = {node for node, *_ in self._proven}
+        epoch.newcomers = frozenset(node for node in epoch.hosts if node not in proven)
+
+
+def _most(words: Mapping[str, UnitHash]) -> tuple[UnitHash, int]:
+    """What most say, and how many."""
+    if not words:
+        return UnitHash(""), 0
+    ((sha256, count),) = Counter(word.sha256 for word in words.values()).most_common(1)
+    return next(word for word in words.values() if word.sha256 == sha256), count
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= OTHER_KIND * max(one, other)
