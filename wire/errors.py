@@ -105,6 +105,14 @@ class ProtocolViolationError(LinkError):
     """The peer sent what no correct peer sends."""
 
 
+class WrongLayerError(ProtocolViolationError):
+    """A layer of a snapshot is not the one that was agreed on."""
+
+    def __init__(self, node_id: str, step: int, unit: str) -> None:
+        super().__init__(f"layer {unit} of step {step} is not the one that its holders agreed on")
+        self.node_id, self.step, self.unit = node_id, step, unit
+
+
 class NotYetError(LinkError):
     """The coordinator answers, but is still loading the run it resumes: try again."""
 

@@ -27,7 +27,7 @@ from node.coordinator.relays import RelayDesk
 from node.coordinator.reporter import Emit, Reporter, Tracer
 from node.coordinator.reports import REPORTS, Reported
 from node.coordinator.sessions import ControlSession, Sessions
-from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler, UploadPermit
+from node.coordinator.snapshot_handler import Agreement, SnapshotExports, SnapshotHandler, UploadPermit
 from node.coordinator.store import (
     EVICTED_WORDS,
     HeldOutRecord,
@@ -37,6 +37,7 @@ from node.coordinator.store import (
     Store,
 )
 from node.model.labels import BatchPart, steps_at_once, to_bytes
+from node.model.units import unit_names
 from node.pipeline.codec_plan import Lines
 from node.pipeline.places import PlacePlan
 from node.pipeline.snapshot_place import is_url, snapshot_place
@@ -52,8 +53,11 @@ from node.run_state.actions import (
     RecordPlacement,
     RecordRestored,
     RecordStorages,
+    RefuseSnapshot,
     Released,
     Send,
+    SnapshotAgreed,
+    SnapshotDropped,
     StepDone,
     Stop,
     costs_last,
@@ -69,7 +73,7 @@ from node.training.manifest import MANIFEST_NAME, Manifest, UnitEntry
 from node.training.samples import held_out_samples, packed_parts
 from node.training.shards import TrainingData
 from node.training.snapshot import Checked, list_snapshots
-from wire.errors import ProtocolViolationError, RefusalCode, RunError, UserError
+from wire.errors import ProtocolViolationError, RefusalCode, RunError, UserError, WrongLayerError
 from wire.identity.enrolment import Refusal
 from wire.messages import (
     NODES,
@@ -347,6 +351,13 @@ class Coordinator:
             case OpenSnapshot():
                 if (asking := self._machine.epoch) is not None:
                     await self._open_snapshot(action.step, asking)
+            case SnapshotAgreed():
+                self._snapshot_agreed(action)
+            case SnapshotDropped():
+                self._kept.drop(action.step)
+                await self._snapshots.drop(action.step)
+            case RefuseSnapshot():
+                await self._refuse_snapshot(action)
             case Aborted():
                 self._reporter.interrupted(action)
             case Released():
@@ -369,10 +380,44 @@ class Coordinator:
         if not reachable or place != NODES:
             return await self._snapshots.expect(step, epoch.snapshot_nodes)
         # Other rows hold the same state: a second one saves its own copy, and nothing has to be sent.
-        second = [row for row in map(epoch.row, range(epoch.rows)) if row != epoch.snapshot_nodes][:1]
+        # One of the same kind: its layers have the same bits.
+        kinds = dict(zip(epoch.hosts, epoch.kinds, strict=True))
+        second = [
+            row
+            for row in map(epoch.row, epoch.proven_rows)
+            if row != epoch.snapshot_nodes
+            and all(
+                kinds[node] == kinds[other] for node, other in zip(row, epoch.snapshot_nodes, strict=True)
+            )
+        ][:1]
         self._kept.expect(step, [epoch.snapshot_nodes, *second])
         for node in (node for row in second for node in row):
             self._send(node, TakeSnapshot(epoch=epoch.number, step=step))
+
+    def _snapshot_agreed(self, action: SnapshotAgreed) -> None:
+        names = unit_names(self.config.model)
+        units = {names[unit]: said for unit, said in action.units.items()}
+        alone = [names[unit] for unit in action.alone]
+        self._snapshots.agreed(action.step, Agreement(units=units, alone=alone))
+        wrong = self._kept.agreed(action.step, {unit: said.sha256 for unit, said in units.items()})
+        for node_id, unit in wrong:
+            self._wrong_layer(WrongLayerError(node_id, action.step, unit))
+
+    def _wrong_layer(self, error: WrongLayerError) -> None:
+        self._post(lambda now: self._machine.wrong_layer(error.node_id, error.step, error.unit, now))
+
+    async def _refuse_snapshot(self, action: RefuseSnapshot) -> None:
+        step = action.step
+        if step in self._kept.complete:
+            await self._kept.refuse(step)
+        else:
+            await self._snapshots.refuse(step)
+        here = list_snapshots(self._directory / "snapshots")
+        whole = max((other for other in (*self._kept.complete, *here) if other < step), default=0)
+        text = (
+            f"the snapshot of step {step} is set aside: {action.reason}; the newest before is that of {whole}"
+        )
+        self._unavailable(step, whole, text)
 
     def _send(self, node_id: str, message: CoordinatorMessage) -> None:
         """Add what the state machine does not know: where a snapshot's layers go, who relays, who waited."""
@@ -560,7 +605,11 @@ class Coordinator:
     def hold_layers(
         self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
     ) -> list[tuple[int, str]]:
-        return self._kept.hold(node_id, layers, missing)
+        try:
+            return self._kept.hold(node_id, layers, missing)
+        except WrongLayerError as error:
+            self._wrong_layer(error)
+            raise
 
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
         return await self._snapshots.layer_entry(step, unit)
@@ -574,7 +623,11 @@ class Coordinator:
         return self._snapshots.permit(node_id, step, unit)
 
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
-        await self._snapshots.put(permit, data, digest)
+        try:
+            await self._snapshots.put(permit, data, digest)
+        except WrongLayerError as error:
+            self._wrong_layer(error)
+            raise
 
     def _layer_received(self, step: int, unit: str) -> None:
         self._post(lambda now: self._machine.layer_received(step, unit, now))

@@ -27,7 +27,7 @@ from node.training.loss_scale import ScaleOf, no_scale
 from node.training.manifest import FORMAT, Manifest, SnapshotDamagedError, UnitEntry, weights_sha256
 from node.training.object_store import ObjectStore, run_folder, stored_steps
 from node.training.snapshot import write_errors
-from wire.errors import NotYetError, ProtocolViolationError, RunError
+from wire.errors import NotYetError, ProtocolViolationError, RunError, WrongLayerError
 from wire.identity.files import write_private
 from wire.messages import NODES, CoordinatorMessage, HeldLayer, PlacedStage, Prefetch, Retain
 
@@ -180,10 +180,29 @@ class KeptSnapshots:
                     makers[unit].append(node)
         self._places.expect(step, makers, time.monotonic(), run_folder(url, self._run_id) if url else "")
 
+    def agreed(self, step: int, hashes: Mapping[str, str]) -> list[tuple[str, str]]:
+        """As `LayerPlaces.agreed`."""
+        self._changed.set()
+        return self._places.agreed(step, hashes)
+
+    def drop(self, step: int) -> None:
+        """No snapshot of `step` is taken."""
+        if step in self._places.under_way:
+            self._places.drop(step)
+
+    async def refuse(self, step: int) -> None:
+        """A complete snapshot is not the run's state: it no longer counts."""
+        url = self._places.url(step)
+        self._places.drop(step)
+        await asyncio.to_thread(self._remove, step, url)
+
     def hold(
         self, node_id: str, layers: Sequence[HeldLayer], missing: Sequence[tuple[int, str]]
     ) -> list[tuple[int, str]]:
-        """A node reports files on its disk and requested ones that it lacks. Returns those of no snapshot."""
+        """A node reports files on its disk and requested ones that it lacks. Returns those of no snapshot.
+
+        Raises WrongLayerError for a layer that it was to save, and that is not the one agreed on.
+        """
         known = set(self._known())
         unknown = []
         for file in layers:
@@ -192,6 +211,8 @@ class KeptSnapshots:
                 raise ProtocolViolationError(f"layer {file.unit} cannot have {file.bytes} bytes")
             if self._places.held(node_id, file):
                 self._layer_received(file.step, file.unit)
+            elif self._places.is_wrong(node_id, file):
+                raise WrongLayerError(node_id, file.step, file.unit)
             elif file.step in self._places or file.step not in known:
                 unknown.append((file.step, file.unit))
         for step, unit in missing:

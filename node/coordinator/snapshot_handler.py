@@ -3,8 +3,9 @@
 import asyncio
 import hashlib
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,8 +32,9 @@ from node.training.snapshot import (
     set_damaged_aside,
     snapshot_directory,
 )
-from node.training.unit_state import weights_file
-from wire.errors import ProtocolViolationError, RunError, ThinwireError
+from node.training.unit_state import read_tensors, unit_hash, weights_file
+from wire.errors import ProtocolViolationError, RunError, ThinwireError, WrongLayerError
+from wire.messages import UnitHash
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -41,14 +43,31 @@ Hosts = dict[str, str]
 """Unit -> the node that uploads it: its host in the epoch that asked."""
 
 
+SAME_SUM = 1e-6
+"""Sums of squares of the same values, added up in another order, differ by less."""
+AGREE_SECONDS = 600.0
+"""How long an upload waits until its layer's hash is agreed on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What the layers of a snapshot are."""
+
+    units: Mapping[str, UnitHash]
+    alone: Collection[str]
+    """Those that one node alone holds: the file must be what it says of it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class UploadPermit:
     """Permission for one upload; valid for the attempt at its step that was current when it began."""
 
+    node_id: str
     step: int
     unit: str
     most_bytes: int
     hosts: Hosts
+    agreed: asyncio.Future[Agreement | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +120,8 @@ class SnapshotHandler:
         self._disk = disk
         self._wanted: dict[int, Hosts] = {}
         """By step, from the request until a later snapshot is complete."""
+        self._agreements: dict[int, asyncio.Future[Agreement | None]] = {}
+        """By step, from the request on; None: the snapshot is not taken."""
         self._newest = 0
         """The newest step completed by this process."""
         self._first: tuple[UnitEntry, bytes] | None = None
@@ -137,12 +158,39 @@ class SnapshotHandler:
         """
         held = zip(nodes, stage_units(self._config, len(nodes)), strict=True)
         hosts = {unit: node for node, units in held for unit in units}
+        before = self._agreements.get(step)
+        self._agreements[step] = asyncio.get_running_loop().create_future()
         if step not in self._wanted:
             self._wanted[step] = hosts  # nothing to discard, so no wait for the disk
             return
         async with self._writing:
             self._wanted[step] = hosts
+            if before is not None and not before.done():
+                before.set_result(None)
             await asyncio.to_thread(self._writer.discard, step)
+
+    def agreed(self, step: int, agreement: Agreement) -> None:
+        """What the layers of `step` are, as their holders agree: no other file is stored."""
+        self._settle(step, agreement)
+
+    async def drop(self, step: int) -> None:
+        """No snapshot of `step` is taken. What is handed in counts as stored, and is not."""
+        self._settle(step, None)
+        if step in self._wanted:
+            async with self._writing:
+                await asyncio.to_thread(self._writer.discard, step)
+
+    async def refuse(self, step: int) -> None:
+        """Set a complete snapshot aside, which is not the run's state."""
+        async with self._writing:
+            self._newest = min(self._newest, step - 1)
+            if step in await asyncio.to_thread(list_snapshots, self._directory):
+                await asyncio.to_thread(set_aside, self.path(step))
+                await asyncio.to_thread(self._store.delete_snapshot, step)
+
+    def _settle(self, step: int, agreement: Agreement | None) -> None:
+        if (agreed := self._agreements.get(step)) is not None and not agreed.done():
+            agreed.set_result(agreement)
 
     def path(self, step: int) -> Path:
         """The directory of a snapshot."""
@@ -198,16 +246,21 @@ class SnapshotHandler:
                 f"layer {unit} of the snapshot of step {step} is another node's to hand in, not {node_id}'s"
             )
         most = most_layer_bytes(self._config, unit, self._windows)
-        return UploadPermit(step=step, unit=unit, most_bytes=most, hosts=hosts)
+        agreed = self._agreements[step]
+        return UploadPermit(
+            node_id=node_id, step=step, unit=unit, most_bytes=most, hosts=hosts, agreed=agreed
+        )
 
     async def put(self, permit: UploadPermit, data: bytes, digest: str) -> None:
-        """Pass a unit's file to `run` and wait until it is stored.
+        """Wait until it is agreed what the unit is, pass its file to `run`, and wait until it is stored.
 
-        Raises RunError when the disk or the database fails, ProtocolViolationError for a file that is not
-        that unit.
+        Raises RunError when the disk or the database fails, WrongLayerError for a file that is not what was
+        agreed on.
         """
         faults.reach_coordinator(faults.Phase.SNAPSHOT, step=permit.step)
         self._layer_received(permit.step, permit.unit)
+        if not await self._is_agreed(permit, data):
+            return
         done = asyncio.get_running_loop().create_future()
         self._uploads.put_nowait(_Upload(permit=permit, data=data, digest=digest, done=done))
         # On a full disk the call would time out. Nobody counts on the layer before it is stored.
@@ -221,21 +274,41 @@ class SnapshotHandler:
         if not done.cancelled():
             done.result()
 
+    async def _is_agreed(self, permit: UploadPermit, data: bytes) -> bool:
+        """Whether this file is to be stored. False: the snapshot is not taken. Raises WrongLayerError."""
+        await asyncio.wait([permit.agreed], timeout=AGREE_SECONDS)
+        if not permit.agreed.done():
+            raise RunError(f"it is not known yet what layer {permit.unit} of step {permit.step} is")
+        agreement = permit.agreed.result()
+        if agreement is None:
+            if permit.step >= self._newest:
+                self._check_current(permit)
+            return False
+        if not await asyncio.to_thread(_matches, data, agreement, permit.unit):
+            raise WrongLayerError(permit.node_id, permit.step, permit.unit)
+        return True
+
     async def _take_in(self, upload: _Upload) -> Manifest | None:
         """The recorded manifest, if this unit completes its snapshot."""
         permit = upload.permit
         async with self._writing:
             if permit.step < self._newest:
                 return None
-            if self._wanted.get(permit.step) is not permit.hosts:
-                raise ProtocolViolationError(
-                    f"step {permit.step} was requested again while its layer {permit.unit} was on its way"
-                )
+            self._check_current(permit)
             manifest = await self._disk.write(partial(asyncio.to_thread, self._store_unit, upload))
             if manifest is not None:
                 self._newest = max(self._newest, manifest.step)
                 self._wanted = {step: at for step, at in self._wanted.items() if step >= self._newest}
+                for step in [step for step in self._agreements if step < self._newest]:
+                    self._settle(step, None)
+                    del self._agreements[step]
             return manifest
+
+    def _check_current(self, permit: UploadPermit) -> None:
+        if self._wanted.get(permit.step) is not permit.hosts:
+            raise ProtocolViolationError(
+                f"step {permit.step} was requested again while its layer {permit.unit} was on its way"
+            )
 
     async def _whole(self, step: int, read: Callable[[], Result]) -> Result:
         """Run `read` on the snapshot of `step` on a thread; a damaged snapshot is set aside."""
@@ -305,6 +378,21 @@ class SnapshotHandler:
     def _check_unit(self, unit: str) -> None:
         if unit not in unit_names(self._config.model):
             raise ProtocolViolationError(f"this model has no layer unit {unit[:40]!r}")
+
+
+def _matches(data: bytes, agreement: Agreement, unit: str) -> bool:
+    """Whether a file is the unit that was agreed on."""
+    said = agreement.units[unit]
+    if hashlib.sha256(data).hexdigest() != said.sha256:
+        return False
+    if unit not in agreement.alone:
+        return True
+    try:
+        found = unit_hash(data, read_tensors(data))
+    except RunError:
+        return False
+    pairs = zip(found[1:], said[1:], strict=True)
+    return all(math.isclose(one, other, rel_tol=SAME_SUM) for one, other in pairs)
 
 
 class SnapshotExports:

@@ -22,6 +22,10 @@ LEAST_RATE = 62_500.0
 class _Layer:
     makers: frozenset[str] = frozenset()
     """Nodes that hold the state itself: one of them says first what the file is."""
+    agreed: str = ""
+    """The SHA-256 that the file must have; empty while that is not agreed on."""
+    said: dict[str, HeldLayer] = field(default_factory=dict)
+    """What makers have said of it before that."""
     entry: UnitEntry | None = None
     holders: set[str] = field(default_factory=set)
     asked: dict[str, float] = field(default_factory=dict)
@@ -168,6 +172,11 @@ class LayerPlaces:
         if layer.entry is None:
             if node_id not in layer.makers:
                 return False
+            if not layer.agreed:
+                layer.said[node_id] = file
+                return True
+            if file.sha256 != layer.agreed:
+                return False
             layer.entry = UnitEntry(
                 unit=file.unit,
                 file=unit_file(file.unit),
@@ -185,6 +194,27 @@ class LayerPlaces:
         layer.asked.pop(node_id, None)
         layer.refused.pop(node_id, None)
         return True
+
+    def agreed(self, step: int, hashes: Mapping[str, str]) -> list[tuple[str, str]]:
+        """What the files of a snapshot's units are. Gives the nodes, and their units, that saved another."""
+        snapshot, wrong = self._snapshots.get(step), []
+        for unit, sha256 in hashes.items() if snapshot is not None else ():
+            layer = snapshot.layers[unit]
+            layer.agreed = sha256
+            said, layer.said = layer.said, {}
+            wrong += [(node, unit) for node, file in said.items() if not self.held(node, file)]
+        return wrong
+
+    def is_wrong(self, node_id: str, file: HeldLayer) -> bool:
+        """Whether this node saved another layer than the one that was agreed on, as one of its makers."""
+        snapshot = self._snapshots.get(file.step)
+        layer = snapshot.layers.get(file.unit) if snapshot is not None and not snapshot.complete else None
+        return (
+            layer is not None
+            and node_id in layer.makers
+            and bool(layer.agreed)
+            and file.sha256 != layer.agreed
+        )
 
     def lost(self, node_id: str, step: int, unit: str, now: float) -> None:
         """The node's copy is damaged or missing, or it has no room for one: for a while others are asked."""

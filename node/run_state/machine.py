@@ -403,7 +403,8 @@ class RunMachine:
         epoch, waits = self.epoch, self._snapshots.awaited
         self._snapshots.drop(found.step)
         dropped: list[Action] = [SnapshotDropped(step=found.step, reason=found.what)]
-        named = ", ".join(f"node {node}" for node in found.nodes)
+        named = " and ".join(f"node {node}" for node in found.nodes)
+        who = f"which of {named}" if len(found.nodes) > 1 else f"whether {named}"
         again = self._states.may_try_again(found.step) and not self._ending.due
         if epoch is not None and again:
             line = self._wrong.third_for_state(epoch, found.nodes, self._roster.candidates(), now)
@@ -415,8 +416,8 @@ class RunMachine:
                 return [*dropped, Announce(text=note), *over, *self._try_place(now)]
         self._undecided += 1
         note = (
-            f"the snapshot of step {found.step} is not taken: {found.what}, and no other node can say which of "
-            f"{named} is right: let another node of their kind join"
+            f"the snapshot of step {found.step} is not taken: {found.what}, and no other node can say "
+            f"{who} is right: let another node of their kind join"
         )
         if not waits and not self._ending.due and self._undecided <= MOST_DISPUTES:
             return [*dropped, Announce(text=note)]
@@ -424,7 +425,7 @@ class RunMachine:
             GiveUp(
                 kind=AbortKind.DIFFERS,
                 reason=found.what,
-                why=f"{found.what}, and no other node can say which of {named} is right",
+                why=f"{found.what}, and no other node can say {who} is right",
                 remedy="resume with more nodes",
             )
         )

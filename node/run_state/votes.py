@@ -179,7 +179,9 @@ class VoteHistory:
             return f"step {step + 1}, run again, has a loss of {loss:.4g} and had {was:.4g}"
         norm, then = sum(norms.values()), sum(known.values())
         if then > 0.0 and not 1 / REPEATED_TIMES <= norm / then <= REPEATED_TIMES:
-            return f"step {step + 1}, run again, has a gradient of norm {norm**0.5:.4g} and had {then**0.5:.4g}"
+            return (
+                f"step {step + 1}, run again, has a gradient of norm {norm**0.5:.4g} and had {then**0.5:.4g}"
+            )
         return None
 
     def loss_stage(self, stages: int) -> int:

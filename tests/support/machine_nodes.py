@@ -8,19 +8,22 @@ votes. So a stage that applied something twice, or late, or on the wrong state, 
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import sha256
 from typing import Protocol
 
 from node.run_state.epoch import Committed
 from node.run_state.grid import ONE_ROW, Groups
-from node.run_state.run_plan import Past
+from node.run_state.run_plan import Past, RunPlan
 from node.training.schedule import global_norm
 from wire.messages import (
+    DIGEST_BYTES,
     Abort,
     Applied,
     Begin,
+    BoundaryEnd,
     Commit,
     CoordinatorMessage,
     FailureKind,
@@ -28,6 +31,7 @@ from wire.messages import (
     Follow,
     Following,
     FollowStep,
+    GroupDigests,
     Leave,
     NodeMessage,
     Placed,
@@ -35,8 +39,10 @@ from wire.messages import (
     Prefetch,
     Ready,
     Restore,
+    StateHashes,
     StepFailed,
     TakeSnapshot,
+    UnitHash,
     Vote,
 )
 from wire.telemetry import Telemetry
@@ -68,6 +74,14 @@ def loss_of(state: int, group: int) -> float:
     return float((state >> group) % 1000) / 7
 
 
+def layers_of(state: int, units: Sequence[str]) -> dict[int, UnitHash]:
+    """What a node that holds this state says of its layers."""
+    size = float(bool(state))
+    return {
+        UNITS.index(unit): UnitHash(f"{state & MASK:016x}{unit:0>48}", size, size, size) for unit in units
+    }
+
+
 def applied_to(state: int, clip: float, lr: float) -> int:
     return hash((state, clip, lr))
 
@@ -94,6 +108,9 @@ def chain(step: int) -> int:
     return 12345 if step == 0 else applied_to(chain(step - 1), *outcome(step - 1))
 
 
+MASK = 2**64 - 1
+
+
 @dataclass
 class Disk:
     last_epoch: int = 0
@@ -101,8 +118,15 @@ class Disk:
     groups: Groups = ONE_ROW
     commits: dict[int, tuple[float, float]] = field(default_factory=dict)
     snapshots: set[int] = field(default_factory=set)
+    layers: dict[int, dict[str, int]] = field(default_factory=dict)
+    """By snapshot and unit: the state that the layer is of."""
     pruned: set[int] = field(default_factory=set)
     """Snapshots deleted to make room for newer ones."""
+
+    def state(self, step: int, units: Sequence[str]) -> int:
+        """What a node has that loads these layers of a snapshot: one state, if they are all of it."""
+        states = {self.layers[step][unit] for unit in units}
+        return states.pop() if len(states) == 1 else hash(tuple(sorted(states)))
 
     def past(self) -> Past:
         committed = None
@@ -123,6 +147,8 @@ class Surroundings(Protocol):
     """The parts of its world that a node uses."""
 
     disk: Disk
+    plan: RunPlan
+    nodes: "list[SimNode]"
     cast: dict[tuple[int, int], dict[str, Placement]]
     failures: int
     poisoned_step: int | None
@@ -167,6 +193,19 @@ class Upload:
     step: int
     state: int
     units: deque[str]
+    layers: int
+    """The state that the layers are of which are handed in."""
+
+
+@dataclass
+class StateLie:
+    """What a node says that its state is at a snapshot's step, and what it hands in, from a step on."""
+
+    step: int
+    said: Callable[[int, int], int]
+    """(state, step) -> the state whose hashes it says."""
+    given: Callable[[int, int], int]
+    """The same of the layers."""
 
 
 class SimNode:
@@ -179,6 +218,7 @@ class SimNode:
         self.alive = False
         self.frozen = False
         self.farewell: Finish | None = None
+        self.lie: StateLie | None = None
         self.start()
 
     def start(self) -> None:
@@ -193,6 +233,7 @@ class SimNode:
         self.uploads: dict[int, Upload] = {}
         self.leaving = False
         self.fetched_ahead: Prefetch | None = None
+        self.witnessed: StateHashes | None = None
         self.followed: Follow | None = None
 
     @property
@@ -207,6 +248,8 @@ class SimNode:
     def connect(self) -> None:
         number = self.epoch.placement.epoch if self.epoch is not None else 0
         self.session = self.world.dial(Session(self, self.nonce, number))
+        if self.witnessed is not None:
+            self.outbox.append(self.witnessed)
         if self.leaving:
             self.outbox.append(Leave(reason="said before, perhaps unheard"))
 
@@ -270,7 +313,9 @@ class SimNode:
             self.followed, self.state_step = None, -1
             self.outbox.append(Following(snapshot=order.step, step=0, failed="pruned"))
             return
-        self.state_step, self.state, self.lineage = order.step, chain(order.step), order.lineage
+        units = units_of(order.stages)[order.stage]
+        self.state_step, self.state = order.step, self.world.disk.state(order.step, units)
+        self.lineage = order.lineage
         self.outbox.append(Following(snapshot=order.step, step=order.step))
 
     def _follow_step(self, step: FollowStep) -> None:
@@ -310,7 +355,9 @@ class SimNode:
             case TakeSnapshot():
                 if self.state_step == command.step and epoch.snapshot != command.step:
                     epoch.snapshot = command.step
-                    self._upload(epoch, command.step)
+                    if not command.only_hashes:
+                        self._upload(epoch, command.step)
+                    self._witness(epoch, command.step)
             case _:
                 raise AssertionError(f"no command: {command}")
 
@@ -319,7 +366,7 @@ class SimNode:
             assert self.state_step == begin.step, "a step begins on its own state"
             assert epoch.ready
             self.voted = True
-            epoch.vote = self._vote(epoch, begin.step)
+            epoch.vote = self._vote(epoch, begin)
         self.outbox.append(epoch.vote)
 
     def fail(self, kind: FailureKind, peer_stage: int = -1) -> None:
@@ -361,13 +408,16 @@ class SimNode:
                     self.world.failures += 1
                     self.fail(FailureKind.INTERNAL)
                     return
-                self.state_step, self.state = restore.step, chain(restore.step)
+                units = units_of(self.stages)[self.stage]
+                loaded = self.world.disk.state(restore.step, units) if restore.step else chain(0)
+                self.state_step, self.state = restore.step, loaded
             self.lineage = restore.lineage
             epoch.uncompressed = restore.uncompressed
             epoch.ready = True
         self.outbox.append(Ready(epoch=restore.epoch, telemetry=Telemetry()))
 
-    def _vote(self, epoch: SimEpoch, step: int) -> Vote:
+    def _vote(self, epoch: SimEpoch, begin: Begin) -> Vote:
+        step = begin.step
         norms = norms_of(self.state, units_of(self.stages)[self.stage])
         world = self.world
         if step == world.poisoned_step and (not epoch.uncompressed or world.poisoned_always):
@@ -378,9 +428,47 @@ class SimNode:
             loss = loss_of(self.state, 0)
         elif self.stage == self.stages - 1:
             losses = {group: loss_of(self.state, group) for group in placement.rows[placement.replica].groups}
-        vote = Vote(epoch=placement.epoch, step=step, norms=norms, loss=loss, group_losses=losses)
+        digests = {}
+        if begin.digests or begin.audited or (world.plan.audit_rate > 0.0 and len(placement.rows) > 1):
+            own = placement.rows[placement.replica].groups
+            digests = {
+                group: self._digests(placement, step, group, group in begin.audited)
+                for group in (*own, *begin.audited)
+            }
+        vote = Vote(
+            epoch=placement.epoch,
+            step=step,
+            norms=norms,
+            loss=loss,
+            group_losses=losses,
+            digests=digests,
+        )
         world.cast.setdefault((vote.epoch, step), {})[self.node_id] = epoch.placement
         return vote
+
+    @property
+    def strays(self) -> bool:
+        """Whether it holds a state that is not the run's."""
+        return self.state_step >= 0 and self.state != chain(self.state_step)
+
+    def _digests(self, placement: Placement, step: int, group: int, extra: bool) -> GroupDigests:
+        """What a group's tensors are depends on the states of all stages that they have gone through."""
+        nodes = {node.node_id: node for node in self.world.nodes}
+        row = [nodes[place.node_id].strays for place in placement.stages]
+        stage, last = placement.stage, len(row) - 1
+
+        def digest(*what: object) -> bytes:
+            return sha256(repr((chain(step), group, *what)).encode()).digest()[:DIGEST_BYTES]
+
+        ends = {}
+        for boundary in range(last):
+            sent = digest(boundary, row[: boundary + 1]), digest(boundary, "back", row)
+            for backward in (False, True):
+                for received in (False, True):
+                    if stage == boundary + (backward != received):
+                        ends[BoundaryEnd(boundary, backward, received)] = sent[backward]
+        loss = loss_of(self.state, group) if extra and stage == last else None
+        return GroupDigests(gradient=digest(row, stage), boundaries=ends, loss=loss)
 
     def _apply(self, commit: Commit) -> None:
         recorded = self.world.disk.commits.get(commit.step)
@@ -391,9 +479,16 @@ class SimNode:
         self.voted = False
         assert self.state == chain(self.state_step), "applied once, on the state before it"
 
+    def _witness(self, epoch: SimEpoch, step: int) -> None:
+        state = self.lie.said(self.state, step) if self.lie is not None else self.state
+        units = layers_of(state, units_of(self.stages)[self.stage])
+        self.witnessed = StateHashes(epoch=epoch.placement.epoch, step=step, units=units)
+        self.outbox.append(self.witnessed)
+
     def _upload(self, epoch: SimEpoch, step: int) -> None:
         units = deque(units_of(self.stages)[self.stage])
         older = sorted(self.uploads.keys() - {step})
         for stale in (*older[:-1], step):
             self.uploads.pop(stale, None)
-        self.uploads[step] = Upload(epoch.placement.epoch, step, self.state, units)
+        state = self.lie.given(self.state, step) if self.lie is not None else self.state
+        self.uploads[step] = Upload(epoch.placement.epoch, step, self.state, units, state)

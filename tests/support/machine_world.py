@@ -5,7 +5,7 @@ what they say to it are models (`machine_nodes.py`). Invariants are asserted whe
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from node.pipeline.routing import neighbours
@@ -17,8 +17,11 @@ from node.run_state.actions import (
     RecordCommit,
     RecordPlacement,
     RecordRestored,
+    RefuseSnapshot,
     Released,
     Send,
+    SnapshotAgreed,
+    SnapshotDropped,
     StepDone,
     Stop,
 )
@@ -35,6 +38,7 @@ from tests.support.machine_nodes import (
     Session,
     SimNode,
     chain,
+    layers_of,
     outcome,
     step_plan,
     total_loss,
@@ -51,6 +55,7 @@ from wire.messages import (
     Leave,
     Placement,
     StepFailed,
+    UnitHash,
     Vote,
 )
 
@@ -73,12 +78,16 @@ class World:
         groups: int = 1,
         most_rows: int = 1,
         follows: bool = False,
+        audit_rate: float = 0.0,
     ) -> None:
         self.plan = RunPlan(
             stages=stages,
             groups=groups,
             most_rows=most_rows,
             follows=follows,
+            audit_rate=audit_rate,
+            audit_secret=b"secret",
+            compares_newcomers=True,
             min_stages=min_stages,
             total_steps=total_steps,
             snapshot_every=snapshot_every,
@@ -115,7 +124,9 @@ class World:
         self.machine = RunMachine(self.plan, step_plan, self.disk.past())
         self.open: dict[str, Session] = {}
         self.wanted: set[int] = set()
-        self.parts: dict[int, set[str]] = {}
+        self.parts: dict[int, dict[str, int]] = {}
+        self.agreed: dict[int, Mapping[int, UnitHash] | None] = {}
+        """What the layers of a snapshot are; None if it is not taken."""
         self.stopped = None
 
     def crash_coordinator(self) -> None:
@@ -177,6 +188,16 @@ class World:
             case OpenSnapshot():
                 assert action.step not in self.disk.snapshots
                 self.wanted.add(action.step)
+                self.parts.pop(action.step, None)
+                self.agreed.pop(action.step, None)
+            case SnapshotAgreed():
+                self.agreed[action.step] = action.units
+            case SnapshotDropped():
+                self.agreed[action.step] = None
+            case RefuseSnapshot():
+                self.disk.snapshots.discard(action.step)
+                whole = max((at for at in self.disk.snapshots if at < action.step), default=0)
+                machine.snapshot_damaged(action.step, whole)
             case Released():
                 assert action.node_id not in machine.members
                 if (session := self.open.get(action.node_id)) is not None:
@@ -286,7 +307,8 @@ class World:
                 events.append(node.write)
             if node.epoch is not None and node.epoch.commands:
                 events.append(node.work)
-            if node.uploads and self.machine is not None:
+            # An upload waits until it is known what its layers are.
+            if node.uploads and self.machine is not None and self._may_store(node):
                 events.append(partial(self._store_part, node))
         return events
 
@@ -359,6 +381,10 @@ class World:
         else:
             session.broken = True
 
+    def _may_store(self, node: SimNode) -> bool:
+        step = next(iter(node.uploads))
+        return step not in self.wanted or step in self.agreed
+
     def _store_part(self, node: SimNode) -> None:
         """One layer of a snapshot reaches the coordinator, which keeps it or refuses."""
         machine = self.machine
@@ -372,15 +398,24 @@ class World:
             current = machine.epoch is not None and machine.epoch.number == upload.epoch
             assert not current, "what an epoch asked for is wanted"
             return
-        parts = self.parts.setdefault(step, set())
-        assert upload.state == chain(step), "a snapshot's layers are of its step"
-        unit = upload.units.popleft()
-        parts.add(unit)
+        unit = upload.units[0]
         self.happen(lambda machine: machine.layer_received(step, unit, self.now))
+        agreed = self.agreed[step]
+        if agreed is None:
+            del node.uploads[step]
+            return
+        upload.units.popleft()
         if not upload.units:
             del node.uploads[step]
+        if layers_of(upload.layers, [unit]) != {UNITS.index(unit): agreed[UNITS.index(unit)]}:
+            self.happen(lambda machine: machine.wrong_layer(node.node_id, step, unit, self.now))
+            return
+        parts = self.parts.setdefault(step, {})
+        parts[unit] = upload.layers
         if len(parts) == len(UNITS):
             del self.parts[step]
+            assert set(parts.values()) == {chain(step)}, "a snapshot's layers are of its step"
+            self.disk.layers[step] = parts
             stored = sorted({*self.disk.snapshots, step})
             self.disk.snapshots = set(stored[-KEPT_SNAPSHOTS:])
             self.disk.pruned.update(stored[:-KEPT_SNAPSHOTS])

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from node.config.schema import ModelSection, RunConfig
 from node.coordinator import disk as disk_module
 from node.coordinator import snapshot_handler
 from node.coordinator.disk import Disk, check_room
-from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler
+from node.coordinator.snapshot_handler import Agreement, SnapshotExports, SnapshotHandler
 from node.coordinator.store import Store
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
@@ -28,8 +28,10 @@ from node.pipeline.placement import split_units, stage_units
 from node.training.manifest import Manifest
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit
+from node.training.unit_state import unit_hash
 from node.training.snapshot import Checked, SnapshotWriter, list_snapshots
-from wire.errors import DiskFullError, ProtocolViolationError, RunError, UserError
+from wire.errors import DiskFullError, ProtocolViolationError, RunError, UserError, WrongLayerError
+from wire.messages import UnitHash
 
 MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
 CONFIG = RunConfig(model=MODEL)
@@ -80,6 +82,15 @@ async def desk_at(directory: Path) -> AsyncIterator[tuple[SnapshotHandler, Told]
             running.cancel()
 
 
+async def asked(
+    handler: SnapshotHandler, step: int, made: Mapping[str, bytes], nodes: Sequence[str] = SEATS
+) -> None:
+    """A snapshot is asked for, and all agree what its layers are."""
+    await handler.expect(step, nodes)
+    units = {unit: UnitHash(hashlib.sha256(data).hexdigest()) for unit, data in made.items()}
+    handler.agreed(step, Agreement(units=units, alone=()))
+
+
 async def hand_in(handler: SnapshotHandler, step: int, unit: str, data: bytes, node: str = SEATS[0]) -> None:
     if (permit := handler.permit(node, step, unit)) is not None:
         await handler.put(permit, data, hashlib.sha256(data).hexdigest())
@@ -100,8 +111,8 @@ async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
 
     monkeypatch.setattr(SnapshotWriter, "put", slow)
     async with desk_at(tmp_path) as (handler, told):
-        await handler.expect(4, SEATS)
         made = files(0)
+        await asked(handler, 4, made)
         for unit in UNITS[:-1]:
             await hand_in(handler, 4, unit, made[unit])
         last = asyncio.create_task(hand_in(handler, 4, UNITS[-1], made[UNITS[-1]]))
@@ -118,9 +129,9 @@ async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
 async def test_a_repeated_upload_has_nothing_of_the_earlier_attempt(tmp_path: Path) -> None:
     first, second = files(0), files(1)
     async with desk_at(tmp_path) as (handler, told):
-        await handler.expect(4, SEATS)
+        await asked(handler, 4, first)
         await hand_in(handler, 4, UNITS[0], first[UNITS[0]])
-        await handler.expect(4, SEATS)
+        await asked(handler, 4, second)
         for unit in UNITS[1:]:
             await hand_in(handler, 4, unit, second[unit])
         assert told.stored.empty()
@@ -129,7 +140,7 @@ async def test_a_repeated_upload_has_nothing_of_the_earlier_attempt(tmp_path: Pa
         for unit in UNITS:
             assert manifest.entry(unit).sha256 == hashlib.sha256(second[unit]).hexdigest()
         # Complete is complete: another attempt does not change it.
-        await handler.expect(4, SEATS)
+        await asked(handler, 4, first)
         with pytest.raises(ProtocolViolationError, match="differs from the complete snapshot"):
             await hand_in(handler, 4, UNITS[0], first[UNITS[0]])
 
@@ -139,7 +150,7 @@ async def test_a_refusal_is_its_senders_and_the_next_upload_is_stored(
 ) -> None:
     made = files(0)
     async with desk_at(tmp_path) as (handler, told):
-        await handler.expect(4, SEATS)
+        await asked(handler, 4, made)
         with pytest.raises(ProtocolViolationError, match="damaged on the way"):
             permit = handler.permit(SEATS[0], 4, UNITS[0])
             assert permit is not None
@@ -172,7 +183,7 @@ async def test_a_full_disk_pauses_until_there_is_room(
 
     monkeypatch.setattr(SnapshotWriter, "put", full)
     async with desk_at(tmp_path) as (handler, told):
-        await handler.expect(4, SEATS)
+        await asked(handler, 4, made)
         for unit in UNITS:
             await hand_in(handler, 4, unit, made[unit])
         waits = asyncio.create_task(told.disk.room())
@@ -197,7 +208,7 @@ async def test_a_run_that_ends_at_once_waits_for_no_disk(
 
     monkeypatch.setattr(SnapshotWriter, "put", full)
     async with desk_at(tmp_path) as (handler, told):
-        await handler.expect(4, SEATS)
+        await asked(handler, 4, files(0))
         await hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]])
         told.disk.give_up()
         await told.disk.room()
@@ -243,12 +254,57 @@ HOSTILE = (
 async def test_a_file_that_numpy_refuses_is_its_senders_error(tmp_path: Path, data: bytes) -> None:
     made = files(0)
     async with desk_at(tmp_path) as (handler, told):
-        await handler.expect(4, SEATS)
+        await asked(handler, 4, {**made, UNITS[0]: data})
         with pytest.raises(ProtocolViolationError, match="cannot be read"):
             await hand_in(handler, 4, UNITS[0], data)
+        await asked(handler, 4, made)
         for unit in UNITS:
             await hand_in(handler, 4, unit, made[unit])
         assert (await told.stored.get()).step == 4 and told.failed == []
+
+
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_layer_that_nobody_agreed_on_replaces_nothing(tmp_path: Path, *, alone: bool) -> None:
+    """An honest hash with another file, another hash with its file, and sums that are not the file's."""
+    made, other = files(0), files(1)
+    unit = UNITS[0]
+    async with desk_at(tmp_path) as (handler, told):
+        await asked(handler, 4, made)
+        for data, digest in ((other[unit], made[unit]), (other[unit], other[unit]), (b"no file", made[unit])):
+            permit = handler.permit(SEATS[0], 4, unit)
+            assert permit is not None
+            with pytest.raises(WrongLayerError) as error:
+                await handler.put(permit, data, hashlib.sha256(digest).hexdigest())
+            assert (error.value.node_id, error.value.step, error.value.unit) == (SEATS[0], 4, unit)
+        said = {name: unit_hash(data, load(data)) for name, data in made.items()}
+        lie = {**said, unit: said[unit]._replace(weights=2 * said[unit].weights)}
+        await handler.expect(4, SEATS)
+        handler.agreed(4, Agreement(units=lie, alone=UNITS if alone else ()))
+        if alone:
+            with pytest.raises(WrongLayerError):
+                await hand_in(handler, 4, unit, made[unit])
+        await handler.expect(4, SEATS)
+        waiting = asyncio.create_task(hand_in(handler, 4, unit, made[unit]))
+        handler.agreed(4, Agreement(units=said, alone=UNITS if alone else ()))
+        await waiting
+        for name in UNITS:
+            await hand_in(handler, 4, name, made[name])
+        assert told.stored.qsize() == 1 and told.failed == []
+
+
+async def test_a_snapshot_that_is_dropped_or_refused_is_gone(tmp_path: Path) -> None:
+    made = files(0)
+    async with desk_at(tmp_path) as (handler, told):
+        await stored(handler, told, 4)
+        await handler.expect(8, SEATS)
+        waiting = asyncio.create_task(hand_in(handler, 8, UNITS[0], made[UNITS[0]]))
+        await handler.drop(8)
+        await waiting  # nobody is at fault, and nothing is stored
+        assert list_snapshots(tmp_path / "snapshots") == (4,)
+        await stored(handler, told, 8)
+        await handler.refuse(8)
+        assert list_snapshots(tmp_path / "snapshots") == (4,)
+        await stored(handler, told, 8)
 
 
 async def test_an_unexpected_error_is_also_counted_for_its_sender(
@@ -260,7 +316,7 @@ async def test_an_unexpected_error_is_also_counted_for_its_sender(
         raise ZeroDivisionError("what nobody foresaw")
 
     async with desk_at(tmp_path) as (handler, told):
-        await handler.expect(4, SEATS)
+        await asked(handler, 4, made)
         with monkeypatch.context() as patch:
             patch.setattr(SnapshotWriter, "put", broken)
             with pytest.raises(RunError, match=f"could not take in layer {UNITS[0]} of step 4: its log"):
@@ -283,7 +339,7 @@ async def test_a_disk_error_ends_the_run_even_if_the_sender_has_left(
 
     monkeypatch.setattr(SnapshotWriter, "put", full)
     async with desk_at(tmp_path) as (handler, told):
-        await handler.expect(4, SEATS)
+        await asked(handler, 4, files(0))
         sender = asyncio.create_task(hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]]))
         assert await asyncio.to_thread(writing.wait, SECONDS)
         sender.cancel()
@@ -303,7 +359,7 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
         with pytest.raises(ProtocolViolationError, match="nobody asked for a snapshot of step 4"):
             await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         first, last = stage_units(CONFIG, 2)
-        await handler.expect(4, ("node-a", "node-b"))
+        await asked(handler, 4, made, ("node-a", "node-b"))
         for node, foreign in (("node-a", last), ("node-b", first), ("node-spare", UNITS)):
             for unit in foreign:
                 with pytest.raises(ProtocolViolationError, match="another node's to hand in"):
@@ -312,7 +368,7 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
         # Requested again, of other nodes: what is on its way of the earlier attempt is not stored.
         begun = handler.permit("node-b", 4, last[0])
         assert begun is not None
-        await handler.expect(4, ("node-b", "node-c"))
+        await asked(handler, 4, made, ("node-b", "node-c"))
         with pytest.raises(ProtocolViolationError, match="requested again"):
             data = made[last[0]]
             await handler.put(begun, data, hashlib.sha256(data).hexdigest())
@@ -335,11 +391,11 @@ async def test_remains_of_older_snapshots_are_removed_with_the_next_complete_one
 
     async with desk_at(tmp_path) as (handler, told):
         for partial in (3, 5, 9):
-            await handler.expect(partial, SEATS)
+            await asked(handler, partial, made)
             await hand_in(handler, partial, UNITS[0], made[UNITS[0]])
         begun = handler.permit(SEATS[0], 5, UNITS[1])
         assert begun is not None
-        await handler.expect(7, SEATS)
+        await asked(handler, 7, made)
         for unit in UNITS:
             await hand_in(handler, 7, unit, made[unit])
         assert (await told.stored.get()).step == 7
@@ -357,7 +413,7 @@ async def test_remains_of_older_snapshots_are_removed_with_the_next_complete_one
 
 
 async def stored(handler: SnapshotHandler, told: Told, step: int) -> None:
-    await handler.expect(step, SEATS)
+    await asked(handler, step, files(0))
     for unit, data in files(0).items():
         await hand_in(handler, step, unit, data)
     assert (await told.stored.get()).step == step

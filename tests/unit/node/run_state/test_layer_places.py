@@ -16,10 +16,15 @@ def file(unit: str, step: int = 4, content: str = "", *, weights: str = "w", siz
     return HeldLayer(step=step, unit=unit, bytes=size, sha256=digest, weights_sha256=weights)
 
 
+def agreed(step: int = 4, content: str = "") -> dict[str, str]:
+    return {unit: file(unit, step, content).sha256 for unit in UNITS}
+
+
 def saved(step: int = 4) -> LayerPlaces:
     """Every stage's node has saved its own layer of `step`."""
     places = LayerPlaces(UNITS)
     places.expect(step, MAKERS, 0.0)
+    places.agreed(step, agreed(step))
     for unit, (node,) in MAKERS.items():
         assert places.held(node, file(unit, step))
     return places
@@ -56,6 +61,7 @@ def test_a_spare_has_least_and_is_asked_first() -> None:
 def test_rows_that_save_the_same_state_need_no_copies() -> None:
     places = LayerPlaces(UNITS)
     places.expect(4, {unit: (node, node.upper()) for unit, (node,) in MAKERS.items()}, 0.0)
+    places.agreed(4, agreed())
     here = (*HERE, "A", "B", "C")
     for node, unit in zip(HERE, UNITS, strict=True):
         assert places.held(node, file(unit))
@@ -73,12 +79,15 @@ def test_uploads_of_another_attempt_do_not_count() -> None:
     places.expect(4, MAKERS, 5.0)
     assert not places.held("b", file("embed")), "only who has the state says first what the file is"
     assert places.held("a", file("embed", content="other bits"))
+    assert places.holders(4, "embed") == (), "nobody has agreed to it"
+    assert places.agreed(4, agreed(content="other bits")) == []
     assert places.holders(4, "embed") == ("a",)
 
 
 def test_a_node_alone_holds_the_only_copy() -> None:
     places = LayerPlaces(UNITS)
     places.expect(4, dict.fromkeys(UNITS, ("a",)), 0.0)
+    places.agreed(4, agreed())
     for unit in UNITS:
         places.held("a", file(unit))
     assert places.is_whole(4, ("a",), 0.0) and places.asks(("a",), 0.0) == []
@@ -118,6 +127,7 @@ def test_older_ones_under_way_are_given_up_for_a_complete_one() -> None:
     places = saved(4)
     places.expect(6, MAKERS, 2.0)
     places.expect(8, MAKERS, 3.0)
+    places.agreed(6, agreed(6))
     for unit, (node,) in MAKERS.items():
         places.held(node, file(unit, 6))
     places.completed(6)
