@@ -315,7 +315,7 @@ class RunMachine:
         if self.stopped:
             return []
         why = f"the layer {unit} that it handed in is not the one of step {step} that was agreed on"
-        return self._convict(node_id, why, now)
+        return self._convict({node_id: why}, now)
 
     def plan_windows(self, epoch: int, windows: tuple[int, ...]) -> list[Action]:
         """From this epoch's next step on, links have these windows; in later epochs of as many stages too."""
@@ -348,7 +348,8 @@ class RunMachine:
 
     def _agreed(self, findings: Sequence[Finding], now: float) -> list[Action]:
         actions: list[Action] = []
-        for found in findings:
+        out = [one for one in findings if isinstance(one, WrongState) and not self._is_new(one.node_id)]
+        for found in [one for one in findings if one not in out]:
             if self.stopped:
                 break
             match found:
@@ -364,28 +365,34 @@ class RunMachine:
                     actions += self._drop_snapshot(step, "too few of the nodes that held it are left", now)
                 case Dispute():
                     actions += self._dispute(found, now)
-        return actions
+        return actions + self._convict({one.node_id: one.why for one in out}, now)
+
+    def _is_new(self, node_id: str) -> bool:
+        return self.epoch is not None and node_id in self.epoch.newcomers
 
     def _wrong_state(self, found: WrongState, now: float) -> list[Action]:
+        """A newcomer fetched what it holds: it goes, and nothing is held against it."""
         epoch, node_id = self.epoch, found.node_id
-        if epoch is None or node_id not in epoch.newcomers:
-            return self._convict(node_id, found.why, now)
-        # It fetched what it holds: it goes, and nothing is held against it.
+        if epoch is None:
+            return []
         self._newcomers.refused([node_id])
         if (
             self._wrong.leave_out_one([node_id], self._roster.candidates(), epoch.step, now, by=node_id)
             is None
         ):
-            return self._convict(node_id, found.why, now)
+            return self._convict({node_id: found.why}, now)
         self._wrong.cleared([node_id])
         line = f"node {node_id} has no stage any more: {found.why}"
         over = self._end_epoch(AbortKind.DIFFERS, found.why)
         return [Announce(text=line, about=node_id), *over, *self._try_place(now)]
 
-    def _convict(self, node_id: str, why: str, now: float) -> list[Action]:
-        """Shut a node out for a state that is not the run's; another snapshot is taken at once."""
+    def _convict(self, why: Mapping[str, str], now: float) -> list[Action]:
+        """Shut nodes out for states that are not the run's; another snapshot is taken at once."""
+        news = [node for node, line in why.items() if self._quarantine.convict(node, line)]
+        if not news:
+            return []
         self._snapshots.request()
-        return self._shut_out(node_id, now) if self._quarantine.convict(node_id, why) else []
+        return [one for node in news for one in self._out(node, now)] + self._try_place(now)
 
     def _drop_snapshot(self, step: int, why: str, now: float) -> list[Action]:
         """A snapshot is not taken; if the run waits for it, it goes on."""
@@ -670,10 +677,13 @@ class RunMachine:
         return [] if culprit is None else self._shut_out(culprit, now)
 
     def _shut_out(self, node_id: str, now: float) -> list[Action]:
+        return self._out(node_id, now) + self._try_place(now)
+
+    def _out(self, node_id: str, now: float) -> list[Action]:
         why = self.quarantined[node_id]
         over = run_over([node_id], f"{QUARANTINED}{why}", failed=True)
         line = f"node {node_id} is shut out: {why}"
-        return [Announce(text=line, about=node_id), *over, *self.lost(node_id, f"{QUARANTINED}{why}", now)]
+        return [Announce(text=line, about=node_id), *over, *self._gone(node_id, f"{QUARANTINED}{why}", now)]
 
     def _replace_straggler(self, node_id: str, line: str, now: float) -> list[Action]:
         """A node that others wait for ends; started again it may help, a few times."""

@@ -100,10 +100,19 @@ class _Asked:
         return self.hosts[stage :: self.stages]
 
     def judges(self, stage: int) -> list[str]:
-        """Whose word counts on the layers that the stage's maker hands in."""
+        """Whose word counts on the layers that the stage's maker hands in.
+
+        A witness alone decides nothing against newcomers, and they nothing against it.
+        """
         column, kind = self.column(stage), self.kinds[self.makers[stage]]
         alike = [node for node in column if self.kinds[node] == kind]
-        return [node for node in alike if node in self.witnesses] or alike
+        witnesses = [node for node in alike if node in self.witnesses]
+        return witnesses if len(witnesses) > 1 else alike
+
+    def outvoted(self, judges: Collection[str], words: Mapping[str, UnitHash], top: UnitHash) -> bool:
+        """Whether newcomers say another thing than all witnesses."""
+        said = [words[node] for node in judges if node in self.witnesses and node in words]
+        return bool(said) and all(word.sha256 != top.sha256 for word in said)
 
 
 class StateAgreement:
@@ -194,7 +203,7 @@ class StateAgreement:
             for unit in sorted(units):
                 words = {node: asked.said[node][unit] for node in judges if node in asked.said}
                 top, count = _most(words)
-                if len(judges) > 1 and count > len(judges) // 2:
+                if len(judges) > 1 and count > len(judges) // 2 and not asked.outvoted(judges, words, top):
                     agreed[unit] = top
                 elif waits:
                     complete = False
@@ -272,12 +281,12 @@ class StateAgreement:
         wrong: dict[str, WrongState] = {}
         for unit in sorted(self._units(asked.stages)[stage]):
             earlier = known.setdefault(unit, {})
-            said = {**earlier, **{node: asked.said[node][unit] for node in words}}
+            said = {**earlier, **{node: asked.said[node][unit] for node in words if node in asked.witnesses}}
             top, count = _most(said)
             # Who says another thing than before computed another state, and is no witness of this one.
-            steady = {n for n in said if n not in earlier or n not in words or earlier[n] == said[n]}
+            steady = {n for n in said if n not in earlier or earlier[n] == said[n]}
             if len(steady) > 2 and count > len(said) // 2:
-                for node in [node for node in words if said[node].sha256 != top.sha256]:
+                for node in [n for n in words if asked.said[n][unit].sha256 != top.sha256]:
                     wrong.setdefault(node, self._against(asked, node, unit, count))
             earlier.update(said)
         nodes = tuple(sorted(words, key=asked.hosts.index))
