@@ -18,6 +18,8 @@ from node.run_state.epoch import Epoch
 from node.run_state.votes import UnitNumbers
 from wire.messages import StateHashes, UnitHash
 
+LATE_WORDS = 4
+"""Snapshots of which nodes may still say what they held."""
 REMEMBERED = 64
 """Snapshots."""
 LEAST_TIMES, MOST_TIMES = 0.25, 16.0
@@ -176,7 +178,9 @@ class StateAgreement:
 
     def stored(self, step: int) -> None:
         """The snapshot of `step` is complete: nobody goes back to before it."""
-        self._asked = {at: asked for at, asked in self._asked.items() if at >= step}
+        # Who is slow to say what it held is found out all the same.
+        for at in sorted(self._asked)[:-LATE_WORDS]:
+            del self._asked[at]
         for at in sorted(self._alone)[:-REMEMBERED]:
             del self._alone[at]
         self._words = {at: words for at, words in self._words.items() if at[0] > step}

@@ -54,7 +54,11 @@ class Attack:
     """The liar's first stage; with two rows its number in the grid, row after row."""
     spares: int = 2
     rows: int = 1
-    """With two rows, of two stages each, every step is audited. Then the liar may be in either."""
+    """With several rows, of two stages each, the liar may be in any."""
+    audits: bool = True
+    """Whether every step of several rows is audited."""
+    keep: str = "coordinator"
+    """Where snapshots are kept."""
     gateways: int = 0
     """Processes that keep the control sessions in place of the coordinator."""
 
@@ -128,7 +132,18 @@ MEMBERS = tuple(
         ("wrong-no-spare", "wrong-gradients", 0, "computes wrong gradients, in a run without spares"),
     )
 )
-MEMBERS = (*MEMBERS, _AT_A_GATEWAY)
+STATES = tuple(
+    Attack(name=flaw, what=what, lie=flaw, rows=3, spares=spares, audits=False, keep=keep)
+    for flaw, spares, keep, what in (
+        ("zero-layers", 2, "coordinator", "trains honestly, and hands in zeros as its layers"),
+        ("random-layers", 2, "coordinator", "hands in layers of the same norms and another model"),
+        ("scaled-layers", 0, "coordinator", "hands in weights times 1.001"),
+        ("zero-moments", 0, "nodes", "saves layers without the optimizer's moments"),
+        ("hash-of-another", 0, "coordinator", "says other hashes than its layers have"),
+        ("layer-of-another", 0, "nodes", "saves other layers than it says"),
+    )
+)
+MEMBERS = (*MEMBERS, _AT_A_GATEWAY, *STATES)
 
 
 # ---- members that lie
@@ -141,8 +156,12 @@ class LyingRun(FaultRun):
     def __init__(self, directory: Path, chosen: Attack, *, launch: Launch = subprocess.Popen) -> None:
         config = small(steps=STEPS, snapshot_every=SNAPSHOT_EVERY, silent_seconds=10.0)
         if chosen.rows > 1:
-            rows = replace(config.pipeline, stages=2, groups=chosen.rows, sync_codec="fixed-8")
-            config = replace(config, pipeline=rows, audit=AuditSection(rate=1.0))
+            groups = 2 if chosen.rows == 2 else 4
+            rows = replace(
+                config.pipeline, stages=2, groups=groups, replicas=chosen.rows, sync_codec="fixed-8"
+            )
+            config = replace(config, pipeline=rows, audit=AuditSection(rate=float(chosen.audits)))
+            config = replace(config, snapshots=replace(config.snapshots, keep=chosen.keep))
         config = replace(config, coordinator=replace(config.coordinator, gateways=chosen.gateways))
         self.hosts = config.pipeline.stages * chosen.rows
         # Rows join before the first step is done, or at a snapshot.

@@ -17,13 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from node.cli.main import main as thinwire
 from node.pipeline.gradient_groups import Piece
+from node.stage import snapshot_transfer
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.stage_model import StageModel
 from node.training.group_sums import Gradient, PieceSums
+from node.training.unit_state import unit_hash
 from wire.errors import LinkError
 from wire.messages import (
     Applied,
@@ -36,6 +39,7 @@ from wire.messages import (
     NodeMessage,
     Placement,
     StepFailed,
+    UnitHash,
     Vote,
 )
 from wire.telemetry import LinkReport, Span, StepSpans, Telemetry
@@ -250,6 +254,61 @@ FLAWS: dict[str, Callable[[Liar], None]] = {
     "wrong-gradients": _wrong_gradients,
 }
 """By name: makes this process compute finite values that are wrong."""
+
+
+Alter = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+def _snapshots(said: Alter, given: Alter) -> Callable[[Liar], None]:
+    """Lie about the state at snapshots: in the hashes that it says, and in the layers that it hands in."""
+
+    def install(liar: Liar) -> None:
+        right, hashed = snapshot_transfer.serialize_unit, snapshot_transfer._hash
+
+        def layer(tensors: Mapping[str, Tensor]) -> bytes:
+            return right(given(tensors) if liar.lying else tensors)
+
+        def hashes(tensors: Mapping[str, Tensor]) -> UnitHash:
+            altered = said(tensors) if liar.lying else tensors
+            return unit_hash(right(altered), {name: one.numpy() for name, one in altered.items()})
+
+        assert callable(hashed)
+        snapshot_transfer.serialize_unit = layer
+        snapshot_transfer._hash = hashes
+
+    return install
+
+
+def _floats(change: Callable[[Tensor], Tensor], prefix: str = "") -> Alter:
+    def alter(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {
+            name: change(one) if one.is_floating_point() and name.startswith(prefix) else one
+            for name, one in tensors.items()
+        }
+
+    return alter
+
+
+def _same(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return tensors
+
+
+def _scrambled(one: Tensor) -> Tensor:
+    """Finite, of the same norm, and of another model."""
+    return one.flatten().flip(0).reshape(one.shape)
+
+
+_ZEROS, _RANDOM = _floats(torch.zeros_like), _floats(_scrambled)
+_SCALED = _floats(lambda one: one * 1.001, "parameter.")
+_NO_MOMENTS = _floats(torch.zeros_like, "exp_avg")
+FLAWS |= {
+    "zero-layers": _snapshots(_ZEROS, _ZEROS),
+    "random-layers": _snapshots(_RANDOM, _RANDOM),
+    "scaled-layers": _snapshots(_SCALED, _SCALED),
+    "zero-moments": _snapshots(_NO_MOMENTS, _NO_MOMENTS),
+    "hash-of-another": _snapshots(_RANDOM, _same),
+    "layer-of-another": _snapshots(_same, _RANDOM),
+}
 
 
 def _heartbeat(_: Liar) -> NodeMessage:

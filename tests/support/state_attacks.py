@@ -131,4 +131,3 @@ def _may_die(world: World, liar: SimNode, rng: random.Random) -> SimNode | None:
         if one.alive and one not in (node, liar) and one.stage == node.stage and one.epoch is not None
     ]
     return node if len(others) >= (2 if node.stage == liar.stage else 1) else None
-
