@@ -5,9 +5,22 @@ either the run ends with the one right state and without the liar, or it ends by
 `scripts/checks/attack.py` runs a hundred seeds.
 """
 
+from types import SimpleNamespace
+
 import pytest
 
+from node.run_state.actions import (
+    RecordPlacement,
+    RefuseSnapshot,
+    SnapshotAgreed,
+    SnapshotDropped,
+    Stop,
+)
+from node.run_state.failures import MAX_STRIKES
+from node.run_state.state_agreement import MOST_DISPUTES, Dispute, Finding, StateAgreement
+from tests.support.machine_driver import REGROUP, Driver, of_kind, placement_of, stop_of, unit_numbers
 from tests.support.state_attacks import STATE_LIES, attack_state
+from wire.messages import StateHashes, UnitHash
 
 SEEDS = 12
 
@@ -19,3 +32,143 @@ def test_no_state_but_the_runs_is_stored(lie: str, rows: int, *, audits: bool) -
     for seed in range(SEEDS):
         seen = attack_state(lie, rows, audits=audits, seed=seed)
         assert seen.good, (lie, rows, audits, seed, seen)
+
+
+# ---- one holder of a layer: what the run has to compare it with
+
+
+def alone(*, spare: str = "") -> Driver:
+    """One row of two stages in step 4; the snapshot of step 2 is agreed on and stored."""
+    run = Driver(stages=2, every=2, steps=20).started("ab", 1)
+    run.join(spare)
+    run.step()
+    for node in "ab":
+        agreed = run.holds(node, step=2)
+    assert [set(one.alone) for one in of_kind(agreed, SnapshotAgreed)] == [{*range(6)}]
+    run.stored(2)
+    run.steps(1)
+    run.step()
+    assert run.epoch.step == 4
+    return run
+
+
+@pytest.mark.parametrize("weights,squares", [(0.0, 1.0), (0.1, 1.0), (100.0, 1.0), (1.0, 0.0), (1.0, 1e-9)])
+def test_a_layer_far_from_the_snapshot_before_is_computed_again_by_a_spare(
+    weights: float, squares: float
+) -> None:
+    run = alone(spare="x")
+    run.holds("b", step=4)
+    actions = run.holds("a", "bad", step=4, weights=weights, squares=squares)
+    assert [one.step for one in of_kind(actions, SnapshotDropped)] == [4]
+    assert placement_of(actions) == ("x", "b") and of_kind(actions, SnapshotAgreed) == []
+    run.restored()
+    assert run.epoch.step == 2
+    run.steps(1)
+    run.step()
+    run.holds("b", step=4)
+    actions = run.holds("x", step=4)
+    assert [one.step for one in of_kind(actions, SnapshotAgreed)] == [4]
+    assert run.machine.quarantined.keys() == {"a"} and "after step 4" in run.machine.quarantined["a"]
+
+
+def test_a_layer_that_a_spare_computes_too_was_right() -> None:
+    run = alone(spare="x")
+    run.holds("b", step=4)
+    run.holds("a", "grown", step=4, weights=100.0)
+    run.restored()
+    run.steps(1)
+    run.step()
+    run.holds("b", step=4)
+    actions = run.holds("x", "grown", step=4, weights=100.0)
+    assert [one.step for one in of_kind(actions, SnapshotAgreed)] == [4]
+    assert run.machine.quarantined == {}
+
+
+def test_a_layer_that_nobody_can_compare_is_not_saved_and_the_run_ends_by_name() -> None:
+    run = alone()
+    for step in range(4, 4 + 2 * MOST_DISPUTES + 1, 2):
+        run.holds("b", step=step)
+        actions = run.holds("a", "bad", step=step, weights=0.0)
+        assert [one.step for one in of_kind(actions, SnapshotDropped)] == [step]
+        if of_kind(actions, Stop):
+            break
+        run.steps(1, store=False)
+        run.step()
+    stop = stop_of(actions)
+    assert stop.failed and "whether node a is right" in stop.reason and run.machine.newest_snapshot == 2
+
+
+def test_a_snapshot_that_does_not_give_the_steps_on_record_is_set_aside() -> None:
+    """Here the only holder of a layer saved another one, of the same norms."""
+    run = alone(spare="x")
+    for node in "ab":
+        run.holds(node, step=4)
+    run.stored(4)
+    run.steps(1)
+    run.die("a")
+    run.tick(REGROUP)
+    run.restored()
+    assert run.epoch.hosts == ("x", "b") and run.epoch.step == 4
+    run.vote("x")
+    actions = run.vote("b", loss=5.5)
+    assert [one.step for one in of_kind(actions, RefuseSnapshot)] == [4] and run.machine.epoch is None
+    assert of_kind(run.tick(1.0), RecordPlacement) == [], "nothing begins before it is set aside"
+    run.machine.snapshot_damaged(4, 2)
+    run.tick(1.0)
+    run.all_placed(4)  # nobody goes on from what was loaded
+    assert run.epoch.step == 2
+    run.all_ready()
+    run.step()
+    assert run.epoch.step == 3
+
+
+def test_a_run_without_an_older_snapshot_ends() -> None:
+    run = alone(spare="x")
+    run.die("a")
+    run.tick(REGROUP)
+    run.restored()
+    assert run.epoch.step == 2
+    run.vote("x")
+    run.vote("b", loss=5.5)
+    stop = stop_of(run.machine.snapshot_damaged(2, 0))
+    assert stop.failed and "not the run's state" in stop.reason
+
+
+# ---- newcomers
+
+
+def test_newcomers_never_outvote_who_held_the_state_before() -> None:
+    """Three rows: two of newcomers that fetched what one node alone had saved."""
+    run = Driver(stages=1, groups=4, every=2, steps=20)
+    run.join("a")
+    run.restored()
+    run.steps(1)
+    epoch = run.epoch
+    states, kinds = StateAgreement(unit_numbers), ("", "", "")
+    grid = SimpleNamespace(
+        step=4,
+        number=epoch.number,
+        stages=1,
+        hosts=("a", "b", "c"),
+        kinds=kinds,
+        newcomers=frozenset("bc"),
+        snapshot_nodes=("a",),
+        trained=frozenset(range(6)),
+    )
+    states.expect(grid)
+    found: list[Finding] = []
+    for node, content in (("a", "1"), ("b", "2"), ("c", "2")):
+        units = {unit: UnitHash(content * 64, 1.0, 1.0, 1.0) for unit in range(6)}
+        found = states.said(node, StateHashes(epoch=epoch.number, step=4, units=units))
+    assert [type(one) for one in found] == [Dispute], "neither side is chosen"
+
+
+def test_hashes_of_other_layers_are_refused() -> None:
+    run = alone()
+    units = {unit: UnitHash("1" * 64) for unit in range(6)}
+    for _ in range(MAX_STRIKES):
+        run.machine.message("a", StateHashes(epoch=run.epoch.number, step=4, units=units), run.time)
+        if run.machine.quarantined:
+            break
+        run.holds("b", step=4)
+    assert "not of the layers that it holds" in run.machine.quarantined["a"]
