@@ -70,6 +70,12 @@ def write_kept_manifest(run_directory: Path, manifest: Manifest, url: str = "") 
         write_private(path, data)
 
 
+def set_kept_aside(run_directory: Path, step: int) -> None:
+    """Rename a manifest that does not count."""
+    path = run_directory / DIRECTORY / f"step-{step:08d}.json"
+    path.replace(path.with_name(f"{path.name}.damaged"))
+
+
 class KeptSnapshots:
     """One run's. Call everything on the event loop; disk work runs on threads."""
 
@@ -309,7 +315,7 @@ class KeptSnapshots:
             write_private(self._run_directory / DIRECTORY / HOLDERS_FILE, text.encode())
         except OSError as error:
             log.warning("who holds step %d was not written down: %s", manifest.step, error)
-        self._store.record_snapshot(SnapshotRecord.of(manifest, time.time()))
+        self._store.record_snapshot(SnapshotRecord.of(manifest, time.time()), manifest.units)
 
     async def _prune(self) -> None:
         run, complete = self._config.run, self._places.complete

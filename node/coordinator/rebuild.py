@@ -194,7 +194,8 @@ def _record(store: Store, directory: Path, manifests: list[Manifest], now: float
         path = snapshot_directory(directory / "snapshots", manifest.step) / MANIFEST_NAME
         digest = sha256(path.read_bytes()).hexdigest()
         made = path.stat().st_mtime
-        store.record_snapshot(SnapshotRecord(manifest.step, digest, manifest.total_bytes, True, made))
+        record = SnapshotRecord(manifest.step, digest, manifest.total_bytes, True, made)
+        store.record_snapshot(record, manifest.units)
     try:
         view = read_view(directory)[0].view()
         done = step_done(directory, manifests[-1].step) if manifests else None
@@ -266,11 +267,13 @@ def newest_record(places: Sequence[Path | str]) -> NodeRecord:
     Raises UserError.
     """
     found: list[NodeRecord] = []
+    layers: dict[int, tuple[dict[str, str], Path | str]] = {}
     for place in places:
         path = place if isinstance(place, str) else snapshots_of(place) / RECORD_FILE
         try:
             data = ObjectStore(path).record() if isinstance(path, str) else path.read_bytes()
             found.append(_read(data, str(path)))
+            _compare(found[-1], path, layers)
         except OSError as error:
             raise UserError(
                 f"{path} cannot be read ({error.strerror}): give a node's state directory, of a run whose "
@@ -284,6 +287,20 @@ def newest_record(places: Sequence[Path | str]) -> NodeRecord:
     if len(runs) != 1:
         raise UserError(f"these are folders of different runs ({', '.join(runs)}): give those of one")
     return max(found, key=lambda record: (record.manifests[-1].step, record.epoch))
+
+
+def _compare(
+    record: NodeRecord, path: Path | str, known: dict[int, tuple[dict[str, str], Path | str]]
+) -> None:
+    """Raises UserError if another node's record says that a snapshot is another one."""
+    for manifest in record.manifests:
+        layers = {entry.unit: entry.sha256 for entry in manifest.units}
+        other, where = known.setdefault(manifest.step, (layers, path))
+        if other != layers:
+            raise UserError(
+                f"{path} and {where} say that the snapshot of step {manifest.step} is another one, so one of "
+                "them is wrong: leave that out, as most of the others say"
+            )
 
 
 def snapshots_of(folder: Path) -> Path:
@@ -311,7 +328,7 @@ def recover(
         directory, run_id=record.run_id, config_json=to_json(config), pin=authority.pin, now=now
     ) as store:
         for manifest in record.manifests:
-            store.record_snapshot(SnapshotRecord.of(manifest, now))
+            store.record_snapshot(SnapshotRecord.of(manifest, now), manifest.units)
         store.record_placement(record.epoch + _EPOCHS, [PlacedNode(0, "", "")])
     where = (
         f"all of it is in {directory}"

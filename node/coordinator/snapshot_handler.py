@@ -367,7 +367,7 @@ class SnapshotHandler:
         return manifest
 
     def _record(self, manifest: Manifest) -> None:
-        self._store.record_snapshot(SnapshotRecord.of(manifest, time.time()))
+        self._store.record_snapshot(SnapshotRecord.of(manifest, time.time()), manifest.units)
         run = self._config.run
         best = self._store.best_of(list_snapshots(self._directory)) if run.keep_best else None
         for step in prune(self._directory, run.keep_snapshots, best):

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from node.coordinator.database import connect, explained, has_table, rebuilds
-from node.training.manifest import Manifest
+from node.training.manifest import Manifest, UnitEntry
 from wire.errors import RefusalCode, UserError
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.files import create_private, make_private_directory
@@ -75,6 +75,9 @@ _NORMS = """CREATE TABLE IF NOT EXISTS unit_norms (
     step INTEGER NOT NULL, unit INTEGER NOT NULL, squared_norm REAL NOT NULL,
     PRIMARY KEY (step, unit)) WITHOUT ROWID"""
 """Squared gradient norms of the newest steps' layer units."""
+_LAYERS = """CREATE TABLE IF NOT EXISTS snapshot_layers (
+    step INTEGER NOT NULL, unit TEXT NOT NULL, sha256 TEXT NOT NULL, PRIMARY KEY (step, unit)) WITHOUT ROWID"""
+"""What the layers of complete snapshots are, as their holders agreed."""
 NORMS_KEPT = 4096
 """Steps. A run that goes back further judges its first steps by norms of the whole model."""
 
@@ -435,10 +438,24 @@ class Store:
             row = db.execute("SELECT * FROM steps ORDER BY step DESC LIMIT 1").fetchone()
             return None if row is None else _step(row)
 
-    def record_snapshot(self, snapshot: SnapshotRecord) -> None:
-        """Record a snapshot, replacing an earlier record of the same step."""
+    def record_snapshot(self, snapshot: SnapshotRecord, layers: Iterable[UnitEntry] = ()) -> None:
+        """Record a snapshot with its layers, replacing an earlier record of the same step."""
         with self.writing() as db:
+            # Runs of an earlier version have no such table.
+            db.execute(_LAYERS)
             db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?)", astuple(snapshot))
+            db.execute("DELETE FROM snapshot_layers WHERE step = ?", (snapshot.step,))
+            values = [(snapshot.step, layer.unit, layer.sha256) for layer in layers]
+            db.executemany("INSERT INTO snapshot_layers VALUES (?, ?, ?)", values)
+
+    def is_on_record(self, manifest: Manifest) -> bool:
+        """Whether a snapshot's layers are those on record; True if none of its step are."""
+        with self.reading() as db:
+            if not has_table(db, "snapshot_layers"):
+                return True
+            query = "SELECT unit, sha256 FROM snapshot_layers WHERE step = ?"
+            known = dict(db.execute(query, (manifest.step,)).fetchall())
+        return not known or known == {layer.unit: layer.sha256 for layer in manifest.units}
 
     def snapshots(self) -> list[SnapshotRecord]:
         """All snapshots by step, incomplete ones too."""
@@ -469,6 +486,8 @@ class Store:
     def delete_snapshot(self, step: int) -> bool:
         """Delete a snapshot's record (its files are the caller's). False when there was none."""
         with self.writing() as db:
+            if has_table(db, "snapshot_layers"):
+                db.execute("DELETE FROM snapshot_layers WHERE step = ?", (step,))
             return db.execute("DELETE FROM snapshots WHERE step = ?", (step,)).rowcount == 1
 
     # ---- transactions

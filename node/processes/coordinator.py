@@ -31,7 +31,7 @@ from node.coordinator.decisions import (
 from node.coordinator.disk import check_room
 from node.coordinator.enrolment import EnrolmentHandler, token_uses_told
 from node.coordinator.gateways import Gateways, gateway_count
-from node.coordinator.kept_snapshots import kept_manifests
+from node.coordinator.kept_snapshots import kept_manifests, set_kept_aside
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.ports import (
     check_ports,
@@ -57,7 +57,7 @@ from node.pipeline.storage_choice import narrowest, remedies
 from node.processes.cycles import rare_full_collections
 from node.processes.locks import run_lock
 from node.run_file.loader import change_config, from_json, to_json, to_toml
-from node.run_state.epoch import Committed
+from node.run_state.epoch import PROOF_STEPS, Committed
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate, sharing, stage_needs, useless
 from node.run_state.votes import REMEMBERED, PastStep
@@ -71,7 +71,9 @@ from node.training.snapshot import (
     Checked,
     Tell,
     discard_incomplete,
+    list_snapshots,
     read_manifest,
+    set_aside,
     set_damaged_aside,
     snapshot_directory,
 )
@@ -205,9 +207,9 @@ def _reopen(
     held = sum(path.stat().st_size for path in (directory / "snapshots").glob("step-*/*"))
     if (line := check_room(config, directory, held=held)) is not None:
         tell(line)
-    kept = kept_manifests(directory)
-    newest = max([checked.whole, *(manifest.step for manifest in kept)])
     store = Store.open(directory)
+    whole, kept = _on_record(directory, store, tell)
+    newest = max([whole, *(manifest.step for manifest in kept)])
     for step, _ in checked.damaged:
         store.delete_snapshot(step)
     if other_text is not None:
@@ -253,6 +255,7 @@ def _reopen(
         scales=_scales(config, store, directory / "snapshots", newest, kept),
         validated=frozenset(record.step for record in held_out),
         best=min((record.uncompressed for record in held_out), default=math.inf),
+        later=_later(store, from_json(recorded), config, newest, same_text=other_text is None),
         newest=tuple(
             PastStep(
                 loss=one.loss, grad_norm=one.grad_norm, seconds=one.seconds, norms=norms.get(one.step, {})
@@ -367,6 +370,56 @@ def _newest_whole(snapshots: Path, tell: Tell) -> Checked:
             "start a new run"
         )
     return checked
+
+
+def _on_record(directory: Path, store: Store, tell: Tell) -> tuple[int, list[Manifest]]:
+    """The newest snapshot here, and those that nodes hold, without any whose layers are not those on record:
+    these are set aside.
+
+    Raises UserError if no snapshot is left.
+    """
+    snapshots, wrong = directory / "snapshots", []
+    whole, kept = 0, []
+    for step in list_snapshots(snapshots):
+        path = snapshot_directory(snapshots, step)
+        if store.is_on_record(read_manifest(path)):
+            whole = step
+        else:
+            wrong.append(step)
+            set_aside(path)
+    for manifest in kept_manifests(directory):
+        if store.is_on_record(manifest):
+            kept.append(manifest)
+        else:
+            wrong.append(manifest.step)
+            set_kept_aside(directory, manifest.step)
+    for step in wrong:
+        tell(f"the snapshot of step {step} is set aside: its layers are not those that the run has on record")
+    if wrong and not whole and not kept:
+        raise UserError(
+            f"no snapshot of this run is the one on record (steps {', '.join(map(str, wrong))}): put back a "
+            "copy of one that is, then resume, or start a new run"
+        )
+    return whole, kept
+
+
+def _later(
+    store: Store, before: RunConfig, config: RunConfig, newest: int, *, same_text: bool
+) -> dict[int, PastStep]:
+    """The steps on record that run again, if they must give the same."""
+    same = all(
+        getattr(before, part) == getattr(config, part) for part in ("model", "training", "data", "sync")
+    )
+    if not same_text or not same:
+        return {}
+    norms = store.unit_norms(newest - 1)
+    return {
+        one.step: PastStep(
+            loss=one.loss, grad_norm=one.grad_norm, seconds=one.seconds, norms=norms.get(one.step, {})
+        )
+        for one in store.steps(newest - 1)[:PROOF_STEPS]
+        if one.step in norms
+    }
 
 
 def _unreported(newest: StepRecord | None, reported: int) -> StepRecord | None:
