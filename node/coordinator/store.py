@@ -76,7 +76,8 @@ _NORMS = """CREATE TABLE IF NOT EXISTS unit_norms (
     PRIMARY KEY (step, unit)) WITHOUT ROWID"""
 """Squared gradient norms of the newest steps' layer units."""
 _LAYERS = """CREATE TABLE IF NOT EXISTS snapshot_layers (
-    step INTEGER NOT NULL, unit TEXT NOT NULL, sha256 TEXT NOT NULL, PRIMARY KEY (step, unit)) WITHOUT ROWID"""
+    step INTEGER NOT NULL, unit TEXT NOT NULL, sha256 TEXT NOT NULL,
+    PRIMARY KEY (step, unit)) WITHOUT ROWID"""
 """What the layers of complete snapshots are, as their holders agreed."""
 NORMS_KEPT = 4096
 """Steps. A run that goes back further judges its first steps by norms of the whole model."""

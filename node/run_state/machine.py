@@ -443,8 +443,8 @@ class RunMachine:
         sources = self._states.held_alone(found.snapshot)
         came = f"; node {', node '.join(sources)} alone held what was saved" if sources else ""
         note = (
-            f"step {epoch.step + 1} is not committed: {found.what}; the snapshot of step {found.snapshot} is set "
-            f"aside{came}"
+            f"step {epoch.step + 1} is not committed: {found.what}; the snapshot of step {found.snapshot} is "
+            f"set aside{came}"
         )
         self._refusing = found.snapshot
         self._epochs.leave()

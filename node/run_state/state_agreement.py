@@ -245,7 +245,7 @@ class StateAgreement:
         return [settled, *wrong]
 
     def _wrong(self, asked: _Asked, agreed: Mapping[int, UnitHash]) -> list[WrongState]:
-        """Whose word is not what was agreed on, of those of the makers' kinds, now and in earlier attempts."""
+        """Who of the makers' kinds does not say what was agreed on, now or in earlier attempts."""
         found: dict[str, WrongState] = {}
         for stage, units in enumerate(self._units(asked.stages)):
             kind, judges = asked.kinds[asked.makers[stage]], asked.judges(stage)

@@ -291,10 +291,11 @@ class WrongValues:
                 self._assigner.regroup(now)
                 return f"a spare takes the place of node {one}, to tell who is wrong"
             for other in epoch.row(epoch.replica_of(one)):
-                if epoch.rows > 1 and other != one and other in alike:
-                    if self._assigner.can_exchange(one, other, candidates):
-                        self._assigner.exchange(one, other, candidates)
-                        return f"node {one} and node {other} change places, to tell who is wrong"
+                if epoch.rows == 1 or other == one or other not in alike:
+                    continue
+                if self._assigner.can_exchange(one, other, candidates):
+                    self._assigner.exchange(one, other, candidates)
+                    return f"node {one} and node {other} change places, to tell who is wrong"
         return ""
 
     def cleared(self, nodes: Collection[str]) -> None:

@@ -28,8 +28,8 @@ from node.pipeline.placement import split_units, stage_units
 from node.training.manifest import Manifest
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit
-from node.training.unit_state import unit_hash
 from node.training.snapshot import Checked, SnapshotWriter, list_snapshots
+from node.training.unit_state import unit_hash
 from wire.errors import DiskFullError, ProtocolViolationError, RunError, UserError, WrongLayerError
 from wire.messages import UnitHash
 

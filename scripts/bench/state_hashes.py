@@ -1,0 +1,111 @@
+"""What it costs to say which state a stage holds at a snapshot's step: seconds and bytes, at the shape of 1B.
+
+    python -m scripts.bench.state_hashes [--runs 5]
+
+The state of a block (float32 weights and moments) is copied as a row does that uploads nothing, then hashed
+(file, SHA-256, sums of squares) on one thread and on as many as a node uses. A stage's cost is that of its
+bytes. Steps take the compute time that `scripts/results/compute.json` has of this shape on a GPU, without any
+wait for a link, so that the share of a step is the most that it can be. Hashes are made beside the steps; the
+compute thread waits for the copies alone. Writes scripts/results/state_hashes.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from node.config.schema import RunConfig
+from node.lab.results import commit, hardware
+from node.model.chunk import build_chunk
+from node.pipeline.snapshot_place import stage_state_bytes
+from node.stage.snapshot_transfer import HASHERS, _hash
+from node.training.optimizer import StageOptimizer
+from scripts.bench.compute import SHAPES
+from scripts.report import RESULTS, write
+from wire.messages import StateHashes, UnitHash
+from wire.node_messages_proto import node_message_to_proto
+
+STAGES, BLOCKS = 4, 16
+MICROBATCHES = 32
+"""Of 8192 tokens each in a step."""
+UNIT = "block.0000"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure what hashes of a stage's state cost.")
+    parser.add_argument("--runs", type=int, default=5)
+    runs = parser.parse_args().runs
+    shape = next(one for one in SHAPES if one.name == "Llama 1B")
+    model = shape.model.__class__(**{**vars(shape.model), "layers": BLOCKS})
+    config = RunConfig(model=model)
+    optimizer = StageOptimizer([build_chunk(model, (UNIT,), 0, torch.device("cpu"))], config.training)
+    state = optimizer.unit_state(UNIT)
+    size = sum(one.numel() * one.element_size() for one in state.values())
+    copied = _median(runs, lambda: optimizer.unit_state(UNIT))
+    alone = _median(runs, lambda: _hash(state))
+    with ThreadPoolExecutor(HASHERS) as pool:
+        together = _median(runs, lambda: list(pool.map(_hash, [state] * HASHERS))) / HASHERS
+    (row,) = [
+        one
+        for one in json.loads((RESULTS / "compute.json").read_text(encoding="utf-8"))["rows"]
+        if one["name"] == shape.name
+    ]
+    a_block = row["seconds"]["plain"] / row["blocks"]
+    step = MICROBATCHES * a_block * BLOCKS / STAGES
+    every = config.run.snapshot_every
+    assert isinstance(every, int)
+    stage_bytes = max(stage_state_bytes(config, STAGES))
+    message = StateHashes(
+        epoch=1,
+        step=every,
+        units={unit: UnitHash("ab" * 32, 1.5, 1.5, 1.5) for unit in range(BLOCKS // STAGES + 1)},
+    )
+    told = node_message_to_proto(message).ByteSize()
+    stage_hash = together * stage_bytes / size
+    report = {
+        "bench": "state_hashes",
+        "commit": commit(),
+        "hardware": hardware(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "runs": runs,
+        "block_bytes": size,
+        "copy_gb_a_second": size / copied / 1e9,
+        "hash_gb_a_second": {"1 thread": size / alone / 1e9, f"{HASHERS} threads": size / together / 1e9},
+        "stages": STAGES,
+        "stage_bytes": stage_bytes,
+        "snapshot_every": every,
+        "step_seconds": step,
+        "hash_seconds_a_snapshot": stage_hash,
+        "hash_seconds_a_step": stage_hash / every,
+        "copy_seconds_a_step": copied * stage_bytes / size / every,
+        "copy_share_of_a_step": copied * stage_bytes / size / every / step,
+        "bytes_a_snapshot": told,
+        "bytes_a_step": told / every,
+        "note": "the copy is of this machine's memory; a GPU's goes over its bus",
+    }
+    write(RESULTS / "state_hashes.json", report)
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+def _median(runs: int, work: Callable[[], object]) -> float:
+    """Seconds."""
+    taken = []
+    for _ in range(runs + 1):
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
