@@ -4,6 +4,7 @@
     make attack ATTACK_ARGS="--only nan,no-vote"  some of them; replaces their rows of the record
     make attack ATTACK_ARGS=--small               sieges of a few seconds, as in CI
     make attack ATTACK_ARGS="--rounds 3"          sieges of three minutes
+    make attack ATTACK_ARGS="--states 100"        only so many seeds of simulated lies about the state
 
 Writes scripts/results/attack.json; `python -m scripts.checks.faults --render` puts it into deploy/FAULTS.md.
 Exit code 1 if a run was harmed.
@@ -25,6 +26,7 @@ from node.lab.results import commit
 from scripts.report import RESULTS, write
 from tests.support.attacks import MEMBERS, Attack, attack
 from tests.support.fault_prefork import Prefork
+from tests.support.state_attacks import STATE_LIES, attack_state
 from tests.support.strangers import ROUNDS, SIEGES, Siege, at_full_size, besiege
 from wire.version import VERSION
 
@@ -39,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="names of attacks, separated by commas")
     parser.add_argument("--small", action="store_true", help="sieges of seconds, not of minutes")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="minutes of each siege")
+    parser.add_argument("--states", type=int, default=0, metavar="N", help="seeds of simulated lies")
     args = parser.parse_args(argv)
+    if args.states:
+        return _states(args.states)
     wanted = set(filter(None, args.only.split(",")))
     names = {one.name for one in (*MEMBERS, *SIEGES)}
     if unknown := wanted - names:
@@ -60,6 +65,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
             write(RECORD, {"version": VERSION, "cores": os.cpu_count(), **report})
     return int(any(not row["withstood"] for table in rows.values() for row in table.values()))
+
+
+def _states(seeds: int) -> int:
+    """Lies about the state against the run's state machine; writes scripts/results/state_attacks.json."""
+    rows: list[Row] = []
+    for lie in STATE_LIES:
+        for count in (2, 3, 4):
+            for audits in (False, True):
+                found = [attack_state(lie, count, audits=audits, seed=seed) for seed in range(seeds)]
+                lied = [one for one in found if one.lied]
+                row = {
+                    "lie": lie,
+                    "rows": count,
+                    "audits": audits,
+                    "seeds": seeds,
+                    "lied": len(lied),
+                    "ended_right": sum(one.ended for one in lied),
+                    "named": sum(one.named for one in lied),
+                    "most_steps_until_named": max((one.steps for one in lied), default=-1),
+                    "withstood": all(one.good for one in found),
+                }
+                print(json.dumps(row), flush=True)
+                rows.append(row)
+    write(RESULTS / "state_attacks.json", {"version": VERSION, "commit": commit(), "rows": rows})
+    return int(not all(row["withstood"] for row in rows))
 
 
 def _row(one: Attack | Siege, directory: Path, prefork: Prefork, *, rounds: int) -> tuple[str, Row]:

@@ -23,6 +23,8 @@ import torch
 from node.config.schema import SyncSection
 from node.display.render import event_lines
 from node.faults import ANY, Fault, Kind, Phase
+from node.run_state.epoch import PROOF_STEPS
+from node.run_state.state_agreement import LEAST_TIMES, MOST_DISPUTES, MOST_TIMES, OTHER_KIND, PROBATION
 from node.telemetry.events import (
     Event,
     NodeLeft,
@@ -41,6 +43,7 @@ from wire.version import VERSION
 RECORD = RESULTS / "faults.json"
 SOAK = RESULTS / "soak.json"
 ATTACK = RESULTS / "attack.json"
+STATES = RESULTS / "state_attacks.json"
 DOCUMENT = ROOT / "deploy" / "FAULTS.md"
 STEP, SNAPSHOT = 3, 2
 SILENT_SECONDS = 14.0
@@ -373,7 +376,7 @@ names the liar, and why it lost its stage, too; so does the page, beside its nod
 
 {markdown(member_columns, members)}
 
-The last three compute wrong values, as a broken card does, and run in two rows of two stages with `audit.rate
+Three of them compute wrong values, as a broken card does, and run in two rows of two stages with `audit.rate
 = 1`. With rate *p* and *R* rows of like nodes a member that is always wrong is found after *R* / (2 *p*)
 steps on average, and within 3 *R* / (2 *p*) in 95 of 100 cases. Wrong steps before that stay in the
 weights, so go back to a snapshot from before. The cost is one gradient group more for a row in a share *p*
@@ -382,9 +385,9 @@ what they send.
 
 Not protected: with one row, or without audits, a member can send tensors that are finite and wrong, vote a
 norm that is wrong but within the range of recent steps, or, if it has the head, report such a loss. Only a
-second computation of the same work finds these. With audits, one that hands in other layers than it holds is
-not found. One that computes right and then sends wrong sums to another row makes who holds them look wrong:
-that node may lose its stage, though nothing else is held against it.
+second computation of the same work finds these. One that computes right and then sends wrong sums to
+another row makes who holds them look wrong: that node may lose its stage, though nothing else is held
+against it.
 
 Two nodes that differ need a third of their kind: one of another row, a spare, or one of another stage that
 changes places with one of the two. With exactly two of a kind, both compute the audited step again. One that
@@ -394,6 +397,41 @@ gave, since leaving out one of them at random spoils as much. If such a pair's n
 longer hold the same state: one row goes on alone, that of the node whose norm stayed the same, or else the
 first; the other node remains a member. Whether the right one goes on is chance, until another of their kind
 joins.
+
+### The state that a member hands in
+
+At a snapshot's step every host of a stage, also one that hands in nothing, says the SHA-256 of each of its
+layers' files, and their sums of squares. The run stores, spreads and offers a layer only under the hash that
+more than half of those of one kind say who held the state before; the hashes are on record in the database
+and the manifest, and `resume` and `recover` use no layer that is another. Who hands in another layer than was
+agreed on, or says another hash than most, is shut out at that snapshot, by name, with the step; nothing that
+it handed in has replaced anything, and the next step's snapshot is another row's. The last rows of the table
+are such members, in three rows of two stages without audits.
+
+{_states()}
+
+- *Two that differ*: the snapshot is not taken. A spare of their kind, or a node of another stage that
+  changes places with one of the two, computes the state again from the newest agreed snapshot; then two
+  say the same. Without a third the run goes on without that snapshot; if that happens {MOST_DISPUTES}
+  times more in a row, or where the run waits for it (at its end, or when a node leaves), it stops, and
+  says which two differ.
+- *Newcomers* that follow the run compute one gradient group of an older row, too, in each of their first
+  {PROBATION} steps, also without audits. If what they compute differs, that step runs again without them, and
+  nothing is held against them: what they were given may be wrong. Until then their word decides nothing
+  against that of who held the state before.
+- *Half of the holders gone* before they have said what they held: that snapshot is not taken, and the next
+  step's is.
+
+What remains where *one* node alone of its kind holds a layer: one row, or rows of unlike machines. Its
+file must be what it says; the sums of squares of weights and moments are compared with those of nodes of
+other kinds ({OTHER_KIND:.0%}), and with the snapshot before: weights between {LEAST_TIMES**0.5:g} and
+{MOST_TIMES**0.5:g} times as large, moments not vanishing, nothing that has had gradients all zeros. What
+is far from that is computed again by a spare; without one it is not saved. Once such a layer is loaded,
+the first {PROOF_STEPS} steps that were committed before must give about the same loss and gradient norm
+again, or the snapshot is set aside for an older one, with the name of its only holder; without an older
+one the run stops. So not found are: another state of the same size, until somebody loads it; one that
+gives about the same steps, as a slightly changed model does; and with nothing committed since the
+snapshot, one whose loss is not far from the newest ones. With one row and no spare nobody can say more.
 
 A member that does nothing holds up a step for half a minute beyond what is usual, or three times that; one
 that says that it computes or waits, for a minute, or ten times what is usual. In an epoch's first step that
@@ -415,6 +453,23 @@ requests to join are never read.
 
 {markdown(stranger_columns, strangers)}
 """
+
+
+def _states() -> str:
+    """Of the simulated lies."""
+    report = json.loads(STATES.read_text(encoding="utf-8"))
+    rows = report["rows"]
+    runs, lied = sum(row["seeds"] for row in rows), sum(row["lied"] for row in rows)
+    most = max(row["most_steps_until_named"] for row in rows if row["rows"] > 2)
+    ended = sum(row["ended_right"] for row in rows)
+    kinds = ", ".join(dict.fromkeys(row["lie"] for row in rows))
+    return (
+        f"`python -m scripts.checks.attack --states 100` runs such lies ({kinds}) against the run's state "
+        f"machine in a simulated world, with 2, 3 and 4 rows, with and without audits, newcomers and deaths at "
+        f"random times. Recorded: {runs} runs, with a lie in {lied}; no layer of another state was stored or "
+        f"loaded in any, and no honest node was shut out. {ended} of the {lied} ended with the one right state, "
+        f"the others by name. With three rows or more the liar was named within {most} steps of its lie."
+    )
 
 
 def _outcome(row: dict[str, Any]) -> str:

@@ -26,6 +26,8 @@ SAYS = {
     "wrong-activations": "two others did not get the same",
     "wrong-gradients": "two others did not get the same",
     "wrong-no-spare": "two others did not get the same",
+    "zero-layers": "is not the one that 2 other nodes hold",
+    "layer-of-another": "is not the one of step",
 }
 """What the operator reads about the liar."""
 

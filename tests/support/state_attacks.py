@@ -10,7 +10,7 @@ from tests.support.machine_world import World
 StateOf = Callable[[int, int], int]
 STAGES, STEPS, EVERY = 2, 12, 3
 MOST_STEPS = 2 * EVERY
-"""Committed after the first lie, until the liar is named, where more than one honest node holds its layers."""
+"""Committed after a first lie, until the liar is named, where two honest nodes or more hold its layers."""
 
 
 def _honest(state: int, _: int) -> int:
@@ -40,6 +40,8 @@ STATE_LIES: dict[str, tuple[StateOf, StateOf]] = {
 class StateSeen:
     """What one lie did to a run."""
 
+    rows: int
+
     reason: str
     ended: bool
     """With all steps done, and the one right state in the last snapshot."""
@@ -53,7 +55,8 @@ class StateSeen:
 
     @property
     def good(self) -> bool:
-        return not self.honest_harmed and (self.named if self.lied and not self.ended else True)
+        in_time = self.rows == 2 or self.steps <= MOST_STEPS
+        return not self.honest_harmed and in_time and (self.named or self.ended)
 
 
 def attack_state(lie: str, rows: int, *, audits: bool, seed: int) -> StateSeen:
@@ -111,6 +114,7 @@ def attack_state(lie: str, rows: int, *, audits: bool, seed: int) -> StateSeen:
         named_at = len(world.disk.commits)
     ended = max(world.disk.snapshots, default=0) == STEPS and not stop.failed
     return StateSeen(
+        rows=rows,
         reason=stop.reason,
         ended=ended,
         lied=bool(told),

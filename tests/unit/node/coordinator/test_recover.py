@@ -97,6 +97,16 @@ def test_the_newest_of_several_records_counts(tmp_path: Path) -> None:
     assert newest_record([folders[1] / "snapshots"]).run_id == "run-1"
 
 
+def test_records_that_contradict_each_other_are_named(tmp_path: Path) -> None:
+    files = states()
+    other = {**files, UNITS[0]: files[UNITS[1]]}
+    right = node_folder(tmp_path / "right", manifest(40, files), {})
+    wrong = node_folder(tmp_path / "wrong", manifest(40, other), {})
+    with pytest.raises(UserError, match="step 40") as error:
+        newest_record([right, wrong])
+    assert str(right) in str(error.value) and str(wrong) in str(error.value)
+
+
 def test_a_failed_recovery_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = states()
     ours = node_folder(tmp_path / "ours", manifest(20, files), {})

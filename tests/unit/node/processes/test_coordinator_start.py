@@ -35,7 +35,7 @@ from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, Entry, HistoryWriter, history_size, read_history
 from node.training.optimizer import StageOptimizer
 from node.training.serialization import serialize_unit
-from node.training.snapshot import SnapshotWriter, snapshot_directory
+from node.training.snapshot import SnapshotWriter, list_snapshots, read_manifest, snapshot_directory
 from tests.support.run_events import BEGAN, NODES, done, joined, placed, started, step
 from wire.errors import RunError, UserError
 from wire.identity.names import split_address
@@ -278,6 +278,23 @@ def test_a_run_goes_on_from_the_newest_snapshot_that_is_whole(
     assert path.is_file()
     with Store.open(tmp_path) as store:
         assert [record.step for record in store.snapshots()] == [40]
+
+
+def test_a_snapshot_that_is_not_the_one_on_record_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = one_with_snapshots(tmp_path, monkeypatch, 40, 80)
+    with Store.open(tmp_path) as store:
+        record = SnapshotRecord(80, "", 1, complete=True, created=BEGAN)
+        manifest = read_manifest(snapshot_directory(tmp_path / "snapshots", 80))
+        assert store.is_on_record(manifest), "runs of an earlier version have no layers on record"
+        agreed = [replace(entry, sha256="0" * 64) for entry in manifest.units]
+        store.record_snapshot(record, agreed)
+        assert not store.is_on_record(manifest)
+    told: list[events.Event] = []
+    assert main.run_coordinator(config, run_dir=tmp_path, emit=told.append, resume=True) == 0
+    (began,) = (event for event in told if isinstance(event, events.RunStarted))
+    assert began.first_step == 40 and list_snapshots(tmp_path / "snapshots") == (40,)
 
 
 def test_a_resumed_run_knows_the_norms_of_the_steps_before_its_snapshot(

@@ -84,6 +84,18 @@ def test_uploads_of_another_attempt_do_not_count() -> None:
     assert places.holders(4, "embed") == ("a",)
 
 
+def test_a_layer_that_is_not_the_one_agreed_on_is_nobodys_to_fetch() -> None:
+    places = LayerPlaces(UNITS)
+    places.expect(4, {unit: (node, node.upper()) for unit, (node,) in MAKERS.items()}, 0.0)
+    assert places.held("a", file("embed", content="zeros")) and places.held("A", file("embed"))
+    assert places.asks(HERE, 1.0) == [] and places.entry(4, "embed") is None, "first all agree"
+    assert places.agreed(4, agreed()) == [("a", "embed")]
+    assert places.holders(4, "embed") == ("A",)
+    lie = file("head", content="zeros")
+    assert not places.held("c", lie) and places.is_wrong("c", lie)
+    assert not places.is_wrong("c", file("head")) and not places.is_wrong("b", lie), "b made no head"
+
+
 def test_a_node_alone_holds_the_only_copy() -> None:
     places = LayerPlaces(UNITS)
     places.expect(4, dict.fromkeys(UNITS, ("a",)), 0.0)

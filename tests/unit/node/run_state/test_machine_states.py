@@ -1,7 +1,7 @@
 """A member that hands in another state than the run's, in a world where nodes come and die at random.
 
-Whatever it does, no layer of another state is stored or loaded (`tests/support/machine_world.py` asserts), and
-either the run ends with the one right state and without the liar, or it ends by name.
+Whatever it does, no layer of another state is stored or loaded (`tests/support/machine_world.py` asserts).
+Either the run ends with the one right state and without the liar, or it ends by name.
 `scripts/checks/attack.py` runs a hundred seeds.
 """
 
@@ -18,11 +18,12 @@ from node.run_state.actions import (
 )
 from node.run_state.failures import MAX_STRIKES
 from node.run_state.state_agreement import MOST_DISPUTES, Dispute, Finding, StateAgreement
+from node.run_state.wrong_values import _Doubt
 from tests.support.machine_driver import REGROUP, Driver, of_kind, placement_of, stop_of, unit_numbers
 from tests.support.state_attacks import STATE_LIES, attack_state
 from wire.messages import StateHashes, UnitHash
 
-SEEDS = 12
+SEEDS = 2
 
 
 @pytest.mark.parametrize("audits", [False, True])
@@ -161,6 +162,16 @@ def test_newcomers_never_outvote_who_held_the_state_before() -> None:
         units = {unit: UnitHash(content * 64, 1.0, 1.0, 1.0) for unit in range(6)}
         found = states.said(node, StateHashes(epoch=epoch.number, step=4, units=units))
     assert [type(one) for one in found] == [Dispute], "neither side is chosen"
+
+
+def test_a_newcomer_whose_norms_differ_from_one_older_node_is_the_odd_one() -> None:
+    doubt = _Doubt(step=4, stages=1)
+    right, wrong = {0: 1.0}, {0: 2.0}
+    doubt.norms[0] = {"a": right, "b": wrong, "c": wrong}
+    assert doubt.odd_norms(newcomers={"b", "c"}) == ["b", "c"]
+    assert doubt.odd_norms(newcomers=()) == ["a"]
+    doubt.norms[0] = {"a": right, "b": wrong}
+    assert doubt.odd_norms(newcomers=()) == [] and doubt.odd_norms(newcomers={"b"}) == ["b"]
 
 
 def test_hashes_of_other_layers_are_refused() -> None:
