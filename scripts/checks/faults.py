@@ -466,8 +466,8 @@ def _states() -> str:
     return (
         f"`python -m scripts.checks.attack --states 100` runs such lies ({kinds}) against the run's state "
         f"machine in a simulated world, with 2, 3 and 4 rows, with and without audits, newcomers and deaths at "
-        f"random times. Recorded: {runs} runs, with a lie in {lied}; no layer of another state was stored or "
-        f"loaded in any, and no honest node was shut out. {ended} of the {lied} ended with the one right state, "
+        f"random times. Recorded: {runs} runs, with a lie in {lied}; no other state was stored or "
+        f"loaded in any, and no honest node was shut out. {ended} of the {lied} ended with the right state, "
         f"the others by name. With three rows or more the liar was named within {most} steps of its lie."
     )
 
