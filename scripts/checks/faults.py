@@ -465,8 +465,8 @@ def _states() -> str:
     kinds = ", ".join(dict.fromkeys(row["lie"] for row in rows))
     return (
         f"`python -m scripts.checks.attack --states 100` runs such lies ({kinds}) against the run's state "
-        f"machine in a simulated world, with 2, 3 and 4 rows, with and without audits, newcomers and deaths at "
-        f"random times. Recorded: {runs} runs, with a lie in {lied}; no other state was stored or "
+        f"machine in a simulated world, with 2, 3 and 4 rows, with and without audits, newcomers and deaths "
+        f"at random times. Recorded: {runs} runs, with a lie in {lied}; no other state was stored or "
         f"loaded in any, and no honest node was shut out. {ended} of the {lied} ended with the right state, "
         f"the others by name. With three rows or more the liar was named within {most} steps of its lie."
     )

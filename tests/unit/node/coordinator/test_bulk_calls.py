@@ -24,7 +24,7 @@ from node.coordinator.control_service import (
     zeros_sha256,
 )
 from node.coordinator.sessions import CALLS, MessageLimits
-from node.coordinator.snapshot_handler import UploadPermit
+from node.coordinator.snapshot_handler import Agreement, UploadPermit
 from node.model.labels import BatchPart
 from node.run_file.loader import default_config
 from node.stage.coordinator_client import CoordinatorClient
@@ -138,7 +138,10 @@ def client(port: int, node: NodeIdentity) -> CoordinatorClient:
 
 
 def permit(most_bytes: int) -> UploadPermit:
-    return UploadPermit(step=4, unit="embed", most_bytes=most_bytes, hosts={})
+    agreed: asyncio.Future[Agreement | None] = asyncio.get_running_loop().create_future()
+    return UploadPermit(
+        node_id=NODE.node_id, step=4, unit="embed", most_bytes=most_bytes, hosts={}, agreed=agreed
+    )
 
 
 async def test_answers_that_nobody_reads_are_made_as_far_as_they_travel(

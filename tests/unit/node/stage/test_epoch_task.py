@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.labels import BatchPart
@@ -128,6 +129,8 @@ class Stage:
         self.state_step += 1
         self.voted = False
 
+    wants_digests = False
+
     def copy_state(self) -> State:
         self.log.append("copy")
         return {}
@@ -147,6 +150,7 @@ class Node:
         self.progress = Progress()
         self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.uploads: list[tuple[int, int]] = []
+        self.witnessed: list[tuple[int, int]] = []
         self.waited: list[float] = []
         self.arrives = True
         self.linked: list[tuple[Peer, ...]] = []
@@ -180,6 +184,11 @@ class Node:
 
     def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
         self.uploads.append((epoch, take.step))
+
+    async def witness(
+        self, epoch: int, step: int, copy: Callable[[str], Awaitable[Mapping[str, Tensor]]]
+    ) -> None:
+        self.witnessed.append((epoch, step))
 
     def uploading(self, step: int) -> bool:
         return self.arrives
