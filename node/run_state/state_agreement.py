@@ -231,9 +231,9 @@ class StateAgreement:
         self._alone[asked.step] = tuple(dict.fromkeys(alone.values()))
         wrong = self._wrong(asked, agreed)
         bad = {one.node_id for one in wrong}
-        earlier = self._words.get((asked.step, asked.stages), {})
+        before = self._words.get((asked.step, asked.stages), {})
         cleared = {
-            node for unit, words in earlier.items() for node in words if words[node] == agreed.get(unit)
+            node for unit, words in before.items() for node in words if words[node] == agreed.get(unit)
         }
         settled = Settled(
             step=asked.step,

@@ -218,7 +218,7 @@ class SimNode:
         self.alive = False
         self.frozen = False
         self.farewell: Finish | None = None
-        self.lie: StateLie | None = None
+        self.state_lie: StateLie | None = None
         self.start()
 
     def start(self) -> None:
@@ -480,7 +480,7 @@ class SimNode:
         assert self.state == chain(self.state_step), "applied once, on the state before it"
 
     def _witness(self, epoch: SimEpoch, step: int) -> None:
-        state = self.lie.said(self.state, step) if self.lie is not None else self.state
+        state = self.state_lie.said(self.state, step) if self.state_lie is not None else self.state
         units = layers_of(state, units_of(self.stages)[self.stage])
         self.witnessed = StateHashes(epoch=epoch.placement.epoch, step=step, units=units)
         self.outbox.append(self.witnessed)
@@ -490,5 +490,5 @@ class SimNode:
         older = sorted(self.uploads.keys() - {step})
         for stale in (*older[:-1], step):
             self.uploads.pop(stale, None)
-        state = self.lie.given(self.state, step) if self.lie is not None else self.state
+        state = self.state_lie.given(self.state, step) if self.state_lie is not None else self.state
         self.uploads[step] = Upload(epoch.placement.epoch, step, self.state, units, state)

@@ -90,7 +90,7 @@ def attack_state(lie: str, rows: int, *, audits: bool, seed: int) -> StateSeen:
 
         return lying
 
-    liar.lie = StateLie(lies_from, noted(said), noted(given))
+    liar.state_lie = StateLie(lies_from, noted(said), noted(given))
     world.tick(0.5)
     named_at = -1
     for _ in range(400):
