@@ -197,8 +197,11 @@ class LayerPlaces:
 
     def agreed(self, step: int, hashes: Mapping[str, str]) -> list[tuple[str, str]]:
         """What the files of a snapshot's units are. Gives the nodes, and their units, that saved another."""
-        snapshot, wrong = self._snapshots.get(step), []
-        for unit, sha256 in hashes.items() if snapshot is not None else ():
+        snapshot = self._snapshots.get(step)
+        wrong: list[tuple[str, str]] = []
+        for unit, sha256 in hashes.items():
+            if snapshot is None:
+                break
             layer = snapshot.layers[unit]
             layer.agreed = sha256
             said, layer.said = layer.said, {}

@@ -197,7 +197,7 @@ class StateAgreement:
         if asked.over:
             return []
         if asked.settled is not None:
-            return self._wrong(asked, asked.settled)
+            return [*self._wrong(asked, asked.settled)]
         agreed: dict[int, UnitHash] = {}
         alone: dict[int, str] = {}
         complete, short = True, False
