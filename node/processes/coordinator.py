@@ -64,7 +64,7 @@ from node.run_state.votes import REMEMBERED, PastStep
 from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
 from node.training.loss_scale import SKIPPED, LossScales, loss_scales
-from node.training.manifest import MANIFEST_NAME, Manifest
+from node.training.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
 from node.training.schedule import learning_rate
 from node.training.shards import TrainingData, load_data
 from node.training.snapshot import (
@@ -382,7 +382,11 @@ def _on_record(directory: Path, store: Store, tell: Tell) -> tuple[int, list[Man
     whole, kept = 0, []
     for step in list_snapshots(snapshots):
         path = snapshot_directory(snapshots, step)
-        if store.is_on_record(read_manifest(path)):
+        try:
+            is_known = store.is_on_record(read_manifest(path))
+        except SnapshotDamagedError:
+            continue  # one that is older than the newest whole one
+        if is_known:
             whole = step
         else:
             wrong.append(step)
