@@ -21,11 +21,13 @@
 Messages say what was wrong, what was expected and what to do, in one line.
 """
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import TypeVar
 
+_FOLDERS = re.compile(r"(?<![^\s\"'(=])/(?:[^\s/:\"']+/)+(?=[^\s/])")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
@@ -137,6 +139,11 @@ class MemoryExhaustedError(DeviceLostError):
         super().__init__(message)
         self.need = need
         self.happened = happened or message
+
+
+def without_folders(text: str) -> str:
+    """A message for another machine: of an absolute path in it only the last name stays."""
+    return _FOLDERS.sub("", text)
 
 
 def close_to(name: str, known: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ Paths of the machine that exports are left out: of a file or folder the name alo
 import math
 from pathlib import Path
 
-from node.checkpoints.hub import PREFIX, Repository
+from node.checkpoints.hub import hub_repository
 from node.config.schema import DataSection, LoraSection, RunConfig, TrainingSection
 from node.telemetry import events
 from node.telemetry.history import read_history
@@ -44,7 +44,8 @@ def model_card(run_directory: Path, manifest: Manifest, config: RunConfig, dtype
         *_losses(run_directory, manifest.step),
     ]
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows)
-    base = f"base_model: {Repository.parse(model.from_).name}\n" if model.from_.startswith(PREFIX) else ""
+    repository = hub_repository(model.from_)
+    base = f"base_model: {repository.name}\n" if repository is not None else ""
     return (
         f"---\nlibrary_name: {library}\n{base}pipeline_tag: text-generation\n---\n\n"
         f"# {' '.join(config.run.name.split())}\n\nTrained with thinwire across several machines.\n\n"
@@ -126,8 +127,9 @@ def _name(source: str) -> str:
 
 def _shown(source: str) -> str:
     """Where the run started from, without the path of a folder."""
-    if source.startswith(PREFIX):
-        return source
+    repository = hub_repository(source)
+    if repository is not None:
+        return str(repository)
     return _name(source) if source else "random weights"
 
 

@@ -12,24 +12,27 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from node.checkpoints.adapters import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    adapter_config,
-    peft_name,
-)
+from node.checkpoints.adapters import ADAPTER_WEIGHTS, adapter_config, peft_name
 from node.checkpoints.byte_tokenizer import BYTE_SETTINGS, SENTENCEPIECE, byte_pieces, byte_tokenizer
 from node.checkpoints.card import model_card
 from node.checkpoints.families import FileTensor, tensors, write_config
 from node.checkpoints.hub import INDEX, SINGLE
-from node.checkpoints.start import CONFIG, OTHER_FILES, TOKENIZER, original_file
+from node.checkpoints.start import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    OTHER_FILES,
+    TOKENIZER,
+    original_file,
+    small_file,
+)
 from node.config.schema import (
     DataSection,
     LoraSection,
@@ -40,7 +43,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.model.lora_shapes import trained_specs
-from node.model.units import HEAD
+from node.model.units import EMBED, HEAD
 from node.training.manifest import Manifest
 from node.training.object_store import bring, stored_steps
 from node.training.snapshot import (
@@ -60,6 +63,8 @@ SHARD_BYTES = 4 << 30
 """Longest safetensors file, unless one tensor is longer."""
 BYTES = "bytes"
 SETTINGS = "tokenizer_config.json"
+PATH_KEYS = frozenset(("name_or_path", "tokenizer_file", "special_tokens_map_file"))
+"""Of `SETTINGS`: transformers writes paths there, and reads none of them."""
 SNAPSHOT_TRIES = 5
 """Snapshots that may be removed while they are read, one after the other."""
 
@@ -155,6 +160,7 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
                 kept = _parameters(directory, unit)
                 return kept if merge is None else merge(config, unit, kept)
 
+            model = replace(model, tied=model.tied and _is_one_matrix(arrays))
             _write_weights(list(_entries(model, manifest)), dtype, arrays, partial)
             described = write_config(model, dtype, original)
             _write_json(partial / CONFIG, described)
@@ -224,6 +230,12 @@ def _parameters(directory: Path, unit: str) -> dict[str, np.ndarray]:
     return parameters_of(read_tensors(read_unit(directory, unit)))
 
 
+def _is_one_matrix(arrays: Arrays) -> bool:
+    """Whether a tied model's embedding and head are the same, to the bit: one of them stands in the file."""
+    names = ((EMBED, "tokens.weight"), (HEAD, "output.weight"))
+    return len({sha256(np.ascontiguousarray(arrays(unit)[name]).data).digest() for unit, name in names}) == 1
+
+
 def _adapter_entries(config: RunConfig, manifest: Manifest) -> Iterator[_Entry]:
     for unit in manifest.units:
         for spec in trained_specs(config.model, config.lora, unit.unit):
@@ -289,13 +301,13 @@ def _config(manifest: Manifest) -> RunConfig:
 
 
 def _original(model: ModelSection) -> dict[str, Any] | None:
-    path = original_file(model.from_, CONFIG)
-    return None if path is None else json.loads(path.read_bytes())
+    found = original_file(model.from_, CONFIG)
+    return None if found is None else _object(found)
 
 
 def _dtype_of(original: Mapping[str, Any] | None) -> str:
     given = (original or {}).get("torch_dtype") or (original or {}).get("dtype")
-    return given if given in DTYPES else "float32"
+    return given if isinstance(given, str) and given in DTYPES else "float32"
 
 
 def _write_tokenizer(config: RunConfig, out: Path) -> None:
@@ -317,11 +329,28 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
         _write_json(out / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **end})
         return
     for file in (TOKENIZER, *OTHER_FILES):
-        source: Path | None = path if file == TOKENIZER and path.is_file() else folder / file
-        if source is None or not source.is_file():
-            source = original_file(start, file)
-        if source is not None:
-            shutil.copyfile(source, out / file)
+        data = small_file(path if file == TOKENIZER and path.is_file() else folder / file)
+        data = original_file(start, file) if data is None else data
+        if data is not None:
+            (out / file).write_bytes(_without_paths(data) if file == SETTINGS else data)
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    """A JSON object; empty if it is none."""
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _without_paths(data: bytes) -> bytes:
+    """The settings of a tokenizer without keys that hold where it lay on the machine that saved it."""
+    values = _object(data)
+    if not values.keys() & PATH_KEYS:
+        return data
+    kept = {key: value for key, value in values.items() if key not in PATH_KEYS}
+    return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _ends(config: RunConfig) -> int | list[int] | None:

@@ -54,6 +54,11 @@ def run(args: argparse.Namespace) -> int:
         prompt = load_chat_encoder(config.data.tokenizer, config.data.chat_template).question(args.prompt)
     else:
         prompt = tokenizer.prompt(args.prompt)
+    if outside := [token for token in prompt if token >= config.model.vocab]:
+        raise UsageError(
+            f"the prompt has the token {outside[0]} ({tokenizer.decode(np.array(outside[:1]))!r}), for which "
+            "the model has no row: leave it out"
+        )
     _, model = load_model(args)
     made = model.generate(
         prompt,

@@ -30,7 +30,14 @@ from node.model.labels import SMALL_BYTES, BatchPart
 from node.training.manifest import UnitEntry
 from wire.channels import NOT_YET
 from wire.coordinator_messages_proto import coordinator_message_to_proto
-from wire.errors import NotYetError, ProtocolViolationError, RefusalCode, RunError, ThinwireError
+from wire.errors import (
+    NotYetError,
+    ProtocolViolationError,
+    RefusalCode,
+    RunError,
+    ThinwireError,
+    without_folders,
+)
 from wire.front import Front
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
@@ -252,7 +259,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             async with self._turn(node_id, "put layer"):
                 await self._receive(node_id, _parsed(requests))
         except RunError as error:
-            return control_pb2.PutLayerReply(stored=False, message=str(error))
+            return control_pb2.PutLayerReply(stored=False, message=without_folders(str(error)))
         except ThinwireError as error:
             await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return control_pb2.PutLayerReply(stored=True)
@@ -352,7 +359,7 @@ async def _write(context: Context, size: int, digest: str, pieces: Iterator[byte
 
 
 async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
-    await context.abort(code, message)
+    await context.abort(code, without_folders(message))
     raise AssertionError("abort raises")
 
 

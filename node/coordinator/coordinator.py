@@ -9,12 +9,13 @@ import contextlib
 import functools
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from node import faults
+from node.checkpoints.weights import CheckpointError
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting, Answers
 from node.coordinator.changes import Changes
@@ -180,6 +181,8 @@ class Coordinator:
         self._answers = Answers()
         self.relays = RelayDesk(self._sessions.send, config.coordinator.relay)
         self._outcome: Stop | None = None
+        self.exit_code = RunError.exit_code
+        """Of the command, if the run fails."""
         go_on = functools.partial(self._machine.stop, at_once=False, soon=True)
         self.changes = Changes(config, directory, emit, lambda why: self._post(lambda _now: go_on(why)))
 
@@ -307,7 +310,8 @@ class Coordinator:
     def _post(self, happening: Happening) -> None:
         self._events.put_nowait(happening)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, exit_code: int = RunError.exit_code) -> None:
+        self.exit_code = exit_code
         self._post(lambda _now: self._machine.fail(reason))
 
     # ---- actions
@@ -547,7 +551,7 @@ class Coordinator:
             return await asyncio.to_thread(packed_parts, self._corpus, wanted, part, groups, count)
         except UserError as error:
             # A shard that is read during the run is damaged: no step can go on without it.
-            self._fail(str(error))
+            self._fail(str(error), error.exit_code)
             raise
 
     def layer_holders(
@@ -563,10 +567,22 @@ class Coordinator:
         return self._kept.hold(node_id, layers, missing)
 
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
-        return await self._snapshots.layer_entry(step, unit)
+        with self._checkpoint_whole():
+            return await self._snapshots.layer_entry(step, unit)
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes:
-        return await self._snapshots.layer(step, unit)
+        with self._checkpoint_whole():
+            return await self._snapshots.layer(step, unit)
+
+    @contextlib.contextmanager
+    def _checkpoint_whole(self) -> Iterator[None]:
+        """A node that cannot read its part of the run's checkpoint asks here: if that is damaged, no step can
+        begin, and the run ends with the names of the tensor and the file."""
+        try:
+            yield
+        except CheckpointError as error:
+            self._fail(str(error), error.exit_code)
+            raise
 
     def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
         if node_id not in self._machine.members:

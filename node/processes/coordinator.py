@@ -508,7 +508,7 @@ async def _until_done(coordinator: Coordinator, emit: Emit) -> tuple[int, tuple[
         for number in signals:
             loop.remove_signal_handler(number)
     if outcome.failed:
-        return 1, ()
+        return coordinator.exit_code, ()
     return INTERRUPTED if interrupted else 0, coordinator.changes.applied
 
 

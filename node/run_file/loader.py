@@ -52,6 +52,7 @@ EXPECTED_LISTS = (tuple[int, ...], tuple[float, ...], tuple[str, ...])
 HUB = "hf://"
 """Begins a `model.from` that names a repository of the hub."""
 
+MOST_TOML_BYTES = 1 << 20
 INTEGER_BITS = 64
 """TOML's whole numbers fit; Python's have any length."""
 
@@ -265,8 +266,15 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
         samples: what has or writes examples.
     """
     try:
+        if not path.is_file() and not path.is_dir() and path.exists() and not path.is_relative_to("/dev"):
+            # To open a pipe that nobody writes to would never return; a shell's own are in /dev.
+            raise ConfigError(f"{path} is no regular file; a {kind} (TOML) is expected here")
+        with path.open("rb") as file:
+            text = file.read(MOST_TOML_BYTES + 1)
+        if len(text) > MOST_TOML_BYTES:
+            raise ConfigError(f"{path} has more than {MOST_TOML_BYTES:,} bytes, which no {kind} has")
         # Some editors write a byte order mark, which TOML does not allow.
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(text.decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such {kind}; to start from one: {samples}") from None
     except IsADirectoryError:

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from kernels.fp8.layout import MULTIPLE
 from node.config.schema import (
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    MOST_SIZE,
     DataSection,
     LoraSection,
     ModelSection,
@@ -65,6 +68,8 @@ def together(found: Sequence[str]) -> str:
 
 def problems(config: RunConfig) -> list[str]:
     """Every broken rule, one line each, in the order of the file."""
+    if beyond := list(_beyond(config)):
+        return beyond  # some of the other rules take time and memory with such sizes
     return [
         *_run(config.run),
         *_model(config.model, config.data.tokenizer),
@@ -88,6 +93,21 @@ def problems(config: RunConfig) -> list[str]:
         *dashboard_problems(config.dashboard, config.coordinator),
         *_telemetry(config.telemetry),
     ]
+
+
+def _beyond(config: RunConfig) -> Iterator[str]:
+    """Sizes that no run has."""
+    most = {
+        **dict.fromkeys(("hidden", "heads", "kv_heads", "head_width", "ffn", "vocab", "sequence"), MOST_SIZE),
+        "layers": MOST_LAYERS,
+        **dict.fromkeys(("window", "query_scale", "rope_original"), MOST_POSITIONS),
+    }
+    for key, largest in most.items():
+        if getattr(config.model, key) > largest:
+            yield f"model.{key} must be at most {largest}, got {getattr(config.model, key)}"
+    for key in ("stages", "chunks"):
+        if getattr(config.pipeline, key) > MOST_LAYERS:
+            yield f"pipeline.{key} must be at most {MOST_LAYERS}, got {getattr(config.pipeline, key)}"
 
 
 def _run(run: RunSection) -> Iterator[str]:

@@ -10,6 +10,7 @@ from node.pipeline.codec_plan import CodecPlan
 from node.pipeline.storage_choice import StoragePlan
 from node.run_state.grid import ONE_ROW, Groups
 from node.telemetry.events import LEFT
+from wire.errors import without_folders
 from wire.messages import Abort, CoordinatorMessage, Finish
 
 
@@ -193,6 +194,7 @@ def goodbye(reason: str, *, failed: bool, done: bool, soon: bool = False) -> Fin
     Those that do not wait end with an error even if the run was only stopped: then whatever supervises them
     (systemd, a Job) restarts them, and they are there when the run resumes.
     """
+    reason = without_folders(reason)
     if done:
         return Finish(reason=reason, failed=failed)
     if failed:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from node.checkpoints.hub import PREFIX as HUB
 from node.config.schema import RunConfig
 from node.model.units import unit_names
 from node.pipeline.placement import boundaries, chunks_of, head_first, stage_units
@@ -187,9 +188,16 @@ def _neighbours(config: RunConfig, stage: int, stages: int) -> tuple[int, ...]:
 
 
 def as_told(config: RunConfig) -> RunConfig:
-    """The config that nodes get. Of where the text is here they need to know nothing."""
-    data = config.data
+    """The config that nodes get. Of where files are here they need to know nothing."""
+    data, model = config.data, config.model
     there = replace(
-        data, path=Path(data.path).name, valid=Path(data.valid).name, tokenizer=Path(data.tokenizer).name
+        data,
+        path=Path(data.path).name,
+        sources=tuple(Path(source).name for source in data.sources),
+        valid=Path(data.valid).name,
+        tokenizer=Path(data.tokenizer).name,
+        chat_template=Path(data.chat_template).name,
     )
-    return replace(config, data=there)
+    if not model.from_.startswith(HUB):
+        model = replace(model, from_=Path(model.from_).name)
+    return replace(config, data=there, model=model)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from node import faults
+from node.config.join_options import OwnerAllows
 from node.config.schema import RunConfig
 from node.pipeline.block_times import BlockTimes
 from node.pipeline.device_memory import devices_of
@@ -97,8 +98,7 @@ class NodeSettings:
     cache_directory: Path
     cache_bytes: int
     """The most that snapshots may take on disk."""
-    store: str = ""
-    """Address below which this machine's owner lets runs keep snapshots in an object store."""
+    allows: OwnerAllows
     relay_rate: float = 0.0
     """Bytes a second that it relays for others; 0: it does not."""
     maps_port: bool = True
@@ -329,7 +329,7 @@ class NodeRuntime:
                 "this run takes local steps ([sync] every), which need one device a node: join each with a "
                 "node of its own, by `thinwire join --gpus 1`"
             )
-        check_store(config.snapshots.keep, self._settings.store)
+        check_store(config.snapshots.keep, self._settings.allows.store)
         traced = TracedSteps.parse(config.telemetry.trace)
         self._meter.trace(traced)
         if traced:
@@ -376,7 +376,7 @@ class NodeRuntime:
             cache=cache,
             sums=sums,
             peers=self._peers,
-            store=self._settings.store,
+            allows=self._settings.allows,
             pacer=self._settings.pacer,
             compute=self._compute,
             room=room,

@@ -109,7 +109,7 @@ def samples_of(config: RunConfig, corpus: TrainingData | None, path: str, limit:
     if path and in_shards(replace(data, path=path, sources=())):
         return _of_stream(config, path, 1000 if limit is None else limit)
     if path:
-        windows = text_windows(data, path, sequence, limit)
+        windows = text_windows(data, path, sequence, limit, config.model.vocab)
     else:
         assert corpus is not None, "without a path, the corpus holds samples out"
         windows = corpus.validation_windows(limit)

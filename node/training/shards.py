@@ -31,7 +31,7 @@ from node.config.schema import DataSection, RunConfig
 from node.model.labels import IGNORED
 from node.model.rng import generator
 from node.training.chat import ChatEncoder, Dropped, load_chat_encoder
-from node.training.data import Corpus, document_starts, end_of_text
+from node.training.data import Corpus, check_tokens, check_vocabulary, document_starts, end_of_text
 from node.training.documents import (
     Batch,
     Shard,
@@ -185,6 +185,8 @@ class TokenizedSource:
             raise DataError(f"{path} is damaged ({error}): delete {self._folder}") from error
         if digest.hexdigest() != said["sha256"]:
             raise DataError(f"{path} is damaged: delete {self._folder}")
+        # They may be of a run with a larger model.
+        self._check(tokens, str(self.source.path))
         return Part(tokens, mask)
 
     def _make(self, shard: int, part: int) -> Counts:
@@ -258,9 +260,11 @@ class TokenizedSource:
         texts = [text_of(row, place, self._data) for place, row in batch]
         cut = [list(pieces_of(text)) if text.strip() else [] for text in texts]
         encoded = iter(self._tokenizer.encode([piece for pieces in cut for piece in pieces]))
-        for pieces in cut:
+        for (place, _), pieces in zip(batch, cut, strict=True):
             if pieces:
-                yield np.concatenate([*islice(encoded, len(pieces)), end]), None, ""
+                ids = np.concatenate([*islice(encoded, len(pieces)), end])
+                self._check(ids, place)
+                yield ids, None, ""
             else:
                 yield end, None, "empty"
 
@@ -288,10 +292,7 @@ class TokenizedSource:
         return Part(tokens, None)
 
     def _check(self, ids: np.ndarray, place: str) -> None:
-        if len(ids) and int(ids.max()) >= self._vocab:
-            raise ConfigError(
-                f"{place} has the token {int(ids.max())}, but model.vocab is {self._vocab}: set it to more"
-            )
+        check_tokens(ids, self._vocab, None if self.source.is_tokens else self._tokenizer, place)
 
 
 @dataclass
@@ -530,7 +531,13 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
     batch = config.training.global_batch
     if not in_shards(data):
         return Corpus.load(
-            data, sequence=sequence, global_batch=batch, seed=seed, vocab=config.model.vocab, tell=tell
+            data,
+            sequence=sequence,
+            global_batch=batch,
+            seed=seed,
+            vocab=config.model.vocab,
+            fixed=bool(config.model.from_),
+            tell=tell,
         )
     streams = [
         open_stream(config, name, str(number), folder)
@@ -560,11 +567,8 @@ def open_stream(config: RunConfig, path: str, name: str, folder: Path | None = N
     tokenizer = load_tokenizer(data.tokenizer)
     chat = load_chat_encoder(data.tokenizer, data.chat_template) if data.format == "chat" else None
     source = list_source(path)
-    if not source.is_tokens and tokenizer.vocabulary > vocab:
-        raise ConfigError(
-            f"model.vocab is {vocab}, but the tokenizer in {data.tokenizer} has "
-            f"{tokenizer.vocabulary} tokens: set model.vocab to {tokenizer.vocabulary} or more"
-        )
+    if not source.is_tokens:
+        check_vocabulary(tokenizer, data, vocab, bool(config.model.from_))
     if source.is_tokens and chat is not None:
         raise ConfigError(f'{path} holds token ids, and data.format = "chat" needs conversations')
     tokenized = TokenizedSource(source, data, tokenizer, chat, vocab, folder or cache_folder() / "shards")

@@ -9,6 +9,8 @@ import io
 import json
 import logging
 import lzma
+import os
+import stat
 import sysconfig
 import zlib
 from collections import Counter
@@ -44,6 +46,35 @@ def expanded(path: str, key: str) -> Path:
         raise ConfigError(
             f"{key} {path!r}: this machine knows no home of that user; write the whole path, from / on"
         ) from None
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """The bytes of a regular file of at most `most`.
+
+    Raises:
+        DataError: a pipe, a device or a folder; a longer file; a link out of its folder.
+        OSError: missing or unreadable.
+    """
+    check_link(path)
+    if not stat.S_ISREG(path.stat().st_mode):
+        # To open a pipe that nobody writes to would never return.
+        raise DataError(f"{path} is no regular file: put a file in its place")
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise DataError(f"{path} has more than {most:,} bytes, which no such file has: copy it again")
+    return data
+
+
+def check_link(path: Path) -> None:
+    """Raises DataError for a link that leads out of its folder, which a stranger's folder may hold.
+
+    Links to files beside a hub's snapshots are how its cache is made.
+    """
+    folder = path.parent
+    own = folder.parent.parent if folder.parent.name == "snapshots" else folder
+    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(own)):
+        raise DataError(f"{path} is a link that leads out of its folder: put the file itself there")
 
 
 def read_text(data: DataSection) -> bytes:

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from node.training.text import SEPARATOR, expanded
+from node.training.text import SEPARATOR, expanded, read_small
 from wire.errors import DataError
 
 if TYPE_CHECKING:
     import tokenizers
 
 BYTES = "bytes"
+MOST_TABLES_BYTES = 256 << 20
+"""Of one file: the largest vocabularies have a tenth of it."""
 PIECE_BYTES = 128 * 1024
 """Documents are encoded in pieces of about this size, each ending at a word's end."""
 END_OF_TEXT = "<|endoftext|>"
@@ -225,7 +227,7 @@ def _generation_ends(folder: Path) -> list[int]:
 def _json_object(path: Path) -> dict[str, Any]:
     """The object in a file; empty without the file. Raises DataError if it cannot be read."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_small(path, MOST_TABLES_BYTES))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -282,7 +284,7 @@ def _find(path: Path) -> list[Path]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_small(path, MOST_TABLES_BYTES)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
 

@@ -82,7 +82,7 @@ def test_peft_loads_the_exported_adapters(family: str, tmp_path: Path) -> None:
     snapshot(tmp_path / "run", config, chunk)
     assert export(tmp_path / "run", tmp_path / "out") == 4
     described = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert described["base_model_name_or_path"] == str(tmp_path / "base")
+    assert described["base_model_name_or_path"] == "base"
     assert not (tmp_path / "out" / "config.json").exists()
     with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}

@@ -274,7 +274,7 @@ def read(folder: Path) -> None:
         ({"quantization_config": {"bits": 4}}, r"quantization_config is {'bits': 4}"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters is .*yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: rope_type is 'yarn'"),
         ({"max_position_embeddings": 100}, "model.sequence is 1100"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
         ({"model_type": "mistral", "sliding_window": "wide"}, "sliding_window is 'wide'"),
@@ -315,8 +315,11 @@ def pickled(folder: Path) -> None:
 
 
 def index(folder: Path, file: str) -> None:
+    """As of a model in several files."""
     names = load_file(folder / "model.safetensors")
-    values = {"weight_map": dict.fromkeys(names, "model.safetensors") | {"model.norm.weight": file}}
+    (folder / "model.safetensors").rename(folder / "model-0.safetensors")
+    save_file({"other": torch.zeros(1)}, folder / "model-1.safetensors")
+    values = {"weight_map": dict.fromkeys(names, "model-0.safetensors") | {"model.norm.weight": file}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(values))
 
 
@@ -324,7 +327,7 @@ def index(folder: Path, file: str) -> None:
     ("spoil", "line"),
     [
         (lambda folder: drop(folder, "up_proj"), r"has no tensor model.layers.0.mlp.up_proj.weight, which"),
-        (lambda folder: drop(folder, "lm_head"), r"has no tensor lm_head.weight, .* is model.tied right"),
+        (lambda folder: drop(folder, "lm_head"), r"has no tensor lm_head.weight, .*tie_word_embeddings"),
         (
             lambda folder: put(folder, torch.zeros(3, 5)),
             r"q_proj.weight has shape \[3, 5\], expected \[32, 32",
@@ -335,6 +338,7 @@ def index(folder: Path, file: str) -> None:
         (lambda folder: cut(folder, 5), "is truncated: 5 bytes"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor"),
         (lambda folder: index(folder, "model-2.safetensors"), "model-2.safetensors is missing"),
+        (lambda folder: index(folder, "model-1.safetensors"), "lacks tensor model.norm.weight, which"),
         (lambda folder: index(folder, "../model.safetensors"), "has no weight_map of tensors to files"),
         (pickled, r"only pickled weights .*save_pretrained"),
     ],

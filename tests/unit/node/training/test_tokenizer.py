@@ -210,6 +210,13 @@ def test_a_corpus_of_tokens(tables: Path, tmp_path: Path) -> None:
     assert corpus.fingerprint() != as_bytes.fingerprint()
     with pytest.raises(ConfigError, match=r"model.vocab is 399, but the tokenizer in .* has 400 tokens: set"):
         Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=399)
+    largest = max(ids)
+    fixed = Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=largest + 1, fixed=True)
+    assert fixed.fingerprint() == corpus.fingerprint(), "a checkpoint has no row for tokens of no text"
+    with pytest.raises(
+        ConfigError, match=f"has the token {largest} .* model.vocab is {largest}: take it out"
+    ):
+        Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=largest, fixed=True)
 
 
 def test_a_prompt_is_encoded_as_transformers_does(tables: Path, tmp_path: Path) -> None:
