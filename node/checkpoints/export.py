@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -132,7 +133,7 @@ def _snapshot(run_directory: Path, step: int | None) -> tuple[int, Path]:
 
 def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: Merge | None) -> None:
     manifest = read_manifest(directory)
-    config = _config(manifest)
+    config = _with_paths(_config(manifest), run_directory)
     model, adapters = config.model, config.lora.rank > 0
     if merge is not None and not adapters:
         raise UserError(
@@ -297,6 +298,25 @@ def _config(manifest: Manifest) -> RunConfig:
         data=DataSection(**fields("data", DataSection)),
         training=TrainingSection(**fields("training", TrainingSection)),
         pipeline=PipelineSection(**fields("pipeline", PipelineSection)),
+    )
+
+
+def _with_paths(config: RunConfig, run_directory: Path) -> RunConfig:
+    """`config` with the run file's paths: manifests that nodes have seen hold names alone."""
+    try:
+        given = tomllib.loads((run_directory / "run.toml").read_text(encoding="utf-8"))
+        paths = [given["model"]["from"], *(given["data"][key] for key in ("tokenizer", "chat_template"))]
+    except (OSError, ValueError, KeyError, TypeError):
+        return config
+    names = (config.model.from_, config.data.tokenizer, config.data.chat_template)
+    source, tokenizer, template = (
+        path if isinstance(path, str) and Path(path).name == name else name
+        for path, name in zip(paths, names, strict=True)
+    )
+    return replace(
+        config,
+        model=replace(config.model, from_=source),
+        data=replace(config.data, tokenizer=tokenizer, chat_template=template),
     )
 
 

@@ -10,7 +10,10 @@ from typing import cast
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from node.checkpoints.families import tensors
+from node.checkpoints.weights import CheckpointError
 from node.config.schema import (
     DataSection,
     ModelSection,
@@ -190,12 +193,39 @@ async def test_a_commit_is_recorded_before_it_is_sent(tmp_path: Path) -> None:
         assert (done.step, done.loss) == (1, 2.0)
 
 
-async def test_nodes_do_not_learn_the_texts_path(tmp_path: Path) -> None:
-    config = replace(CONFIG, data=DataSection(path="/home/somebody/texts/books.txt"))
+async def test_nodes_learn_no_paths(tmp_path: Path) -> None:
+    folder = "/home/somebody/"
+    files = {name: f"{folder}{name}" for name in ("path", "valid", "tokenizer", "chat_template")}
+    data = DataSection(**files, sources=(f"{folder}books", f"{folder}web/pages"))
+    config = replace(CONFIG, data=data, model=replace(CONFIG.model, from_=f"{folder}models/small"))
     async with scene(tmp_path, config) as run:
         welcome = await run.peer("a").hear()
         assert isinstance(welcome, Welcome)
-        assert from_json(welcome.config_json) == replace(config, data=DataSection(path="books.txt"))
+        told = from_json(welcome.config_json)
+        names = DataSection(**dict(zip(files, files, strict=True)), sources=("books", "pages"))
+        assert told == replace(config, data=names, model=replace(config.model, from_="small"))
+        run.coordinator._fail(f"{folder}texts/a.jsonl line 3 is not JSON; its folder is {folder}texts")
+        assert await run.peer("a").hear() == welcome
+        assert (await run.end()).reason.startswith(folder)
+        assert run.coordinator._machine.goodbye.reason == "a.jsonl line 3 is not JSON; its folder is texts"
+
+
+async def test_a_damaged_checkpoint_ends_the_run_by_its_name(tmp_path: Path) -> None:
+    """A node asks for its part of it, or cannot read its own copy."""
+    model = ModelSection(**{**vars(CONFIG.model), "from_": str(tmp_path / "model")})
+    (tmp_path / "model").mkdir()
+    arrays = {
+        tensor.name: np.ones(tensor.shape, np.float32) for tensor in tensors(model, "block.0001").values()
+    }
+    arrays["model.layers.1.mlp.up_proj.weight"][0, 3] = np.nan
+    save_file(arrays, tmp_path / "model" / "model.safetensors")
+    async with scene(tmp_path, replace(CONFIG, model=model)) as run:
+        with pytest.raises(CheckpointError):
+            await run.coordinator.layer_entry(0, "block.0001")
+        outcome = await run.end()
+        assert outcome.failed and run.coordinator.exit_code == 2
+        place = f"{tmp_path}/model/model.safetensors: tensor model.layers.1.mlp.up_proj.weight holds 1 "
+        assert outcome.reason.startswith(place)
 
 
 async def test_a_node_that_never_reads_its_answers_fills_no_memory(tmp_path: Path) -> None:
