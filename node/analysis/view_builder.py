@@ -38,6 +38,7 @@ from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
 from node.telemetry.costs import LinkKey
 from node.telemetry.format import bytes_text, duration_text, named, printable, without_addresses
+from wire.errors import without_folders
 
 __all__ = ["RunView", "RunViewBuilder", "view"]
 
@@ -172,7 +173,7 @@ class RunViewBuilder:
                 pass
         if (listed := _listed(event)) is not None:
             kind, level, text = listed
-            line = without_addresses(printable(text))
+            line = _for_others(text)
             self._events.append(EventView(at=at, kind=kind, level=level, text=line))
             if isinstance(event, events.NodeReplaced) or self._leaves_stage(event):
                 self._replaced.pop(event.node_id, None)
@@ -289,7 +290,7 @@ class RunViewBuilder:
     def _view(self) -> Slices[RunView]:
         """To be called once, of what changes no more."""
         started, step = self._started, self._step
-        finished_text = without_addresses(printable(self._finished.reason)) if self._finished else ""
+        finished_text = _for_others(self._finished.reason) if self._finished else ""
         recent = tuple(self._recent)[-RECENT_STEPS:]
         stages = yield from self._stage_views(recent)
         links = yield from link_views(self._links, recent, self._placement, self._undialled)
@@ -528,6 +529,11 @@ def view(history: Iterable[tuple[float, events.Event]]) -> RunView:
     for at, event in history:
         builder.apply(event, at)
     return builder.view()
+
+
+def _for_others(text: str) -> str:
+    """A line for whoever sees the page: without addresses, and without the folders of this machine."""
+    return without_folders(without_addresses(printable(text)))
 
 
 def _listed(event: events.Event) -> tuple[str, str, str] | None:
