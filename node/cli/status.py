@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if state in GOES_ON:
         lines += [f"slow      {sentence}" for sentence in bottleneck]
     lines += [f"path      {sentence}" for sentence in path_sentences(view)]
-    lines += [f"replaced  {line}" for line in view.replaced]
+    lines += [f"fault     {line}" for line in view.replaced]
     lines.append(f"nodes     {len(members)} admitted since the run began")
     newest = f", the newest {duration_text(age)} old" if age is not None else ""
     lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}{newest}")

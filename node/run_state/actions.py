@@ -145,7 +145,8 @@ class Announce:
 
     text: str
     about: str = ""
-    """The node that has lost its stage, or is shut out, for what the line says."""
+    """The node that has lost its stage for what the line says, is shut out, or stays only because no other
+    can take its stage."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -417,9 +417,10 @@ class Epoch:
         self.audit = None
         return self._commit_step()
 
-    def commit_anyway(self) -> list[Action]:
-        """Commit votes that are not plausible: other nodes found the same, or there are none."""
-        outcome = self._commit_step(confirmed=True)
+    def commit_anyway(self, *, confirmed: bool) -> list[Action]:
+        """Commit votes that are not plausible: `confirmed` where other nodes found the same, else there are
+        none."""
+        outcome = self._commit_step(anyway=True, confirmed=confirmed)
         assert isinstance(outcome, list), "only plausibility was in question"
         return outcome
 
@@ -468,7 +469,7 @@ class Epoch:
         """Whether the loss is scaled so that gradients of the step that runs may become infinite."""
         return self._scales is not None and self._scales.overflows(self.step)
 
-    def _commit_step(self, *, confirmed: bool = False) -> Outcome:
+    def _commit_step(self, *, anyway: bool = False, confirmed: bool = False) -> Outcome:
         finite = all(0.0 <= norm < math.inf for vote in self.votes.values() for norm in vote.norms.values())
         if not finite and self._may_overflow:
             return self._skip_step()
@@ -485,11 +486,13 @@ class Epoch:
             return NonFinite(self.hosts[largest], "the global gradient norm")
         if self.uncompressed:
             return FiniteUncompressed()
-        if not confirmed and (found := self._history.implausible(votes)) is not None:
-            return Implausible(self.hosts[found[0]], found[1])
+        if not anyway and (found := self._history.implausible(self.row(0), votes)) is not None:
+            return found
         self._history.committed(self.step, norms, loss, confirmed=confirmed)
         clip, lr = self._plan(self.step, grad_norm)
-        return self._committed(loss, grad_norm, clip / factor, lr, norms)
+        line = self._history.clipped(clip, norms, self.row(0))
+        record, *told = self._committed(loss, grad_norm, clip / factor, lr, norms)
+        return [record, *([] if line is None else [Announce(text=line)]), *told]
 
     def _skip_step(self) -> list[Action]:
         """Commit the step as skipped: no stage applies it, because the loss's scale was too large."""

@@ -22,6 +22,7 @@ from statistics import median
 from node.run_state.actions import AbortKind
 from node.run_state.epoch import Epoch, Phase
 from node.run_state.stage_assignment import Candidate
+from node.run_state.votes import Implausible
 from node.telemetry.clock import TimeKind
 from wire.messages import FailureKind, StepFailed
 
@@ -139,6 +140,15 @@ class Failures:
             "so the codecs are the cause",
             remedy="use wider codecs in [pipeline], then resume",
         )
+
+    def absurd(self, epoch: Epoch, found: Implausible) -> GiveUp:
+        """A node's norms have grown beyond all reason, and no other node can say whether they are true."""
+        why = (
+            f"step {epoch.step + 1} was not committed: {found.what}, as node {found.node_id} says, and no other "
+            "node is left to compute it again"
+        )
+        remedy = f"let one more node join or evict node {found.node_id}, then resume"
+        return GiveUp(kind=AbortKind.FAILED, reason=found.what, why=why, remedy=remedy)
 
     def committed(self, step: int) -> None:
         """The votes of every stage on `step` were in order."""

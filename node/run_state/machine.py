@@ -90,6 +90,8 @@ class RunMachine:
         self._measurements = HeldOutSchedule(past.validated, past.best)
         parts = self._roster, self._snapshots, self._newcomers, self._sharing, self.codecs
         self._between = BetweenSteps(lambda: self.plan, *parts, self._measurements, self._ending)
+        self._told_trends: set[str] = set()
+        """Nodes whose norms have left those of earlier steps, as the operator knows."""
         self._unseen = 0.0
         """Seconds of the epoch in which nobody could be received."""
         self.goodbye = goodbye("the run is over", failed=False, done=True)
@@ -316,9 +318,7 @@ class RunMachine:
             case Contradiction():
                 return self._failed(epoch, outcome.receiver, outcome.complaint(epoch.number), now)
             case Implausible():
-                what = f"{outcome.what} is far from those of the newest steps"
-                retry = self._compute_again(epoch, outcome.node_id, what, now, finite=True)
-                return self._voted(epoch, epoch.commit_anyway(), now) if retry is None else retry
+                return self._implausible(epoch, outcome, now)
             case _:
                 if outcome and epoch.committed is not None:
                     self._epochs.committed(epoch.committed)
@@ -465,6 +465,21 @@ class RunMachine:
         if (again := self._compute_again(epoch, node_id, what, now)) is not None:
             return again
         return self._after_failure(epoch, self._failures.not_finite(epoch, what), now)
+
+    def _implausible(self, epoch: Epoch, found: Implausible, now: float) -> list[Action]:
+        """Another node computes the stage again. What it finds too counts; so does what no other can check,
+        unless it is absurd."""
+        if (again := self._compute_again(epoch, found.node_id, found.what, now, finite=True)) is not None:
+            return again
+        is_checked, told = self._wrong.computed_twice(epoch), []
+        if found.is_trend and not is_checked:
+            if found.is_absurd and not self._ending.due:
+                return self._after_failure(epoch, self._failures.absurd(epoch, found), now)
+            if found.node_id not in self._told_trends:
+                self._told_trends.add(found.node_id)
+                line = f"{found.what}, and no other node is left to compute it again: let one more node join"
+                told = [Announce(text=f"node {found.node_id}: {line}", about=found.node_id)]
+        return [*told, *self._voted(epoch, epoch.commit_anyway(confirmed=is_checked), now)]
 
     def _compute_again(
         self, epoch: Epoch, node_id: str, what: str, now: float, *, finite: bool = False

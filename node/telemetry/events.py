@@ -355,7 +355,7 @@ class Notice(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReplaced(Notice):
-    """A node has lost its stage, or is shut out, for what the line says."""
+    """A node has lost its stage, is shut out, or stays only because no other can take its stage."""
 
     event: ClassVar[str] = "replaced"
     node_id: str
