@@ -51,6 +51,7 @@ class ControlSession:
             memory_bytes=hardware.memory_bytes,
             devices=devices_of(hardware),
             kind=f"{hardware.device}, {hardware.arithmetic}",
+            flops=self.hello.flops,
         )
 
     def send(self, message: CoordinatorMessage, waited: float | None = None) -> None:

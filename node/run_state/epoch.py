@@ -34,7 +34,6 @@ from node.run_state.grid import ONE_ROW, Groups
 from node.run_state.held_out import HeldOutPass, pass_losses
 from node.run_state.votes import (
     FiniteUncompressed,
-    Implausible,
     NonFinite,
     Outcome,
     RefusedVote,

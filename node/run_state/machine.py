@@ -33,7 +33,17 @@ from node.run_state.audits import Auditor, Contradiction, Difference
 from node.run_state.between_steps import BetweenSteps
 from node.run_state.epoch import Epoch, Phase, StepPlan
 from node.run_state.epoch_series import EpochSeries
-from node.run_state.failures import Blame, Ending, Failures, GiveUp, Quarantine, Stragglers, Verdict
+from node.run_state.failures import (
+    FASTER,
+    Blame,
+    Ending,
+    Failures,
+    GiveUp,
+    Quarantine,
+    Slow,
+    Stragglers,
+    Verdict,
+)
 from node.run_state.grid import GroupSharing
 from node.run_state.held_out import HeldOutSchedule
 from node.run_state.membership import Member, Roster, loading_seconds, prefetch
@@ -90,6 +100,10 @@ class RunMachine:
         self._measurements = HeldOutSchedule(past.validated, past.best)
         parts = self._roster, self._snapshots, self._newcomers, self._sharing, self.codecs
         self._between = BetweenSteps(lambda: self.plan, *parts, self._measurements, self._ending)
+        self._relieved: list[str] = []
+        """Slow nodes whose stages others take at the next snapshot."""
+        self._told_slow: set[str] = set()
+        """Slow nodes that the operator knows of."""
         self._told_trends: set[str] = set()
         """Nodes whose norms have left those of earlier steps, as the operator knows."""
         self._unseen = 0.0
@@ -227,6 +241,12 @@ class RunMachine:
         But for complaints: the node at fault may have reported its broken link first.
         """
         self.heard(node_id, now)
+        self._stragglers.answered(node_id, message, now - self._unseen)
+        actions = self._message(node_id, message, now)
+        self._stragglers.watch(self.epoch, now - self._unseen)
+        return actions
+
+    def _message(self, node_id: str, message: NodeMessage, now: float) -> list[Action]:
         epoch, ended = self.epoch, self._epochs.ended
         if isinstance(message, StepFailed) and ended is not None and message.epoch == ended.number:
             return self._complaint(ended, node_id, message, now)
@@ -262,6 +282,7 @@ class RunMachine:
         if self._snapshots.awaited and epoch.step == step:
             self._snapshots.awaited = False
             actions += self._between_steps(epoch, now)
+            self._stragglers.watch(self.epoch, now - self._unseen)
         return actions
 
     def snapshot_damaged(self, step: int, whole: int) -> list[Action]:
@@ -324,6 +345,7 @@ class RunMachine:
                     self._epochs.committed(epoch.committed)
                     self._failures.committed(epoch.committed.step)
                     told = [*self._newcomers.committed(epoch), *self._settle_doubt(epoch, now)]
+                    told += self._relieve_slow(epoch, now)
                     return [*self._with_next_step(epoch, outcome, now), *told]
                 return outcome
 
@@ -400,6 +422,7 @@ class RunMachine:
             return self._end()
         if self._newcomers.awaited:
             self._wrong.make_room(epoch, self._roster.candidates(), now)
+            self._take_from_slow(epoch, now)
             self._assigner.regroup(now)
         return self._new_placement(now)
 
@@ -529,11 +552,62 @@ class RunMachine:
             *self._gone(node_id, line, now),
         ]
 
+    def _relieve_slow(self, epoch: Epoch, now: float) -> list[Action]:
+        """A step is committed: once what the stages hold is on disk, faster spares take those of slow nodes."""
+        self._stragglers.watch(epoch, now - self._unseen)
+        actions: list[Action] = []
+        if self._ending.due or (self._newcomers.awaited and not self._relieved):
+            return actions
+        candidates = self._roster.candidates()
+        spares = [one for one in self._blame.blameless(candidates) if not epoch.has(one.node_id)]
+        for slow in self._stragglers.slow(epoch):
+            node, line = (
+                slow.node_id,
+                f"node {slow.node_id} ({epoch.place_of(slow.node_id)}) is slow: {slow.line}",
+            )
+            stay = [one for one in candidates if epoch.has(one.node_id) and one.node_id not in self._relieved]
+            faster = [one for one in spares if self._is_faster(one, slow)]
+            if node in self._relieved:
+                continue
+            if (faster or epoch.rows > 1) and self._assigner.can_hand_over(node, [*stay, *faster]):
+                self._relieved.append(node)
+                self._newcomers.awaited = True
+                self._stragglers.times[node] = slow.times
+                line += f"; {'a spare takes' if faster else 'other rows take'} its stage, once the state is on disk"
+            elif node not in self._told_slow:
+                line += "; no other node is there that would be faster"
+            else:
+                continue
+            self._told_slow.add(node)
+            actions.append(Announce(text=line, about=node))
+        return actions
+
+    def _is_faster(self, spare: Candidate, slow: Slow) -> bool:
+        """Whether a spare would be faster, from what it has shown, or else from what both have measured."""
+        rate = self.members[slow.node_id].offer.flops
+        by_rate = spare.flops / rate if spare.flops and rate else 1.0
+        expected = self._stragglers.times.get(spare.node_id, 1 / by_rate)
+        return slow.times > FASTER * expected
+
+    def _take_from_slow(self, epoch: Epoch, now: float) -> None:
+        """Slow hosts give up their stages, and get one only if no other node is left, for a while."""
+        for node_id in self._relieved:
+            others = self._blame.blameless(self._roster.candidates())
+            if epoch.has(node_id) and self._assigner.hand_over(node_id, others, now):
+                self._stragglers.forget(node_id)
+                self._blame.set_back(node_id, epoch.step)
+        self._relieved.clear()
+
     # ---- inside: hosts
 
     def _candidates(self) -> list[Candidate]:
-        """Who could host a stage. Those that gave one up of late only if there are too few others."""
-        return self._blame.usable(self._roster.candidates(), self.plan.min_stages)
+        """Who could host a stage. Those that gave one up of late only if there are too few others; those that
+        were slow after the others."""
+        usable, slow = (
+            self._blame.usable(self._roster.candidates(), self.plan.min_stages),
+            self._stragglers.times,
+        )
+        return sorted(usable, key=lambda one: slow.get(one.node_id, 0.0)) if slow else usable
 
     def _release(self, node_id: str, now: float) -> list[Action]:
         """Let a node go that asked to."""
@@ -558,6 +632,7 @@ class RunMachine:
         if (epoch := self._epochs.end()) is None:
             return []
         self._snapshots.epoch_over()
+        self._relieved.clear()
         here = [node for node in epoch.hosts if node in self.members]
         over = Aborted(epoch=epoch.number, step=epoch.step, kind=kind, reason=reason)
         return [*self._newcomers.epoch_over(), *epoch_over(here, epoch.number, reason), over]
