@@ -52,6 +52,7 @@ class ControlSession:
             devices=devices_of(hardware),
             kind=f"{hardware.device}, {hardware.arithmetic}",
             flops=self.hello.flops,
+            owner=self.hello.name,
         )
 
     def send(self, message: CoordinatorMessage, waited: float | None = None) -> None:

@@ -44,6 +44,14 @@ MIN_PARTNERS = 2
 """Different nodes that a node must have failed with before it is quarantined for complaints."""
 MEMORY_STEPS = 100
 """Steps for which a node that gave up its stage gets one only if no other node is left."""
+LEAST_ENDS, MOST_ENDS = 3, 8
+"""Ends of a node that count together, at least and at most."""
+UNLIKELY = 1e-4
+"""A node stands out if so many ends in so short a time have at most this chance at the rate of all others."""
+CALM_SECONDS = 600.0
+"""Before others' rate is known, one end in so many seconds of having a stage is usual."""
+MOST_KNOWN = 4096
+"""Nodes that are remembered."""
 MOST_DOUBLED = 5
 """How often these steps double for a node that is set back again and again."""
 
@@ -311,7 +319,7 @@ class Blame:
 
     def replace(self, culprit: str, *, by: str, step: int) -> None:
         """The node gives up its stage, for what `by` said."""
-        self._replaced[culprit] = step + MEMORY_STEPS
+        self._replaced[culprit] = max(step + MEMORY_STEPS, self._replaced.get(culprit, 0))
         self._own.pop(culprit, None)
         if by != culprit:
             self._heeded[by] = step
@@ -319,12 +327,24 @@ class Blame:
 
     def set_back(self, node_id: str, step: int) -> int:
         """The node gets a stage only if no other is left, for so many steps from now on: twice as many as the
-        time before, unless that is long ago."""
+        time before, if that is over, and not long ago. Gives 0 if that time only begins again."""
         known = [at for at in self._faults.get(node_id, ()) if step - at <= MEMORY_STEPS * 2**MOST_DOUBLED]
-        self._faults[node_id] = [*known, step]
-        steps = MEMORY_STEPS * 2 ** min(len(known), MOST_DOUBLED)
+        # If so it had a stage because no other node was left.
+        again = bool(known) and self.is_set_back(node_id, step)
+        self._faults[node_id] = [*known[: len(known) - again], step]
+        steps = MEMORY_STEPS * 2 ** min(len(self._faults[node_id]) - 1, MOST_DOUBLED)
         self._replaced[node_id] = step + steps
-        return steps
+        return 0 if again else steps
+
+    def is_set_back(self, node_id: str, step: int) -> bool:
+        """Whether the node is to have a stage only if no other is left."""
+        return self._replaced.get(node_id, -1) > step
+
+    def inherit(self, node_id: str, before: str) -> None:
+        """What is held against one node holds against another from now on."""
+        if before in self._replaced:
+            self._replaced[node_id] = self._replaced.pop(before)
+        self._faults[node_id] = self._faults.pop(before, [])
 
     def keeps_failing(self, node_id: str) -> bool:
         """Whether it failed by itself often of late, though the step was done each time."""
@@ -344,6 +364,94 @@ class Blame:
         if len(blameless) >= least:
             return blameless
         return sorted(candidates, key=lambda candidate: candidate.node_id in self._replaced)
+
+
+@dataclass
+class _Hosting:
+    """How long a node hosted stages, and how that ended."""
+
+    owner: str
+    seconds: float = 0.0
+    """In all."""
+    since: float | None = None
+    """Since when it hosts one, or hosted one when it was last looked at."""
+    ends: int = 0
+    before_end: deque[float] = field(default_factory=lambda: deque([0.0], maxlen=MOST_ENDS + 1))
+    """Seconds that it hosted before each of its newest ends, and since."""
+    failed_at: int = -1
+    """The newest step in which it failed by itself."""
+
+
+class Departures:
+    """Nodes that end, leave or fail while they host a stage, far more often than others do.
+
+    Where machines come and go all the time nobody stands out: counts are compared with the rate of all others.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Hosting] = {}
+
+    def arrives(self, candidate: Candidate, here: Collection[str]) -> str | None:
+        """A node comes. One that is new continues what the same owner's node has left that came last and is
+        gone; gives that node."""
+        if candidate.node_id in self._nodes:
+            return None
+        owner = candidate.owner
+        gone = [
+            node for node, one in self._nodes.items() if one.owner == owner and one.ends and node not in here
+        ]
+        before = gone[-1] if gone and owner else None
+        found = _Hosting(owner) if before is None else self._nodes.pop(before)
+        self._nodes[candidate.node_id] = found
+        if len(self._nodes) > MOST_KNOWN:
+            del self._nodes[
+                next(node for node in self._nodes if node not in here or node == candidate.node_id)
+            ]
+        return before
+
+    def placed(self, hosts: Collection[str], now: float) -> None:
+        """These nodes host stages from now on, and no others."""
+        for node, one in self._nodes.items():
+            self._look(one, now)
+            one.since = now if node in hosts else None
+
+    def ends(self, node_id: str, now: float, failed_at: int | None = None) -> str | None:
+        """A host ends or leaves, or fails by itself in a step, which counts once. A line if it stands out."""
+        one = self._nodes.get(node_id)
+        if one is None or one.since is None or failed_at == one.failed_at:
+            return None
+        for other in self._nodes.values():
+            self._look(other, now)
+        if failed_at is None:
+            one.since = None
+        else:
+            one.failed_at = failed_at
+        one.ends += 1
+        count = sum(other.ends for other in self._nodes.values()) - one.ends
+        seconds = sum(other.seconds for other in self._nodes.values()) - one.seconds
+        rate = (count + 1) / (seconds + CALM_SECONDS)
+        hosted, found = 0.0, None
+        for ends, before in enumerate(reversed(one.before_end), 1):
+            hosted += before
+            if ends >= LEAST_ENDS and _chance(ends, rate * hosted) < UNLIKELY:
+                found = f"it ended, left or failed {ends} times within {hosted:.0f} s of having a stage"
+        one.before_end.append(0.0)
+        return found
+
+    def _look(self, one: _Hosting, now: float) -> None:
+        if one.since is not None:
+            one.seconds += now - one.since
+            one.before_end[-1] += now - one.since
+            one.since = now
+
+
+def _chance(least: int, mean: float) -> float:
+    """That a Poisson variable is at least so large."""
+    term = below = math.exp(-mean)
+    for count in range(1, least):
+        term *= mean / count
+        below += term
+    return 1.0 - below
 
 
 def other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:

@@ -36,6 +36,7 @@ from node.run_state.epoch_series import EpochSeries
 from node.run_state.failures import (
     FASTER,
     Blame,
+    Departures,
     Ending,
     Failures,
     GiveUp,
@@ -43,6 +44,7 @@ from node.run_state.failures import (
     Slow,
     Stragglers,
     Verdict,
+    other_end,
 )
 from node.run_state.grid import GroupSharing
 from node.run_state.held_out import HeldOutSchedule
@@ -76,6 +78,7 @@ class RunMachine:
         )
         self._failures = Failures()
         self._blame = Blame()
+        self._departures = Departures()
         auditor = Auditor(plan.audit_rate, plan.audit_secret, plan.boundaries)
         self._epochs = EpochSeries(plan, past, step_plan, auditor)
         self._storages = plan.storages(past.storages, plan.stage_bytes)
@@ -156,6 +159,8 @@ class RunMachine:
             member = None
         if member is None and (line := self._assigner.useless(offer)) is not None:
             return [*actions, *sent_away(node_id, line), *self._try_place(now)]
+        if member is None and (before := self._departures.arrives(offer, self.members)) is not None:
+            self._blame.inherit(node_id, before)
         self._roster.arrived(offer, address=address, process_nonce=process_nonce, rate=rate, now=now)
         current = self.epoch if self.epoch is not None and node_id in self.epoch.hosts else None
         if epoch and (current is None or current.number != epoch):
@@ -219,9 +224,11 @@ class RunMachine:
             return []
         member.leaving = True
         epoch = self.epoch
-        if epoch is not None and node_id in epoch.hosts and self._between.holds_progress(epoch):
-            return []  # `_placed` or, after the step, `_between_steps` sees the flag
-        return self._release(node_id, now) + self._try_place(now)
+        hosts = epoch is not None and epoch.has(node_id)
+        told = self._stands_out(epoch, node_id, now) if epoch is not None and hosts else []
+        if epoch is not None and hosts and self._between.holds_progress(epoch):
+            return told  # `_placed` or, after the step, `_between_steps` sees the flag
+        return told + self._release(node_id, now) + self._try_place(now)
 
     def stop(self, reason: str, *, at_once: bool, soon: bool = False) -> list[Action]:
         """The operator ends the run: after this step and a snapshot, however often asked, or at once.
@@ -445,11 +452,17 @@ class RunMachine:
         actions = self._complaint(epoch, node_id, message, now)
         if self.epoch is not epoch:
             return actions
+        is_own = other_end(epoch, node_id, message) is None
+        if is_own:
+            actions += self._stands_out(epoch, node_id, now, failed_at=epoch.step)
         verdict = self._failures.failed(epoch, node_id, message.message, message.step)
         suspects = self._blame.suspects(epoch, node_id, message)
         # One of two neighbours breaks the protocol: only with another partner will it show which.
         replaces = isinstance(verdict, GiveUp) or message.kind is FailureKind.PEER
-        if (replaces or self._blame.keeps_failing(node_id)) and not self._ending.due:
+        again = self._blame.keeps_failing(node_id) or (
+            is_own and self._blame.is_set_back(node_id, epoch.step)
+        )
+        if (replaces or again) and not self._ending.due:
             candidates = self._roster.candidates()
             culprit = self._wrong.leave_out_one(suspects, candidates, epoch.step, now, by=node_id)
             if culprit is not None:
@@ -625,8 +638,22 @@ class RunMachine:
         if self._assigner.vacate(node_id, now):
             # Failures that its neighbours reported were caused by its end.
             self._failures.forgive()
-        hosts = () if self.epoch is None else self.epoch.hosts
-        return actions + (self._end_epoch(AbortKind.LOST, reason) if node_id in hosts else [])
+        self._stragglers.forget(node_id)
+        if self.epoch is None or not self.epoch.has(node_id):
+            return actions
+        actions += self._stands_out(self.epoch, node_id, now)
+        return actions + self._end_epoch(AbortKind.LOST, reason)
+
+    def _stands_out(
+        self, epoch: Epoch, node_id: str, now: float, failed_at: int | None = None
+    ) -> list[Action]:
+        """A host ends, leaves or fails by itself. One that does so far more often than others is set back."""
+        if (why := self._departures.ends(node_id, now, failed_at)) is None:
+            return []
+        if not (steps := self._blame.set_back(node_id, epoch.step)):
+            return []
+        line = f"node {node_id}: {why}, and others do not; for {steps} steps it gets one only if no other node is left"
+        return [Announce(text=line, about=node_id)]
 
     def _end_epoch(self, kind: AbortKind, reason: str) -> list[Action]:
         if (epoch := self._epochs.end()) is None:
@@ -654,6 +681,7 @@ class RunMachine:
     def _begin_epoch(self, nodes: tuple[str, ...], now: float) -> list[Action]:
         self._unseen = 0.0
         self._roster.placed(nodes, self._assigner.rows)
+        self._departures.placed(nodes, now)
         epoch = self._epochs.begin(
             nodes,
             tuple(self.members[node].address for node in nodes),

@@ -59,6 +59,8 @@ class Candidate:
     """What the bits of its results depend on, beside the number of devices."""
     flops: float = 0.0
     """Its rate of matrix multiplication, as it has measured; 0 if unknown."""
+    owner: str = ""
+    """What its owner calls it; "" if unknown."""
 
 
 def assign(

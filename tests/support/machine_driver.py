@@ -116,6 +116,8 @@ class Driver:
         """Of nodes, by name; "" if not given."""
         self.rates: dict[str, float] = {}
         """Measured rates of nodes, by name; 0 if not given."""
+        self.owners: dict[str, str] = {}
+        """What owners call their nodes, by name; "" if not given."""
         self._nonces: dict[str, int] = {}
         self._went_on: list[Action] = []
         """What the newest vote did, if it began the next step."""
@@ -138,6 +140,7 @@ class Driver:
                 memory_bytes=self._memory.get(node_id, 0),
                 kind=self.kinds.get(node_id, ""),
                 flops=self.rates.get(node_id, 0.0),
+                owner=self.owners.get(node_id, ""),
             ),
             address=f"{node_id}:1",
             process_nonce=nonce,
