@@ -164,8 +164,8 @@ class Failures:
     def absurd(self, epoch: Epoch, found: Implausible) -> GiveUp:
         """A node's norms have grown beyond all reason, and no other node can say whether they are true."""
         why = (
-            f"step {epoch.step + 1} was not committed: {found.what}, as node {found.node_id} says, and no other "
-            "node is left to compute it again"
+            f"step {epoch.step + 1} was not committed: {found.what}, as node {found.node_id} says, and no "
+            "other node is left to compute it again"
         )
         remedy = f"let one more node join or evict node {found.node_id}, then resume"
         return GiveUp(kind=AbortKind.FAILED, reason=found.what, why=why, remedy=remedy)
@@ -385,7 +385,7 @@ class _Hosting:
 class Departures:
     """Nodes that end, leave or fail while they host a stage, far more often than others do.
 
-    Where machines come and go all the time nobody stands out: counts are compared with the rate of all others.
+    Where machines come and go all the time nobody stands out: counts are compared with others' rate.
     """
 
     def __init__(self) -> None:

@@ -566,27 +566,25 @@ class RunMachine:
         ]
 
     def _relieve_slow(self, epoch: Epoch, now: float) -> list[Action]:
-        """A step is committed: once what the stages hold is on disk, faster spares take those of slow nodes."""
+        """A step is committed: once the stages' state is on disk, faster spares take those of slow nodes."""
         self._stragglers.watch(epoch, now - self._unseen)
         actions: list[Action] = []
-        if self._ending.due or (self._newcomers.awaited and not self._relieved):
+        found = [slow for slow in self._stragglers.slow(epoch) if slow.node_id not in self._relieved]
+        if not found or self._ending.due or (self._newcomers.awaited and not self._relieved):
             return actions
         candidates = self._roster.candidates()
         spares = [one for one in self._blame.blameless(candidates) if not epoch.has(one.node_id)]
-        for slow in self._stragglers.slow(epoch):
-            node, line = (
-                slow.node_id,
-                f"node {slow.node_id} ({epoch.place_of(slow.node_id)}) is slow: {slow.line}",
-            )
+        for slow in found:
+            node = slow.node_id
+            line = f"node {node} ({epoch.place_of(node)}) is slow: {slow.line}"
             stay = [one for one in candidates if epoch.has(one.node_id) and one.node_id not in self._relieved]
             faster = [one for one in spares if self._is_faster(one, slow)]
-            if node in self._relieved:
-                continue
             if (faster or epoch.rows > 1) and self._assigner.can_hand_over(node, [*stay, *faster]):
                 self._relieved.append(node)
                 self._newcomers.awaited = True
                 self._stragglers.times[node] = slow.times
-                line += f"; {'a spare takes' if faster else 'other rows take'} its stage, once the state is on disk"
+                taker = "a spare takes" if faster else "other rows take"
+                line += f"; {taker} its stage, once the state is on disk"
             elif node not in self._told_slow:
                 line += "; no other node is there that would be faster"
             else:
@@ -652,8 +650,12 @@ class RunMachine:
             return []
         if not (steps := self._blame.set_back(node_id, epoch.step)):
             return []
-        line = f"node {node_id}: {why}, and others do not; for {steps} steps it gets one only if no other node is left"
-        return [Announce(text=line, about=node_id)]
+        line = f"node {node_id}: {why}, and others do not"
+        return [
+            Announce(
+                text=f"{line}; for {steps} steps it gets one only if no other node is left", about=node_id
+            )
+        ]
 
     def _end_epoch(self, kind: AbortKind, reason: str) -> list[Action]:
         if (epoch := self._epochs.end()) is None:

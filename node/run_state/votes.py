@@ -94,9 +94,9 @@ SHRUNK_TIMES = 1e6
 ABSURD_TIMES = 1e12
 """No deviations make more than this plausible."""
 RISE, FALL, EARLY = math.log(2) / 250, math.log(2) / 25, math.log(10)
-"""How far the logarithm of a reference moves in a step: up, down, and in a run's n-th step `EARLY` / n."""
+"""How far the logarithm of a reference moves in a step: up, down, and in the n-th step `EARLY` / n."""
 LEAST_CLIP, CLIPPED_STEPS = 0.01, 50
-"""Gradients clipped to less than this part of them, in so many steps one after the other, are worth a line."""
+"""Gradients clipped to less than this part of them, in so many steps running, are worth a line."""
 OTHERS_TIMES = 1e6
 """In the first steps: a squared norm up to this often the largest of other stages."""
 LOSS_MARGIN = 1.0
@@ -252,17 +252,17 @@ class VoteHistory:
                 one.reference = one.usual()
 
     def clipped(self, coefficient: float, norms: Mapping[int, float], hosts: Sequence[str]) -> str | None:
-        """A line for the operator once gradients are clipped to next to nothing, and no longer for a spike."""
+        """A line for the operator once gradients are clipped to next to nothing in many steps running."""
         self._clipped = self._clipped + 1 if coefficient < LEAST_CLIP else 0
         if self._clipped != CLIPPED_STEPS:
             return None
         units = self._units(len(hosts))
         stage = max(range(len(hosts)), key=lambda one: sum(norms.get(unit, 0.0) for unit in units[one]))
         return (
-            f"in {CLIPPED_STEPS} steps running training.clip left less than {LEAST_CLIP:.0%} of the gradients, "
-            f"so weights may hardly change; the largest are those that node {hosts[stage]} reports for stage "
-            f"{stage}: see whether the loss still falls, lower training.lr or raise training.clip, or evict "
-            "that node if only its stage is like this"
+            f"in {CLIPPED_STEPS} steps running training.clip left less than {LEAST_CLIP:.0%} of the gradients, so "
+            f"weights may hardly change; the largest are those that node {hosts[stage]} reports for stage "
+            f"{stage}: see whether the loss still falls, lower training.lr or raise training.clip, or evict that "
+            "node if only its stage is like this"
         )
 
     def _remember(self, norms: Mapping[int, float], loss: float) -> None:
