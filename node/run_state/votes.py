@@ -258,11 +258,12 @@ class VoteHistory:
             return None
         units = self._units(len(hosts))
         stage = max(range(len(hosts)), key=lambda one: sum(norms.get(unit, 0.0) for unit in units[one]))
+        least = f"{LEAST_CLIP:.0%}"
         return (
-            f"in {CLIPPED_STEPS} steps running training.clip left less than {LEAST_CLIP:.0%} of the gradients, so "
+            f"in {CLIPPED_STEPS} steps running training.clip left less than {least} of the gradients, so "
             f"weights may hardly change; the largest are those that node {hosts[stage]} reports for stage "
-            f"{stage}: see whether the loss still falls, lower training.lr or raise training.clip, or evict that "
-            "node if only its stage is like this"
+            f"{stage}: see whether the loss still falls, lower training.lr or raise training.clip, or evict "
+            "that node if only its stage is like this"
         )
 
     def _remember(self, norms: Mapping[int, float], loss: float) -> None:

@@ -112,6 +112,7 @@ MEMBERS = tuple(
         ("no-applied", "never says that it has applied a step"),
         ("silent", "stays connected and says nothing"),
         ("idle", "does nothing, and answers on every connection"),
+        ("slow-votes", "votes 3 s late in each step, in time for every deadline"),
         ("reconnect", "drops its session at every message"),
         ("withhold-layers", "never hands in its layers"),
         ("flood-heartbeats", "sends heartbeats that name 4,000 links"),

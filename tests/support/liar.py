@@ -40,6 +40,8 @@ from wire.messages import (
 )
 from wire.telemetry import LinkReport, Span, StepSpans, Telemetry
 
+SLOW_SECONDS = 3.0
+"""By how much a vote comes too late: in time for every deadline."""
 FLOOD_SECONDS = 0.01
 """Seconds between two messages of a flood, which makes several megabytes a second."""
 
@@ -54,6 +56,7 @@ class Liar:
         self.flood = FLOODS.get(lie)
         self.drops_sessions = lie == "reconnect"
         self.does_nothing = lie == "idle"
+        self.votes_late = lie == "slow-votes"
         self.first_step = step
         self.marker = marker
         self.placement: Placement | None = None
@@ -148,6 +151,8 @@ class Altered(asyncio.Queue[NodeMessage]):
     async def get(self) -> NodeMessage:
         while not self._altered:
             message = await self._outbox.get()
+            if self._liar.votes_late and self._liar.lying and isinstance(message, Vote):
+                await asyncio.sleep(SLOW_SECONDS)
             self._altered.extend(self._liar.alter(self._liar, message) if self._liar.lying else [message])
         return self._altered.popleft()
 
@@ -212,6 +217,7 @@ LIES: dict[str, Lie] = {
     "silent": lambda *_: [],
     "reconnect": _honest,
     "idle": _honest,
+    "slow-votes": _honest,
     "withhold-layers": _honest,
     "flood-heartbeats": _honest,
     "flood-spans": _honest,
