@@ -55,6 +55,7 @@ from node.training.snapshot import (
     read_unit,
     snapshot_directory,
 )
+from node.training.text import expanded
 from node.training.tokenizer import load_tokenizer, of_tables
 from node.training.unit_state import parameters_of, read_tensors
 from wire.errors import DataError, RunError, UserError
@@ -148,7 +149,7 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_tokenizer(config, partial)
-        template = Path(config.data.chat_template).expanduser()
+        template = expanded(config.data.chat_template, "data.chat_template")
         if config.data.chat_template and template.is_file():
             shutil.copyfile(template, partial / "chat_template.jinja")
         if adapters and merge is None:
@@ -341,7 +342,7 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
         _write_json(out / SETTINGS, BYTE_SETTINGS)
         (out / SENTENCEPIECE).write_bytes(byte_pieces())
         return
-    path = Path(name).expanduser()
+    path = expanded(name, "data.tokenizer")
     folder = path if path.is_dir() else path.parent
     if (tables := of_tables(name)) is not None:
         (out / TOKENIZER).write_text(tables.to_json(), encoding="utf-8")

@@ -14,7 +14,7 @@ from node.checkpoints.hub import PREFIX, Repository, cached_file, download, hub_
 from node.checkpoints.weights import Checkpoint, FolderFiles, Weights
 from node.config.schema import ModelSection
 from node.model.units import unit_names
-from node.training.text import read_small
+from node.training.text import expanded, read_small
 from node.training.tokenizer import MOST_TABLES_BYTES
 from wire.errors import ConfigError, DataError
 
@@ -147,7 +147,7 @@ async def _opened(model: ModelSection, token: bool = True) -> AsyncIterator[Chec
 
 
 def _folder(name: str) -> Path:
-    return Path(name).expanduser()
+    return expanded(name, "model.from")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -41,7 +41,8 @@ from node.cli import (
 )
 from node.cli.parser import Parser
 from node.display.terminal import discard, say, take_any_text
-from wire.errors import ThinwireError
+from wire.errors import ThinwireError, UserError
+from wire.identity.files import state_folder
 from wire.version import VERSION
 
 COMMANDS = (
@@ -128,8 +129,8 @@ def _bug(error: BaseException) -> int:
     line = f"this is a bug: {type(error).__name__}: {summary}"
     name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for folder in (_crash_directory, lambda: Path(tempfile.gettempdir())):
-        # RuntimeError: a user without a home.
-        with contextlib.suppress(OSError, RuntimeError):
+        # UserError: a user without a home.
+        with contextlib.suppress(OSError, UserError):
             path = folder() / name
             path.write_text(report, encoding="utf-8", errors="backslashreplace")
             return _complain(f"{line}; traceback in {path}", EXIT_BUG)
@@ -137,7 +138,7 @@ def _bug(error: BaseException) -> int:
 
 
 def _crash_directory() -> Path:
-    directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "thinwire"
+    directory = state_folder()
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 

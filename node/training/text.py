@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from node.config.schema import DataSection
-from wire.errors import ConfigError, DataError
+from wire.errors import ConfigError, DataError, UserError
+from wire.identity.files import home
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,10 @@ def expanded(path: str, key: str) -> Path:
 
     Raises ConfigError.
     """
+    own, _, below = path.partition("/")
     try:
-        return Path(path).expanduser()
-    except RuntimeError:
+        return home() / below if own == "~" else Path(path).expanduser()
+    except (RuntimeError, UserError):
         raise ConfigError(
             f"{key} {path!r}: this machine knows no home of that user; write the whole path, from / on"
         ) from None

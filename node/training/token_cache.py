@@ -22,6 +22,7 @@ import numpy as np
 
 from node.training.tokenizer import Tokenizer, pieces_of
 from wire.errors import DataError
+from wire.identity.files import cache_folder as user_cache
 
 BATCH_PIECES = 16
 """Pieces encoded at once, on all cores; progress is on disk after each batch."""
@@ -30,8 +31,8 @@ Tell = Callable[[str], None]
 
 
 def cache_folder() -> Path:
-    """Where token files are kept; not created."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire" / "tokens"
+    """Where token files are kept; not created. Raises UserError for a user without a home."""
+    return user_cache() / "tokens"
 
 
 def tokens_of(text: bytes, tokenizer: Tokenizer, folder: Path, tell: Tell) -> np.ndarray:

@@ -12,6 +12,7 @@ from node.cli import doctor
 from node.cli.main import main
 from node.display.render import make_renderer
 from node.telemetry.events import NodeJoined, from_json
+from tests.support.homes import without_home
 from wire.errors import ConfigError, LinkError, RunError, ThinwireError
 
 Capture = pytest.CaptureFixture[str]
@@ -81,11 +82,7 @@ def test_a_bug_with_no_place_for_its_file_still_says_where(
 def test_a_bug_of_a_user_without_a_home(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
 ) -> None:
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setattr(Path, "home", home)
+    without_home(monkeypatch)
     assert_reported_beside(tmp_path, monkeypatch, capsys)
 
 
