@@ -183,6 +183,8 @@ class Coordinator:
         self._outcome: Stop | None = None
         self.exit_code = RunError.exit_code
         """Of the command, if the run fails."""
+        self._came: set[str] = set()
+        """Nodes that have come since the database was told who has."""
         go_on = functools.partial(self._machine.stop, at_once=False, soon=True)
         self.changes = Changes(config, directory, emit, lambda why: self._post(lambda _now: go_on(why)))
 
@@ -198,7 +200,7 @@ class Coordinator:
 
     async def run(self) -> Stop:
         """Drive the run until it ends; sessions are closed when this returns."""
-        watching = self._tick(), self._watch_evicted(), self.changes.watch()
+        watching = self._tick(), self._watch_members(), self.changes.watch()
         writing = self._tracer.run(), self._snapshots.run(), self._exports.run(), self._kept.run()
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(one) for one in (*watching, *writing, self._planners.run())]
@@ -253,13 +255,20 @@ class Coordinator:
         """As of when the tick came: it may have waited in the queue, and the standstill come after it."""
         return self._machine.tick(at, unseen=unseen)
 
-    async def _watch_evicted(self) -> None:
-        """Beside `_tick`, which must be late only when nothing else runs either."""
+    async def _watch_members(self) -> None:
+        """Shut out who was evicted, and count the uses of tokens by which nodes came.
+
+        Beside `_tick`, which must be late only when nothing else runs either.
+        """
         while True:
             await asyncio.sleep(TICK_SECONDS)
             # The command that evicts writes into the database, from a process of its own. One that cannot be
             # read now may be at the next look; whoever needs it ends the run with a goodbye.
             with contextlib.suppress(RunError):
+                if self._came:
+                    came = tuple(self._came)
+                    await asyncio.to_thread(self._store.claim, came)
+                    self._came.difference_update(came)
                 evicted = await asyncio.to_thread(self._store.evicted)
                 self._sessions.shut_out({*evicted, *self._machine.quarantined})
                 for node_id in evicted:
@@ -449,6 +458,7 @@ class Coordinator:
     def opened(self, session: ControlSession) -> None:
         node_id, hello = session.node_id, session.hello
         self._sessions.add(session)
+        self._came.add(node_id)
         session.send(
             Welcome(
                 node_id=node_id,

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -41,6 +41,8 @@ BYTES_A_SECOND, BYTES_AT_ONCE = 8 * 1024, 16 * 1024
 read."""
 
 Request = TypeVar("Request", pb.JoinRequest, pb.LookRequest)
+Outcome = TypeVar("Outcome")
+Context = grpc.aio.ServicerContext[Any, Any]
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -137,18 +139,22 @@ class EnrolmentService:
             request_deserializer=pb.JoinRequest.FromString,
             response_serializer=pb.JoinReply.SerializeToString,
         )
+        withdraw = grpc.stream_unary_rpc_method_handler(
+            self._withdraw,
+            request_deserializer=pb.JoinRequest.FromString,
+            response_serializer=pb.JoinReply.SerializeToString,
+        )
         look = grpc.stream_stream_rpc_method_handler(
             self.looks.look,
             request_deserializer=pb.LookRequest.FromString,
             response_serializer=pb.LookReply.SerializeToString,
         )
         return grpc.method_handlers_generic_handler(
-            "thinwire.wire.v1.Enrolment", {"Join": join, "Look": look}
+            "thinwire.wire.v1.Enrolment", {"Join": join, "Withdraw": withdraw, "Look": look}
         )
 
-    async def _join(
-        self, requests: AsyncIterator[pb.JoinRequest], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.JoinReply:
+    async def _request(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> JoinRequest:
+        """The request of a call, which ends if there is none."""
         try:
             message = await self._silent.first(requests)
         except TimeoutError:
@@ -158,7 +164,7 @@ class EnrolmentService:
         if message is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "what came is no join request")
         hardware = message.hardware
-        request = JoinRequest(
+        return JoinRequest(
             version=message.version,
             protocol=message.protocol,
             run_id=message.run_id,
@@ -174,14 +180,10 @@ class EnrolmentService:
                 host_bytes=hardware.host_bytes,
             ),
         )
-        source = self._front.host(context.peer())
-        try:
-            outcome = await self._answer(request, context.peer())
-        except RunError as error:
-            logger.error("a join request from %s could not be served: %s", source, error)
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot use its database")
-        if outcome is None:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many join requests: ask again later")
+
+    async def _join(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> pb.JoinReply:
+        request, source = await self._request(requests, context), self._front.host(context.peer())
+        outcome = await self._answer(request, context, self._handler.join)
         if isinstance(outcome, Granted):
             logger.info("admitted %s from %s by token %s", outcome.node_id, source, request.token_id)
             granted = pb.Granted(
@@ -195,16 +197,30 @@ class EnrolmentService:
         logger.info("refused a join request from %s: %s", source, outcome.code)
         return pb.JoinReply(refusal=pb.Refusal(code=outcome.code, message=outcome.message))
 
-    async def _answer(self, request: JoinRequest, peer: str) -> Granted | Refusal | None:
-        """None: this address, or the holders of this token, ask too often. Raises RunError."""
+    async def _withdraw(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> pb.JoinReply:
+        request = await self._request(requests, context)
+        refusal = await self._answer(request, context, self._handler.withdraw)
+        if refusal is None:
+            return pb.JoinReply()
+        return pb.JoinReply(refusal=pb.Refusal(code=refusal.code, message=refusal.message))
+
+    async def _answer(
+        self, request: JoinRequest, context: Context, decide: Callable[[JoinRequest], Outcome]
+    ) -> Outcome | Refusal:
+        """What `decide` answers the holder of a token, on a thread; the call ends if this address, or the
+        holders of this token, ask too often."""
         try:
-            refusal = await self._refuse(request, peer)
+            refusal = await self._refuse(request, context.peer())
+            if refusal is not None:
+                return refusal
+            async with self._work:
+                return await asyncio.to_thread(decide, request)
         except TimeoutError:
-            return None
-        if refusal is not None:
-            return refusal
-        async with self._work:
-            return await asyncio.to_thread(self._handler.join, request)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many join requests: ask again later")
+        except RunError as error:
+            source = self._front.host(context.peer())
+            logger.error("a join request from %s could not be served: %s", source, error)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot use its database")
 
     async def _refuse(self, request: JoinRequest, peer: str) -> Refusal | None:
         """Why the gRPC peer is no holder of a token. Raises TimeoutError if it must ask later, RunError.

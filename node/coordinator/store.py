@@ -13,7 +13,7 @@ import math
 import sqlite3
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
@@ -65,6 +65,9 @@ _ROWS = """CREATE TABLE IF NOT EXISTS placed_rows (
     epoch INTEGER NOT NULL, replica INTEGER NOT NULL, stage INTEGER NOT NULL, node_id TEXT NOT NULL,
     address TEXT NOT NULL, PRIMARY KEY (epoch, replica, stage))"""
 """Placements of the rows after the first."""
+
+_UNCLAIMED = "CREATE TABLE IF NOT EXISTS unclaimed (public_key_hash BLOB PRIMARY KEY, since REAL NOT NULL)"
+"""Members that have not come since they were admitted."""
 
 _HELD_OUT = """CREATE TABLE IF NOT EXISTS held_out (
     step INTEGER PRIMARY KEY, loss REAL, uncompressed REAL, samples INTEGER NOT NULL,
@@ -310,10 +313,30 @@ class Store:
             if decision.refusal is None and useless is not None:
                 decision = Decision(useless)
             if decision.refusal is None:
+                if decision.in_place_of is not None:
+                    _withdraw(db, token_id, decision.in_place_of)
                 _put_member(db, member)
-            if decision.new_use:
-                db.execute("INSERT INTO token_bindings VALUES (?, ?)", (token_id, member.public_key_hash))
+            if decision.refusal is None and decision.new_use:
+                key = member.public_key_hash
+                db.execute("INSERT INTO token_bindings VALUES (?, ?)", (token_id, key))
+                db.execute(_UNCLAIMED)
+                db.execute("INSERT OR REPLACE INTO unclaimed VALUES (?, ?)", (key, member.joined))
             return decision
+
+    def withdraw(self, token_id: str, public_key_hash: bytes) -> bool:
+        """Give back the use of a node that was admitted and cannot come; False if it has come, or is none."""
+        with self.writing() as db:
+            return _withdraw(db, token_id, public_key_hash)
+
+    def claim(self, node_ids: Collection[str]) -> None:
+        """These nodes have come: the uses by which they were admitted are spent."""
+        with self.writing() as db:
+            if has_table(db, "unclaimed"):
+                db.executemany(
+                    "DELETE FROM unclaimed WHERE public_key_hash = "
+                    "(SELECT public_key_hash FROM members WHERE node_id = ?)",
+                    [(node_id,) for node_id in node_ids],
+                )
 
     # ---- members and their places
 
@@ -504,11 +527,30 @@ def _run(db: sqlite3.Connection) -> RunRecord:
 def _tokens(db: sqlite3.Connection, where: str, *values: str) -> list[TokenRecord]:
     rows = db.execute(f"SELECT * FROM tokens WHERE {where} ORDER BY created, token_id", values).fetchall()
     bindings = "SELECT public_key_hash FROM token_bindings WHERE token_id = ?"
+    since = dict(db.execute("SELECT * FROM unclaimed")) if has_table(db, "unclaimed") else {}
     records = []
     for token_id, secret_hash, created, expires, uses, revoked in rows:
         bound = frozenset(key for (key,) in db.execute(bindings, (token_id,)))
-        records.append(TokenRecord(token_id, secret_hash, created, expires, uses, bool(revoked), bound))
+        unclaimed = {key: since[key] for key in bound & since.keys()}
+        records.append(
+            TokenRecord(token_id, secret_hash, created, expires, uses, bool(revoked), bound, unclaimed)
+        )
     return records
+
+
+def _withdraw(db: sqlite3.Connection, token_id: str, public_key_hash: bytes) -> bool:
+    """Forget a member that has never come, and free its use. One that was evicted stays shut out."""
+    if not has_table(db, "unclaimed"):
+        return False
+    key = (public_key_hash,)
+    bound = "SELECT 1 FROM token_bindings WHERE token_id = ? AND public_key_hash = ?"
+    if db.execute(bound, (token_id, *key)).fetchone() is None:
+        return False
+    if db.execute("DELETE FROM unclaimed WHERE public_key_hash = ?", key).rowcount == 0:
+        return False
+    db.execute("DELETE FROM token_bindings WHERE public_key_hash = ?", key)
+    db.execute("DELETE FROM members WHERE public_key_hash = ? AND evicted IS NULL", key)
+    return True
 
 
 def _members(db: sqlite3.Connection, where: str, *values: str | bytes) -> list[Member]:

@@ -34,7 +34,7 @@ from wire.identity.credentials import (
 )
 from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
 from wire.identity.names import node_id_of
-from wire.identity.token import JoinToken, base58_encode
+from wire.identity.token import CLAIM_SECONDS, JoinToken, base58_encode
 from wire.v1 import enrolment_pb2
 from wire.version import PROTOCOL, VERSION
 
@@ -189,9 +189,53 @@ async def test_a_wrong_clock_is_named_even_if_the_coordinators_certificate_is_va
 ) -> None:
     monkeypatch.setattr(enrol_module, "_ROUNDS", (0.0,))
     coordinator.clock.ahead = 3600.0 * hours
+    token = coordinator.token()
+    before = coordinator.trace()
     with pytest.raises(LinkError, match=f"clock is {line} the coordinator's, .*: set the clock"):
-        await enrol(coordinator.token(), tmp_path / "node", HARDWARE)
+        await enrol(token, tmp_path / "node", HARDWARE)
     assert NodeIdentity.load(tmp_path / "node") is None
+    assert coordinator.trace() == before, "the use is another node's"
+    coordinator.clock.ahead = 0.0
+    identity, _ = await enrol(token, tmp_path / "other", HARDWARE)
+    assert [member.node_id for member in coordinator.store.members()] == [identity.node_id]
+
+
+async def test_a_disk_that_keeps_no_identity_spends_no_use(
+    coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = coordinator.token()
+    before = coordinator.trace()
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(enrol_module, "write_private", full)
+        with pytest.raises(UserError, match="No space left on device"):
+            await enrol(token, tmp_path / "node", HARDWARE)
+    assert coordinator.trace() == before
+
+
+async def test_who_has_come_has_spent_the_use(coordinator: Coordinator, tmp_path: Path) -> None:
+    """A use whose node never came goes to one other node a minute later; that of a node that came to none."""
+    token = coordinator.token()
+    lost, _ = await enrol(token, tmp_path / "lost", HARDWARE)
+    with pytest.raises(Refused, match="try again in a minute"):
+        await enrol(token, tmp_path / "node", HARDWARE)
+    coordinator.clock.ahead = CLAIM_SECONDS
+    taken = await asyncio.gather(
+        *(enrol(token, tmp_path / f"node{number}", HARDWARE) for number in range(3)), return_exceptions=True
+    )
+    (granted,) = (one for one in taken if not isinstance(one, BaseException))
+    assert [member.node_id for member in coordinator.store.members()] == [granted[0].node_id]
+    assert granted[0].node_id != lost.node_id and coordinator.store.list_tokens()[0].uses == 1
+    coordinator.store.claim([granted[0].node_id])
+    coordinator.clock.ahead = 2 * CLAIM_SECONDS
+    key_hash = coordinator.store.members()[0].public_key_hash
+    assert not coordinator.store.withdraw(token.token_id, key_hash)
+    with pytest.raises(Refused) as refused:
+        await enrol(token, tmp_path / "late", HARDWARE)
+    assert refused.value.code is RefusalCode.TOKEN_USED_UP
 
 
 async def test_two_nodes_on_one_machine(coordinator: Coordinator, tmp_path: Path) -> None:
@@ -346,6 +390,11 @@ def test_an_unfit_node_with_a_good_token_gets_the_reason(tmp_path: Path) -> None
         assert "9 GB" not in stranger.message and judged == [HARDWARE]
         assert [token.uses for token in store.list_tokens()] == [0]
         assert store.members() == []
+        # As little is used up where no certificate can be made.
+        broken = EnrolmentHandler(store, authority, timedelta(days=10**7), time.time)
+        with pytest.raises(OverflowError):
+            broken.join(request)
+        assert [token.uses for token in store.list_tokens()] == [0] and store.members() == []
 
 
 async def test_another_runs_coordinator_does_not_get_the_secret(start: Start, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ The rules (`admit`) are pure: they take a record and a time. The coordinator's d
 import hashlib
 import hmac
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from zlib import crc32
 
@@ -154,6 +155,8 @@ class TokenRecord:
     revoked: bool = False
     bound: frozenset[bytes] = frozenset()
     """Public keys (SHA-256 of their SPKI) admitted with this token."""
+    unclaimed: Mapping[bytes, float] = field(default_factory=dict, compare=False)
+    """Those of them whose nodes have not come yet, and when they were admitted."""
 
     @property
     def uses(self) -> int:
@@ -171,6 +174,12 @@ class Decision:
 
     refusal: Refusal | None = None
     new_use: bool = False
+    in_place_of: bytes | None = None
+    """The key that loses its use to this one: its node never came."""
+
+
+CLAIM_SECONDS = 60.0
+"""A node that was admitted has so long to come before its use may go to another one."""
 
 
 def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now: float) -> Decision:
@@ -178,7 +187,10 @@ def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now
 
     Idempotent on (token, key): a node whose reply was lost asks again without another use. A key that was
     admitted before is admitted after the token has expired, so a node that was off past its certificate needs
-    no new token. A wrong secret gets the same answer as an unknown id, so ids cannot be probed.
+    no new token. When no other use is left, that of a node that did not come within `CLAIM_SECONDS`
+    goes to the next one who asks.
+
+    A wrong secret gets the same answer as an unknown id, so ids cannot be probed.
     """
     expected = record.secret_hash if record else bytes(32)
     if not hmac.compare_digest(hash_secret(secret), expected) or record is None:
@@ -191,8 +203,14 @@ def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now
     if now >= record.expires:
         return _refuse(RefusalCode.TOKEN_EXPIRED, f"{name} has expired: ask for a new one")
     if record.uses >= record.uses_allowed:
+        oldest = min(record.unclaimed, key=lambda key: (record.unclaimed[key], key), default=None)
+        if oldest is not None and now - record.unclaimed[oldest] >= CLAIM_SECONDS:
+            return Decision(new_use=True, in_place_of=oldest)
         used = f"{name} is used up ({record.uses} of {record.uses_allowed} uses)"
-        return _refuse(RefusalCode.TOKEN_USED_UP, f"{used}: ask for a new one")
+        later = (
+            "" if oldest is None else ", or try again in a minute: a node that it admitted has not come yet"
+        )
+        return _refuse(RefusalCode.TOKEN_USED_UP, f"{used}: ask for a new one{later}")
     return Decision(new_use=True)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -78,6 +78,11 @@ class FakeStore:
         self.out: list[str] = []
         self.looks = threading.Semaphore(0)
         """Released each time that somebody asks who was evicted."""
+        self.came: list[str] = []
+        """Nodes whose use of a token is spent."""
+
+    def claim(self, node_ids: Collection[str]) -> None:
+        self.came.extend(node_ids)
 
     def evicted(self) -> list[str]:
         self.looks.release()
@@ -277,7 +282,7 @@ async def test_a_database_that_cannot_be_read_now_is_read_at_the_next_look(
         assert isinstance(await node.hear(), Commit)
         run.store.out, run.store.refuse = ["a"], ""
         evicted = Finish(reason=f"you were {EVICTED_WORDS}", failed=True)
-        assert await node.hear() == evicted
+        assert await node.hear() == evicted and run.store.came == ["a"]
         assert not run.running.done()
 
 
