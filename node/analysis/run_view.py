@@ -238,11 +238,13 @@ class HeldOutView:
     step: int
     loss: float | None = None
     """With the run's codecs on the links; None if they cannot carry such samples."""
-    uncompressed: float
-    """With fp32 on every link."""
+    uncompressed: float | None
+    """With fp32 on every link; None if it is not finite, or no token counts as a label."""
     samples: int
+    """Those with labels."""
     best_step: int
-    best: float
+    """0 if there is no best one."""
+    best: float | None
     """The least uncompressed loss."""
 
 
@@ -275,7 +277,7 @@ class RunView:
     forward_codec: str
     backward_codec: str
     loss: float | None = None
-    """Of the newest step, nats a token."""
+    """Of the newest step, nats a token; None before the first, and if none of its tokens is a label."""
     lr: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None

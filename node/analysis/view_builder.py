@@ -329,7 +329,7 @@ class RunViewBuilder:
             head_share=started.head_share if started else None,
             forward_codec=started.forward_codec if started else "",
             backward_codec=started.backward_codec if started else "",
-            loss=step.loss if step else None,
+            loss=step.loss if step and math.isfinite(step.loss) else None,
             lr=step.lr if step else None,
             grad_norm=step.grad_norm if step else None,
             tokens_per_second=tokens / pace if pace else None,
@@ -444,22 +444,24 @@ class RunViewBuilder:
         self._steps_done = event.step
         self._restoring = False
         self._paces.append(event.seconds)
-        self._loss.add(event.step, at, event.loss)
+        if math.isfinite(event.loss):
+            self._loss.add(event.step, at, event.loss)
         self._speed.add(event.step, at, event.tokens_per_second)
 
     def _held_out_view(self) -> HeldOutView | None:
         if not self._held_out:
             return None
         losses = list(self._held_out.values())
-        newest, known = losses[-1], [one for one in losses if math.isfinite(one.uncompressed)]
-        best = min(known or losses, key=lambda one: one.uncompressed)
+        newest = losses[-1]
+        finite = {one.step: one.uncompressed for one in losses if math.isfinite(one.uncompressed)}
+        best = min(finite, key=finite.__getitem__, default=0)
         return HeldOutView(
             step=newest.step,
             loss=newest.loss,
-            uncompressed=newest.uncompressed,
+            uncompressed=finite.get(newest.step),
             samples=newest.samples,
-            best_step=best.step,
-            best=best.uncompressed,
+            best_step=best,
+            best=finite.get(best),
         )
 
     def _state(self, done: int, steps: int) -> str:

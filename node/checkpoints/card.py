@@ -9,6 +9,7 @@ from pathlib import Path
 from node.checkpoints.hub import hub_repository
 from node.config.schema import DataSection, LoraSection, RunConfig, TrainingSection
 from node.telemetry import events
+from node.telemetry.format import NO_LABELS, loss_text
 from node.telemetry.history import read_history
 from node.training.manifest import Manifest
 from node.training.schedule import DECAY_SHARE
@@ -67,7 +68,7 @@ def _losses(run_directory: Path, step: int) -> list[tuple[str, str]]:
             case _:
                 pass
     ends = dict.fromkeys((min(losses), max(losses))) if losses else ()
-    rows = [(f"loss of step {end}", f"{losses[end]:.4f}") for end in ends]
+    rows = [(f"loss of step {end}", loss_text(losses[end])) for end in ends]
     if not held_out:
         return rows
     newest = held_out[max(held_out)]
@@ -77,7 +78,7 @@ def _losses(run_directory: Path, step: int) -> list[tuple[str, str]]:
     rows += [
         (
             f"held-out loss at step {newest.step}, {newest.samples} samples",
-            f"{newest.uncompressed:.4f}{trained}",
+            f"{newest.uncompressed:.4f}{trained}" if newest.samples else NO_LABELS,
         ),
     ]
     if best is not None:

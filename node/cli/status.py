@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from node.display.status import coordinator_alive, read_status
     from node.display.top import path_sentences
     from node.display.watch import HistoryWatch
-    from node.telemetry.format import duration_text
+    from node.telemetry.format import duration_text, loss_text
 
     directory = existing_run_directory(args.run_dir)
     now = time.time()
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     lines = [f"run {record.run_id}: {state}, {done} of {steps} steps"]
     if last:
-        lines.append(f"loss      {last.loss:.4f} in step {done}")
+        lines.append(f"loss      {loss_text(last.loss)} in step {done}")
     if status:
         lines += _live_lines(status, now, alive, steps=state in STEPS)
     if state in GOES_ON:

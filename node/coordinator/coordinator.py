@@ -37,7 +37,7 @@ from node.coordinator.store import (
     StepRecord,
     Store,
 )
-from node.model.labels import BatchPart, steps_at_once, to_bytes
+from node.model.labels import BatchPart, are_labels, steps_at_once, to_bytes
 from node.pipeline.codec_plan import Lines
 from node.pipeline.places import PlacePlan
 from node.pipeline.snapshot_place import is_url, snapshot_place
@@ -127,7 +127,10 @@ class Coordinator:
         told_config = as_told(config)
         self._config_json = to_json(told_config)
         self._held_out = held_out_samples(config, corpus)
+        self._unlabelled: set[int] = set()
+        """Steps none of whose tokens counts as a label, of those whose labels a node has fetched."""
         plan = run_plan(config, corpus.windows, len(self._held_out), self._held_out.label_weight)
+        plan = replace(plan, unlabelled=self._unlabelled)
         self._machine = RunMachine(plan, step_plan(config), past)
         self._reporter = Reporter(config, emit, unreported)
         self._tracer = Tracer(config.telemetry, directory, self._places)
@@ -430,6 +433,7 @@ class Coordinator:
         faults.reach_coordinator(faults.Phase.COMMIT_APPLY, step=commit.step)
 
     async def _record_held_out(self, held_out: RecordHeldOut) -> None:
+        held_out = replace(held_out, samples=self._held_out.labelled)
         if self.config.pipeline.forward_codec == LOSSLESS:
             held_out = replace(held_out, loss=held_out.uncompressed)
         record = HeldOutRecord(
@@ -558,11 +562,15 @@ class Coordinator:
         for one in wanted:
             faults.reach_coordinator(faults.Phase.FORWARD, step=one)
         try:
-            return await asyncio.to_thread(packed_parts, self._corpus, wanted, part, groups, count)
+            packed = await asyncio.to_thread(packed_parts, self._corpus, wanted, part, groups, count)
         except UserError as error:
             # A shard that is read during the run is damaged: no step can go on without it.
             self._fail(str(error), error.exit_code)
             raise
+        if part is BatchPart.LABELS and not groups:
+            counts = are_labels(packed, steps)
+            self._unlabelled.update(one for one, some in zip(wanted, counts, strict=True) if not some)
+        return packed
 
     def layer_holders(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]

@@ -5,6 +5,7 @@ The reporter knows what this process has seen; the run's state is in the state m
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -70,8 +71,9 @@ class _Tally:
     """What this process has seen of the run."""
 
     steps: int = 0
-    first_loss: float = 0.0
-    last_loss: float = 0.0
+    first_loss: float = math.nan
+    last_loss: float = math.nan
+    """Of the first and the last step with labels."""
     tokens: int = 0
     seconds: float = 0.0
 
@@ -312,9 +314,9 @@ class Reporter:
 
     def _count(self, loss: float, tokens: int, seconds: float) -> None:
         tally = self._tally
-        if tally.steps == 0:
-            tally.first_loss = loss
-        tally.last_loss = loss
+        if not math.isnan(loss):
+            tally.first_loss = loss if math.isnan(tally.first_loss) else tally.first_loss
+            tally.last_loss = loss
         tally.steps += 1
         tally.tokens += tokens
         tally.seconds += seconds

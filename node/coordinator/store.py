@@ -127,6 +127,7 @@ class StepRecord:
     step: int
     epoch: int
     loss: float
+    """Not a number where no token counts as a label."""
     grad_norm: float
     lr: float
     clip: float
@@ -486,7 +487,7 @@ class Store:
 
     def best_of(self, steps: Iterable[int]) -> int | None:
         """Of these steps the one with the least held-out loss; None if none of them has one."""
-        losses = {record.step: record.uncompressed for record in self.held_out()}
+        losses = {one.step: one.uncompressed for one in self.held_out() if math.isfinite(one.uncompressed)}
         return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
 
     def delete_snapshot(self, step: int) -> bool:

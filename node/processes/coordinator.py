@@ -252,7 +252,7 @@ def _reopen(
         storages=recorded_storages(store),
         scales=_scales(config, store, directory / "snapshots", newest, kept),
         validated=frozenset(record.step for record in held_out),
-        best=min((record.uncompressed for record in held_out), default=math.inf),
+        best=min((one.uncompressed for one in held_out if math.isfinite(one.uncompressed)), default=math.inf),
         newest=tuple(
             PastStep(
                 loss=one.loss, grad_norm=one.grad_norm, seconds=one.seconds, norms=norms.get(one.step, {})

@@ -68,6 +68,7 @@ class RecordCommit:
     epoch: int
     step: int
     loss: float
+    """Not a number where no token of the step counts as a label."""
     grad_norm: float
     lr: float
     clip_coefficient: float
@@ -84,7 +85,7 @@ class RecordHeldOut:
     loss: float | None
     """With the run's codecs on the links; None if they cannot carry samples that are not trained on."""
     uncompressed: float
-    """With fp32 on every link."""
+    """With fp32 on every link; not a number where no token counts as a label."""
     samples: int
     best: bool = False
     """The least uncompressed loss so far."""

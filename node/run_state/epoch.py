@@ -13,7 +13,7 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -140,6 +140,8 @@ class Epoch:
         """Of each stage; None where the run file's are not left to the coordinator."""
         self.planned_windows: tuple[int, ...] = ()
         """Of each link, row after row, from the next step on; empty is the run file's."""
+        self.unlabelled: Container[int] = ()
+        """Steps none of whose tokens counts as a label: what is said to be their loss is none."""
         self.keeps_sums = False
         """From the next step on nodes keep the summed gradients of their steps."""
         self.addresses = addresses
@@ -446,13 +448,13 @@ class Epoch:
         if len(self._losses) < len(self._passes):
             return self._to_asked(self._validate())
         self.phase = Phase.IDLE
-        found = pass_losses(self._passes, self._losses)
+        found, labelled = pass_losses(self._passes, self._losses), self._label_weight > 0
         return [
             RecordHeldOut(
                 epoch=self.number,
                 step=self.step,
-                loss=found.as_trained,
-                uncompressed=found.uncompressed,
+                loss=found.as_trained if labelled else None,
+                uncompressed=found.uncompressed if labelled else math.nan,
                 samples=self._microbatch * found.microbatches,
             )
         ]
@@ -474,10 +476,11 @@ class Epoch:
             return self._skip_step()
         if (odd := disagreement(self.votes, self.hosts, self.stages) or self._audit_step()) is not None:
             return odd
-        loss = step_loss(self._head_votes)
+        loss = self._step_loss()
         factor = 1.0 if self._scales is None else self._scales.at(self.step).factor
         votes = [unscaled(self.votes[node], factor) for node in self.row(0)]
-        votes[self.loss_stage] = replace(votes[self.loss_stage], loss=loss)
+        said = None if math.isnan(loss) else loss
+        votes[self.loss_stage] = replace(votes[self.loss_stage], loss=said)
         norms = {unit: norm for vote in votes for unit, norm in vote.norms.items()}
         grad_norm = global_norm(norms[unit] for unit in sorted(norms))
         if not math.isfinite(grad_norm):
@@ -495,7 +498,7 @@ class Epoch:
 
     def _skip_step(self) -> list[Action]:
         """Commit the step as skipped: no stage applies it, because the loss's scale was too large."""
-        loss = step_loss(self._head_votes)
+        loss = self._step_loss()
         self._history.committed(self.step, {}, loss, confirmed=False)
         _, lr = self._plan(self.step, 0.0)
         record, *told = self._committed(loss, math.inf, SKIPPED, lr, {})
@@ -526,6 +529,9 @@ class Epoch:
             return None
         rows = {row: [(node, self.votes[node]) for node in self.row(row)] for row in self.audit.rows}
         return self._auditor.compare(self.audit, self.step, rows, self.loss_stage)
+
+    def _step_loss(self) -> float:
+        return math.nan if self.step in self.unlabelled else step_loss(self._head_votes)
 
     @property
     def _head_votes(self) -> list[Vote]:

@@ -26,6 +26,7 @@ class EpochSeries:
         """The newest that is over."""
         self._step_plan = step_plan
         self._scales = past.scales
+        self._unlabelled = plan.unlabelled
         self._last_number = past.last_epoch
         self._committed = committed
         self._newest_state = committed.step + 1 if committed is not None else 0
@@ -70,6 +71,7 @@ class EpochSeries:
             kinds=kinds,
             scales=self._scales,
         )
+        self.current.unlabelled = self._unlabelled
         if (len(hosts), len(groups)) == self._windows_of:
             self.current.planned_windows = self._windows
         return self.current

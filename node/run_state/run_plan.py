@@ -3,7 +3,7 @@
 import functools
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -51,6 +51,8 @@ class RunPlan:
     """The passes of a measurement."""
     label_weight: float = 1.0
     """Of all held-out samples (`node.model.labels`)."""
+    unlabelled: Container[int] = ()
+    """Steps, known before their votes come, none of whose tokens counts as a label."""
     microbatch: int = 1
     """Samples in a microbatch."""
     keep_best: bool = True

@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hints
 
+from node.telemetry.format import NO_LABELS
 from wire.errors import ProtocolViolationError
 
 _KINDS: dict[str, type["Event"]] = {}
@@ -164,7 +165,8 @@ class StepDone(Event):
     """Steps done so far, this one included: the first is 1, the last equals `steps`."""
     steps: int
     loss: float
-    """Mean cross-entropy over the step's tokens, nats a token."""
+    """Mean cross-entropy over the step's labels, nats a token; not a number, in JSON null, if no token is
+    one."""
     lr: float
     grad_norm: float
     """Before clipping, over the whole model."""
@@ -189,10 +191,11 @@ class HeldOutLoss(Event):
     event: ClassVar[str] = "held-out"
     step: int
     loss: float | None
-    """With the run's codecs on the links; None if they cannot carry such samples."""
+    """With the run's codecs on the links; None if they cannot carry such samples, or without labels."""
     uncompressed: float
-    """With fp32 on every link."""
+    """With fp32 on every link; not a number without labels."""
     samples: int
+    """Those with labels."""
     best: bool
     """The least uncompressed loss so far."""
     seconds: float
@@ -203,7 +206,8 @@ class HeldOutLoss(Event):
         """For people."""
         trained = "" if self.loss is None else f", {self.loss:.4f} as trained"
         best = ", the best so far" if self.best else ""
-        return f"held-out loss at step {self.step}: {self.uncompressed:.4f} uncompressed{trained}{best}"
+        found = f"{self.uncompressed:.4f} uncompressed{trained}{best}" if self.samples else NO_LABELS
+        return f"held-out loss at step {self.step}: {found}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,6 +435,7 @@ class RunSummary:
 
     steps: int
     first_loss: float
+    """Of the first step with labels; not a number if no step had any. The last one likewise."""
     last_loss: float
     tokens: int
     seconds: float

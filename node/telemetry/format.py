@@ -26,6 +26,15 @@ def count_text(count: float) -> str:
     return _scaled(count, ("", "k", "M", "G", "T", "P"), "")
 
 
+NO_LABELS = "no labels"
+"""Where a loss would stand that none of the tokens counts in."""
+
+
+def loss_text(loss: float | None) -> str:
+    """A loss in nats a token; None, or not a number, where no token counts as a label."""
+    return NO_LABELS if loss is None or loss != loss else f"{loss:.4f}"
+
+
 def duration_text(seconds: float) -> str:
     """A length of time: 0.25 -> `250 ms`, 75 -> `1m15s`, 7800 -> `2h10m`."""
     if 0 < seconds < 0.9995:

@@ -1,11 +1,13 @@
 """One epoch by itself: the messages it accepts in each phase, and those it repeats."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from node.run_state.actions import RecordCommit, RecordRestored, Send, StepDone
+from node.run_state.actions import RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
 from node.run_state.epoch import Committed, Epoch, Phase
+from node.run_state.held_out import HeldOutPass, HeldOutSchedule
 from node.run_state.votes import (
     LEAST,
     FiniteUncompressed,
@@ -23,8 +25,10 @@ from wire.messages import (
     Placement,
     Restore,
     TakeSnapshot,
+    Validated,
     Vote,
 )
+from wire.telemetry import Telemetry
 
 
 def epoch(
@@ -326,3 +330,27 @@ def test_norms_of_gradients_say_nothing_of_how_a_round_changes_weights() -> None
     assert all(plausible(step, 1e-3) for step in range(LEAST))
     assert all(plausible(step, 1e3) for step in range(LEAST, 2 * LEAST))
     assert not plausible(2 * LEAST, 1e9), "among rounds it is still found"
+
+
+def test_a_step_without_labels_has_no_loss() -> None:
+    """And it says nothing of what the losses of other steps may be."""
+    one = stepping(step=3)
+    one.unlabelled = {3}
+    one.vote("a", vote(3))
+    outcome = one.vote("b", vote(3, unit=1, loss=0.0))
+    assert isinstance(outcome, list)
+    commit = outcome[0]
+    assert isinstance(commit, RecordCommit) and math.isnan(commit.loss) and commit.grad_norm > 0
+
+
+@pytest.mark.parametrize(("weight", "loss"), [(0.0, math.nan), (2.0, 6.0)])
+def test_held_out_samples_without_labels_have_no_loss(weight: float, loss: float) -> None:
+    one = stepping(step=3)
+    one.phase = Phase.IDLE
+    one.validate([HeldOutPass(number=1, microbatches=2)], microbatch=4, label_weight=weight)
+    done = Validated(epoch=4, step=3, number=1, loss=None, telemetry=Telemetry())
+    one.validated("a", done)
+    (record,) = one.validated("b", replace(done, loss=3.0))
+    assert isinstance(record, RecordHeldOut)
+    assert record.uncompressed == pytest.approx(loss, nan_ok=True)
+    assert HeldOutSchedule((), math.inf).record(3, record.uncompressed) is (weight > 0)
