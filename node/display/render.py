@@ -269,8 +269,10 @@ def finished_lines(event: RunFinished) -> list[str]:
 
 def summary_lines(summary: RunSummary) -> list[str]:
     """The summary: loss, speed, bytes against FP32 and BF16, bits an element, time by stage."""
+    since = f" since step {summary.since}" if summary.since else ""
+    again = f", {summary.again} of them again" if summary.again else ""
     lines = [
-        f"steps       {summary.steps}, {count_text(summary.tokens)} tokens in "
+        f"steps       {summary.steps}{since}{again}, {count_text(summary.tokens)} tokens in "
         f"{duration_text(summary.seconds)}, {count_text(summary.tokens_per_second)} tokens/s",
         "loss        "
         + (
@@ -287,6 +289,8 @@ def summary_lines(summary: RunSummary) -> list[str]:
             f"bits        {summary.bits_forward:.2f} an activation element, "
             f"{summary.bits_backward:.2f} a gradient element, headers included",
         ]
+    if summary.held_out_bytes:
+        lines.append(f"held out    {bytes_text(summary.held_out_bytes)} on the wire besides")
     if summary.snapshot_path:
         lines.append(printable(f"snapshot    {summary.snapshot_path}"))
     if summary.weights_sha256:

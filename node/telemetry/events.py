@@ -431,9 +431,11 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Totals of a run. Bytes are those on all links, both directions."""
+    """Totals since this coordinator went on with the run. Bytes are those on all links, both directions, of
+    steps: aborted ones and those that ran again included, held-out samples not."""
 
     steps: int
+    """Different ones: a step that ran again counts once."""
     first_loss: float
     """Of the first step with labels; not a number if no step had any. The last one likewise."""
     last_loss: float
@@ -452,6 +454,12 @@ class RunSummary:
     weights_sha256: str
     machines: tuple[str, ...] = ()
     """What each machine is called, and in how many steps it took part."""
+    since: int = 0
+    """Steps that were done before."""
+    again: int = 0
+    """Steps that ran again after a rollback; their time and bytes count."""
+    held_out_bytes: int = 0
+    """What held-out samples sent, with the run's codecs and without."""
 
 
 @dataclass(frozen=True, kw_only=True)
