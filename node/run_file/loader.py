@@ -19,7 +19,7 @@ from node.config.schema import Every, RunConfig, Window
 from node.run_file.validate import problems, together, validate
 from node.telemetry.format import parse_duration
 from node.training.text import expanded
-from wire.errors import ConfigError, close_to, nearest
+from wire.errors import ConfigError, close_to, nearest, shortened
 
 log = logging.getLogger(__name__)
 
@@ -375,7 +375,9 @@ def _read_sections(raw: Mapping[str, Any]) -> _Read:
                 read.wrong.append(f"key {section!r} is outside its section; put it under [{owner}]")
                 read.doubtful.update(owners)
             else:
-                read.wrong.append(f"unknown section [{section}]{nearest(section, section_types())}")
+                read.wrong.append(
+                    f"unknown section [{shortened(section)}]{nearest(section, section_types())}"
+                )
                 read.doubtful.update(f"{one}." for one in close_to(section, section_types()))
         elif not isinstance(table, dict):
             read.wrong.append(f"[{section}] must be a section of keys, got {_shown(table)}")
@@ -397,7 +399,9 @@ def _read_sections(raw: Mapping[str, Any]) -> _Read:
 
 def _field_type(section: str, key: str, where: str) -> Any:
     if section not in section_types():
-        raise ConfigError(f"{where}: unknown section [{section}]{nearest(section, section_types())}")
+        raise ConfigError(
+            f"{where}: unknown section [{shortened(section)}]{nearest(section, section_types())}"
+        )
     types = _key_types(section)
     if key in types:
         return types[key]
@@ -405,7 +409,7 @@ def _field_type(section: str, key: str, where: str) -> Any:
     elsewhere = [full for full in full_keys() if full.endswith(f".{key}")]
     if elsewhere:
         hint = f"; did you mean {' or '.join(elsewhere)}?"
-    raise ConfigError(f"{where}: unknown key {key!r} in [{section}]{hint}")
+    raise ConfigError(f"{where}: unknown key {shortened(key)!r} in [{section}]{hint}")
 
 
 def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:

@@ -34,7 +34,7 @@ from node.training.loss_scale import LEAST, MOST
 from node.training.object_store import wrong_url
 from node.training.schedule import SCHEDULES
 from wire.codecs.formats import codec_format
-from wire.errors import CodecError, ConfigError
+from wire.errors import CodecError, ConfigError, shortened
 from wire.frames import MAX_TENSOR_BYTES
 
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -54,6 +54,10 @@ MAX_MICROBATCHES = 16_384
 """In a step. Estimates list the actions of all stages several times: this many take a second."""
 
 
+MOST_OF_ONE = 500
+"""Characters of one problem, which may quote a value of any size."""
+
+
 def validate(config: RunConfig, where: str) -> None:
     """Raise ConfigError with all problems in one line. `where` names their source."""
     if found := problems(config):
@@ -63,7 +67,8 @@ def validate(config: RunConfig, where: str) -> None:
 def together(found: Sequence[str]) -> str:
     """Several problems in one line; beyond `MOST_SHOWN` only their number."""
     rest = len(found) - MOST_SHOWN
-    return "; also: ".join(found[:MOST_SHOWN]) + (f" (and {rest} more)" if rest > 0 else "")
+    shown = (shortened(one, MOST_OF_ONE) for one in found[:MOST_SHOWN])
+    return "; also: ".join(shown) + (f" (and {rest} more)" if rest > 0 else "")
 
 
 def problems(config: RunConfig) -> list[str]:

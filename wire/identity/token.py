@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from zlib import crc32
 
-from wire.errors import RefusalCode, TokenError
+from wire.errors import RefusalCode, TokenError, shortened
 from wire.identity.enrolment import Refusal
 from wire.identity.names import is_run_id, split_address
 
@@ -100,7 +100,8 @@ class JoinToken:
         if prefix != _PREFIX:
             if prefix.startswith("tw") and prefix[2:].isdigit():
                 raise TokenError(
-                    f"this join token is of format {prefix!r} and this thinwire reads {_PREFIX!r}: "
+                    f"this join token is of format {shortened(prefix)!r}, and this thinwire reads "
+                    f"{_PREFIX!r}: "
                     "install the version of thinwire that the coordinator runs"
                 )
             raise TokenError(f"this is not a join token: expected {_PREFIX}_..., copy the join line again")
