@@ -5,9 +5,10 @@ last, labels all but the first. Windows of one pass start `sequence` tokens apar
 label at most once in a pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
+from types import MappingProxyType
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class Corpus:
         seed: int,
         shift: bool = True,
         end: int | None = None,
+        dropped: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """
         Args:
@@ -44,6 +46,7 @@ class Corpus:
             global_batch: samples a step.
             shift: every pass starts at another token below `sequence`, so that samples do not come again.
             end: the token that ends a document; None takes a sample for one document.
+            dropped: documents left out, by reason.
 
         Raises:
             DataError: fewer than `sequence` + 1 tokens.
@@ -64,6 +67,8 @@ class Corpus:
         self.global_batch = global_batch
         self.seed = seed
         self._end = end
+        self.dropped = dict(dropped)
+        """Documents left out, by reason."""
 
         room = len(self.training) - 1
         # One window fewer than fit, so that every phase below `sequence` leaves room for all of them.

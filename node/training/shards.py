@@ -321,6 +321,7 @@ class Stream:
         self._end = 0
         self._walk = self._groups_in_order()
         self._extending = threading.Lock()
+        self._dropped: Counter[str] = Counter()
 
     def prepare(self, index: int) -> int:
         """Tokenize up to sample `index`; returns the number of samples that are ready."""
@@ -339,6 +340,11 @@ class Stream:
         group = next(self._walk)
         self._groups.append(group)
         self._end = group.first + len(group.places)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Documents left out of the shards that are tokenized so far, by reason; each counts once."""
+        return dict(self._dropped)
 
     def counts(self) -> list[Counts]:
         """Counts of the first group's parts."""
@@ -381,7 +387,7 @@ class Stream:
 
     def in_order(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """As `window`, the first samples in the order of the listing."""
-        parts = self._parts(np.arange(len(self.tokenized.source.shards)))
+        parts = self._parts(np.arange(len(self.tokenized.source.shards)), self._dropped)
         places = ((shard, part, window) for shard, part, count in parts for window in range(count))
         yield from (self._cut(*place) for place in islice(places, limit))
 
@@ -392,7 +398,7 @@ class Stream:
                 len(self.tokenized.source.shards)
             )
             began = first
-            parts = self._parts(order)
+            parts = self._parts(order, self._dropped if number == 0 else Counter())
             count = 0
             while several := list(islice(parts, GROUP_PARTS)):
                 places = [
@@ -412,10 +418,11 @@ class Stream:
                 )
             number += 1
 
-    def _parts(self, order: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    def _parts(self, order: np.ndarray, dropped: Counter[str]) -> Iterator[tuple[int, int, int]]:
         for shard in map(int, order):
             part = 0
             while (counts := self.tokenized.counts(shard, part)) is not None:
+                dropped.update(counts.dropped)
                 yield shard, part, max(0, counts.tokens - 1) // self._sequence
                 part += 1
 
@@ -470,6 +477,14 @@ class ShardedCorpus:
             starts_in(ids[:-1], None if mask is None else mask[:-1], end) for ids, mask in self._samples(step)
         ]
         return np.stack(rows)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Documents left out so far, by reason, of all sources: more come as shards are tokenized."""
+        total: Counter[str] = Counter()
+        for stream in self.streams:
+            total.update(stream.dropped)
+        return dict(total)
 
     def estimated_tokens(self) -> int:
         """Tokens of all sources, from the shards that are tokenized."""
