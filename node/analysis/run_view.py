@@ -10,7 +10,7 @@ must not be shown as 0.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self, cast
 
 from node.telemetry import events
@@ -306,6 +306,8 @@ class RunView:
     recoveries: int
     replaced: tuple[str, ...] = ()
     """Who lost a stage or was shut out, and why, a line for each node; the newest last."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Documents left out of the training data, by reason, of what has been read so far."""
     replayed: int
     """Committed steps that ran again after a rollback."""
     replays_to: int = 0

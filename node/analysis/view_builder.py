@@ -93,6 +93,7 @@ class BuilderState:
     links: tuple[LinkSums, ...]
     listed: tuple[EventView, ...]
     replaced: Mapping[str, str] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 class RunViewBuilder:
@@ -129,6 +130,7 @@ class RunViewBuilder:
         self._events: deque[EventView] = deque(maxlen=MOST_EVENTS)
         self._replaced: dict[str, str] = {}
         """By node that lost its stage or was shut out: the newest line that says why."""
+        self._dropped: Mapping[str, int] = {}
 
     def apply(self, event: events.Event, at: float) -> None:
         """Apply `event` of Unix time `at`; kinds that are not in a view are ignored."""
@@ -166,6 +168,8 @@ class RunViewBuilder:
                 self._snapshots.append(SnapshotView(step=event.step, bytes=event.bytes, at=at))
             case events.SnapshotSetAside():
                 self._forget_snapshots(event.whole)
+            case events.DataDropped():
+                self._dropped = event.reasons
             case events.RunFinished():
                 self._finished = event
                 self._members.clear()
@@ -220,6 +224,7 @@ class RunViewBuilder:
             links=tuple(sums.state(ends) for ends, sums in self._links.items()),
             listed=tuple(self._events),
             replaced=dict(self._replaced),
+            dropped=self._dropped,
         )
 
     @classmethod
@@ -252,6 +257,7 @@ class RunViewBuilder:
         made._links = {ends_of(sums): LinkTotals(sums) for sums in state.links}
         made._events.extend(state.listed)
         made._replaced = dict(state.replaced)
+        made._dropped = state.dropped
         return made
 
     @property
@@ -349,6 +355,7 @@ class RunViewBuilder:
             aborted=self._aborted,
             recoveries=self._recoveries,
             replaced=tuple(self._replaced.values()),
+            dropped=self._dropped,
             replayed=self._replayed,
             replays_to=self._highest_step if self._highest_step > done else 0,
             token_uses=self._token_uses,

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from node.display.status import coordinator_alive, read_status
     from node.display.top import path_sentences
     from node.display.watch import HistoryWatch
-    from node.telemetry.format import duration_text, loss_text
+    from node.telemetry.format import dropped_text, duration_text, loss_text
 
     directory = existing_run_directory(args.run_dir)
     now = time.time()
@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
             "usable_tokens": usable,
             "bottleneck": bottleneck,
             "replaced": view.replaced,
+            "dropped": view.dropped,
             "links": [{name: getattr(link, name) for name in _OF_A_LINK} for link in view.links],
             "status": json.loads(status.to_json()) if status else None,
         }
@@ -90,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         lines += [f"slow      {sentence}" for sentence in bottleneck]
     lines += [f"path      {sentence}" for sentence in path_sentences(view)]
     lines += [f"fault     {line}" for line in view.replaced]
+    if view.dropped:
+        lines.append(f"left out  {dropped_text(view.dropped)} of the documents read so far")
     lines.append(f"nodes     {len(members)} admitted since the run began")
     newest = f", the newest {duration_text(age)} old" if age is not None else ""
     lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}{newest}")

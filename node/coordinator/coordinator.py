@@ -96,6 +96,8 @@ TICK_SECONDS = 0.25
 STANDSTILL_SECONDS = 2.0
 """Between two ticks: the process was stopped, its machine was paused, or its memory came back from disk."""
 GOODBYE_SECONDS = 5.0
+DROPPED_SECONDS = 60.0
+"""Between two lines about what is left out of the training data."""
 
 Result = TypeVar("Result")
 Happening = Callable[[float], list[Action]]
@@ -186,6 +188,8 @@ class Coordinator:
         self._outcome: Stop | None = None
         self.exit_code = RunError.exit_code
         """Of the command, if the run fails."""
+        self._dropped: Mapping[str, int] = {}
+        """Documents left out of the training data, by reason, as last said."""
         self._came: set[str] = set()
         """Nodes that have come since the database was told who has."""
         go_on = functools.partial(self._machine.stop, at_once=False, soon=True)
@@ -203,7 +207,7 @@ class Coordinator:
 
     async def run(self) -> Stop:
         """Drive the run until it ends; sessions are closed when this returns."""
-        watching = self._tick(), self._watch_members(), self.changes.watch()
+        watching = self._tick(), self._watch_members(), self._watch_data(), self.changes.watch()
         writing = self._tracer.run(), self._snapshots.run(), self._exports.run(), self._kept.run()
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(one) for one in (*watching, *writing, self._planners.run())]
@@ -211,6 +215,7 @@ class Coordinator:
             await self._exports.finish()
             for task in beside:
                 task.cancel()
+        self._say_dropped()
         await self._say_goodbye()
         await self._tracer.write()
         done = self._machine.newest_snapshot >= self.config.run.steps
@@ -276,6 +281,17 @@ class Coordinator:
                 self._sessions.shut_out({*evicted, *self._machine.quarantined})
                 for node_id in evicted:
                     self._shut_out(node_id)
+
+    async def _watch_data(self) -> None:
+        """Say what is left out of the training data: soon, and again as more of it is read."""
+        while True:
+            self._say_dropped()
+            await asyncio.sleep(DROPPED_SECONDS)
+
+    def _say_dropped(self) -> None:
+        if (reasons := self._corpus.dropped) != self._dropped:
+            self._dropped = reasons
+            self._emit(events.DataDropped.of(reasons))
 
     def _use_costs(self, number: int, costs: events.StepCosts) -> None:
         """Plan windows and codecs and share groups by what steps cost, unless their epoch is over."""

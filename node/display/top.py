@@ -8,6 +8,7 @@ from node.telemetry.format import (
     NO_LABELS,
     bytes_text,
     count_text,
+    dropped_text,
     duration_text,
     loss_text,
     named,
@@ -39,6 +40,8 @@ def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
         lines += ["", *_link_table(view.links)]
         for sentence in path_sentences(view, relayed_only=True):
             lines += _wrapped("path        ", sentence, width)
+    if view.dropped:
+        lines += _wrapped("left out    ", f"{dropped_text(view.dropped)} of the documents read so far", width)
     if view.held_out is not None:
         lines.append(_held_out(view.held_out))
     lines += ["", _nodes(view, now)]

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hints
 
-from node.telemetry.format import NO_LABELS
+from node.telemetry.format import NO_LABELS, dropped_text
 from wire.errors import ProtocolViolationError
 
 _KINDS: dict[str, type["Event"]] = {}
@@ -405,6 +405,19 @@ class DiskRoom(Notice):
 
     event: ClassVar[str] = "disk-room"
     full: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataDropped(Notice):
+    """Documents were left out of the training data; the line says why."""
+
+    event: ClassVar[str] = "data-dropped"
+    reasons: Mapping[str, int]
+    """Documents by reason, of what has been read so far."""
+
+    @classmethod
+    def of(cls, reasons: Mapping[str, int]) -> "DataDropped":
+        return cls(text=f"left out of the training data so far: {dropped_text(reasons)}", reasons=reasons)
 
 
 @dataclass(frozen=True, kw_only=True)

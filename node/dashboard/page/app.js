@@ -38,6 +38,7 @@ function changed(view, names) {
   if (any("speed_curve")) speedChart.set(view.speed_curve);
   if (any("stages", "links", "state")) drawPipeline(view);
   if (any("members", "spares", "replaced")) drawNodes(view);
+  if (any("dropped")) drawDropped(view.dropped || {});
   if (any("events")) drawEvents(view);
 }
 
@@ -120,6 +121,13 @@ function drawTimes(view) {
     set(second, note);
   });
   set(byId("footer"), `${view.run_id ? `run ${view.run_id} · ` : ""}last event ${format.age(age)} ago${connection === "live" ? "" : " · not live"}`);
+}
+
+// Documents left out of the training data, by reason.
+function drawDropped(reasons) {
+  const parts = Object.entries(reasons).sort((a, b) => b[1] - a[1]).map(([reason, count]) => `${format.integer(count)} (${reason})`);
+  byId("dropped").textContent = `left out of the training data so far: ${parts.join(", ")}`;
+  byId("dropped").hidden = !parts.length;
 }
 
 // The newest held-out loss and the best one.

@@ -9,7 +9,7 @@ from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.metrics import RunMetrics
 from node.dashboard.feed import Feed
 from node.display.compare import comparison_lines
-from node.display.render import Pace, step_line
+from node.display.render import Pace, event_lines, step_line
 from node.display.top import view_lines
 from node.telemetry import events
 from node.telemetry.history import Entry
@@ -98,3 +98,16 @@ def test_metrics_have_both_ways() -> None:
     assert 'thinwire_held_out_loss{links="as-trained"} 3.0' in text
     assert 'thinwire_held_out_loss{links="fp32"} 2.75' in text
     assert "thinwire_held_out_best_steps 4.0" in text
+
+
+def test_what_is_left_out_of_the_data_is_said_with_its_reasons() -> None:
+    told = [
+        started(),
+        events.DataDropped.of({"empty": 2}),
+        events.DataDropped.of({"empty": 3, "no user": 45}),
+    ]
+    view = view_of(told)
+    assert view.dropped == {"empty": 3, "no user": 45} == RunView.from_json(view.to_json()).dropped
+    assert "left out    45 (no user), 3 (empty) of the documents read so far" in view_lines(view, 10.0)
+    assert event_lines(told[2]) == [view.events[-1].text]
+    assert RunViewBuilder.restored(builder_of(told).state()).view() == view
