@@ -68,7 +68,8 @@ def test_what_has_no_labels_has_no_loss() -> None:
     assert RunView.from_json(view.to_json()) == view and '"uncompressed": null' in view.to_json()
     lines = "\n".join(view_lines(view, 10.0))
     assert "loss no labels" in lines and "held-out    no labels, step 2" in lines
-    metrics = RunMetrics(builder_of(told).slices).render().decode()
+    builder = builder_of(told)
+    metrics = RunMetrics(Feed(builder).view_in_turns).scrape(builder.view()).text().decode()
     assert "\nthinwire_loss " not in metrics and "thinwire_held_out_loss{" not in metrics
     runs = [
         record(name, {}, [Entry(at=0.0, event=event) for event in (*told, replace(done(2), loss=1.0))])
