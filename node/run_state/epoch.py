@@ -488,9 +488,11 @@ class Epoch:
             return NonFinite(self.hosts[largest], "the global gradient norm")
         if self.uncompressed:
             return FiniteUncompressed()
-        if not anyway and (found := self._history.implausible(self.row(0), votes)) is not None:
+        # Of a step without labels every gradient is 0, which says nothing of other steps.
+        judged = norms if said is not None else {}
+        if judged and not anyway and (found := self._history.implausible(self.row(0), votes)) is not None:
             return found
-        self._history.committed(self.step, norms, loss, confirmed=confirmed)
+        self._history.committed(self.step, judged, loss, confirmed=confirmed)
         clip, lr = self._plan(self.step, grad_norm)
         line = self._history.clipped(clip, norms, self.row(0))
         record, *told = self._committed(loss, grad_norm, clip / factor, lr, norms)
