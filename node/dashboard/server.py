@@ -276,7 +276,13 @@ class _Routes:
             return _json({"error": "this page is read-only: no coordinator serves it"}, status=403)
         change = _change_request(request)
         if (denied := guard.check(change, time.monotonic())) is not None:
-            log.warning("a change from %s was refused: %s", change.remote, denied.reason)
+            # At most a few a minute of each address: a flood of guesses does not fill the log.
+            log.log(
+                logging.DEBUG if denied.status == 429 else logging.WARNING,
+                "a change from %s was refused: %s",
+                change.remote,
+                denied.reason,
+            )
             return _json({"error": denied.reason}, status=denied.status)
         try:
             wanted = json.loads(await request.read())
