@@ -141,6 +141,11 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("--advertise names a port to dial and --no-listen opens none: give one of them")
     if args.metrics:
         parse_listen(args.metrics)
+    if args.store:
+        from node.training.object_store import wrong_url
+
+        if (why := wrong_url(args.store)) is not None:
+            raise UsageError(f"--store {args.store[:200]} cannot hold snapshots: {why}")
     if len(args.name) > MOST_NAME:
         raise UsageError(f"--name may have at most {MOST_NAME} characters, got {len(args.name)}")
     if args.relay and args.no_listen:

@@ -25,7 +25,7 @@ from node.stage.following import State
 from node.stage.layer_peers import LayerPeers, LayerPlace
 from node.stage.snapshot_cache import LayerFile, SnapshotCache
 from node.training.manifest import unit_weights_sha256
-from node.training.object_store import ObjectStore, wrong_url
+from node.training.object_store import ObjectStore, is_below, wrong_url
 from node.training.serialization import deserialize_unit, serialize_unit
 from node.training.unit_state import (
     PARAMETER_PREFIX,
@@ -356,14 +356,15 @@ class SnapshotTransfer:
 
 def check_store(url: str, allowed: str) -> None:
     """Raises UserError if `url` is an object store's that this machine's owner has not named."""
-    within = bool(allowed) and f"{url}/".startswith(f"{allowed.rstrip('/')}/")
-    if is_url(url) and not within:
+    if not is_url(url):
+        return
+    if (why := wrong_url(url)) is not None:
+        raise UserError(f"{url[:200]} cannot hold snapshots: {why}")
+    if not is_below(url, allowed):
         raise UserError(
             f"this run keeps its snapshots in {url}, with the credentials of each machine's environment: "
             f"join with --store {url} to let it"
         )
-    if is_url(url) and (why := wrong_url(url)) is not None:
-        raise UserError(f"{url} cannot hold snapshots: {why}")
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:
