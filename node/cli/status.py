@@ -37,7 +37,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
-    from node.cli.token import token_state
     from node.coordinator.store import Store
     from node.display.status import coordinator_alive, read_status
     from node.display.top import path_sentences
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         last = store.last_step()
         members = [member.node_id for member in store.members() if member.evicted is None]
         complete = [snapshot for snapshot in store.snapshots() if snapshot.complete]
-        usable = sum(token_state(token, now) == "usable" for token in store.list_tokens())
+        usable = sum(token.state(now) == "usable" for token in store.list_tokens())
     status = read_status(directory)
     view = HistoryWatch(directory).view()
     bottleneck = view.bottleneck

@@ -220,8 +220,7 @@ INTERVAL_SECONDS = 5.0
 
 def uses_left(records: Iterable[TokenRecord], now: float) -> int:
     """Uses left over all valid tokens at the Unix time `now`."""
-    usable = (record for record in records if not record.revoked and now < record.expires)
-    return sum(max(0, record.uses_allowed - record.uses) for record in usable)
+    return sum(record.uses_allowed - record.uses for record in records if record.state(now) == "usable")
 
 
 @asynccontextmanager

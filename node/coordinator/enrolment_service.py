@@ -30,9 +30,9 @@ MOST_SILENT = 256
 """Calls whose requests have not come; of more, the one that has been silent longest ends."""
 _MOST_AT_WORK = 4
 _JOINS_A_SECOND, _JOINS_AT_ONCE = 20.0, 100.0
-"""Requests of one token's holders, and those of one address without a valid token."""
+"""Requests from one address, with one valid token or without any."""
 MOST_COUNTED = 4096
-"""Addresses and tokens whose requests are counted; of more, the one that asked longest ago starts afresh."""
+"""Of which requests are counted; of more, the one that asked longest ago starts afresh."""
 CONNECTION_SECONDS = 30.0
 """A connection to the join port ends after this long."""
 
@@ -76,7 +76,7 @@ class RateLimit:
 
 
 class RateLimits:
-    """A `RateLimit` for each key: an address or a token."""
+    """A `RateLimit` for each key: an address, or one with a token."""
 
     def __init__(self) -> None:
         self._limits: dict[str, RateLimit] = {}
@@ -207,8 +207,8 @@ class EnrolmentService:
     async def _answer(
         self, request: JoinRequest, context: Context, decide: Callable[[JoinRequest], Outcome]
     ) -> Outcome | Refusal:
-        """What `decide` answers the holder of a token, on a thread; the call ends if this address, or the
-        holders of this token, ask too often."""
+        """What `decide` answers the holder of a token, on a thread; the call ends if this address asks
+        too often."""
         try:
             refusal = await self._refuse(request, context.peer())
             if refusal is not None:
@@ -225,19 +225,20 @@ class EnrolmentService:
     async def _refuse(self, request: JoinRequest, peer: str) -> Refusal | None:
         """Why the gRPC peer is no holder of a token. Raises TimeoutError if it must ask later, RunError.
 
-        The holder of a valid token is counted by token, everybody else by address before any work is done: so
-        strangers shut out no holder, not even from behind one address.
+        Strangers count by address, and only once it is known that they hold no token: so they shut out no
+        holder from behind one address, not even of a token that was made a moment ago. What they cost until
+        then is a comparison of hashes and a wait for a look at the database that all share. Holders count by
+        token and address: one that floods shuts out no other.
         """
+        address = address_group(self._front.host(peer))
         refusal = self._handler.refuse_cheaply(request)
-        if refusal is not None or not self._tokens.holds(request.token_id, request.secret):
-            if not self._limits.take(f"address {address_group(self._front.host(peer))}", time.monotonic()):
-                raise TimeoutError
-            if refusal is not None:
-                return refusal
-            if not await self._tokens.look_up(request.token_id, request.secret):
-                return self._handler.unknown_token()
-        if not self._limits.take(f"token {request.token_id}", time.monotonic()):
+        if refusal is None and not await self._tokens.look_up(request.token_id, request.secret):
+            refusal = self._handler.unknown_token()
+        source = address if refusal is not None else f"{request.token_id} {address}"
+        if not self._limits.take(source, time.monotonic()):
             raise TimeoutError
+        if refusal is not None:
+            return refusal
         self._front.unpace(peer)
         return None
 

@@ -28,12 +28,15 @@ from node.training.manifest import Manifest
 from wire.errors import RefusalCode, UserError
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.files import create_private, make_private_directory
+from wire.identity.names import node_id_of
 from wire.identity.token import Decision, JoinToken, TokenRecord, admit, hash_secret, new_secret, new_token_id
 from wire.version import PROTOCOL, VERSION
 
 EVICTED_WORDS = (
     "evicted from this run by its operator; to come back, ask for a new join line and give a new --state-dir"
 )
+_CLOSED = 2
+"""In the column `revoked`: closed. A coordinator of an earlier version takes it for revoked."""
 DATABASE_FILE = "run.db"
 SCHEMA_VERSION = 1
 
@@ -107,6 +110,35 @@ class Member:
     hardware: Hardware
     joined: float
     evicted: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What `Store.evict` did."""
+
+    node_id: str
+    at: float
+    tokens: tuple[TokenRecord, ...]
+    """By which the node came, as they were before."""
+    evicted: frozenset[bytes]
+    """Keys of all evicted nodes."""
+    keeps_token: bool
+
+    def __str__(self) -> str:
+        said = f"evicted {self.node_id}: it gets no stage and no certificate from now on"
+        for token in self.tokens:
+            left = token.uses_allowed - token.uses if token.state(self.at) == "usable" else 0
+            uses = f"{left} more node{'s' * (left != 1)}"
+            said += f"; it came by token {token.token_id}, "
+            if not left:
+                said += "which admits no more nodes"
+            elif self.keeps_token:
+                said += f"which still admits {uses}, this one under another key too"
+            else:
+                said += f"which would have admitted {uses} and is closed"
+            if others := sorted(map(node_id_of, token.bound - self.evicted)):
+                said += f", as did {', '.join(others)}"
+        return said if self.tokens else f"{said}; by which token it came is not on record"
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,15 +391,31 @@ class Store:
                 values = member.evicted, member.node_id
                 db.execute("UPDATE members SET evicted = ? WHERE node_id = ?", values)
 
-    def evict(self, node_id: str, now: float) -> bool:
-        """Shut a node out: its key is never admitted again. False for one that is no member."""
+    def evict(self, node_id: str, now: float, *, keep_token: bool = False) -> "Eviction | None":
+        """Shut a node out: its key is never admitted again. None for one that is no member.
+
+        Nor is another key by its token, or it would be back at once; nodes that the token admitted stay.
+
+        Args:
+            keep_token: the token's remaining uses stay.
+        """
         if not node_id.isascii():  # as no id is; and SQLite has no form for half a surrogate pair
-            return False
+            return None
         with self.writing() as db:
-            cursor = db.execute(
-                "UPDATE members SET evicted = coalesce(evicted, ?) WHERE node_id = ?", (now, node_id)
-            )
-            return cursor.rowcount == 1
+            found = _members(db, "node_id = ?", node_id)
+            if not found:
+                return None
+            db.execute("UPDATE members SET evicted = coalesce(evicted, ?) WHERE node_id = ?", (now, node_id))
+            key = found[0].public_key_hash
+            by = "token_id IN (SELECT token_id FROM token_bindings WHERE public_key_hash = ?)"
+            tokens = _tokens(db, by, key)
+            if not keep_token:
+                db.execute(
+                    f"UPDATE tokens SET revoked = ? WHERE revoked = 0 AND {by}",
+                    (_CLOSED, key),
+                )
+            out = {member.public_key_hash for member in _members(db, "evicted IS NOT NULL")}
+            return Eviction(node_id, now, tuple(tokens), frozenset(out), keeps_token=keep_token)
 
     def evicted(self) -> list[str]:
         """The nodes for which `evict` was called."""
@@ -525,7 +573,7 @@ def _run(db: sqlite3.Connection) -> RunRecord:
     return RunRecord(run_id, config_json, pin, version, protocol, created, tuple(json.loads(addresses)))
 
 
-def _tokens(db: sqlite3.Connection, where: str, *values: str) -> list[TokenRecord]:
+def _tokens(db: sqlite3.Connection, where: str, *values: str | bytes) -> list[TokenRecord]:
     rows = db.execute(f"SELECT * FROM tokens WHERE {where} ORDER BY created, token_id", values).fetchall()
     bindings = "SELECT public_key_hash FROM token_bindings WHERE token_id = ?"
     since = dict(db.execute("SELECT * FROM unclaimed")) if has_table(db, "unclaimed") else {}
@@ -533,8 +581,19 @@ def _tokens(db: sqlite3.Connection, where: str, *values: str) -> list[TokenRecor
     for token_id, secret_hash, created, expires, uses, revoked in rows:
         bound = frozenset(key for (key,) in db.execute(bindings, (token_id,)))
         unclaimed = {key: since[key] for key in bound & since.keys()}
+        closed = revoked == _CLOSED
         records.append(
-            TokenRecord(token_id, secret_hash, created, expires, uses, bool(revoked), bound, unclaimed)
+            TokenRecord(
+                token_id,
+                secret_hash,
+                created,
+                expires,
+                uses,
+                revoked=bool(revoked) and not closed,
+                bound=bound,
+                unclaimed=unclaimed,
+                closed=closed,
+            )
         )
     return records
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -204,12 +205,13 @@ class Operator:
         self._store = store
         self._emit = emit
 
-    async def act(self, action: str, subject: str) -> Mapping[str, Any]:
+    async def act(self, action: str, subject: str, *, keep_token: bool = False) -> Mapping[str, Any]:
         """Do it; returns `text`, which says what was done, or for `tokens` the list of them.
 
         Args:
             action: one of `ACTIONS`.
             subject: node id for `evict`, token id for `revoke`, `section.key=value`s for `set`.
+            keep_token: `evict` leaves the remaining uses of the node's token.
 
         Raises UserError if it cannot be done.
         """
@@ -227,9 +229,10 @@ class Operator:
                     raise UserError("write what to change, such as pipeline.backward_codec=fixed-6")
                 return self._done(self._controls.changes.ask(overrides))
             case "evict":
-                if not await asyncio.to_thread(self._store.evict, subject, time.time()):
+                evict = partial(self._store.evict, subject, time.time(), keep_token=keep_token)
+                if (eviction := await asyncio.to_thread(evict)) is None:
                     raise UserError(f"{subject[:40]} is no member of this run")
-                return self._done(f"{subject} is evicted: it gets no stage and no new certificate")
+                return self._done(str(eviction))
             case "revoke":
                 if not await asyncio.to_thread(self._store.revoke_token, subject):
                     raise UserError(f"there is no token {subject[:40]}")
@@ -252,7 +255,8 @@ class Operator:
                 "uses": record.uses,
                 "uses_allowed": record.uses_allowed,
                 "expires": datetime.fromtimestamp(record.expires, UTC).isoformat(timespec="minutes"),
-                "usable": not record.revoked and now < record.expires and record.uses < record.uses_allowed,
+                "state": record.state(now),
+                "usable": record.state(now) == "usable",
             }
             for record in self._store.list_tokens()
         ]

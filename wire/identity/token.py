@@ -158,11 +158,23 @@ class TokenRecord:
     """Public keys (SHA-256 of their SPKI) admitted with this token."""
     unclaimed: Mapping[bytes, float] = field(default_factory=dict, compare=False)
     """Those of them whose nodes have not come yet, and when they were admitted."""
+    closed: bool = False
+    """No further keys are admitted, since a node that it admitted was evicted; the others may come back."""
 
     @property
     def uses(self) -> int:
         """Admitted keys; asking again is no further use."""
         return len(self.bound)
+
+    def state(self, now: float) -> str:
+        """`usable` at Unix time `now`, or why no further key is admitted."""
+        if self.revoked:
+            return "revoked"
+        if self.closed:
+            return "closed"
+        if now >= self.expires:
+            return "expired"
+        return "used up" if self.uses >= self.uses_allowed else "usable"
 
     def bind(self, public_key_hash: bytes) -> "TokenRecord":
         """The record after admitting this key."""
@@ -201,6 +213,9 @@ def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now
         return _refuse(RefusalCode.TOKEN_REVOKED, f"{name} was revoked: ask for a new one")
     if public_key_hash in record.bound:
         return Decision()
+    if record.closed:
+        why = f"{name} admits no more nodes, since one of its nodes was evicted: ask for a new one"
+        return _refuse(RefusalCode.TOKEN_REVOKED, why)
     if now >= record.expires:
         return _refuse(RefusalCode.TOKEN_EXPIRED, f"{name} has expired: ask for a new one")
     if record.uses >= record.uses_allowed:
