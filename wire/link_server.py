@@ -278,10 +278,10 @@ class LinkServer:
             )
 
     async def _serve_layer(self, message: bytes, context: ServerContext) -> None:
-        await self._member(context)
+        peer = await self._member(context)
         if self.layers is None:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not in the run yet", None)
-        await self.layers.serve(message, context)
+        await self.layers.serve(peer, message, context)
 
     async def _serve_probe(self, context: ServerContext) -> None:
         peer = await self._member(context)

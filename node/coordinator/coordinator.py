@@ -28,7 +28,7 @@ from node.coordinator.relays import RelayDesk
 from node.coordinator.reporter import Emit, Reporter, Tracer
 from node.coordinator.reports import REPORTS, Reported
 from node.coordinator.sessions import ControlSession, Sessions
-from node.coordinator.snapshot_handler import SnapshotExports, SnapshotHandler, UploadPermit
+from node.coordinator.snapshot_handler import NotDueError, SnapshotExports, SnapshotHandler, UploadPermit
 from node.coordinator.store import (
     EVICTED_WORDS,
     HeldOutRecord,
@@ -618,13 +618,17 @@ class Coordinator:
             self._fail(str(error), error.exit_code)
             raise
 
-    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
+    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
         if node_id not in self._machine.members:
-            raise ProtocolViolationError(f"{node_id} is not in the run at present")
+            raise NotDueError(f"{node_id} is not in the run at present")
         return self._snapshots.permit(node_id, step, unit)
 
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
         await self._snapshots.put(permit, data, digest)
+
+    async def layer_refused(self, permit: UploadPermit, why: str) -> None:
+        self._post(lambda now: self._machine.layer_refused(permit.node_id, permit.step, why, now))
+        await self._snapshots.give_up(permit)
 
     def _layer_received(self, step: int, unit: str) -> None:
         self._post(lambda now: self._machine.layer_received(step, unit, now))

@@ -78,12 +78,13 @@ class RateLimit:
 class RateLimits:
     """A `RateLimit` for each key: an address, or one with a token."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate, self._burst = rate, burst
         self._limits: dict[str, RateLimit] = {}
 
     def take(self, key: str, now: float) -> bool:
         """Whether one more request of `key` may be served at `now`."""
-        limit = self._limits.pop(key, None) or RateLimit(_JOINS_A_SECOND, _JOINS_AT_ONCE)
+        limit = self._limits.pop(key, None) or RateLimit(self._rate, self._burst)
         self._limits[key] = limit
         if len(self._limits) > MOST_COUNTED:
             del self._limits[next(iter(self._limits))]
@@ -123,7 +124,7 @@ class EnrolmentService:
         self._handler = handler
         self._front = front
         self._tokens = KnownTokens(handler.token_hashes)
-        self._limits = RateLimits()
+        self._limits = RateLimits(_JOINS_A_SECOND, _JOINS_AT_ONCE)
         self._work = asyncio.Semaphore(_MOST_AT_WORK)
         self._silent = _Silent()
         self.looks = Looks(

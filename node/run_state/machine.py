@@ -280,6 +280,25 @@ class RunMachine:
         self._snapshots.layer_received(step, unit, now - self._unseen)
         return []
 
+    def layer_refused(self, node_id: str, step: int, why: str, now: float) -> list[Action]:
+        """No correct node sends what this one handed in as a layer of the snapshot of `step`.
+
+        Its stage goes to another node, which has the state or goes on from the snapshot before: nobody else
+        could hand in the layers of that stage.
+        """
+        actions = self.refused(node_id, why, now)
+        under_way, epoch = self._snapshots.refused(step), self.epoch
+        if self.stopped or epoch is None or node_id not in epoch.hosts or not under_way:
+            return actions
+        if self._ending.due:
+            self._ending.missing(f"what node {node_id} handed in of its layers was refused")
+            return [*actions, *self._replace_straggler(node_id, why, now), *self._try_place(now)]
+        verdict = self._failures.failed(epoch, node_id, why)
+        culprit = self._wrong.leave_out_one([node_id], self._roster.candidates(), epoch.step, now, by=node_id)
+        if culprit is not None:
+            verdict = self._failures.stage_given_up(epoch, culprit, verdict)
+        return [*actions, *self._after_failure(epoch, verdict, now)]
+
     def snapshot_stored(self, step: int, now: float) -> list[Action]:
         """The snapshot of `step` is complete and on disk."""
         self._snapshots.stored(step)
