@@ -157,6 +157,7 @@ class Connection:
             if state.settings.pacer is not None:
                 await state.settings.pacer.pass_through(len(frame))
             state.delivery.written(again=again, now=now())
+            state.service.written(len(frame), now())
             if state.transfers is not None:
                 state.transfers.sending(frame, now())
             if state.settings.frame_filter is None:
@@ -262,6 +263,7 @@ class Connection:
                 self._acknowledged(told.next_sequence, told.credit_limit, now())
                 if (left := state.sender.unacknowledged) < before:
                     state.delivery.acknowledged(all_of_it=left == 0, now=now())
+                    state.service.acknowledged(all_of_it=left == 0, now=now())
                 if state.sender.has_more:
                     state.bulk_wake.set()
             case "send_again":
@@ -298,6 +300,7 @@ class Connection:
         state.sender.reconnect(hello.next_sequence)
         state.delivered()
         state.delivery.connected()
+        state.service.connected()
         state.meter.interrupted(now())
         self._greeted.set()
         state.bulk_wake.set()

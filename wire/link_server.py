@@ -15,14 +15,21 @@ import grpc.aio
 from wire.admission import Limits
 from wire.byte_stream import REFUSAL_KEY, ServerContext, ServerStream, StreamDroppedError
 from wire.channels import LinkIdentity, make_server
-from wire.connection import Connection
+from wire.connection import Connection, now
 from wire.descriptors import raise_limit
 from wire.door import Door
 from wire.errors import ProtocolViolationError, RefusalCode, UserError
 from wire.front import Front, listen_or_advise, serve_behind, start_behind
 from wire.identity.credentials import mutual_tls, peer_node_id
 from wire.layer_exchange import LAYER_METHOD, LayerServer
-from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
+from wire.link import (
+    BULK_METHOD,
+    CONTROL_METHOD,
+    LONGEST_LOOK_SECONDS,
+    METADATA_PREFIX,
+    MOST_BREAKS,
+    Link,
+)
 from wire.link_state import LinkSettings, LinkState, OnTensor
 from wire.mirror import make_mirror
 from wire.peer_probe import PROBE_METHOD, ProbeServer
@@ -55,6 +62,8 @@ class AcceptedLink(Link):
         self._streams: dict[str, ServerStream] = {}  # of the newest connection, by method
         self._arrived = asyncio.Event()
         self.path = DIRECT
+        self._ended_at: dict[str, list[float]] = {}
+        """By relayed path, when its connections were ended because it was slow."""
 
     def join(self, session: int, attempt: int) -> Connection:
         """The connection that a stream belongs to; a newer attempt ends the previous one.
@@ -97,6 +106,17 @@ class AcceptedLink(Link):
             self._streams[method] = ServerStream(context)
             if len(self._streams) == 2:
                 self._arrived.set()
+
+    def _leave_relay(self, times: float) -> bool:
+        # The end that dials chooses the path: it takes another after so many connections that broke.
+        at = now()
+        ended = [one for one in self._ended_at.get(self.path, ()) if at - one < LONGEST_LOOK_SECONDS]
+        leaves = len(ended) < MOST_BREAKS
+        self._ended_at[self.path] = [*ended, at] if leaves else ended
+        return leaves
+
+    def _relay_is_well(self) -> None:
+        pass  # the end that dials compares relays
 
     def _finish(self) -> None:
         super()._finish()

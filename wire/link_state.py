@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from wire.delivery import Delivery
+from wire.delivery import Delivery, Service
 from wire.frames import FRAME_BYTES, HEADER_BYTES, frame_direction, frame_place, run_tag
 from wire.line_meter import Line
 from wire.link_meter import LinkMeter
@@ -58,6 +58,8 @@ class LinkSettings:
     """The node's bandwidth limit, shared with everything else it sends."""
     line: Line | None = None
     """The node's line, which measures what its links carry together."""
+    on_relay_left: Callable[[str], None] | None = None
+    """Called with the path by a relay that a link has left, once it is known to be faster by another."""
     frame_filter: FrameFilter | None = None
     held_out_from: int | None = None
     """Activations with this microbatch and higher ones are of held-out samples, and counted apart."""
@@ -118,6 +120,7 @@ class LinkState:
     delivery: Delivery
     session: int = 0
     stats: LinkStats = field(default_factory=LinkStats)
+    service: Service = field(default_factory=Service)
     meter: LinkMeter = field(default_factory=LinkMeter)
     transfers: TransferLog | None = None
     elements: deque[int] = field(default_factory=deque)

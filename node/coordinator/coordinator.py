@@ -524,7 +524,9 @@ class Coordinator:
             case BlockTime() | PeerRate() | CodecTimes():
                 self._planners.heard(node_id, message)
             case RelayTimes():
-                self.relays.plan.measured(node_id, message.times)
+                for relay in self.relays.plan.measured(node_id, message.times):
+                    text = f"node {node_id} left the relay of node {relay}: a link is much faster by another"
+                    self._emit(events.Notice(text=text))
             case Heartbeat():
                 session.answer(self._sessions.reply(message.sent_at))
                 self._machine.heard(node_id, time.monotonic(), longest)

@@ -48,6 +48,7 @@ from wire.layer_exchange import LayerServer, yield_to
 from wire.line_meter import Line
 from wire.link import LinkSettings
 from wire.messages import (
+    RELAY_LEFT,
     BlockTime,
     CoordinatorMessage,
     Finish,
@@ -66,7 +67,7 @@ from wire.messages import (
 from wire.pacing import Pacer
 from wire.peer_probe import ProbeServer
 from wire.port_mapping import MappedPort, routers_to_ask
-from wire.telemetry import Telemetry
+from wire.telemetry import Telemetry, relay_path
 from wire.version import PROTOCOL, VERSION
 
 FIRST_OUTAGE_SECONDS = 60.0
@@ -130,6 +131,7 @@ class NodeRuntime:
                 line=line,
                 frame_filter=faults.frame_filter(),
                 on_transfer=self._meter.transferred,
+                on_relay_left=self._relay_left,
             ),
             settings.control_address,
             settings.relay_rate,
@@ -414,6 +416,12 @@ class NodeRuntime:
     async def _measure_relays(self, message: Relays) -> None:
         others = [relay for relay in message.relays if relay.node_id != self._identity.node_id]
         self._session.post(RelayTimes(times=await self._links.round_trips(others)))
+
+    def _relay_left(self, path: str) -> None:
+        relay = path.removeprefix(relay_path(""))
+        if relay != path:  # of a volunteer
+            self._tell(f"a link left the relay of node {relay}: it is much faster by another")
+            self._session.post(RelayTimes(times={relay: RELAY_LEFT}))
 
     def _block_seconds(self, config: RunConfig, times: BlockTimes | None) -> float:
         """On the compute thread. Several devices share a block, or the microbatch's samples."""

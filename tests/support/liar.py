@@ -8,6 +8,7 @@ first lie.
 """
 
 import asyncio
+import contextlib
 import math
 import sys
 import time
@@ -24,7 +25,8 @@ from node.pipeline.gradient_groups import Piece
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.stage_model import StageModel
 from node.training.group_sums import Gradient, PieceSums
-from wire.errors import LinkError
+from node.training.serialization import deserialize_unit, serialize_unit
+from wire.errors import LinkError, ThinwireError
 from wire.messages import (
     Applied,
     Begin,
@@ -53,6 +55,8 @@ class Liar:
         self.alter = LIES.get(lie, _honest)
         self.flaw = lie if lie in FLAWS else ""
         self.withholds_layers = lie == "withhold-layers"
+        self.alter_layer = LAYERS.get(lie)
+        self.uploads_unasked = lie == "unasked-layers"
         self.flood = FLOODS.get(lie)
         self.drops_sessions = lie == "reconnect"
         self.does_nothing = lie == "idle"
@@ -111,16 +115,25 @@ class Liar:
                     return
                 await handle(message)
 
-            flood = asyncio.create_task(self._flood(outbox))
+            floods = [asyncio.create_task(self._flood(outbox)), asyncio.create_task(unasked(client))]
             try:
                 await session(client, hello, Altered(self, outbox), noted, connected)
             finally:
-                flood.cancel()
+                for flood in floods:
+                    flood.cancel()
+
+        async def unasked(client: CoordinatorClient) -> None:
+            while self.uploads_unasked:
+                await asyncio.sleep(FLOOD_SECONDS)
+                if self.lying:
+                    with contextlib.suppress(ThinwireError):
+                        await put_layer(client, 10**6, "embed", bytes(2**20))
 
         async def no_layer(client: CoordinatorClient, step: int, unit: str, data: bytes) -> None:
             if self.withholds_layers and self.lying:
                 await asyncio.Event().wait()
-            await put_layer(client, step, unit, data)
+            lies = self.alter_layer is not None and self.lying
+            await put_layer(client, step, unit, self.alter_layer(data) if lies else data)
 
         async def no_layers(client: CoordinatorClient, *held: Any) -> Any:
             if self.withholds_layers and self.lying:
@@ -219,6 +232,11 @@ LIES: dict[str, Lie] = {
     "idle": _honest,
     "slow-votes": _honest,
     "withhold-layers": _honest,
+    "unasked-layers": _honest,
+    "huge-layers": _honest,
+    "short-layers": _honest,
+    "other-layers": _honest,
+    "negative-layers": _honest,
     "flood-heartbeats": _honest,
     "flood-spans": _honest,
     "huge-loss": _votes(lambda _, vote: [replace(vote, loss=-1e300)]),
@@ -228,6 +246,21 @@ LIES: dict[str, Lie] = {
     "huge-norm": _norms(lambda _: 1e60),
 }
 """By name: what it sends in place of a message."""
+
+
+def _altered_layer(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[bytes], bytes]:
+    return lambda data: serialize_unit(change(deserialize_unit(data)))
+
+
+LAYERS: dict[str, Callable[[bytes], bytes]] = {
+    "huge-layers": lambda _: bytes(2**26),
+    "short-layers": lambda data: data[: len(data) // 2],
+    "other-layers": _altered_layer(lambda state: {name: value.double() for name, value in state.items()}),
+    "negative-layers": _altered_layer(
+        lambda state: {name: -value - 1 if "_sq" in name else value for name, value in state.items()}
+    ),
+}
+"""By name: the file that it hands in for a layer's."""
 
 
 def _wrong_activations(liar: Liar) -> None:
