@@ -21,6 +21,7 @@ from wire.pacing import KEEP_ALIVE, KeepAlive
 from wire.stream_receiver import Acknowledge
 from wire.v1 import link_pb2
 
+NO_FRAMES = "the control stream goes on and no frame arrives"
 MAX_OPEN_PINGS = 8
 JUST_NOW = 1000
 """Microseconds."""
@@ -77,6 +78,8 @@ class Connection:
             self.error = error
             self._ended.set()
             self._state.meter.interrupted(now())
+            # Or the next one, which nothing was written on, would count as stalled before it is greeted.
+            self._state.delivery.connected()
             if not self._running:
                 self.finished.set()
             self._on_change()
@@ -186,7 +189,7 @@ class Connection:
         while True:
             state.control_wake.clear()
             if state.delivery.stalled(now()):
-                raise StreamDroppedError("the control stream goes on and no frame arrives")
+                raise StreamDroppedError(NO_FRAMES)
             if now() >= ping_at:
                 nonce = secrets.randbits(64)
                 while len(self._pings) >= MAX_OPEN_PINGS:

@@ -16,8 +16,8 @@ SLOW_TIMES = 2.0
 """As often as that is slow."""
 LEAST_SECONDS = 2.0
 """For so long frames must have been under way before a relay is judged."""
-LEAST_ANSWERS = 3
-"""And so often must all have been acknowledged before it counts as fast."""
+LEAST_OWED = 3 * OWED_SECONDS
+"""Frames that are owed in so long must have been acknowledged before one counts as fast."""
 _MEMORY_SECONDS = 10.0
 """Time under way after which what was before weighs 1/e."""
 
@@ -79,7 +79,7 @@ class Service:
         self._took = self._owed = 0.0
         self._since: float | None = None
         """Since when frames are under way without a pause."""
-        self._bytes = self._answers = 0
+        self._bytes = 0
 
     def written(self, size: int, now: float) -> None:
         """A frame begins to be written."""
@@ -95,7 +95,6 @@ class Service:
         fade = math.exp(-took / _MEMORY_SECONDS)
         self._took = fade * self._took + took
         self._owed = fade * self._owed + OWED_SECONDS + self._bytes / OWED_RATE
-        self._answers += 1
         self._since, self._bytes = (None if all_of_it else now), 0
 
     def times(self, now: float) -> float:
@@ -111,4 +110,4 @@ class Service:
 
     def is_faster(self, times: float, now: float) -> bool:
         """Whether frames take at most half as often as long as owed as they took elsewhere."""
-        return self._answers >= LEAST_ANSWERS and 2 * self.times(now) <= times
+        return self._owed >= LEAST_OWED and 2 * self.times(now) <= times

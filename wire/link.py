@@ -22,7 +22,8 @@ import grpc.aio
 
 from wire.byte_stream import ClientCall, ClientStream, StreamDroppedError
 from wire.channels import LinkIdentity, open_channel
-from wire.connection import Connection, now, wait_until
+from wire.connection import NO_FRAMES, Connection, now, wait_until
+from wire.delivery import SLOW_TIMES
 from wire.errors import LinkError, LinkLostError, ProtocolViolationError, RefusalCode, Refused, ThinwireError
 from wire.link_state import LinkSettings, LinkState, LinkStats, OnTensor
 from wire.pacing import Backoff
@@ -43,6 +44,8 @@ PATH_SECONDS = 3.0
 """Limit for one attempt to connect while there is another path."""
 RELAY_SILENT_SECONDS = 2.0
 """A relay that is silent for this long is left, where there is another."""
+TOO_SLOW = "the relay is too slow"
+"""The end that is dialled says this when it ends a connection."""
 JUDGE_SECONDS = 0.5
 """Between two looks at what a relay delivers."""
 MOST_BREAKS = 2
@@ -256,29 +259,22 @@ class Link(ABC):
 
     async def _watch_relay(self) -> None:
         """Leave a relay that delivers far less than it owes, where that may help."""
+        service = self._state.service
         while not self._over.is_set():
             await wait_until(self._over, now() + JUDGE_SECONDS)
             connection = self._connection
             if connection is None or not self.up or not is_relayed(self.path):
                 continue
-            if self._state.service.is_slow(now()):
-                times = self._state.service.times(now())
-                if self._leave_relay(times):
-                    connection.end(
-                        StreamDroppedError(f"its relay is {times:.0f} times slower than it should be")
-                    )
-                else:
-                    self._state.service.connected()
-            else:
-                self._relay_is_well()
+            slow = service.is_slow(now())
+            if self._leaves_relay(service.times(now()) if slow else 0.0):
+                connection.end(StreamDroppedError(TOO_SLOW))
+            elif slow:
+                service.connected()  # judged anew
 
-    @abstractmethod
-    def _leave_relay(self, times: float) -> bool:
-        """Whether to end the connection, which takes so many times as long as its relay owes."""
-
-    @abstractmethod
-    def _relay_is_well(self) -> None:
-        """The relay delivers what it owes, as far as is known."""
+    def _leaves_relay(self, times: float) -> bool:
+        """Whether to end the connection by a relay that takes so many times as long as it owes; 0 if it is not
+        slow."""
+        return False
 
     async def _watch(self) -> None:
         """Give the link up when it has been down for `lost_after_seconds`; at first `ready` is the limit.
@@ -405,8 +401,11 @@ class DialledLink(Link):
                 if leaves_soon:
                     # Its relay died or froze: the next is there, and this one is tried again later.
                     self._breaks[path.name] += 1
-                    if self._breaks[path.name] >= MOST_BREAKS and path.name not in self._slow:
-                        self._left(math.inf)
+                    if path.name not in self._slow:
+                        if str(connection.error) in (TOO_SLOW, NO_FRAMES):
+                            self._left(2 * SLOW_TIMES)
+                        elif self._breaks[path.name] >= MOST_BREAKS:
+                            self._left(math.inf)
                     best = self._best_relay()
                     self._rotate_to(lambda other: other is best)  # noqa: B023 - called at once
             else:
@@ -418,7 +417,10 @@ class DialledLink(Link):
                     self._rotate_to(lambda other: other.name == DIRECT)
             await wait_until(self._over, now() + backoff.advance())
 
-    def _leave_relay(self, times: float) -> bool:
+    def _leaves_relay(self, times: float) -> bool:
+        if not times:
+            self._tell_of_slower()
+            return False
         best = self._best_relay()
         if best is self._paths[0] or self._times_of(best) > times / 2:
             return False
@@ -429,7 +431,8 @@ class DialledLink(Link):
         self._slow[self.path] = times, now()
         self._untold.add(self.path)
 
-    def _relay_is_well(self) -> None:
+    def _tell_of_slower(self) -> None:
+        """Name relays that were left, once this one is known to be faster."""
         tell, at = self._state.settings.on_relay_left, now()
         for path in sorted(self._untold - {self.path}):
             if self._state.service.is_faster(self._slow[path][0], at):

@@ -15,7 +15,7 @@ import grpc.aio
 from wire.admission import Limits
 from wire.byte_stream import REFUSAL_KEY, ServerContext, ServerStream, StreamDroppedError
 from wire.channels import LinkIdentity, make_server
-from wire.connection import Connection, now
+from wire.connection import NO_FRAMES, Connection, now
 from wire.descriptors import raise_limit
 from wire.door import Door
 from wire.errors import ProtocolViolationError, RefusalCode, UserError
@@ -28,6 +28,7 @@ from wire.link import (
     LONGEST_LOOK_SECONDS,
     METADATA_PREFIX,
     MOST_BREAKS,
+    TOO_SLOW,
     Link,
 )
 from wire.link_state import LinkSettings, LinkState, OnTensor
@@ -107,16 +108,15 @@ class AcceptedLink(Link):
             if len(self._streams) == 2:
                 self._arrived.set()
 
-    def _leave_relay(self, times: float) -> bool:
+    def _leaves_relay(self, times: float) -> bool:
+        if not times:
+            return False
         # The end that dials chooses the path: it takes another after so many connections that broke.
         at = now()
         ended = [one for one in self._ended_at.get(self.path, ()) if at - one < LONGEST_LOOK_SECONDS]
         leaves = len(ended) < MOST_BREAKS
         self._ended_at[self.path] = [*ended, at] if leaves else ended
         return leaves
-
-    def _relay_is_well(self) -> None:
-        pass  # the end that dials compares relays
 
     def _finish(self) -> None:
         super()._finish()
@@ -292,6 +292,8 @@ class LinkServer:
             await connection.finished.wait()
         finally:
             connection.end(StreamDroppedError("the neighbour hung up"))
+        if str(connection.error) in (TOO_SLOW, NO_FRAMES):
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, TOO_SLOW, None)
         if isinstance(connection.error, ProtocolViolationError):
             await _abort(
                 context, grpc.StatusCode.INVALID_ARGUMENT, str(connection.error), RefusalCode.BAD_REQUEST
