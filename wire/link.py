@@ -272,7 +272,7 @@ class Link(ABC):
                 service.connected()  # judged anew
 
     def _leaves_relay(self, times: float) -> bool:
-        """Whether to end the connection by a relay that takes so many times as long as it owes; 0 if it is not
+        """Whether to end the connection by a relay that takes so many times as long as it owes; 0: it is not
         slow."""
         return False
 
