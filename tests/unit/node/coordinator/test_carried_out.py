@@ -25,6 +25,7 @@ from node.config.schema import (
 from node.coordinator import coordinator as module
 from node.coordinator.coordinator import Coordinator
 from node.coordinator.enrolment import EnrolmentHandler
+from node.coordinator.relays import RelayOffer
 from node.coordinator.sessions import MOST_WAITING, ControlSession
 from node.coordinator.store import EVICTED_WORDS, PlacedNode, StepOutcome, StepRecord, Store
 from node.pipeline.placement import stage_units
@@ -36,6 +37,7 @@ from node.training.data import Corpus
 from wire.errors import ProtocolViolationError, RunError
 from wire.identity.enrolment import Hardware
 from wire.messages import (
+    RELAY_LEFT,
     Abort,
     Applied,
     Begin,
@@ -51,6 +53,7 @@ from wire.messages import (
     Placed,
     Placement,
     Ready,
+    RelayTimes,
     Restore,
     StepFailed,
     Telemetry,
@@ -370,6 +373,16 @@ async def test_an_ending_node_is_released_at_once_and_its_reason_reported(
         assert (over.kind, over.reason) == ("lost", f"node a is gone: {told}")
         again = run.peer("a", nonce=2)
         await again.into_step(epoch=2)
+
+
+async def test_a_relay_that_a_node_left_is_named_once(tmp_path: Path) -> None:
+    async with scene(tmp_path) as run:
+        node = run.peer("a")
+        run.coordinator.relays.plan.offers["r"] = RelayOffer(address="r:1", rate=1e9)
+        for times in ({"r": 0.1}, {"r": RELAY_LEFT, "unknown": RELAY_LEFT}, {"r": RELAY_LEFT}):
+            node.say(RelayTimes(times=times))
+        told = [event.text for event in run.events if isinstance(event, events.Notice)]
+        assert len(told) == 1 and "node a left the relay of node r:" in told[0]
 
 
 async def test_the_last_word_of_an_older_process_does_not_end_the_newer(tmp_path: Path) -> None:
