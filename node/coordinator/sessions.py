@@ -167,7 +167,7 @@ CALLS = {
     "renew": (0.2, 10.0),
     "hold layers": (50.0, 500.0),
     "get layer": (50.0, 500.0),
-    "not due": (0.01, 5.0),
+    "not due": (0.01, 10.0),
     "probe": (2.0**20, 2.0**26),
 }
 """By kind: calls a second and at once, of probes bytes. Of other kinds only a few are served at a time."""
