@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 import node.processes.enrol as enrol_module
 from node.coordinator import enrolment_service
 from node.coordinator.enrolment import EnrolmentHandler
-from node.coordinator.enrolment_service import open_join_port
+from node.coordinator.enrolment_service import RateLimits, open_join_port
 from node.coordinator.store import Member, Store
 from node.processes.enrol import enrol
 from tests.support.ports import free_port
@@ -444,12 +445,21 @@ async def test_too_many_requests_are_turned_away(
     assert coordinator.store.members() == []
 
 
+def _fifty_a_source() -> Callable[[RateLimits, str, float], bool]:
+    asked: Counter[str] = Counter()
+
+    def take(limits: RateLimits, key: str, now: float) -> bool:
+        asked[key] += 1
+        return asked[key] <= 50
+
+    return take
+
+
 async def test_strangers_with_made_up_tokens_shut_out_no_holder_behind_their_address(
     coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(enrol_module, "_ROUNDS", (0.0,))
-    monkeypatch.setattr(enrolment_service, "_JOINS_A_SECOND", 0.0)
-    monkeypatch.setattr(enrolment_service, "_JOINS_AT_ONCE", 50.0)
+    monkeypatch.setattr(enrolment_service.RateLimits, "take", _fifty_a_source())
     monkeypatch.setattr(enrolment_service, "BYTES_A_SECOND", 1e6)
     admitted: list[JoinRequest] = []
     admit = EnrolmentHandler.join
