@@ -70,7 +70,7 @@ from node.training.manifest import MANIFEST_NAME, Manifest, UnitEntry
 from node.training.samples import held_out_samples, packed_parts
 from node.training.shards import TrainingData
 from node.training.snapshot import Checked, list_snapshots
-from wire.errors import ProtocolViolationError, RefusalCode, RunError, UserError
+from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError
 from wire.identity.enrolment import Refusal
 from wire.messages import (
     NODES,
@@ -192,6 +192,8 @@ class Coordinator:
         """Documents left out of the training data, by reason, as last said."""
         self._came: set[str] = set()
         """Nodes that have come since the database was told who has."""
+        self.bug: Exception | None = None
+        """What nobody foresaw, if that ended the run."""
         go_on = functools.partial(self._machine.stop, at_once=False, soon=True)
         self.changes = Changes(config, directory, emit, lambda why: self._post(lambda _now: go_on(why)))
 
@@ -581,10 +583,16 @@ class Coordinator:
             faults.reach_coordinator(faults.Phase.FORWARD, step=one)
         try:
             packed = await asyncio.to_thread(packed_parts, self._corpus, wanted, part, groups, count)
-        except UserError as error:
-            # A shard that is read during the run is damaged: no step can go on without it.
-            self._fail(str(error), error.exit_code)
-            raise
+        except Exception as error:
+            # Whatever it is, no step can go on without its samples.
+            if isinstance(error, ThinwireError):
+                self._fail(str(error), error.exit_code)
+                raise
+            what = " ".join(f"the training data cannot be read ({type(error).__name__}: {error})".split())
+            if self.bug is None:
+                self.bug = error
+                self._fail(what)
+            raise RunError(what) from None
         if part is BatchPart.LABELS and not groups:
             counts = are_labels(packed, steps)
             self._unlabelled.update(one for one, some in zip(wanted, counts, strict=True) if not some)

@@ -507,6 +507,8 @@ async def _until_done(coordinator: Coordinator, emit: Emit) -> tuple[int, tuple[
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
+    if coordinator.bug is not None:
+        raise coordinator.bug
     if outcome.failed:
         return coordinator.exit_code, ()
     return INTERRUPTED if interrupted else 0, coordinator.changes.applied

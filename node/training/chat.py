@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from node.training.text import expanded
+from node.training.text import expanded, read_file
 from node.training.tokenizer import special_tokens
 from wire.errors import DataError
 
@@ -176,7 +176,7 @@ def load_chat_encoder(tokenizer: str, template: str) -> ChatEncoder:
         raise DataError('chat data needs the tokenizers package: pip install "thinwire[data]"') from error
     file = folder / "tokenizer.json" if path.is_dir() else path
     try:
-        tables = file.read_bytes()
+        tables = read_file(file)
         bpe = tokenizers.Tokenizer.from_str(tables.decode())
     except OSError as error:
         raise DataError(f"chat data needs {file}, which cannot be read: {error.strerror}") from error
@@ -195,12 +195,12 @@ def _template_source(folder: Path, named: str) -> tuple[str, str]:
     try:
         if named:
             path = expanded(named, "data.chat_template")
-            return path.read_text(encoding="utf-8"), str(path)
+            return read_file(path).decode(), str(path)
         path = folder / "chat_template.jinja"
         if path.exists():
-            return path.read_text(encoding="utf-8"), str(path)
+            return read_file(path).decode(), str(path)
         path = folder / "tokenizer_config.json"
-        found = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path.exists() else None
+        found = json.loads(read_file(path)).get("chat_template") if path.exists() else None
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise DataError(f"{path} cannot be read: {reason}") from error

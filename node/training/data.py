@@ -5,6 +5,7 @@ last, labels all but the first. Windows of one pass start `sequence` tokens apar
 label at most once in a pass.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
@@ -13,8 +14,9 @@ from types import MappingProxyType
 import numpy as np
 
 from node.config.schema import DataSection
+from node.training.documents import read_text
 from node.training.order import SampleOrder
-from node.training.text import SEPARATOR, read_text
+from node.training.text import SEPARATOR
 from node.training.token_cache import cache_folder, tokens_of
 from node.training.tokenizer import BYTES, Tokenizer, load_tokenizer
 from wire.errors import ConfigError, DataError
@@ -103,14 +105,28 @@ class Corpus:
         if vocab is not None:
             check_vocabulary(tokenizer, data, vocab, fixed)
         end = end_of_text(tokenizer, data) if data.separate_documents else None
-        text = read_text(data)
-        if data.tokenizer == BYTES:
-            tokens = np.frombuffer(text, dtype=np.uint8)
-        else:
-            tokens = tokens_of(text, tokenizer, cache_folder(), tell)
-            if vocab is not None:
-                check_tokens(tokens, vocab, tokenizer, data.path)
-        return cls(tokens, sequence=sequence, global_batch=global_batch, seed=seed, shift=data.shift, end=end)
+        dropped: Counter[str] = Counter()
+        try:
+            text = read_text(data, dropped)
+            if data.tokenizer == BYTES:
+                tokens = np.frombuffer(text, dtype=np.uint8)
+            else:
+                tokens = tokens_of(text, tokenizer, cache_folder(), tell)
+                if vocab is not None:
+                    check_tokens(tokens, vocab, tokenizer, data.path)
+        except MemoryError:
+            raise DataError(
+                f'the text at {data.path} does not fit in the memory: set [data] order to "shards"'
+            ) from None
+        return cls(
+            tokens,
+            sequence=sequence,
+            global_batch=global_batch,
+            seed=seed,
+            shift=data.shift,
+            end=end,
+            dropped=dropped,
+        )
 
     def fingerprint(self) -> str:
         """SHA-256 of the training tokens: a resumed run needs the same text."""

@@ -33,6 +33,7 @@ from node.model.rng import generator
 from node.training.chat import ChatEncoder, Dropped, load_chat_encoder
 from node.training.data import Corpus, check_tokens, check_vocabulary, document_starts, end_of_text
 from node.training.documents import (
+    LARGE_BYTES,
     Batch,
     Shard,
     Source,
@@ -43,19 +44,19 @@ from node.training.documents import (
     text_of,
 )
 from node.training.order import Mixture
-from node.training.text import SEPARATOR, STDLIB, expanded
-from node.training.token_cache import cache_folder, replace_json, sole_writer
+from node.training.text import SEPARATOR, STDLIB, expanded, listed, suffix_of
+from node.training.token_cache import BATCH_PIECES, cache_folder, replace_json, sole_writer
 from node.training.tokenizer import Tokenizer, load_tokenizer, pieces_of
 from wire.errors import ConfigError, DataError
 
 COUNTS, BEGINS = 1, 2
 """Bits of a mask: the token counts as a label; it begins a document."""
+FORMAT = "3"
+"""Raised when files are read, cut or rendered in another way."""
 PART_TOKENS = 1 << 20
 GROUP_PARTS = 4
 GROUPS_AHEAD = 4
 """Tokenized beyond what training has used."""
-LARGE_BYTES = 2_000_000_000
-"""A text source of this size is read in shards unless `[data] order` says otherwise."""
 OPEN_PARTS = 64
 MOST_PARTS = 16
 """Tokenized of a shard to estimate its size."""
@@ -111,13 +112,18 @@ class TokenizedSource:
         self._chat = chat
         self._vocab = vocab
         parts = [
+            FORMAT,
             source.digest,
+            str(source.skips),
             tokenizer.fingerprint,
+            data.format,
             data.jsonl_field,
-            f"{chat.fingerprint} 2" if chat else "",
+            chat.fingerprint if chat else "",
+            _jinja_version() if chat else "",
         ]
-        self.key = sha256("\0".join(parts).encode()).hexdigest()
-        self._folder = folder / self.key
+        self.key = sha256(repr(parts).encode()).hexdigest()
+        """Of all that decides on the tokens, but for changes in the middle of large files."""
+        self._folder = folder / sha256(f"{self.key} {source.stamps}".encode()).hexdigest()
         self._open: OrderedDict[tuple[int, int], Part] = OrderedDict()
         self._lock = threading.Lock()
         self._making: tuple[int, int, Iterator[tuple[list[np.ndarray], list[np.ndarray], Counts]]] | None = (
@@ -191,16 +197,17 @@ class TokenizedSource:
 
     def _make(self, shard: int, part: int) -> Counts:
         """Tokenize the parts of a shard up to this one; parts come in order."""
-        if self._making is None or self._making[:2] != (shard, part):
+        # One that failed cannot go on: asked for again, it begins again and fails with the same error.
+        making, self._making = self._making, None
+        if making is None or making[:2] != (shard, part):
             skipped = 0
             for before in range(part):
                 known = self._counts_on_disk(shard, before)
                 if known is None:
                     raise DataError(f"tokens in {self._folder} were deleted: start the coordinator again")
                 skipped += known.documents
-            self._making = shard, part, self._tokenize(self.source.shards[shard], skipped)
-        ids, masks, counts = next(self._making[2])
-        self._making = None if counts.last else (shard, part + 1, self._making[2])
+            making = shard, part, self._tokenize(self.source.shards[shard], skipped)
+        ids, masks, counts = next(making[2])
         digest = sha256()
         dtype = self._tokenizer.dtype.newbyteorder("<")
         for kind, arrays in (("tokens", ids), *((("mask", masks),) if self._chat is not None else ())):
@@ -213,6 +220,8 @@ class TokenizedSource:
                 os.fsync(file.fileno())
         values = {**vars(counts), "sha256": digest.hexdigest()}
         replace_json(self._name(shard, part, "json"), values)
+        if not counts.last:
+            self._making = shard, part + 1, making[2]
         return counts
 
     def _tokenize(
@@ -223,7 +232,7 @@ class TokenizedSource:
         masks: list[np.ndarray] = []
         dropped: Counter[str] = Counter()
         tokens = documents = labels = 0
-        rows = islice(read_rows(shard, chat=self._chat is not None, skips=self.source.skips), skipped, None)
+        rows = islice(read_rows(shard, self._data, skips=self.source.skips), skipped, None)
         for batch in batches(rows):
             if tokens >= PART_TOKENS:
                 yield ids, masks, Counts(tokens, documents, labels, dict(dropped), last=False)
@@ -246,8 +255,10 @@ class TokenizedSource:
         (end,) = self._tokenizer.encode([SEPARATOR])
         if self._chat is not None:
             for place, row in batch:
-                assert isinstance(row, dict), "chat data comes in rows"
                 try:
+                    if isinstance(row, Dropped):
+                        raise row
+                    assert isinstance(row, dict), "chat data comes in rows"
                     ids, mask = self._chat.encode(row, place)
                 except Dropped as reason:
                     yield end, None, str(reason)
@@ -257,25 +268,35 @@ class TokenizedSource:
                 bits[0] |= BEGINS
                 yield np.concatenate([ids, end]), bits, ""
             return
-        texts = [text_of(row, place, self._data) for place, row in batch]
-        cut = [list(pieces_of(text)) if text.strip() else [] for text in texts]
-        encoded = iter(self._tokenizer.encode([piece for pieces in cut for piece in pieces]))
-        for (place, _), pieces in zip(batch, cut, strict=True):
-            if pieces:
-                ids = np.concatenate([*islice(encoded, len(pieces)), end])
+        cut: list[list[bytes] | str] = []
+        for place, row in batch:
+            try:
+                cut.append(list(pieces_of(text_of(row, place, self._data))))
+            except Dropped as reason:
+                cut.append(str(reason))
+        pieces = [piece for found in cut if isinstance(found, list) for piece in found]
+        # Of a long document, its tokens take many times its size until they are packed.
+        encoded = (
+            piece
+            for at in range(0, len(pieces), BATCH_PIECES)
+            for piece in self._tokenizer.encode(pieces[at : at + BATCH_PIECES])
+        )
+        for (place, _), found in zip(batch, cut, strict=True):
+            if isinstance(found, list):
+                ids = np.concatenate([*islice(encoded, len(found)), end])
                 self._check(ids, place)
                 yield ids, None, ""
             else:
-                yield end, None, "empty"
+                yield end, None, found
 
     def _token_array(self, shard: Shard) -> Part:
         (extent,) = shard.extents
         try:
-            if extent.path.suffix == ".npy":
+            if suffix_of(extent.path) == ".npy":
                 whole = np.load(extent.path, mmap_mode="r", allow_pickle=False)
             else:
                 whole = np.memmap(extent.path, dtype="<u2" if self._vocab <= 1 << 16 else "<u4", mode="r")
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever a damaged header leads to
             raise DataError(f"{extent.path} is not an array of token ids ({error})") from error
         if whole.ndim != 1 or whole.dtype.kind not in "ui":
             raise DataError(
@@ -322,6 +343,8 @@ class Stream:
         self._walk = self._groups_in_order()
         self._extending = threading.Lock()
         self._dropped: Counter[str] = Counter()
+        self.failure: Exception | None = None
+        """What ended the reading, for good: no sample follows those that are ready."""
 
     def prepare(self, index: int) -> int:
         """Tokenize up to sample `index`; returns the number of samples that are ready."""
@@ -337,7 +360,13 @@ class Stream:
             self._extend()
 
     def _extend(self) -> None:
-        group = next(self._walk)
+        if self.failure is not None:
+            raise self.failure
+        try:
+            group = next(self._walk)
+        except Exception as error:
+            self.failure = error
+            raise
         self._groups.append(group)
         self._end = group.first + len(group.places)
 
@@ -412,9 +441,10 @@ class Stream:
                     first += len(places)
                 count += 1
             if first == began:
+                reasons = f" (left out: {listed(self._dropped)})" if self._dropped else ""
                 raise DataError(
-                    f"{self.tokenized.source.path} has no part of {self._sequence + 1} tokens: give more "
-                    "text or lower [model] sequence"
+                    f"{self.tokenized.source.path} has no part of {self._sequence + 1} tokens{reasons}: give "
+                    "more text or lower [model] sequence"
                 )
             number += 1
 
@@ -511,6 +541,10 @@ class ShardedCorpus:
                 self._worker = threading.Thread(target=self._tokenize_ahead, name="tokenizer", daemon=True)
                 self._worker.start()
         self._wake.set()
+        # Also what comes only later: training up to there would be for nothing.
+        for stream in self.streams:
+            if stream.failure is not None:
+                raise stream.failure
         return [self.streams[source].window(index) for source, index in places]
 
     def _tokenize_ahead(self) -> None:
@@ -523,8 +557,7 @@ class ShardedCorpus:
                     stream.prepare(used)
                     while not self._closed and stream.groups - stream.group_of(used) <= GROUPS_AHEAD:
                         stream.extend()
-                except DataError:
-                    # The reader of these samples gets the same error.
+                except Exception:  # the stream keeps it for the next reader, whatever it is
                     return
 
 
@@ -574,6 +607,12 @@ def starts_in(tokens: np.ndarray, mask: np.ndarray | None, end: int | None) -> n
     if mask is not None:
         starts |= (mask & BEGINS) != 0
     return starts
+
+
+def _jinja_version() -> str:
+    import jinja2
+
+    return jinja2.__version__
 
 
 def open_stream(config: RunConfig, path: str, name: str, folder: Path | None = None) -> Stream:

@@ -101,8 +101,6 @@ class BpeTokenizer(Tokenizer):
         self._bpe.no_truncation()
         self._bpe.no_padding()
         self.vocabulary = 1 + max(bpe.get_vocab().values(), default=0)
-        parts = [BPE_FORMAT.encode(), tokenizers.__version__.encode(), *tables]
-        self.fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
         named = (bpe.token_to_id(name) for name in (END_OF_TEXT, end_of_text) if name)
         known = [found for found in named if found is not None]
         # Tables without an end of text may still know the zero byte.
@@ -113,6 +111,8 @@ class BpeTokenizer(Tokenizer):
                 "tokenizer_config.json to put between documents: add one"
             )
         self._between = np.array(between, dtype=self.dtype)
+        parts = [BPE_FORMAT.encode(), tokenizers.__version__.encode(), repr(between).encode(), *tables]
+        self.fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
         self.ends = frozenset([*known, *ends, *(between if len(between) == 1 else ())])
 
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:

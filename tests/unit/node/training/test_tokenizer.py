@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from node.config.schema import DataSection
 from node.training import token_cache, tokenizer
 from node.training.data import Corpus
-from node.training.text import SEPARATOR, read_text
+from node.training.documents import read_text
+from node.training.text import SEPARATOR
 from node.training.token_cache import tokens_of
 from node.training.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer, pieces_of
 from tests.support.examples import examples
