@@ -66,11 +66,14 @@ CHAT_COLUMNS = frozenset(("messages", "conversations", "conversation", "dialogue
 MOST_BYTES = 128 << 20
 """Of a line, a row or a document: a longer one is an error, so that a small compressed file cannot fill the
 memory."""
+MOST_BLANK_BYTES = 16 << 20
 MOST_EXPANSION = 100
 """A compressed file that is held as a whole may grow to so many times its size, or to `_SURE_BYTES`."""
 LARGE_BYTES = 2_000_000_000
 """A text source of this size is read in shards unless `[data] order` says otherwise."""
 _SURE_BYTES = 256 << 20
+_ROW_BYTES = 100
+"""What a row takes beside its text, about."""
 SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "eval", "test", "testing"))
 """Names of the parts of a data set that are not to be mixed."""
 _SPLIT_SHARD = re.compile(f"({'|'.join(sorted(SPLITS))})-[0-9]{{5}}-of-[0-9]{{5}}.*")
@@ -248,6 +251,7 @@ def _whole(files: list[Path], data: DataSection, dropped: Counter[str], *, skips
             rows = _json_rows(Extent(path, 0, sys.maxsize))
         else:
             rows = _left_out(path, _whole_text(path, room), skips)
+        packed = suffix_of(path) in COMPRESSED
         most = _most_bytes(path, room)
         for place, row in rows:
             try:
@@ -255,11 +259,10 @@ def _whole(files: list[Path], data: DataSection, dropped: Counter[str], *, skips
             except Dropped as reason:
                 dropped[str(reason)] += 1
                 continue
-            most -= len(text) + sys.getsizeof(b"")
+            most -= len(text) + _ROW_BYTES
             if most < 0:
                 raise _too_large(path)
-            if suffix_of(path) in COMPRESSED:
-                room -= len(text)
+            room -= len(text) if packed else 0
             yield text
 
 
@@ -546,11 +549,11 @@ def _check_no_json(path: Path, head: bytes) -> None:
 def _lines(extent: Extent) -> Iterator[tuple[int, bytes]]:
     """Lines that begin inside the extent, each with its number or its offset."""
     with _opened(extent) as (file, at):
-        number = 0
+        number, plain = 0, _is_plain(extent.path)
         while at < extent.stop and (line := _rest_of_line(file, extent.path)):
             number += 1
             yield (number if extent.start == 0 else at), line
-            at += len(line) if _is_plain(extent.path) else 0
+            at += len(line) if plain else 0
 
 
 @contextmanager
@@ -601,8 +604,10 @@ def _line_rows(extent: Extent) -> Iterator[tuple[str, Any]]:
     for at, line in _lines(extent):
         if not line.strip():
             blank += len(line)
-            if blank > MOST_BYTES:
-                raise DataError(f"{extent.path} has over {MOST_BYTES >> 20} MiB of empty lines: remove them")
+            if blank > MOST_BLANK_BYTES:
+                raise DataError(
+                    f"{extent.path} has over {MOST_BLANK_BYTES >> 20} MiB of empty lines: remove them"
+                )
             continue
         place = f"{extent.path} {unit} {at}"
         try:
