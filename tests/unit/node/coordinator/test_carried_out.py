@@ -28,13 +28,14 @@ from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.relays import RelayOffer
 from node.coordinator.sessions import MOST_WAITING, ControlSession
 from node.coordinator.store import EVICTED_WORDS, PlacedNode, StepOutcome, StepRecord, Store
+from node.model.labels import BatchPart
 from node.pipeline.placement import stage_units
 from node.run_file.loader import from_json
 from node.run_state.actions import Stop
 from node.run_state.run_plan import Past
 from node.telemetry import events
 from node.training.data import Corpus
-from wire.errors import ProtocolViolationError, RunError
+from wire.errors import DataError, ProtocolViolationError, RunError, ThinwireError
 from wire.identity.enrolment import Hardware
 from wire.messages import (
     RELAY_LEFT,
@@ -199,6 +200,30 @@ async def test_a_commit_is_recorded_before_it_is_sent(tmp_path: Path) -> None:
         assert commit.then == Begin(epoch=1, step=1)
         (done,) = [event for event in run.events if isinstance(event, events.StepDone)]
         assert (done.step, done.loss) == (1, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "bug"),
+    [(DataError("rows.jsonl line 7 is not JSON"), 2, False), (KeyError("column"), 1, True)],
+)
+async def test_samples_that_cannot_be_read_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, bug: bool
+) -> None:
+    def fails(self: Corpus, step: int) -> np.ndarray:
+        raise error
+
+    monkeypatch.setattr(Corpus, "inputs", fails)
+    async with scene(tmp_path) as run:
+        node = run.peer("a")
+        await node.into_step()
+        for _ in range(2):
+            with pytest.raises(ThinwireError) as told:
+                await run.coordinator.batch("a", 0, part=BatchPart.INPUTS)
+        outcome = await run.end(node)
+        assert outcome.failed and outcome.reason == str(told.value)
+        assert str(error) in outcome.reason and "\n" not in outcome.reason
+        assert run.coordinator.exit_code == code
+        assert (run.coordinator.bug is error) is bug
 
 
 async def test_nodes_learn_no_paths(tmp_path: Path) -> None:
