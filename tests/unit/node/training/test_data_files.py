@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +78,8 @@ TEXTS = [row["text"].encode() for row in ROWS]
 def test_rows_of_json_are_read_whatever_the_layout(
     tmp_path: Path, name: str, content: bytes, mark: bytes
 ) -> None:
-    pack = {".gz": gzip.compress, ".bz2": bz2.compress}.get(Path(name).suffix.lower(), bytes)
+    packers: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress}
+    pack = packers.get(Path(name).suffix.lower(), bytes)
     (tmp_path / name).write_bytes(pack(mark + content))
     assert texts_of(tmp_path / name) == TEXTS
     assert read_text(DataSection(path=str(tmp_path / name))) == b"\0".join(TEXTS)
@@ -96,7 +98,7 @@ def test_json_under_a_text_s_name_is_no_text(tmp_path: Path, content: bytes) -> 
     (tmp_path / "settings.json").write_bytes(b'{"a": 1}')
     (tmp_path / "b.txt").write_text(WORDS)
     assert texts_of(tmp_path) == [WORDS.encode()]
-    dropped: documents.Counter[str] = documents.Counter()
+    dropped: Counter[str] = Counter()
     assert read_text(DataSection(path=str(tmp_path)), dropped) == WORDS.encode()
     assert dict(dropped) == {"file that holds JSON, not text": 1}
 
