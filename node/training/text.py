@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from node.config.schema import DataSection
 from wire.errors import ConfigError, DataError, UserError
 from wire.identity.files import home
 
