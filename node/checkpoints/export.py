@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from node.checkpoints.adapters import ADAPTER_WEIGHTS, adapter_config, peft_name
-from node.checkpoints.byte_tokenizer import BYTE_SETTINGS, SENTENCEPIECE, byte_pieces, byte_tokenizer
+from node.checkpoints.byte_tokenizer import BYTE_SETTINGS, byte_pieces, byte_tokenizer
 from node.checkpoints.card import model_card
 from node.checkpoints.families import FileTensor, tensors, write_config
 from node.checkpoints.hub import INDEX, SINGLE
@@ -45,6 +45,7 @@ from node.config.schema import (
 )
 from node.model.lora_shapes import trained_specs
 from node.model.units import EMBED, HEAD
+from node.training.chat import load_chat_encoder
 from node.training.manifest import Manifest
 from node.training.object_store import bring, stored_steps
 from node.training.snapshot import (
@@ -56,9 +57,9 @@ from node.training.snapshot import (
     snapshot_directory,
 )
 from node.training.text import expanded
-from node.training.tokenizer import load_tokenizer, of_tables
+from node.training.tokenizer import SENTENCEPIECE, json_object, load_tokenizer, of_tables, special_tokens
 from node.training.unit_state import parameters_of, read_tensors
-from wire.errors import DataError, RunError, UserError
+from wire.errors import RunError, UserError
 
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 SHARD_BYTES = 4 << 30
@@ -67,6 +68,7 @@ BYTES = "bytes"
 SETTINGS = "tokenizer_config.json"
 PATH_KEYS = frozenset(("name_or_path", "tokenizer_file", "special_tokens_map_file"))
 """Of `SETTINGS`: transformers writes paths there, and reads none of them."""
+GENERATION = "generation_config.json"
 SNAPSHOT_TRIES = 5
 """Snapshots that may be removed while they are read, one after the other."""
 
@@ -166,11 +168,10 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
             _write_weights(list(_entries(model, manifest)), dtype, arrays, partial)
             described = write_config(model, dtype, original)
             _write_json(partial / CONFIG, described)
-            if not (partial / "generation_config.json").exists():
+            if not (partial / GENERATION).exists():
                 tokens = {key: value for key, value in described.items() if key.endswith("_token_id")}
-                if tokens.get("eos_token_id") is None:
-                    tokens["eos_token_id"] = _ends(config)
-                _write_json(partial / "generation_config.json", tokens)
+                _write_json(partial / GENERATION, tokens)
+        _write_ends(config, partial / GENERATION)
         library = "peft" if adapters and merge is None else "transformers"
         card = model_card(run_directory, manifest, config, dtype, library)
         (partial / "README.md").write_text(card, encoding="utf-8")
@@ -347,7 +348,11 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
     if (tables := of_tables(name)) is not None:
         (out / TOKENIZER).write_text(tables.to_json(), encoding="utf-8")
         end = {"eos_token": tables.end_of_text} if tables.end_of_text else {}
-        _write_json(out / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **end})
+        template = json_object(folder / SETTINGS).get("chat_template")
+        named = {**end, **special_tokens(folder), **({"chat_template": template} if template else {})}
+        _write_json(out / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
+        if (folder / "chat_template.jinja").is_file():
+            shutil.copyfile(folder / "chat_template.jinja", out / "chat_template.jinja")
         return
     for file in (TOKENIZER, *OTHER_FILES):
         data = small_file(path if file == TOKENIZER and path.is_file() else folder / file)
@@ -374,13 +379,25 @@ def _without_paths(data: bytes) -> bytes:
     return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _ends(config: RunConfig) -> int | list[int] | None:
-    """At which ids a text ends, as `generation_config.json` has them; None if the tokenizer is not here."""
+def _write_ends(config: RunConfig, path: Path) -> None:
+    """Complete the ids at which a text ends: the tokenizer's if there are none, and after a run on
+    conversations the token that ends an answer, which comes first. Without the file or the tokenizer it stays
+    as it is."""
+    if not path.exists():
+        return
+    given = json_object(path)
+    known = given.get("eos_token_id")
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    data = config.data
     try:
-        ends = sorted(load_tokenizer(config.data.tokenizer).ends)
-    except DataError:
-        return None
-    return ends[0] if len(ends) == 1 else ends or None
+        if not ends:
+            ends = sorted(load_tokenizer(data.tokenizer).ends)
+        if data.format == "chat":
+            turn_ends = load_chat_encoder(str(path.parent), "").turn_ends
+            ends = [*turn_ends, *(end for end in ends if end not in turn_ends)]
+    except UserError:
+        return
+    _write_json(path, {**given, "eos_token_id": ends[0] if len(ends) == 1 else ends or None})
 
 
 def _write_json(path: Path, values: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from node.checkpoints.weights import Checkpoint, FolderFiles, Weights
 from node.config.schema import ModelSection
 from node.model.units import unit_names
 from node.training.text import expanded, read_small
-from node.training.tokenizer import MOST_TABLES_BYTES
+from node.training.tokenizer import MOST_TABLES_BYTES, SENTENCEPIECE, load_tokenizer, tokenizer_files
 from wire.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,10 @@ OTHER_FILES = (
 """Small files that an export passes on."""
 ADAPTER_CONFIG = "adapter_config.json"
 MOST_CONFIG_BYTES = 4 << 20
+OTHER_TABLES = ("vocab.json", "merges.txt", SENTENCEPIECE)
+"""Of a tokenizer without `TOKENIZER`."""
+PADDING = 1024
+"""Rows that a model may have beyond its tokens are fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class Source:
     model: dict[str, Any]
     """Keys of `[model]`."""
     tokenizer: str
-    """The folder with `tokenizer.json`; empty if the checkpoint has none."""
+    """The folder of the tokenizer; empty if the checkpoint has none."""
 
 
 def open_source(name: str, given: Mapping[str, Any]) -> Source:
@@ -57,13 +61,12 @@ def open_source(name: str, given: Mapping[str, Any]) -> Source:
         repository = resolve(Repository.parse(name))
         name = str(repository)
         path = download(repository, CONFIG)
-        tokenizer = download(repository, TOKENIZER, required=False)
-        for other in (ADAPTER_CONFIG, *OTHER_FILES):
+        tables = download(repository, TOKENIZER, required=False)
+        for other in (ADAPTER_CONFIG, *OTHER_FILES, *(OTHER_TABLES if tables is None else ())):
             download(repository, other, required=False)
         assert path is not None, "a required file"
     else:
         path = _folder(name) / CONFIG
-        tokenizer = path.with_name(TOKENIZER)
     if (path.parent / ADAPTER_CONFIG).exists():
         raise ConfigError(
             f"{name} holds adapters ({ADAPTER_CONFIG}), which transformers loads on another model: merge "
@@ -82,10 +85,21 @@ def open_source(name: str, given: Mapping[str, Any]) -> Source:
             raise ConfigError(
                 f"model.{key} is {value!r}, but {path} says {found[key]!r}: leave it out of the run file"
             )
-    has_tokenizer = tokenizer is not None and tokenizer.is_file()
-    return Source(
-        name=name, model=found, tokenizer=str(tokenizer.parent) if tokenizer and has_tokenizer else ""
-    )
+    return Source(name=name, model=found, tokenizer=_tokenizer(path.parent, found["vocab"]))
+
+
+def _tokenizer(folder: Path, vocab: int) -> str:
+    """The folder if it has a tokenizer. Raises DataError for one with other rows than the model."""
+    try:
+        files = tokenizer_files(folder)
+    except DataError:
+        return ""
+    if files[0].name == SENTENCEPIECE and not 0 <= vocab - load_tokenizer(str(folder)).vocabulary < PADDING:
+        raise DataError(
+            f"{files[0]} has {load_tokenizer(str(folder)).vocabulary} tokens and the model {vocab}: put the "
+            f"model's own {TOKENIZER} beside it, or name the model's tokenizer in data.tokenizer"
+        )
+    return str(folder)
 
 
 def _heads_differ(model: ModelSection) -> bool:

@@ -359,8 +359,12 @@ def _with_checkpoint(values: Values) -> Values:
 
     source = open_source(name, given)
     data = dict(values.get("data", {}))
-    if source.tokenizer:
-        data.setdefault("tokenizer", source.tokenizer)
+    if not source.tokenizer and "tokenizer" not in data:
+        raise ConfigError(
+            f"{name} has no tokenizer (tokenizer.json, vocab.json and merges.txt, or tokenizer.model): copy "
+            "the model's own beside its weights, or set data.tokenizer to its folder"
+        )
+    data.setdefault("tokenizer", source.tokenizer)
     return {**values, "model": {**source.model, **given, "from": source.name}, "data": data}
 
 

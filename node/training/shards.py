@@ -30,7 +30,8 @@ import numpy as np
 from node.config.schema import DataSection, RunConfig
 from node.model.labels import IGNORED
 from node.model.rng import generator
-from node.training.chat import ChatEncoder, Dropped, load_chat_encoder
+from node.training.chat import ChatEncoder, load_chat_encoder
+from node.training.conversations import Dropped
 from node.training.data import Corpus, check_tokens, check_vocabulary, document_starts, end_of_text
 from node.training.documents import (
     LARGE_BYTES,
@@ -119,7 +120,6 @@ class TokenizedSource:
             data.format,
             data.jsonl_field,
             chat.fingerprint if chat else "",
-            _jinja_version() if chat else "",
         ]
         self.key = sha256(repr(parts).encode()).hexdigest()
         """Of all that decides on the tokens, but for changes in the middle of large files."""
@@ -268,6 +268,7 @@ class TokenizedSource:
                 bits[0] |= BEGINS
                 yield np.concatenate([ids, end]), bits, ""
             return
+        begin = np.array(self._tokenizer.begin, dtype=self._tokenizer.dtype)
         cut: list[list[bytes] | str] = []
         for place, row in batch:
             try:
@@ -283,7 +284,7 @@ class TokenizedSource:
         )
         for (place, _), found in zip(batch, cut, strict=True):
             if isinstance(found, list):
-                ids = np.concatenate([*islice(encoded, len(found)), end])
+                ids = np.concatenate([begin, *islice(encoded, len(found)), end])
                 self._check(ids, place)
                 yield ids, None, ""
             else:
@@ -607,12 +608,6 @@ def starts_in(tokens: np.ndarray, mask: np.ndarray | None, end: int | None) -> n
     if mask is not None:
         starts |= (mask & BEGINS) != 0
     return starts
-
-
-def _jinja_version() -> str:
-    import jinja2
-
-    return jinja2.__version__
 
 
 def open_stream(config: RunConfig, path: str, name: str, folder: Path | None = None) -> Stream:

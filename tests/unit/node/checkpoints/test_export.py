@@ -358,6 +358,23 @@ def test_tables_of_a_byte_pair_encoding_become_a_tokenizer_that_transformers_loa
     assert theirs.eos_token_id == 0 and theirs.decode(theirs(text)["input_ids"]) == text
 
 
+@pytest.mark.parametrize("given", [None, 0, [0, 1]])
+def test_a_chat_models_text_ends_where_a_turn_ends(tmp_path: Path, given: object) -> None:
+    """Whatever the tokenizer and its base model end a text with."""
+    folder = write_tokenizer(tmp_path / "t", TEMPLATE)
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if given is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": given, "top_k": 7}))
+    model = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16, vocab=400)
+    config = replace(RunConfig(), model=model, data=DataSection(tokenizer=str(folder), format="chat"))
+    snapshot(tmp_path / "run", config)
+    export(tmp_path / "run", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert found["eos_token_id"] == [2, *(given if isinstance(given, list) else [0])]
+    assert given is None or found["top_k"] == 7
+
+
 def test_the_card_says_how_the_model_was_made(tmp_path: Path) -> None:
     """Settings, sources with their shares, tokens, and losses up to the exported step, held out too."""
     config = RunConfig(
