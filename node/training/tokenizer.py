@@ -110,7 +110,7 @@ class BpeTokenizer(Tokenizer):
         known = _known_ends(bpe, folder)
         template = _template_text(folder)
         # A chat tokenizer's end of text may be what ends a turn.
-        apart = [end for end in known if bpe.id_to_token(end) not in template]
+        apart = [end for end in known if (bpe.id_to_token(end) or "") not in template]
         ends = [*apart, *([] if default is None else [default]), *known]
         # Tables without an end of text may still know the zero byte.
         between = ends[:1] or bpe.encode("\0", add_special_tokens=False).ids
