@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from node.config.schema import DataSection
-from node.training.chat import Dropped
+from node.training.conversations import Dropped
 from node.training.text import (
     COMPRESSED,
     JSON_SUFFIXES,
