@@ -21,6 +21,7 @@ from wire.pacing import KEEP_ALIVE, KeepAlive
 from wire.stream_receiver import Acknowledge
 from wire.v1 import link_pb2
 
+NO_FRAMES = "the control stream goes on and no frame arrives"
 MAX_OPEN_PINGS = 8
 JUST_NOW = 1000
 """Microseconds."""
@@ -77,6 +78,8 @@ class Connection:
             self.error = error
             self._ended.set()
             self._state.meter.interrupted(now())
+            # Or the next one, which nothing was written on, would count as stalled before it is greeted.
+            self._state.delivery.connected()
             if not self._running:
                 self.finished.set()
             self._on_change()
@@ -157,6 +160,7 @@ class Connection:
             if state.settings.pacer is not None:
                 await state.settings.pacer.pass_through(len(frame))
             state.delivery.written(again=again, now=now())
+            state.service.written(len(frame), now())
             if state.transfers is not None:
                 state.transfers.sending(frame, now())
             if state.settings.frame_filter is None:
@@ -185,7 +189,7 @@ class Connection:
         while True:
             state.control_wake.clear()
             if state.delivery.stalled(now()):
-                raise StreamDroppedError("the control stream goes on and no frame arrives")
+                raise StreamDroppedError(NO_FRAMES)
             if now() >= ping_at:
                 nonce = secrets.randbits(64)
                 while len(self._pings) >= MAX_OPEN_PINGS:
@@ -262,6 +266,7 @@ class Connection:
                 self._acknowledged(told.next_sequence, told.credit_limit, now())
                 if (left := state.sender.unacknowledged) < before:
                     state.delivery.acknowledged(all_of_it=left == 0, now=now())
+                    state.service.acknowledged(all_of_it=left == 0, now=now())
                 if state.sender.has_more:
                     state.bulk_wake.set()
             case "send_again":
@@ -298,6 +303,7 @@ class Connection:
         state.sender.reconnect(hello.next_sequence)
         state.delivered()
         state.delivery.connected()
+        state.service.connected()
         state.meter.interrupted(now())
         self._greeted.set()
         state.bulk_wake.set()

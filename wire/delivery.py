@@ -1,12 +1,25 @@
-"""Whether frames that were written arrive. A state machine without I/O.
+"""Whether frames that were written arrive, and how fast. State machines without I/O.
 
 A path may take bytes of one stream and deliver none, while other streams beside it go on. Pings of the
 control stream do not show that; only acknowledgements of frames do.
 """
 
+import math
+
 PATIENCE = 3.0
 """Times the longest wait so far: a slow link waits long for each frame."""
 _MOST_DOUBLINGS = 6
+
+OWED_SECONDS, OWED_RATE = 0.25, 125_000.0
+"""What a relay owes a link: an acknowledgement after so long, and the time of the bytes at this rate."""
+SLOW_TIMES = 2.0
+"""As often as that is slow."""
+LEAST_SECONDS = 2.0
+"""For so long frames must have been under way before a relay is judged."""
+LEAST_OWED = 3 * OWED_SECONDS
+"""Frames that are owed in so long must have been acknowledged before one counts as fast."""
+_MEMORY_SECONDS = 10.0
+"""Time under way after which what was before weighs 1/e."""
 
 
 class Delivery:
@@ -49,3 +62,52 @@ class Delivery:
         self._stalls = min(self._stalls + 1, _MOST_DOUBLINGS)
         self._since = None
         return True
+
+
+class Service:
+    """What one connection by a relay delivers, against what is owed. Times are seconds on any clock.
+
+    Only frames under way count: what waits for the neighbour's window, or for this node's bandwidth limit,
+    tells nothing of a relay.
+    """
+
+    def __init__(self) -> None:
+        self.connected()
+
+    def connected(self) -> None:
+        """There is a new connection."""
+        self._took = self._owed = 0.0
+        self._since: float | None = None
+        """Since when frames are under way without a pause."""
+        self._bytes = 0
+
+    def written(self, size: int, now: float) -> None:
+        """A frame begins to be written."""
+        if self._since is None:
+            self._since = now
+        self._bytes += size
+
+    def acknowledged(self, *, all_of_it: bool, now: float) -> None:
+        """More frames have arrived; `all_of_it`: nothing else is under way."""
+        if self._since is None or not (all_of_it or now - self._since > _MEMORY_SECONDS):
+            return
+        took = now - self._since
+        fade = math.exp(-took / _MEMORY_SECONDS)
+        self._took = fade * self._took + took
+        self._owed = fade * self._owed + OWED_SECONDS + self._bytes / OWED_RATE
+        self._since, self._bytes = (None if all_of_it else now), 0
+
+    def times(self, now: float) -> float:
+        """How many times as long as owed frames take; 0 before any was under way."""
+        took, owed = self._took, self._owed
+        if self._since is not None:
+            took, owed = took + now - self._since, owed + OWED_SECONDS + self._bytes / OWED_RATE
+        return took / owed if owed else 0.0
+
+    def is_slow(self, now: float) -> bool:
+        running = 0.0 if self._since is None else now - self._since
+        return self._took + running >= LEAST_SECONDS and self.times(now) >= SLOW_TIMES
+
+    def is_faster(self, times: float, now: float) -> bool:
+        """Whether frames take at most half as often as long as owed as they took elsewhere."""
+        return self._owed >= LEAST_OWED and 2 * self.times(now) <= times

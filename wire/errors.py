@@ -21,18 +21,34 @@
 Messages say what was wrong, what was expected and what to do, in one line.
 """
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import TypeVar
 
+_FOLDERS = re.compile(r"(?<![^\s\"'(=])/(?:[^\s/:\"']+/)+(?=[^\s/])")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+
+MOST_SHOWN, MOST_LINE = 100, 6000
+"""Characters of a value that an error quotes, and of an error: files hold values of any size."""
+
+
+def shortened(text: str, most: int = MOST_SHOWN) -> str:
+    """`text`, or its beginning and end if it is longer than `most` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most - most // 3]}... ({len(text):,} characters) ...{text[-(most // 3) :]}"
 
 
 class ThinwireError(Exception):
     """Base of all errors that are shown to a user as one line."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shortened(message, MOST_LINE))
 
 
 class UserError(ThinwireError):
@@ -147,15 +163,20 @@ class MemoryExhaustedError(DeviceLostError):
         self.happened = happened or message
 
 
+def without_folders(text: str) -> str:
+    """A message for another machine: of an absolute path in it only the last name stays."""
+    return _FOLDERS.sub("", text)
+
+
 def close_to(name: str, known: Iterable[str]) -> list[str]:
     """Known names that an unknown one may mean, the likeliest first."""
-    return get_close_matches(name, list(known), cutoff=0.5)
+    return get_close_matches(name[:MOST_SHOWN], list(known), cutoff=0.5)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: `; did you mean 'X'?`, or all known names."""
     known = list(known)
-    match = get_close_matches(name, known, n=1, cutoff=0.5)
+    match = get_close_matches(name[:MOST_SHOWN], known, n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
 
 

@@ -27,7 +27,7 @@ import google_crc32c
 import numpy as np
 
 from wire.errors import LinkError, ProtocolViolationError
-from wire.spec import Direction, TensorKey
+from wire.spec import ON_LINKS, Direction, TensorKey
 
 FRAME_BYTES = 256 * 1024
 HEADER_BYTES = 64
@@ -130,7 +130,7 @@ def parse_frame(data: bytes, tag: int) -> Frame:
         )
     if run != tag:
         raise ProtocolViolationError(f"a frame of another run arrived (tag {run:016x}, expected {tag:016x})")
-    if direction not in Direction._value2member_map_ or data[56:60] != bytes(4):
+    if direction not in ON_LINKS or data[56:60] != bytes(4):
         raise ProtocolViolationError(f"frame {sequence} has an unknown direction or reserved bits set")
     if length != len(payload) or not 0 < length <= total or offset > total - length:
         raise ProtocolViolationError(
@@ -162,7 +162,7 @@ def frame_place(data: bytes) -> FramePlace:
     *_, direction, _, _, sequence, epoch, step, microbatch, boundary, total, offset, length = (
         _FIELDS.unpack_from(data)
     )
-    known = direction in Direction._value2member_map_
+    known = direction in ON_LINKS
     key = TensorKey(epoch, step, microbatch, boundary, Direction(direction)) if known else None
     return FramePlace(sequence, key, offset, offset + length == total)
 

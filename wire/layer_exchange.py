@@ -8,6 +8,7 @@ norms with those that the run's nodes voted.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,8 +25,16 @@ CHUNK_BYTES = 64 * 1024
 """Between two chunks training traffic goes first."""
 SILENT_SECONDS = 30.0
 """The longest wait for the next chunk."""
-MOST_TRANSFERS = 4
-"""Layers that a node sends at a time; more wait."""
+MOST_TRANSFERS, MOST_OF_A_NODE = 4, 2
+"""Layers that a node sends at a time, in all and to one other; more wait."""
+AT_ONCE, AGAIN_SECONDS = 8, 60.0
+"""One node needs a file once, and again from where a line broke: it is sent it so often at once, and then
+once in so many seconds."""
+MOST_COUNTED = 4096
+"""Files and askers for which that is counted."""
+LEAST_RATE = 10_000.0
+"""Bytes a second that a file comes with at least, besides `SILENT_SECONDS`: who sends a byte now and then is
+left for another holder."""
 YIELD_SECONDS = 0.25
 """The longest that a chunk waits while training traffic is queued."""
 _LOOK_SECONDS = 0.01
@@ -65,9 +74,13 @@ class LayerServer:
     def __init__(self, source: LayerSource) -> None:
         self._source = source
         self._turn = asyncio.Semaphore(MOST_TRANSFERS)
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        """By asking node, those that wait or are served."""
+        self._sent: dict[tuple[str, int, str, bool], tuple[float, float]] = {}
+        """By asker and file: how much of it was sent, in files, less what time has forgiven until then."""
 
-    async def serve(self, message: bytes, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        """Answer one call of a node whose certificate has been checked."""
+    async def serve(self, peer: str, message: bytes, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        """Answer one call of node `peer`, whose certificate has been checked."""
         try:
             asked = control_pb2.PeerLayerRequest.FromString(message)
         except DecodeError:
@@ -76,18 +89,33 @@ class LayerServer:
         request = LayerRequest(
             step=asked.step, unit=asked.unit, sha256=asked.sha256, offset=asked.offset, sums=asked.sums
         )
-        async with self._turn:
+        # Who asks for much must not hold all places.
+        turn = self._turns.setdefault(peer, asyncio.Semaphore(MOST_OF_A_NODE))
+        async with turn, self._turn:
             data = await self._source.read(request)
             if data is None or request.offset > len(data):
                 what = "the gradient of" if request.sums else "layer"
                 where = f"{what} {request.unit[:40]!r} of step {request.step}"
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"{where} is not held here")
                 raise AssertionError("abort raises")
+            if not self._may_send(peer, request, 1 - request.offset / max(1, len(data)), time.monotonic()):
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "it was sent to you too often")
             view = memoryview(data)
             for start in range(request.offset, len(data), CHUNK_BYTES):
                 piece = view[start : start + CHUNK_BYTES]
                 await self._source.pass_through(len(piece))
                 await context.write(bytes(piece))
+
+    def _may_send(self, peer: str, request: LayerRequest, share: float, now: float) -> bool:
+        """Whether this share of the file may be sent now; it counts then."""
+        file = peer, request.step, request.unit, request.sums
+        sent, at = self._sent.pop(file, (0.0, now))
+        sent = max(0.0, sent - (now - at) / AGAIN_SECONDS)
+        may = sent + share <= AT_ONCE
+        self._sent[file] = (sent + share if may else sent), now
+        if len(self._sent) > MOST_COUNTED:
+            del self._sent[next(iter(self._sent))]
+        return may
 
 
 async def get_layer(channel: grpc.aio.Channel, request: LayerRequest) -> AsyncIterator[bytes]:
@@ -103,13 +131,16 @@ async def get_layer(channel: grpc.aio.Channel, request: LayerRequest) -> AsyncIt
         sums=request.sums,
     ).SerializeToString()
     stub: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(LAYER_METHOD)
-    call = stub(message)
+    call, came, began = stub(message), 0, time.monotonic()
     try:
         while True:
-            async with asyncio.timeout(SILENT_SECONDS):
+            # Of what is under way the least rate counts, too.
+            left = began + 2 * SILENT_SECONDS + came / LEAST_RATE - time.monotonic()
+            async with asyncio.timeout(min(SILENT_SECONDS, max(0.0, left))):
                 chunk = await call.read()
             if not isinstance(chunk, bytes):  # grpc.aio.EOF
                 return
+            came += len(chunk)
             yield chunk
     except grpc.aio.AioRpcError as error:
         details = error.details() or error.code().name
@@ -119,7 +150,9 @@ async def get_layer(channel: grpc.aio.Channel, request: LayerRequest) -> AsyncIt
             raise ProtocolViolationError(f"the node refused: {details}") from None
         raise LinkError(f"the connection broke: {details}") from None
     except TimeoutError:
-        raise LinkError(f"nothing came for {SILENT_SECONDS:g} s") from None
+        raise LinkError(
+            f"nothing came for {SILENT_SECONDS:g} s, or less than {LEAST_RATE / 1000:g} kB/s"
+        ) from None
     finally:
         call.cancel()
 

@@ -11,9 +11,10 @@ Call everything on the event loop. One end dials; `link_server.py` has the accep
 
 import asyncio
 import contextlib
+import math
 import secrets
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,8 @@ import grpc.aio
 
 from wire.byte_stream import ClientCall, ClientStream, StreamDroppedError
 from wire.channels import LinkIdentity, open_channel
-from wire.connection import Connection, now, wait_until
+from wire.connection import NO_FRAMES, Connection, now, wait_until
+from wire.delivery import SLOW_TIMES
 from wire.errors import LinkError, LinkLostError, ProtocolViolationError, RefusalCode, Refused, ThinwireError
 from wire.link_state import LinkSettings, LinkState, LinkStats, OnTensor
 from wire.pacing import Backoff
@@ -42,6 +44,12 @@ PATH_SECONDS = 3.0
 """Limit for one attempt to connect while there is another path."""
 RELAY_SILENT_SECONDS = 2.0
 """A relay that is silent for this long is left, where there is another."""
+TOO_SLOW = "the relay is too slow"
+"""The end that is dialled says this when it ends a connection."""
+JUDGE_SECONDS = 0.5
+"""Between two looks at what a relay delivers."""
+MOST_BREAKS = 2
+"""Connections by one relay that broke; then others are tried first."""
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 300.0
 """From coming to a path to looking for a better one; three times as long the next time, and so on."""
 QUIET_SECONDS, QUIET_POLL_SECONDS = 30.0, 0.02
@@ -173,7 +181,8 @@ class Link(ABC):
         self._running = True
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._keep_connected()), group.create_task(self._watch())]
+                work = self._keep_connected(), self._watch(), self._watch_relay()
+                tasks = [group.create_task(one) for one in work]
                 try:
                     await self._over.wait()
                 finally:
@@ -248,6 +257,25 @@ class Link(ABC):
             if isinstance(connection.error, ProtocolViolationError):
                 self._fail(ProtocolViolationError(f"the link to {self._peer} was given up: {self._trouble}"))
 
+    async def _watch_relay(self) -> None:
+        """Leave a relay that delivers far less than it owes, where that may help."""
+        service = self._state.service
+        while not self._over.is_set():
+            await wait_until(self._over, now() + JUDGE_SECONDS)
+            connection = self._connection
+            if connection is None or not self.up or not is_relayed(self.path):
+                continue
+            slow = service.is_slow(now())
+            if self._leaves_relay(service.times(now()) if slow else 0.0):
+                connection.end(StreamDroppedError(TOO_SLOW))
+            elif slow:
+                service.connected()  # judged anew
+
+    def _leaves_relay(self, times: float) -> bool:
+        """Whether to end the connection by a relay that takes so many times as long as it owes; 0: it is not
+        slow."""
+        return False
+
     async def _watch(self) -> None:
         """Give the link up when it has been down for `lost_after_seconds`; at first `ready` is the limit.
 
@@ -320,6 +348,12 @@ class DialledLink(Link):
         self.path = self._paths[0].name
         self.why_not: dict[str, str] = {}
         """By path: why the newest attempt failed."""
+        self._breaks: Counter[str] = Counter()
+        """By relayed path, its connections that broke."""
+        self._slow: dict[str, tuple[float, float]] = {}
+        """By relayed path that was left: how many times as long as owed it took, and when."""
+        self._untold: set[str] = set()
+        """Those of them of which it is not known that others are faster."""
 
     @property
     def stats(self) -> LinkStats:
@@ -366,7 +400,14 @@ class DialledLink(Link):
                     continue
                 if leaves_soon:
                     # Its relay died or froze: the next is there, and this one is tried again later.
-                    self._rotate_to(lambda other: is_relayed(other.name))
+                    self._breaks[path.name] += 1
+                    if path.name not in self._slow:
+                        if str(connection.error) in (TOO_SLOW, NO_FRAMES):
+                            self._left(2 * SLOW_TIMES)
+                        elif self._breaks[path.name] >= MOST_BREAKS:
+                            self._left(math.inf)
+                    best = self._best_relay()
+                    self._rotate_to(lambda other: other is best)  # noqa: B023 - called at once
             else:
                 self.why_not[path.name] = str(connection.error or "")
                 if path.name != DIRECT or now() - down_since >= PATIENCE_SECONDS:
@@ -375,6 +416,39 @@ class DialledLink(Link):
                     # The neighbour's other address.
                     self._rotate_to(lambda other: other.name == DIRECT)
             await wait_until(self._over, now() + backoff.advance())
+
+    def _leaves_relay(self, times: float) -> bool:
+        if not times:
+            self._tell_of_slower()
+            return False
+        best = self._best_relay()
+        if best is self._paths[0] or self._times_of(best) > times / 2:
+            return False
+        self._left(times)
+        return True
+
+    def _left(self, times: float) -> None:
+        self._slow[self.path] = times, now()
+        self._untold.add(self.path)
+
+    def _tell_of_slower(self) -> None:
+        """Name relays that were left, once this one is known to be faster."""
+        tell, at = self._state.settings.on_relay_left, now()
+        for path in sorted(self._untold - {self.path}):
+            if self._state.service.is_faster(self._slow[path][0], at):
+                self._untold.discard(path)
+                if tell is not None:
+                    tell(path)
+
+    def _times_of(self, path: LinkPath) -> float:
+        """How slow a path was, if that is not long ago; 0 if nothing is known against it."""
+        times, at = self._slow.get(path.name, (0.0, -math.inf))
+        return times if now() - at < LONGEST_LOOK_SECONDS else 0.0
+
+    def _best_relay(self) -> LinkPath:
+        """The relay against which least is known, of equals the next after the one that carries the link."""
+        others = [path for path in [*self._paths][1:] if is_relayed(path.name)]
+        return min(others, key=self._times_of, default=self._paths[0])
 
     @property
     def _relays(self) -> int:
@@ -400,6 +474,8 @@ class DialledLink(Link):
                 continue
             self._look_pause = min(3 * self._look_pause, LONGEST_LOOK_SECONDS)
             for path in self._ranked[: self._ranked.index(self._paths[0])]:
+                if self._times_of(path):
+                    continue
                 if (prepared := await self._prepare(path)) is not None:
                     await self._take(prepared)
                     break

@@ -15,14 +15,22 @@ import grpc.aio
 from wire.admission import Limits
 from wire.byte_stream import REFUSAL_KEY, ServerContext, ServerStream, StreamDroppedError
 from wire.channels import LinkIdentity, make_server
-from wire.connection import Connection
+from wire.connection import NO_FRAMES, Connection, now
 from wire.descriptors import raise_limit
 from wire.door import Door
 from wire.errors import ProtocolViolationError, RefusalCode, UserError
 from wire.front import Front, listen_or_advise, serve_behind, start_behind
 from wire.identity.credentials import mutual_tls, peer_node_id
 from wire.layer_exchange import LAYER_METHOD, LayerServer
-from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, Link
+from wire.link import (
+    BULK_METHOD,
+    CONTROL_METHOD,
+    LONGEST_LOOK_SECONDS,
+    METADATA_PREFIX,
+    MOST_BREAKS,
+    TOO_SLOW,
+    Link,
+)
 from wire.link_state import LinkSettings, LinkState, OnTensor
 from wire.mirror import make_mirror
 from wire.peer_probe import PROBE_METHOD, ProbeServer
@@ -55,6 +63,8 @@ class AcceptedLink(Link):
         self._streams: dict[str, ServerStream] = {}  # of the newest connection, by method
         self._arrived = asyncio.Event()
         self.path = DIRECT
+        self._ended_at: dict[str, list[float]] = {}
+        """By relayed path, when its connections were ended because it was slow."""
 
     def join(self, session: int, attempt: int) -> Connection:
         """The connection that a stream belongs to; a newer attempt ends the previous one.
@@ -97,6 +107,16 @@ class AcceptedLink(Link):
             self._streams[method] = ServerStream(context)
             if len(self._streams) == 2:
                 self._arrived.set()
+
+    def _leaves_relay(self, times: float) -> bool:
+        if not times:
+            return False
+        # The end that dials chooses the path: it takes another after so many connections that broke.
+        at = now()
+        ended = [one for one in self._ended_at.get(self.path, ()) if at - one < LONGEST_LOOK_SECONDS]
+        leaves = len(ended) < MOST_BREAKS
+        self._ended_at[self.path] = [*ended, at] if leaves else ended
+        return leaves
 
     def _finish(self) -> None:
         super()._finish()
@@ -272,16 +292,18 @@ class LinkServer:
             await connection.finished.wait()
         finally:
             connection.end(StreamDroppedError("the neighbour hung up"))
+        if str(connection.error) in (TOO_SLOW, NO_FRAMES):
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, TOO_SLOW, None)
         if isinstance(connection.error, ProtocolViolationError):
             await _abort(
                 context, grpc.StatusCode.INVALID_ARGUMENT, str(connection.error), RefusalCode.BAD_REQUEST
             )
 
     async def _serve_layer(self, message: bytes, context: ServerContext) -> None:
-        await self._member(context)
+        peer = await self._member(context)
         if self.layers is None:
             await _abort(context, grpc.StatusCode.UNAVAILABLE, "this node is not in the run yet", None)
-        await self.layers.serve(message, context)
+        await self.layers.serve(peer, message, context)
 
     async def _serve_probe(self, context: ServerContext) -> None:
         peer = await self._member(context)

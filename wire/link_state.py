@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from wire.delivery import Delivery
+from wire.delivery import Delivery, Service
 from wire.frames import FRAME_BYTES, HEADER_BYTES, frame_direction, frame_place, run_tag
 from wire.line_meter import Line
 from wire.link_meter import LinkMeter
@@ -58,7 +58,11 @@ class LinkSettings:
     """The node's bandwidth limit, shared with everything else it sends."""
     line: Line | None = None
     """The node's line, which measures what its links carry together."""
+    on_relay_left: Callable[[str], None] | None = None
+    """Called with the path by a relay that a link has left, once it is known to be faster by another."""
     frame_filter: FrameFilter | None = None
+    held_out_from: int | None = None
+    """Activations with this microbatch and higher ones are of held-out samples, and counted apart."""
     on_transfer: Callable[[int, TransferKind, TensorKey, float, float], None] | None = None
     """Called with (peer stage, kind, tensor, start, end); see `wire.transfers`."""
 
@@ -116,6 +120,7 @@ class LinkState:
     delivery: Delivery
     session: int = 0
     stats: LinkStats = field(default_factory=LinkStats)
+    service: Service = field(default_factory=Service)
     meter: LinkMeter = field(default_factory=LinkMeter)
     transfers: TransferLog | None = None
     elements: deque[int] = field(default_factory=deque)
@@ -186,14 +191,17 @@ class LinkState:
     def frame_sent(self, frame: bytes, *, again: bool) -> None:
         """Count a frame. A direction's bytes and elements grow by whole tensors, so that their ratio is right
         at any time."""
-        stats, direction = self.stats, frame_direction(frame)
+        stats, place = self.stats, frame_place(frame)
+        direction, first = frame_direction(frame), self.settings.held_out_from
+        if direction is Direction.ACTIVATION and first is not None and place.key is not None:
+            direction = Direction.HELD_OUT if place.key.microbatch >= first else direction
         stats.bytes_sent += len(frame)
         stats.frames_sent += 1
         if again:
             stats.direction_bytes_sent[direction] += len(frame)
             return
         self.tensor_bytes += len(frame)
-        if frame_place(frame).is_last:
+        if place.is_last:
             stats.direction_bytes_sent[direction] += self.tensor_bytes
             stats.direction_elements_sent[direction] += self.elements.popleft()
             self.tensor_bytes = 0

@@ -218,9 +218,16 @@ class StateHashes:
     units: Mapping[int, UnitHash]
 
 
+RELAY_LEFT = 1e6
+"""Seconds, in place of a round trip."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RelayTimes:
-    """Round trips in seconds to the relays of `Relays`, by node id; one that does not answer is left out."""
+    """Round trips in seconds to the relays of `Relays`, by node id; one that does not answer is left out.
+
+    `RELAY_LEFT` for one that a link of this node has left, as it was much faster by another.
+    """
 
     times: Mapping[str, float]
 

@@ -22,6 +22,12 @@ class Direction(IntEnum):
     # the piece's owner, and the sum of all groups back.
     SYNC_SHARE = 4
     SYNC_SUM = 5
+    # Activations of held-out samples, in reports: links carry them as activations, and count them apart.
+    HELD_OUT = 6
+
+
+ON_LINKS = frozenset(Direction) - {Direction.HELD_OUT}
+"""Kinds that frames may name."""
 
 
 class TensorKey(NamedTuple):

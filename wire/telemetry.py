@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from wire.spec import Direction, TensorKey
+from wire.spec import ON_LINKS, Direction, TensorKey
 
 DIRECT = "direct"
 TOGETHER = "simultaneous open"
@@ -129,7 +129,7 @@ _TICKS = 1e6
 """Ticks a second: spans travel, and are kept, in whole microseconds."""
 _NO_TENSOR = 0
 """Direction of a span without a tensor; others travel as their value plus one."""
-_DIRECTIONS = frozenset((_NO_TENSOR, *(direction + 1 for direction in Direction)))
+_DIRECTIONS = frozenset((_NO_TENSOR, *(direction + 1 for direction in ON_LINKS)))
 
 
 class SpanColumns(Collection[Span]):

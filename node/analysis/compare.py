@@ -29,6 +29,7 @@ class RunRecord:
     steps: tuple[int, ...]
     """Steps done, ascending; a replayed step counts as it went last."""
     losses: tuple[float, ...]
+    """Not a number for a step without labels."""
     elapsed: tuple[float, ...]
     """Running time until each step was done, seconds."""
     tokens: int
@@ -103,7 +104,8 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
                 done.pop(step.step, None)
                 done[step.step] = step.loss, elapsed
             case events.HeldOutLoss() as measured:
-                held_out[measured.step] = measured.uncompressed
+                if measured.samples:
+                    held_out[measured.step] = measured.uncompressed
                 if measured.loss is not None:
                     as_trained[measured.step] = measured.loss
             case events.StepCosts() as costs:
@@ -163,24 +165,31 @@ def _at_steps(first: RunRecord, second: RunRecord) -> tuple[tuple[int, float, fl
 
 
 def _both(mine: Mapping[int, float], other: Mapping[int, float]) -> tuple[tuple[int, float, float], ...]:
-    """(step, mine, other) at some of the steps that both have."""
-    return tuple((step, mine[step], other[step]) for step in _spread(sorted(mine.keys() & other.keys())))
+    """(step, mine, other) at some of the steps that have a loss in both."""
+    steps = [step for step in mine.keys() & other.keys() if not math.isnan(mine[step] + other[step])]
+    return tuple((step, mine[step], other[step]) for step in _spread(sorted(steps)))
 
 
 def _at_seconds(first: RunRecord, second: RunRecord) -> tuple[tuple[float, float, float], ...]:
-    if not first.steps or not second.steps:
+    mine, other = _by_seconds(first), _by_seconds(second)
+    if not mine or not other:
         return ()
-    begin = max(first.elapsed[0], second.elapsed[0])
+    begin = max(mine[0][0], other[0][0])
     end = min(max(first.elapsed), max(second.elapsed))
     if end < begin:
         return ()
     times = dict.fromkeys(begin + (end - begin) * point / (POINTS - 1) for point in range(POINTS))
-    return tuple((at, _loss_at(first, at), _loss_at(second, at)) for at in times)
+    return tuple((at, _loss_at(mine, at), _loss_at(other, at)) for at in times)
 
 
-def _loss_at(run: RunRecord, at: float) -> float:
+def _by_seconds(run: RunRecord) -> list[tuple[float, float]]:
+    """(running time, loss) of the steps that have a loss, in the order of time."""
+    pairs = zip(run.elapsed, run.losses, strict=True)
+    return sorted((at, loss) for at, loss in pairs if not math.isnan(loss))
+
+
+def _loss_at(order: Sequence[tuple[float, float]], at: float) -> float:
     """The loss of the newest step that was done by then."""
-    order = sorted(zip(run.elapsed, run.losses, strict=True))
     return order[bisect_right(order, (at, math.inf)) - 1][1]
 
 

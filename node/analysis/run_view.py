@@ -10,7 +10,7 @@ must not be shown as 0.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self, cast
 
 from node.telemetry import events
@@ -238,11 +238,13 @@ class HeldOutView:
     step: int
     loss: float | None = None
     """With the run's codecs on the links; None if they cannot carry such samples."""
-    uncompressed: float
-    """With fp32 on every link."""
+    uncompressed: float | None
+    """With fp32 on every link; None if it is not finite, or no token counts as a label."""
     samples: int
+    """Those with labels."""
     best_step: int
-    best: float
+    """0 if there is no best one."""
+    best: float | None
     """The least uncompressed loss."""
 
 
@@ -275,7 +277,7 @@ class RunView:
     forward_codec: str
     backward_codec: str
     loss: float | None = None
-    """Of the newest step, nats a token."""
+    """Of the newest step, nats a token; None before the first, and if none of its tokens is a label."""
     lr: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None
@@ -304,6 +306,8 @@ class RunView:
     recoveries: int
     replaced: tuple[str, ...] = ()
     """Who lost a stage or was shut out, and why, a line for each node; the newest last."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Documents left out of the training data, by reason, of what has been read so far."""
     replayed: int
     """Committed steps that ran again after a rollback."""
     replays_to: int = 0

@@ -38,6 +38,7 @@ from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
 from node.telemetry.costs import LinkKey
 from node.telemetry.format import bytes_text, duration_text, named, printable, without_addresses
+from wire.errors import without_folders
 
 __all__ = ["RunView", "RunViewBuilder", "view"]
 
@@ -92,6 +93,7 @@ class BuilderState:
     links: tuple[LinkSums, ...]
     listed: tuple[EventView, ...]
     replaced: Mapping[str, str] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 class RunViewBuilder:
@@ -128,6 +130,7 @@ class RunViewBuilder:
         self._events: deque[EventView] = deque(maxlen=MOST_EVENTS)
         self._replaced: dict[str, str] = {}
         """By node that lost its stage or was shut out: the newest line that says why."""
+        self._dropped: Mapping[str, int] = {}
 
     def apply(self, event: events.Event, at: float) -> None:
         """Apply `event` of Unix time `at`; kinds that are not in a view are ignored."""
@@ -165,6 +168,8 @@ class RunViewBuilder:
                 self._snapshots.append(SnapshotView(step=event.step, bytes=event.bytes, at=at))
             case events.SnapshotSetAside():
                 self._forget_snapshots(event.whole)
+            case events.DataDropped():
+                self._dropped = event.reasons
             case events.RunFinished():
                 self._finished = event
                 self._members.clear()
@@ -172,7 +177,7 @@ class RunViewBuilder:
                 pass
         if (listed := _listed(event)) is not None:
             kind, level, text = listed
-            line = without_addresses(printable(text))
+            line = _for_others(text)
             self._events.append(EventView(at=at, kind=kind, level=level, text=line))
             if isinstance(event, events.NodeReplaced) or self._leaves_stage(event):
                 self._replaced.pop(event.node_id, None)
@@ -219,6 +224,7 @@ class RunViewBuilder:
             links=tuple(sums.state(ends) for ends, sums in self._links.items()),
             listed=tuple(self._events),
             replaced=dict(self._replaced),
+            dropped=self._dropped,
         )
 
     @classmethod
@@ -251,6 +257,7 @@ class RunViewBuilder:
         made._links = {ends_of(sums): LinkTotals(sums) for sums in state.links}
         made._events.extend(state.listed)
         made._replaced = dict(state.replaced)
+        made._dropped = state.dropped
         return made
 
     @property
@@ -289,7 +296,7 @@ class RunViewBuilder:
     def _view(self) -> Slices[RunView]:
         """To be called once, of what changes no more."""
         started, step = self._started, self._step
-        finished_text = without_addresses(printable(self._finished.reason)) if self._finished else ""
+        finished_text = _for_others(self._finished.reason) if self._finished else ""
         recent = tuple(self._recent)[-RECENT_STEPS:]
         stages = yield from self._stage_views(recent)
         links = yield from link_views(self._links, recent, self._placement, self._undialled)
@@ -328,7 +335,7 @@ class RunViewBuilder:
             head_share=started.head_share if started else None,
             forward_codec=started.forward_codec if started else "",
             backward_codec=started.backward_codec if started else "",
-            loss=step.loss if step else None,
+            loss=step.loss if step and math.isfinite(step.loss) else None,
             lr=step.lr if step else None,
             grad_norm=step.grad_norm if step else None,
             tokens_per_second=tokens / pace if pace else None,
@@ -348,6 +355,7 @@ class RunViewBuilder:
             aborted=self._aborted,
             recoveries=self._recoveries,
             replaced=tuple(self._replaced.values()),
+            dropped=self._dropped,
             replayed=self._replayed,
             replays_to=self._highest_step if self._highest_step > done else 0,
             token_uses=self._token_uses,
@@ -443,22 +451,24 @@ class RunViewBuilder:
         self._steps_done = event.step
         self._restoring = False
         self._paces.append(event.seconds)
-        self._loss.add(event.step, at, event.loss)
+        if math.isfinite(event.loss):
+            self._loss.add(event.step, at, event.loss)
         self._speed.add(event.step, at, event.tokens_per_second)
 
     def _held_out_view(self) -> HeldOutView | None:
         if not self._held_out:
             return None
         losses = list(self._held_out.values())
-        newest, known = losses[-1], [one for one in losses if math.isfinite(one.uncompressed)]
-        best = min(known or losses, key=lambda one: one.uncompressed)
+        newest = losses[-1]
+        finite = {one.step: one.uncompressed for one in losses if math.isfinite(one.uncompressed)}
+        best = min(finite, key=finite.__getitem__, default=0)
         return HeldOutView(
             step=newest.step,
             loss=newest.loss,
-            uncompressed=newest.uncompressed,
+            uncompressed=finite.get(newest.step),
             samples=newest.samples,
-            best_step=best.step,
-            best=best.uncompressed,
+            best_step=best,
+            best=finite.get(best),
         )
 
     def _state(self, done: int, steps: int) -> str:
@@ -528,6 +538,11 @@ def view(history: Iterable[tuple[float, events.Event]]) -> RunView:
     for at, event in history:
         builder.apply(event, at)
     return builder.view()
+
+
+def _for_others(text: str) -> str:
+    """A line for whoever sees the page: without addresses, and without the folders of this machine."""
+    return without_folders(without_addresses(printable(text)))
 
 
 def _listed(event: events.Event) -> tuple[str, str, str] | None:

@@ -3,18 +3,18 @@
     OUT/adapter_config.json  adapter_model.safetensors  README.md  tokenizer files
 
 PEFT's `PeftModel.from_pretrained(base, OUT)` loads the folder. It says which base it belongs to: the
-checkpoint that the run started from.
+checkpoint that the run started from, by its name on the hub, or by its folder's name without the path.
 """
 
+from pathlib import Path
 from typing import Any
 
 from node.checkpoints.families import tensors
-from node.checkpoints.hub import PREFIX, Repository
+from node.checkpoints.hub import hub_repository
 from node.config.schema import RunConfig
 from node.model.lora_shapes import targets
 from node.model.units import block_name
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -31,9 +31,9 @@ def adapter_config(config: RunConfig) -> dict[str, Any]:
     named = tensors(model, block_name(0))
     # Two parts of a name, as GPT-2 has c_proj in both halves of a block.
     modules = [".".join(named[f"{name}.weight"].name.split(".")[-3:-1]) for name in targets(model, lora)]
-    base, revision = model.from_, None
-    if base.startswith(PREFIX):
-        repository = Repository.parse(base)
+    repository = hub_repository(model.from_)
+    base, revision = model.from_ and Path(model.from_).name, None
+    if repository is not None:
         base, revision = repository.name, repository.revision
     return {
         "peft_type": "LORA",

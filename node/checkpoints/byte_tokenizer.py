@@ -8,7 +8,8 @@ hash of published ones alone, but takes any SentencePiece model, so the same voc
 import struct
 from typing import Any
 
-SENTENCEPIECE = "tokenizer.model"
+from node.training.sentencepiece import SPACE
+
 BYTE_SETTINGS: dict[str, Any] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     # Else llama.cpp puts a space and token 1 before every text.
@@ -16,8 +17,6 @@ BYTE_SETTINGS: dict[str, Any] = {
     "add_bos_token": False,
 }
 """`tokenizer_config.json`."""
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""SentencePiece writes a space so."""
 _NORMAL, _UNKNOWN, _BYTE = 1, 2, 6
 _BPE = 2
 

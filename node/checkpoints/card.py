@@ -6,9 +6,10 @@ Paths of the machine that exports are left out: of a file or folder the name alo
 import math
 from pathlib import Path
 
-from node.checkpoints.hub import PREFIX, Repository
+from node.checkpoints.hub import hub_repository
 from node.config.schema import DataSection, LoraSection, RunConfig, TrainingSection
 from node.telemetry import events
+from node.telemetry.format import NO_LABELS, loss_text
 from node.telemetry.history import read_history
 from node.training.manifest import Manifest
 from node.training.schedule import DECAY_SHARE
@@ -44,7 +45,8 @@ def model_card(run_directory: Path, manifest: Manifest, config: RunConfig, dtype
         *_losses(run_directory, manifest.step),
     ]
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows)
-    base = f"base_model: {Repository.parse(model.from_).name}\n" if model.from_.startswith(PREFIX) else ""
+    repository = hub_repository(model.from_)
+    base = f"base_model: {repository.name}\n" if repository is not None else ""
     return (
         f"---\nlibrary_name: {library}\n{base}pipeline_tag: text-generation\n---\n\n"
         f"# {' '.join(config.run.name.split())}\n\nTrained with thinwire across several machines.\n\n"
@@ -66,7 +68,7 @@ def _losses(run_directory: Path, step: int) -> list[tuple[str, str]]:
             case _:
                 pass
     ends = dict.fromkeys((min(losses), max(losses))) if losses else ()
-    rows = [(f"loss of step {end}", f"{losses[end]:.4f}") for end in ends]
+    rows = [(f"loss of step {end}", loss_text(losses[end])) for end in ends]
     if not held_out:
         return rows
     newest = held_out[max(held_out)]
@@ -76,7 +78,7 @@ def _losses(run_directory: Path, step: int) -> list[tuple[str, str]]:
     rows += [
         (
             f"held-out loss at step {newest.step}, {newest.samples} samples",
-            f"{newest.uncompressed:.4f}{trained}",
+            f"{newest.uncompressed:.4f}{trained}" if newest.samples else NO_LABELS,
         ),
     ]
     if best is not None:
@@ -126,8 +128,9 @@ def _name(source: str) -> str:
 
 def _shown(source: str) -> str:
     """Where the run started from, without the path of a folder."""
-    if source.startswith(PREFIX):
-        return source
+    repository = hub_repository(source)
+    if repository is not None:
+        return str(repository)
     return _name(source) if source else "random weights"
 
 

@@ -11,25 +11,29 @@ import dataclasses
 import json
 import os
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from node.checkpoints.adapters import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    adapter_config,
-    peft_name,
-)
-from node.checkpoints.byte_tokenizer import BYTE_SETTINGS, SENTENCEPIECE, byte_pieces, byte_tokenizer
+from node.checkpoints.adapters import ADAPTER_WEIGHTS, adapter_config, peft_name
+from node.checkpoints.byte_tokenizer import BYTE_SETTINGS, byte_pieces, byte_tokenizer
 from node.checkpoints.card import model_card
 from node.checkpoints.families import FileTensor, tensors, write_config
 from node.checkpoints.hub import INDEX, SINGLE
-from node.checkpoints.start import CONFIG, OTHER_FILES, TOKENIZER, original_file
+from node.checkpoints.start import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    OTHER_FILES,
+    TOKENIZER,
+    original_file,
+    small_file,
+)
 from node.config.schema import (
     DataSection,
     LoraSection,
@@ -40,7 +44,8 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.model.lora_shapes import trained_specs
-from node.model.units import HEAD
+from node.model.units import EMBED, HEAD
+from node.training.chat import load_chat_encoder
 from node.training.manifest import Manifest
 from node.training.object_store import bring, stored_steps
 from node.training.snapshot import (
@@ -51,15 +56,19 @@ from node.training.snapshot import (
     read_unit,
     snapshot_directory,
 )
-from node.training.tokenizer import load_tokenizer, of_tables
+from node.training.text import expanded
+from node.training.tokenizer import SENTENCEPIECE, json_object, load_tokenizer, of_tables, special_tokens
 from node.training.unit_state import parameters_of, read_tensors
-from wire.errors import DataError, RunError, UserError
+from wire.errors import RunError, UserError
 
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 SHARD_BYTES = 4 << 30
 """Longest safetensors file, unless one tensor is longer."""
 BYTES = "bytes"
 SETTINGS = "tokenizer_config.json"
+PATH_KEYS = frozenset(("name_or_path", "tokenizer_file", "special_tokens_map_file"))
+"""Of `SETTINGS`: transformers writes paths there, and reads none of them."""
+GENERATION = "generation_config.json"
 SNAPSHOT_TRIES = 5
 """Snapshots that may be removed while they are read, one after the other."""
 
@@ -127,7 +136,7 @@ def _snapshot(run_directory: Path, step: int | None) -> tuple[int, Path]:
 
 def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: Merge | None) -> None:
     manifest = read_manifest(directory)
-    config = _config(manifest)
+    config = _with_paths(_config(manifest), run_directory)
     model, adapters = config.model, config.lora.rank > 0
     if merge is not None and not adapters:
         raise UserError(
@@ -142,7 +151,7 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_tokenizer(config, partial)
-        template = Path(config.data.chat_template).expanduser()
+        template = expanded(config.data.chat_template, "data.chat_template")
         if config.data.chat_template and template.is_file():
             shutil.copyfile(template, partial / "chat_template.jinja")
         if adapters and merge is None:
@@ -155,14 +164,14 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
                 kept = _parameters(directory, unit)
                 return kept if merge is None else merge(config, unit, kept)
 
+            model = replace(model, tied=model.tied and _is_one_matrix(arrays))
             _write_weights(list(_entries(model, manifest)), dtype, arrays, partial)
             described = write_config(model, dtype, original)
             _write_json(partial / CONFIG, described)
-            if not (partial / "generation_config.json").exists():
+            if not (partial / GENERATION).exists():
                 tokens = {key: value for key, value in described.items() if key.endswith("_token_id")}
-                if tokens.get("eos_token_id") is None:
-                    tokens["eos_token_id"] = _ends(config)
-                _write_json(partial / "generation_config.json", tokens)
+                _write_json(partial / GENERATION, tokens)
+        _write_ends(config, partial / GENERATION)
         library = "peft" if adapters and merge is None else "transformers"
         card = model_card(run_directory, manifest, config, dtype, library)
         (partial / "README.md").write_text(card, encoding="utf-8")
@@ -222,6 +231,12 @@ def _write_file(path: Path, entries: Sequence[_Entry], dtype: str, arrays: Array
 def _parameters(directory: Path, unit: str) -> dict[str, np.ndarray]:
     """A unit's weights in a snapshot."""
     return parameters_of(read_tensors(read_unit(directory, unit)))
+
+
+def _is_one_matrix(arrays: Arrays) -> bool:
+    """Whether a tied model's embedding and head are the same, to the bit: one of them stands in the file."""
+    names = ((EMBED, "tokens.weight"), (HEAD, "output.weight"))
+    return len({sha256(np.ascontiguousarray(arrays(unit)[name]).data).digest() for unit, name in names}) == 1
 
 
 def _adapter_entries(config: RunConfig, manifest: Manifest) -> Iterator[_Entry]:
@@ -288,14 +303,33 @@ def _config(manifest: Manifest) -> RunConfig:
     )
 
 
+def _with_paths(config: RunConfig, run_directory: Path) -> RunConfig:
+    """`config` with the run file's paths: manifests that nodes have seen hold names alone."""
+    try:
+        given = tomllib.loads((run_directory / "run.toml").read_text(encoding="utf-8"))
+        paths = [given["model"]["from"], *(given["data"][key] for key in ("tokenizer", "chat_template"))]
+    except (OSError, ValueError, KeyError, TypeError):
+        return config
+    names = (config.model.from_, config.data.tokenizer, config.data.chat_template)
+    source, tokenizer, template = (
+        path if isinstance(path, str) and Path(path).name == name else name
+        for path, name in zip(paths, names, strict=True)
+    )
+    return replace(
+        config,
+        model=replace(config.model, from_=source),
+        data=replace(config.data, tokenizer=tokenizer, chat_template=template),
+    )
+
+
 def _original(model: ModelSection) -> dict[str, Any] | None:
-    path = original_file(model.from_, CONFIG)
-    return None if path is None else json.loads(path.read_bytes())
+    found = original_file(model.from_, CONFIG)
+    return None if found is None else _object(found)
 
 
 def _dtype_of(original: Mapping[str, Any] | None) -> str:
     given = (original or {}).get("torch_dtype") or (original or {}).get("dtype")
-    return given if given in DTYPES else "float32"
+    return given if isinstance(given, str) and given in DTYPES else "float32"
 
 
 def _write_tokenizer(config: RunConfig, out: Path) -> None:
@@ -309,28 +343,61 @@ def _write_tokenizer(config: RunConfig, out: Path) -> None:
         _write_json(out / SETTINGS, BYTE_SETTINGS)
         (out / SENTENCEPIECE).write_bytes(byte_pieces())
         return
-    path = Path(name).expanduser()
+    path = expanded(name, "data.tokenizer")
     folder = path if path.is_dir() else path.parent
     if (tables := of_tables(name)) is not None:
         (out / TOKENIZER).write_text(tables.to_json(), encoding="utf-8")
         end = {"eos_token": tables.end_of_text} if tables.end_of_text else {}
-        _write_json(out / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **end})
+        template = json_object(folder / SETTINGS).get("chat_template")
+        named = {**end, **special_tokens(folder), **({"chat_template": template} if template else {})}
+        _write_json(out / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
+        if (folder / "chat_template.jinja").is_file():
+            shutil.copyfile(folder / "chat_template.jinja", out / "chat_template.jinja")
         return
     for file in (TOKENIZER, *OTHER_FILES):
-        source: Path | None = path if file == TOKENIZER and path.is_file() else folder / file
-        if source is None or not source.is_file():
-            source = original_file(start, file)
-        if source is not None:
-            shutil.copyfile(source, out / file)
+        data = small_file(path if file == TOKENIZER and path.is_file() else folder / file)
+        data = original_file(start, file) if data is None else data
+        if data is not None:
+            (out / file).write_bytes(_without_paths(data) if file == SETTINGS else data)
 
 
-def _ends(config: RunConfig) -> int | list[int] | None:
-    """At which ids a text ends, as `generation_config.json` has them; None if the tokenizer is not here."""
+def _object(data: bytes) -> dict[str, Any]:
+    """A JSON object; empty if it is none."""
     try:
-        ends = sorted(load_tokenizer(config.data.tokenizer).ends)
-    except DataError:
-        return None
-    return ends[0] if len(ends) == 1 else ends or None
+        values = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _without_paths(data: bytes) -> bytes:
+    """The settings of a tokenizer without keys that hold where it lay on the machine that saved it."""
+    values = _object(data)
+    if not values.keys() & PATH_KEYS:
+        return data
+    kept = {key: value for key, value in values.items() if key not in PATH_KEYS}
+    return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _write_ends(config: RunConfig, path: Path) -> None:
+    """Complete the ids at which a text ends: the tokenizer's if there are none, and after a run on
+    conversations the token that ends an answer, which comes first. Without the file or the tokenizer it stays
+    as it is."""
+    if not path.exists():
+        return
+    given = json_object(path)
+    known = given.get("eos_token_id")
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    data = config.data
+    try:
+        if not ends:
+            ends = sorted(load_tokenizer(data.tokenizer).ends)
+        if data.format == "chat":
+            turn_ends = load_chat_encoder(str(path.parent), "").turn_ends
+            ends = [*turn_ends, *(end for end in ends if end not in turn_ends)]
+    except UserError:
+        return
+    _write_json(path, {**given, "eos_token_id": ends[0] if len(ends) == 1 else ends or None})
 
 
 def _write_json(path: Path, values: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -5,11 +5,13 @@ in one line that names the key and its value. `write_config` does the reverse. `
 parameters to the file's tensors: shapes are the same except for GPT-2, whose matrices are transposed.
 """
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from node.config.schema import ModelSection
+from node.checkpoints.hub import SINGLE
+from node.config.schema import MOST_LAYERS, MOST_POSITIONS, MOST_SIZE, ModelSection
 from node.model.units import EMBED, HEAD, parameter_specs
 from wire.errors import ConfigError
 
@@ -37,6 +39,19 @@ _EPS_BY_DEFAULT = {
 _THETA_BY_DEFAULT = {"smollm3": 2_000_000.0, GEMMA: 1_000_000.0}
 _WINDOW_BY_DEFAULT = {"mistral": 4096, GEMMA: 4096}
 _WIDTH_BY_DEFAULT = {"qwen3": 128, GEMMA: 256}
+_KV_HEADS_BY_DEFAULT = {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, GEMMA: 4}
+_WITHOUT_WINDOW = ("llama", "olmo2")
+_GPT2_OTHER_NAMES = {
+    "n_embd": "hidden_size",
+    "n_positions": "max_position_embeddings",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+}
+"""Keys that transformers takes for the same."""
+_NOT_KEPT = ("dtype", "_name_or_path", "name_or_path", "transformers_weights")
+_LARGEST_FLOAT = sys.float_info.max
+OUTPUT = "lm_head.weight"
+"""The head's matrix in a checkpoint."""
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
 LONGEST_DEFAULT_SEQUENCE = 1024
@@ -100,7 +115,7 @@ def _tensor(model: ModelSection, unit: str, name: str, shape: tuple[int, ...]) -
         return FileTensor(f"transformer.{'wpe' if positions else 'wte'}.weight", shape, first_rows=positions)
     if unit == HEAD:
         if layer == "output":
-            return FileTensor("lm_head.weight", shape)
+            return FileTensor(OUTPUT, shape)
         return FileTensor(f"transformer.ln_f.{kind}" if gpt2 else f"model.norm.{kind}", shape)
     index = int(unit.partition(".")[2])
     if gpt2:
@@ -125,52 +140,85 @@ def read_config(config: Mapping[str, Any], where: str, sequence: int | None = No
     Raises ConfigError for what is missing or cannot be trained faithfully.
     """
     reader = _Reader(config, where)
-    if "vision_config" in config:
+    if reader.get("vision_config") is not None:
         raise reader.refused("vision_config", "text models only")
-    if config.get("quantization_config") is not None:
+    if reader.get("quantization_config") is not None:
         raise reader.refused("quantization_config", "unquantized weights in safetensors")
+    reader.must_be("transformers_weights", SINGLE)
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise reader.refused("model_type", f"one of {', '.join(MODEL_TYPES)}")
-    longest = reader.whole("n_positions" if kind == "gpt2" else "max_position_embeddings")
+    positions = "n_positions" if kind == "gpt2" else "max_position_embeddings"
+    longest = reader.whole(positions, most=MOST_POSITIONS)
     if sequence is None:
         sequence = min(longest, LONGEST_DEFAULT_SEQUENCE)
     if sequence > longest:
-        raise ConfigError(f"model.sequence is {sequence}, but {where} has positions for {longest}: lower it")
+        raise ConfigError(f"model.sequence is {sequence}, but {where} has {positions} {longest}: lower it")
     found = _gpt2(reader) if kind == "gpt2" else _llama(reader, kind)
     return {
         **found,
         "vocab": reader.whole("vocab_size"),
         "sequence": sequence,
-        "tied": bool(config.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT)),
-        "init_std": float(config.get("initializer_range", 0.02)),
+        "tied": reader.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT),
+        "init_std": reader.number("initializer_range", 0.02),
     }
 
 
 @dataclass(frozen=True)
 class _Reader:
+    """Values of a `config.json` by key. A null is as an absent key."""
+
     config: Mapping[str, Any]
     where: str
 
     def refused(self, key: str, expected: str) -> ConfigError:
-        value = repr(self.config.get(key))
-        shown = value if len(value) <= 60 else f"{value[:57]}..."
+        value = _short(self.config.get(key))
         return ConfigError(
-            f"{self.where}: {key} is {shown}, which cannot be trained here; expected {expected}"
+            f"{self.where}: {key} is {value}, which cannot be trained here; expected {expected}"
         )
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def get(self, key: str, default: Any = None) -> Any:
         value = self.config.get(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or value < 1:
-            raise self.refused(key, "a whole number from 1")
+        return default if value is None else value
+
+    def whole(self, key: str, default: int | None = None, most: int = MOST_SIZE) -> int:
+        value = self.get(key, default)
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.refused(key, f"a whole number from 1 to {most}")
         return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not 0 < value <= _LARGEST_FLOAT:
+            raise self.refused(key, "a number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if type(value) is not bool:
+            raise self.refused(key, "true or false")
+        return value
+
+    def object(self, key: str) -> "_Reader":
+        """The object under a key, empty if there is none; its own keys are read in the same way."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise self.refused(key, "an object")
+        return _Reader(value, f"{self.where}: {key}")
 
     def must_be(self, key: str, *allowed: Any) -> None:
         """Refuse a value that is there and none of these."""
-        if key in self.config and self.config[key] not in allowed:
+        if self.get(key, allowed[0]) not in allowed:
             raise self.refused(key, " or ".join(map(repr, allowed)))
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _gpt2(reader: _Reader) -> dict[str, Any]:
@@ -178,144 +226,167 @@ def _gpt2(reader: _Reader) -> dict[str, Any]:
     reader.must_be("scale_attn_weights", True)
     reader.must_be("scale_attn_by_inverse_layer_idx", False)
     reader.must_be("add_cross_attention", False)
+    for key, other in _GPT2_OTHER_NAMES.items():
+        reader.must_be(other, reader.get(key))
     hidden, heads = reader.whole("n_embd"), reader.whole("n_head")
     return {
         "family": "gpt2",
-        "layers": reader.whole("n_layer"),
+        "layers": reader.whole("n_layer", most=MOST_LAYERS),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": heads,
         "ffn": reader.whole("n_inner", 4 * hidden),
-        "norm_eps": float(reader.config.get("layer_norm_epsilon", 1e-5)),
+        "norm_eps": reader.number("layer_norm_epsilon", 1e-5),
     }
 
 
 def _llama(reader: _Reader, kind: str) -> dict[str, Any]:
-    config = reader.config
     reader.must_be("hidden_act", "silu")
-    reader.must_be("attention_bias", False, None)
-    reader.must_be("mlp_bias", False, None)
-    reader.must_be("partial_rotary_factor", 1.0, 1, None)
-    hidden, heads, layers = (
-        reader.whole(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    reader.must_be("attention_bias", False)
+    reader.must_be("mlp_bias", False)
+    reader.must_be("partial_rotary_factor", 1.0)
+    hidden, heads = reader.whole("hidden_size"), reader.whole("num_attention_heads")
+    layers = reader.whole("num_hidden_layers", most=MOST_LAYERS)
+    width = reader.whole("head_dim", _WIDTH_BY_DEFAULT.get(kind, max(1, hidden // heads)))
+    if kind in ("llama", GEMMA) and hidden % heads:
+        raise reader.refused("hidden_size", f"a multiple of num_attention_heads ({heads})")
+    # A null is as many as heads, which an absent key is in some families.
+    is_null = "num_key_value_heads" in reader.config and kind not in ("mistral", GEMMA)
+    kv_heads = reader.whole(
+        "num_key_value_heads", heads if is_null else _KV_HEADS_BY_DEFAULT.get(kind, heads)
     )
-    width = reader.whole("head_dim", _WIDTH_BY_DEFAULT.get(kind, hidden // heads))
+    no_rope = _no_rope(reader, layers) if kind == "smollm3" else ()
     return {
         "family": "llama",
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": reader.whole("num_key_value_heads", heads),
+        "kv_heads": kv_heads,
         "head_width": 0 if width * heads == hidden else width,
         "ffn": reader.whole("intermediate_size"),
-        "norm_eps": float(config.get("rms_norm_eps", _EPS_BY_DEFAULT.get(kind, 1e-6))),
+        "norm_eps": reader.number("rms_norm_eps", _EPS_BY_DEFAULT.get(kind, 1e-6)),
         "qkv_bias": kind == "qwen2",
         "qk_norm": {"qwen3": "head", "olmo2": "full", GEMMA: "head"}.get(kind, "none"),
         "norm_place": {"olmo2": "output", GEMMA: "both"}.get(kind, "input"),
-        "no_rope": _no_rope(reader, layers) if kind == "smollm3" else (),
-        **_window(reader, kind, layers),
+        "no_rope": no_rope,
+        **_window(reader, kind, layers, no_rope),
         **(_gemma(reader, width) if kind == GEMMA else _rope(reader, kind)),
     }
 
 
 def _gemma(reader: _Reader, width: int) -> dict[str, Any]:
     """What Gemma 3 has of its own: norms of 1 + weight, a GELU gate, scaled embeddings, two RoPE bases."""
-    config = reader.config
     reader.must_be("hidden_activation", "gelu_pytorch_tanh")
-    reader.must_be("attn_logit_softcapping", None)
-    reader.must_be("final_logit_softcapping", None)
-    reader.must_be("use_bidirectional_attention", False, None)
-    scale = config.get("query_pre_attn_scalar", 256)
-    if type(scale) is not int or scale < 1:
-        raise reader.refused("query_pre_attn_scalar", "a whole number from 1")
-    both = config.get("rope_parameters")
-    if isinstance(both, dict) and _FULL in both:
-        # One set for each kind of block, as transformers 5 writes them.
-        of_windows = both.get(_SLIDING) or {}
-        if of_windows.get("rope_type", "default") != "default":
-            raise reader.refused("rope_parameters", f"rope_type default for {_SLIDING}")
-        local = of_windows.get("rope_theta", 10_000.0)
-        rope = _rope(_Reader({**config, "rope_parameters": both[_FULL]}, reader.where), GEMMA)
-    else:
-        local = config.get("rope_local_base_freq", 10_000.0)
-        rope = _rope(reader, GEMMA)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if reader.get(key) is not None:
+            raise reader.refused(key, "null")
+    reader.must_be("use_bidirectional_attention", False)
+    scale = reader.whole("query_pre_attn_scalar", 256)
+    # One set for each kind of block, as transformers 5 writes them; `rope_scaling` is that of full attention.
+    both = reader.object("rope_parameters")
+    if both.config.keys() - {_FULL, _SLIDING}:
+        raise reader.refused("rope_parameters", f"an object with {_FULL} and {_SLIDING}")
+    full, sliding = both.object(_FULL), both.object(_SLIDING)
+    if _rope_type(sliding) != "default":
+        raise reader.refused("rope_parameters", f"rope_type default for {_SLIDING}")
+    scaling = reader.object("rope_scaling")
+    key = "rope_scaling" if scaling.config else "rope_parameters"
+    given = _Reader({**full.config, **scaling.config}, f"{reader.where}: {key}")
     return {
         "norm_offset": True,
         "activation": "gelu",
         "scaled_embedding": True,
         "query_scale": 0 if scale == width else scale,
-        "window_theta": float(local),
-        **rope,
+        "window_theta": sliding.number("rope_theta", reader.number("rope_local_base_freq", 10_000.0)),
+        **_rope_of(given, reader.number("rope_theta", _THETA_BY_DEFAULT[GEMMA])),
     }
 
 
-def _window(reader: _Reader, kind: str, layers: int) -> dict[str, Any]:
+def _window(reader: _Reader, kind: str, layers: int, no_rope: Sequence[int]) -> dict[str, Any]:
     """The sliding window, and the blocks without it."""
-    config = reader.config
-    window = config.get("sliding_window", _WINDOW_BY_DEFAULT.get(kind))
-    layer_types = config.get("layer_types")
-    for name in set(layer_types or ()) - {_FULL, _SLIDING}:
-        raise ConfigError(
-            f"{reader.where}: layer_types has {name!r}, which thinwire cannot train; expected {_FULL} or "
-            f"{_SLIDING}"
-        )
-    if layer_types:
-        slides = [name == _SLIDING for name in layer_types]
+    if kind in _WITHOUT_WINDOW:
+        return {}
+    window = reader.config.get("sliding_window", _WINDOW_BY_DEFAULT.get(kind))
+    used = kind in _WINDOW_BY_DEFAULT or reader.flag("use_sliding_window", False)
+    types = reader.get("layer_types")
+    for name in types if isinstance(types, list) else ():
+        if name not in (_FULL, _SLIDING):
+            raise ConfigError(
+                f"{reader.where}: layer_types has {_short(name)}, which thinwire cannot train; expected "
+                f"{_FULL} or {_SLIDING}"
+            )
+    if types is not None and (not isinstance(types, list) or len(types) != layers):
+        raise reader.refused("layer_types", f"a name for each of num_hidden_layers ({layers})")
+    if types is not None:
+        slides = [name == _SLIDING for name in types]
+        if any(slides) and not used:
+            raise reader.refused("layer_types", f"no {_SLIDING} without use_sliding_window")
+        if kind == "mistral" and not all(slides):
+            raise reader.refused("layer_types", f"{_SLIDING} for every block of a mistral")
     elif kind == GEMMA:
         every = reader.whole("sliding_window_pattern", 6)
         slides = [(index + 1) % every != 0 for index in range(layers)]
-    elif kind == "mistral":  # always uses its window, the others if they say so
+    elif kind == "mistral":
         slides = [True] * layers
+    elif kind == "smollm3":
+        slides = [used and index in no_rope for index in range(layers)]
     else:
-        used, first = bool(config.get("use_sliding_window", False)), config.get("max_window_layers", 28)
+        first = reader.config.get("max_window_layers")
+        first = 28 if first is None else first
+        if type(first) is not int or not 0 <= first <= MOST_SIZE:
+            raise reader.refused("max_window_layers", "a whole number of at least 0")
         slides = [used and index >= first for index in range(layers)]
-    if window is None or not any(slides):
+    if not any(slides) or (window is None and kind != GEMMA):
         return {}
-    if len(slides) != layers:
-        raise reader.refused("layer_types", f"a list of {layers} names")
     full = tuple(index for index, windowed in enumerate(slides) if not windowed)
-    return {"window": reader.whole("sliding_window", window), "no_window": full}
+    return {"window": reader.whole("sliding_window", window, MOST_POSITIONS), "no_window": full}
 
 
 def _no_rope(reader: _Reader, layers: int) -> tuple[int, ...]:
     """Blocks without rotary embedding: those with 0 in `no_rope_layers`, by default every 4th."""
-    given = reader.config.get("no_rope_layers")
+    given = reader.get("no_rope_layers")
     if given is None:
         interval = reader.whole("no_rope_layer_interval", 4)
         given = [int((index + 1) % interval != 0) for index in range(layers)]
-    if not isinstance(given, list) or len(given) != layers:
-        raise reader.refused("no_rope_layers", f"a list of {layers} numbers")
+    if not isinstance(given, list) or len(given) != layers or any(turns not in (0, 1) for turns in given):
+        raise reader.refused("no_rope_layers", f"0 or 1 for each of num_hidden_layers ({layers})")
     return tuple(index for index, turns in enumerate(given) if not turns)
 
 
 def _rope(reader: _Reader, kind: str) -> dict[str, Any]:
     """Both forms: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5."""
-    config = reader.config
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    given = config.get(key) or {}
-    if not isinstance(given, dict):
-        raise reader.refused(key, "an object")
-    theta = given.get("rope_theta", config.get("rope_theta", _THETA_BY_DEFAULT.get(kind, 10_000.0)))
-    scaling = given.get("rope_type", given.get("type", "default"))
-    found: dict[str, Any] = {"rope_theta": float(theta), "rope_scaling": "none"}
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise reader.refused(key, "a partial_rotary_factor of 1")
+    given = reader.object("rope_scaling")
+    if not given.config:
+        given = reader.object("rope_parameters")
+    return _rope_of(given, reader.number("rope_theta", _THETA_BY_DEFAULT.get(kind, 10_000.0)))
+
+
+def _rope_of(given: _Reader, theta: float) -> dict[str, Any]:
+    """`theta`: what an object without `rope_theta` has."""
+    given.must_be("partial_rotary_factor", 1.0)
+    for key in (_FULL, _SLIDING):
+        if key in given.config:
+            raise given.refused(key, "one set of values for all blocks")
+    scaling = _rope_type(given)
+    found: dict[str, Any] = {"rope_theta": given.number("rope_theta", theta), "rope_scaling": "none"}
     if scaling == "default":
         return found
-    names = {"factor": "rope_factor"}
+    if scaling not in ("linear", "llama3"):
+        raise given.refused(
+            "rope_type" if "rope_type" in given.config else "type", "default, linear or llama3"
+        )
+    found |= {"rope_scaling": scaling, "rope_factor": given.number("factor")}
     if scaling == "llama3":
-        names |= {
-            "low_freq_factor": "rope_low",
-            "high_freq_factor": "rope_high",
-            "original_max_position_embeddings": "rope_original",
+        found |= {
+            "rope_low": given.number("low_freq_factor"),
+            "rope_high": given.number("high_freq_factor"),
+            "rope_original": given.whole("original_max_position_embeddings", most=MOST_POSITIONS),
         }
-    elif scaling != "linear":
-        raise reader.refused(key, "rope_type default, linear or llama3")
-    for name, field in names.items():
-        if type(given.get(name)) not in (int, float):
-            raise reader.refused(key, f"a number in {name}")
-        found[field] = int(given[name]) if field == "rope_original" else float(given[name])
-    return found | {"rope_scaling": scaling}
+    return found
+
+
+def _rope_type(given: _Reader) -> Any:
+    return given.get("rope_type", given.get("type", "default"))
 
 
 # ---- [model] to config.json
@@ -385,7 +456,7 @@ def write_config(
         "initializer_range": model.init_std,
         "torch_dtype": dtype,
     }
-    rest = {key: value for key, value in (original or {}).items() if key not in ("dtype", "_name_or_path")}
+    rest = _kept(original or {})
     if kind == "gpt2":
         sizes = {
             "n_layer": model.layers,
@@ -431,6 +502,20 @@ def write_config(
     # There is no token with a special meaning; the families' own defaults name some.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return {**tokens, **common, **sizes, **extra}
+
+
+def _kept(original: Mapping[str, Any]) -> dict[str, Any]:
+    """What an export keeps of the `config.json` that a run started from: no paths, and no nulls that
+    transformers refuses. A null means something for a window and for tokens."""
+    kept = {}
+    for key, value in original.items():
+        if value is None and key != "sliding_window" and not key.endswith("_token_id"):
+            continue
+        if key in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            value = _kept(value)
+        if key not in _NOT_KEPT:
+            kept[key] = value
+    return kept
 
 
 def _written_rope(model: ModelSection) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ ATTEMPTS = 6
 MOST_PAUSE_SECONDS = 60.0
 """The longest `Retry-After` that is obeyed."""
 _NAME = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+_CACHED = re.compile(r"/models--([\w.-]+--[\w.-]+)/snapshots/([0-9a-f]{40})/?$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
@@ -42,14 +43,16 @@ class Repository:
 
     name: str
     revision: str
+    token: bool = True
+    """Whether the hub gets the token of this machine's user."""
 
     @classmethod
-    def parse(cls, text: str) -> "Repository":
+    def parse(cls, text: str, *, token: bool = True) -> "Repository":
         """Read `hf://owner/name@revision`. Raises ConfigError."""
         match = _NAME.fullmatch(text)
         if match is None:
             raise ConfigError(f"model.from {text!r}: expected a folder or hf://owner/name@revision")
-        return cls(match[1], match[2] or "main")
+        return cls(match[1], match[2] or "main", token)
 
     def __str__(self) -> str:
         return f"{PREFIX}{self.name}@{self.revision}"
@@ -88,7 +91,15 @@ def resolve(repository: Repository) -> Repository:
         known = cached_file(repository, "config.json")
         if known is None or not _COMMIT.fullmatch(known.parent.name):
             raise
-        return Repository(repository.name, known.parent.name)
+        return replace(repository, revision=known.parent.name)
+
+
+def hub_repository(source: str) -> Repository | None:
+    """The repository that a `model.from` names, also where it is a folder of the hub's cache; else None."""
+    if source.startswith(PREFIX):
+        return Repository.parse(source)
+    match = _CACHED.search(source)
+    return Repository(match[1].replace("--", "/", 1), match[2]) if match else None
 
 
 def pin(repository: Repository) -> tuple[Repository, dict[str, FileInfo]]:
@@ -96,13 +107,17 @@ def pin(repository: Repository) -> tuple[Repository, dict[str, FileInfo]]:
     hub = _library()
     with _one_line(repository):
         info = hub.HfApi().model_info(
-            repository.name, revision=repository.revision, files_metadata=True, timeout=30.0
+            repository.name,
+            revision=repository.revision,
+            files_metadata=True,
+            timeout=30.0,
+            token=None if repository.token else False,
         )
     files = {
         file.rfilename: FileInfo(file.size or 0, (file.lfs or {}).get("sha256", ""))
         for file in info.siblings or ()
     }
-    return Repository(repository.name, str(info.sha)), files
+    return replace(repository, revision=str(info.sha)), files
 
 
 def download(repository: Repository, name: str, *, required: bool = True) -> Path | None:
@@ -115,7 +130,14 @@ def download(repository: Repository, name: str, *, required: bool = True) -> Pat
         return None  # the hub has said that there is none
     try:
         with _one_line(repository):
-            return Path(hub.hf_hub_download(repository.name, name, revision=repository.revision))
+            return Path(
+                hub.hf_hub_download(
+                    repository.name,
+                    name,
+                    revision=repository.revision,
+                    token=None if repository.token else False,
+                )
+            )
     except DataError:
         if required:
             raise
@@ -147,8 +169,8 @@ class HubFiles:
         if (cached := await self._cached(name)) is not None:
             return cached.stat().st_size
         if self._files is None:
-            if name == INDEX and await self._cached(SINGLE) is not None:
-                return None  # one file has all weights, and it is here
+            if name == SINGLE and await self._cached(INDEX) is not None:
+                return None  # the cache has the weights in several files
             self._files = await self._listed()
         info = self._files.get(name)
         return None if info is None else info.size
@@ -204,13 +226,13 @@ class HubFiles:
         """Append bytes from where `data` ends; returns the pause that a busy server asks for."""
         first = start + len(data)
         headers = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
-        async with self._session.get(url, headers=headers | _authorization()) as response:
+        async with self._session.get(url, headers=headers | self._authorization()) as response:
             if response.status in _AGAIN:
                 return _pause(response.headers)
             if response.status in (401, 403):
                 raise DataError(
                     f"{self.where} may not be read (HTTP {response.status}): accept the model's terms on its "
-                    "page and set HF_TOKEN to your token"
+                    f"page and {_with_token(self._repository)}"
                 )
             if response.status == 404:
                 raise DataError(f"{self.where} has no file {name}")
@@ -224,6 +246,10 @@ class HubFiles:
                 data += taken
                 self.fetched += len(taken)
         return 0.0
+
+    def _authorization(self) -> dict[str, str]:
+        token = _library().get_token() if self._repository.token else None
+        return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 @asynccontextmanager
@@ -260,11 +286,6 @@ def _pause(headers: Mapping[str, str]) -> float:
     return min(float(given), MOST_PAUSE_SECONDS) if given.isdecimal() else 0.0
 
 
-def _authorization() -> dict[str, str]:
-    token = _library().get_token()
-    return {"Authorization": f"Bearer {token}"} if token else {}
-
-
 def _library() -> ModuleType:
     try:
         import huggingface_hub
@@ -284,7 +305,7 @@ def _one_line(repository: Repository) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise DataError(
-            f"{repository} is gated: accept its terms on its page and set HF_TOKEN to your token"
+            f"{repository} is gated: accept its terms on its page and {_with_token(repository)}"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise _forbidden(repository) from error
@@ -310,6 +331,11 @@ def _one_line(repository: Repository) -> Iterator[None]:
 
 
 def _forbidden(repository: Repository) -> DataError:
-    return DataError(
-        f"{repository} is not there or is private: check the name, or set HF_TOKEN to your token"
-    )
+    return DataError(f"{repository} is not there or is private: check the name, or {_with_token(repository)}")
+
+
+def _with_token(repository: Repository) -> str:
+    """What to do so that the hub gets a token."""
+    if repository.token:
+        return "set HF_TOKEN to your token"
+    return f"set HF_TOKEN to your token and join with --hub {repository.name}"

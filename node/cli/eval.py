@@ -28,6 +28,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from node.telemetry.format import NO_LABELS
     from node.training.samples import samples_of
     from node.training.shards import load_data
 
@@ -42,13 +43,12 @@ def run(args: argparse.Namespace) -> int:
         samples = samples.whole_microbatches(config.training.microbatch)
     step, model = load_model(args)
     loss = model.loss(samples)
-    perplexity = math.exp(min(loss, 700.0))
+    perplexity = None if loss is None else math.exp(min(loss, 700.0))
     if args.json:
-        said = {"step": step, "loss": loss, "perplexity": perplexity, "samples": len(samples)}
+        said = {"step": step, "loss": loss, "perplexity": perplexity, "samples": samples.labelled}
         sys.stdout.write(json.dumps(said) + "\n")
     else:
-        sys.stdout.write(
-            f"step {step}: held-out loss {loss:.4f} nats a token, perplexity {perplexity:.4g}, "
-            f"{len(samples)} samples of {config.model.sequence} tokens\n"
-        )
+        found = NO_LABELS if loss is None else f"{loss:.4f} nats a token, perplexity {perplexity:.4g}"
+        tokens = f"{samples.labelled or len(samples)} samples of {config.model.sequence} tokens"
+        sys.stdout.write(f"step {step}: held-out loss {found}, {tokens}\n")
     return 0

@@ -90,6 +90,20 @@ def add_parser(commands: Any) -> None:
         "this machine's environment",
     )
     parser.add_argument(
+        "--hub",
+        action="append",
+        default=[],
+        metavar="OWNER/NAME",
+        help="let this model be read from the hub with your HF_TOKEN; without it the hub gets no token "
+        "(repeatable)",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="this machine's copy of the model that the run starts from (default: it is fetched)",
+    )
+    parser.add_argument(
         "--max-host-memory",
         type=float,
         metavar="GB",
@@ -112,7 +126,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from node.cli.parser import UsageError, check_devices, set_up_logging
     from node.cli.run_directory import owner_only
-    from node.config.join_options import MOST_LIMIT, MOST_THREADS, JoinOptions
+    from node.config.join_options import MOST_LIMIT, MOST_THREADS, JoinOptions, OwnerAllows
     from node.run_file.addresses import parse_listen
     from node.telemetry.format import parse_duration
     from wire.identity.names import MOST_NAME, clean_name
@@ -127,12 +141,19 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("--advertise names a port to dial and --no-listen opens none: give one of them")
     if args.metrics:
         parse_listen(args.metrics)
+    if args.store:
+        from node.training.object_store import wrong_url
+
+        if (why := wrong_url(args.store)) is not None:
+            raise UsageError(f"--store {args.store[:200]} cannot hold snapshots: {why}")
     if len(args.name) > MOST_NAME:
         raise UsageError(f"--name may have at most {MOST_NAME} characters, got {len(args.name)}")
     if args.relay and args.no_listen:
         raise UsageError("--relay carries what comes to an open port and --no-listen opens none: give one")
     if 0 < args.relay < 1:
         raise UsageError(f"--relay must be at least 1 Mbit/s, got {args.relay:g}")
+    if args.model is not None and not args.model.is_dir():
+        raise UsageError(f"--model {args.model} is no folder: name the folder with its config.json")
     check_devices(args)
     if not 0 <= args.threads <= MOST_THREADS:
         raise UsageError(f"--threads must be 0 (torch's own choice) to {MOST_THREADS}, got {args.threads}")
@@ -166,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
         max_memory_gb=args.max_memory,
         max_host_memory_gb=args.max_host_memory,
         max_disk_gb=args.max_disk,
-        store=args.store,
+        allows=OwnerAllows(store=args.store, hub=tuple(map(_repository, args.hub)), model=args.model),
         metrics=args.metrics,
         wait_seconds=wait,
         json=args.json,
@@ -182,6 +203,18 @@ def run(args: argparse.Namespace) -> int:
 
     with owner_only():
         return run_node(token, options)
+
+
+def _repository(text: str) -> str:
+    """The `owner/name` of a repository. Raises UsageError."""
+    from node.checkpoints.hub import PREFIX, Repository
+    from node.cli.parser import UsageError
+    from wire.errors import ConfigError
+
+    try:
+        return Repository.parse(f"{PREFIX}{text.removeprefix(PREFIX)}").name
+    except ConfigError:
+        raise UsageError(f"--hub must be OWNER/NAME, a model of the hub, got {text[:100]!r}") from None
 
 
 def _read_token(token: str | None, path: Path | None) -> str:

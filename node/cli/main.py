@@ -41,7 +41,8 @@ from node.cli import (
 )
 from node.cli.parser import Parser
 from node.display.terminal import discard, say, take_any_text
-from wire.errors import ThinwireError
+from wire.errors import MOST_LINE, MemoryExhaustedError, ThinwireError, UserError, shortened
+from wire.identity.files import state_folder
 from wire.version import VERSION
 
 COMMANDS = (
@@ -121,15 +122,38 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
+_LIMITS = (
+    *("can't start new thread", "Resource temporarily unavailable"),
+    *("failed to map segment", "allocate memory"),
+)
+"""In messages of errors of the system's own limits, which have no class of their own."""
+
+
+def _is_out_of_room(error: BaseException) -> bool:
+    """Whether the system refused threads or memory."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
+        return True
+    if isinstance(error, (RuntimeError, ImportError, OSError)):
+        return any(sign in str(error) for sign in _LIMITS)
+    return isinstance(error, MemoryError)
+
+
 def _bug(error: BaseException) -> int:
-    """Write the traceback to a file and name it in one line."""
+    """Write the traceback to a file and name it in one line. Limits of the system are none."""
+    if refused := next(filter(_is_out_of_room, _leaves(error)), None):
+        what = " ".join(str(refused).split()) or "out of memory"
+        return _complain(
+            f"error: the system gives this process no more threads or memory ({what}): raise its limits "
+            "(`ulimit -v`, `ulimit -u`, those of its container or service), or end what else runs here",
+            MemoryExhaustedError.exit_code,
+        )
     report = "".join(traceback.format_exception(error))
     summary = " ".join(str(error).split()) or "no message"
     line = f"this is a bug: {type(error).__name__}: {summary}"
     name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for folder in (_crash_directory, lambda: Path(tempfile.gettempdir())):
-        # RuntimeError: a user without a home.
-        with contextlib.suppress(OSError, RuntimeError):
+        # UserError: a user without a home.
+        with contextlib.suppress(OSError, UserError):
             path = folder() / name
             path.write_text(report, encoding="utf-8", errors="backslashreplace")
             return _complain(f"{line}; traceback in {path}", EXIT_BUG)
@@ -137,13 +161,13 @@ def _bug(error: BaseException) -> int:
 
 
 def _crash_directory() -> Path:
-    directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "thinwire"
+    directory = state_folder()
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
 def _complain(message: str, code: int) -> int:
-    say(f"thinwire: {' '.join(message.splitlines())}")
+    say(f"thinwire: {shortened(' '.join(message.splitlines()), MOST_LINE)}")
     return code
 
 

@@ -34,15 +34,25 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import new_run_directory, owner_only
     from node.coordinator.rebuild import newest_record, recover
     from node.processes.locks import run_lock
-    from node.run_file.loader import change_config
+    from node.run_file.loader import HUB, change_config
 
     record = newest_record(args.node_dirs)
     config = record.config
     given = {override.partition("=")[0].strip() for override in args.overrides}
-    for key, value in (("data.path", config.data.path), ("data.valid", config.data.valid)):
-        if value not in ("", "stdlib") and not config.data.sources and key not in given:
-            raise UserError(f"nodes do not know where the text {value!r} is: add {key}=PATH")
-    config = change_config(config, args.overrides, (*CHANGEABLE, "data.sources", "data.tokenizer"))
+    data = config.data
+    named = {
+        "data.path": "" if data.sources else data.path,
+        "data.sources": ",".join(data.sources),
+        "data.valid": data.valid,
+        "data.chat_template": data.chat_template,
+        # Adapters are of this model; a whole model is in the snapshot.
+        "model.from": config.model.from_ if config.lora.rank else "",
+    }
+    for key, value in named.items():
+        if value not in ("", "stdlib") and not value.startswith(HUB) and key not in given:
+            raise UserError(f"nodes do not know where {value!r} is: add {key}=PATH")
+    changeable = (*CHANGEABLE, "data.sources", "data.tokenizer", "data.chat_template", "model.from")
+    config = change_config(config, args.overrides, changeable)
     with owner_only():
         directory = new_run_directory(args.run_dir, config.run.name)
         with run_lock(directory):

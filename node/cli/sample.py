@@ -48,12 +48,20 @@ def run(args: argparse.Namespace) -> int:
 
     config, _, _ = open_snapshot(args)
     tokenizer = load_tokenizer(config.data.tokenizer)
+    ends = tokenizer.ends
     if args.chat:
         if config.data.tokenizer == BYTES:
             raise UsageError("--chat needs a tokenizer with a chat template; the run's tokens are bytes")
-        prompt = load_chat_encoder(config.data.tokenizer, config.data.chat_template).question(args.prompt)
+        chat = load_chat_encoder(config.data.tokenizer, config.data.chat_template)
+        prompt = chat.question(args.prompt)
+        ends |= chat.turn_ends
     else:
         prompt = tokenizer.prompt(args.prompt)
+    if outside := [token for token in prompt if token >= config.model.vocab]:
+        raise UsageError(
+            f"the prompt has the token {outside[0]} ({tokenizer.decode(np.array(outside[:1]))!r}), for which "
+            "the model has no row: leave it out"
+        )
     _, model = load_model(args)
     made = model.generate(
         prompt,
@@ -61,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         top_k=args.top_k,
         seed=args.seed,
-        ends=tokenizer.ends,
+        ends=ends,
     )
     sys.stdout.write("" if args.chat else args.prompt)
     ids: list[int] = []

@@ -37,12 +37,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
-    from node.cli.token import token_state
     from node.coordinator.store import Store
     from node.display.status import coordinator_alive, read_status
     from node.display.top import path_sentences
     from node.display.watch import HistoryWatch
-    from node.telemetry.format import duration_text
+    from node.telemetry.format import dropped_text, duration_text, loss_text
 
     directory = existing_run_directory(args.run_dir)
     now = time.time()
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         last = store.last_step()
         members = [member.node_id for member in store.members() if member.evicted is None]
         complete = [snapshot for snapshot in store.snapshots() if snapshot.complete]
-        usable = sum(token_state(token, now) == "usable" for token in store.list_tokens())
+        usable = sum(token.state(now) == "usable" for token in store.list_tokens())
     status = read_status(directory)
     view = HistoryWatch(directory).view()
     bottleneck = view.bottleneck
@@ -76,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
             "usable_tokens": usable,
             "bottleneck": bottleneck,
             "replaced": view.replaced,
+            "dropped": view.dropped,
             "links": [{name: getattr(link, name) for name in _OF_A_LINK} for link in view.links],
             "status": json.loads(status.to_json()) if status else None,
         }
@@ -83,13 +83,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     lines = [f"run {record.run_id}: {state}, {done} of {steps} steps"]
     if last:
-        lines.append(f"loss      {last.loss:.4f} in step {done}")
+        lines.append(f"loss      {loss_text(last.loss)} in step {done}")
     if status:
         lines += _live_lines(status, now, alive, steps=state in STEPS)
     if state in GOES_ON:
         lines += [f"slow      {sentence}" for sentence in bottleneck]
     lines += [f"path      {sentence}" for sentence in path_sentences(view)]
-    lines += [f"replaced  {line}" for line in view.replaced]
+    lines += [f"fault     {line}" for line in view.replaced]
+    if view.dropped:
+        lines.append(f"left out  {dropped_text(view.dropped)} of the documents read so far")
     lines.append(f"nodes     {len(members)} admitted since the run began")
     newest = f", the newest {duration_text(age)} old" if age is not None else ""
     lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}{newest}")

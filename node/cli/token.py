@@ -1,6 +1,7 @@
 """`thinwire token create|list|revoke RUN_DIR`: manage join tokens in the run's database.
 
-Works while the coordinator runs. A revoked token admits no more nodes; those it admitted stay.
+Works while the coordinator runs. A revoked token admits no more nodes; those it admitted stay. One of whose
+nodes is evicted is closed: it admits no more nodes, and its others may still come back by it.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from node.cli.parser import UsageError
+from wire.identity.names import node_id_of
 
 if TYPE_CHECKING:
     from wire.identity.token import TokenRecord
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_TTL = timedelta(days=366)
 MAX_USES = 1_000_000
+MOST_NODES = 3
+"""Of one token in the list for people; with --json all are named."""
 
 
 def add_parser(commands: Any) -> None:
@@ -80,8 +84,11 @@ def _list(args: argparse.Namespace) -> int:
         rows = []
         for record in records:
             uses = f"{record.uses}/{record.uses_allowed}"
-            rows.append([record.token_id, token_state(record, now), uses, _date(record.expires)])
-        sys.stdout.write("\n".join(table_lines(["id", "state", "uses", "expires"], rows)) + "\n")
+            nodes = _nodes(record)
+            more = f" and {len(nodes) - MOST_NODES} more" if len(nodes) > MOST_NODES else ""
+            admitted = " ".join(nodes[:MOST_NODES]) + more
+            rows.append([record.token_id, record.state(now), uses, _date(record.expires), admitted])
+        sys.stdout.write("\n".join(table_lines(["id", "state", "uses", "expires", "nodes"], rows)) + "\n")
     else:
         sys.stdout.write("no tokens; `thinwire token create` makes one\n")
     return 0
@@ -102,24 +109,21 @@ def _revoke(args: argparse.Namespace) -> int:
     return 0
 
 
-def token_state(record: "TokenRecord", now: float) -> str:
-    """`usable`, or why not."""
-    if record.revoked:
-        return "revoked"
-    if now >= record.expires:
-        return "expired"
-    return "used up" if record.uses >= record.uses_allowed else "usable"
-
-
 def _as_json(record: "TokenRecord", now: float) -> dict[str, Any]:
     return {
         "id": record.token_id,
-        "state": token_state(record, now),
+        "state": record.state(now),
         "uses": record.uses,
         "uses_allowed": record.uses_allowed,
         "created": record.created,
         "expires": record.expires,
+        "nodes": _nodes(record),
     }
+
+
+def _nodes(record: "TokenRecord") -> list[str]:
+    """The nodes that came by it."""
+    return sorted(map(node_id_of, record.bound))
 
 
 def _date(unix: float) -> str:

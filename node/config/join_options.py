@@ -14,6 +14,18 @@ MOST_LIMIT = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnerAllows:
+    """What a run may use of this machine besides its devices, as its owner says."""
+
+    store: str = ""
+    """Address of an object store, or of a folder in it, that runs may keep snapshots in from this machine."""
+    hub: tuple[str, ...] = ()
+    """Repositories of the hub, as `owner/name`, that may be read with the token of this machine's user."""
+    model: Path | None = None
+    """This machine's copy of the checkpoint folder that the run starts from."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JoinOptions:
     """Options of one node process."""
 
@@ -47,8 +59,7 @@ class JoinOptions:
     what is free. It is page-locked: other programs cannot have it meanwhile."""
     max_disk_gb: float = 0.0
     """Limit of what layers of snapshots take on disk, in GB (10^9 bytes); 0 is half of what is free."""
-    store: str = ""
-    """Address of an object store, or of a folder in it, that runs may keep snapshots in from this machine."""
+    allows: OwnerAllows = OwnerAllows()
     metrics: str = ""
     """host:port of this node's Prometheus metrics; empty serves none."""
     wait_seconds: float = 3600.0

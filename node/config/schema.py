@@ -8,6 +8,12 @@ from typing import Literal
 
 Every = int | str
 """Steps, or a length of time as text."""
+MOST_LAYERS = 1024
+"""Blocks of a model."""
+MOST_SIZE = 1 << 24
+"""A model's widths, heads, tokens of a vocabulary or of a sample: more than any has."""
+MOST_POSITIONS = 1 << 40
+"""Positions that a checkpoint is made for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -223,6 +223,7 @@ _known_path = functools.lru_cache(maxsize=1024)(known_path)
 
 
 def _link_cost(source: Place, target: Place, sums: LinkSums, newest: LinkReport | None) -> LinkCost:
+    """Of a step: without what held-out samples sent, part of which may be reported with it."""
     flows = [
         made(
             FlowCost,
@@ -234,13 +235,14 @@ def _link_cost(source: Place, target: Place, sums: LinkSums, newest: LinkReport 
             },
         )
         for flow, size in sums.flow_bytes.items()
+        if flow[0] is not Direction.HELD_OUT
     ]
     return made(
         LinkCost,
         {
             "source": source.stage,
             "target": target.stage,
-            "bytes": sums.bytes,
+            "bytes": max(0, sums.bytes - sums.held_out_bytes),
             "flows": tuple(flows),
             "busy_seconds": sums.busy,
             "capacity": newest.capacity if newest else 0.0,

@@ -25,12 +25,19 @@ from node.coordinator.session_service import (
     hello_from,
 )
 from node.coordinator.sessions import LEAST_PROBE_BYTES, ControlSession, MessageLimits
-from node.coordinator.snapshot_handler import UploadPermit
+from node.coordinator.snapshot_handler import NotDueError, UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
 from node.training.manifest import UnitEntry
 from wire.channels import NOT_YET
 from wire.coordinator_messages_proto import coordinator_message_to_proto
-from wire.errors import NotYetError, ProtocolViolationError, RefusalCode, RunError, ThinwireError
+from wire.errors import (
+    NotYetError,
+    ProtocolViolationError,
+    RefusalCode,
+    RunError,
+    ThinwireError,
+    without_folders,
+)
 from wire.front import Front
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
@@ -87,11 +94,15 @@ class Handler(SessionHandler, Protocol):
         """A node reports files on its disk and missing ones; returns those of no snapshot."""
         ...
 
-    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
-        """None: already stored. Raises ProtocolViolationError if this node is not to upload it."""
+    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
+        """Raises NotDueError if this node is not to upload it now, ProtocolViolationError if never."""
         ...
 
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None: ...
+
+    async def layer_refused(self, permit: UploadPermit, why: str) -> None:
+        """A node that was asked for a layer handed in what cannot be it."""
+        ...
 
 
 class ControlService(control_pb2_grpc.CoordinatorServicer):
@@ -208,6 +219,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                 if request.held_sha256 == entry.sha256:
                     await context.write(control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256))
                     return
+                await self._when_served(node_id, f"layer {request.unit} of {request.step}")
                 # `layer` has compared the digest with the manifest's.
                 data = await self._handler.layer(node_id, request.step, request.unit)
             except NotYetError as error:
@@ -239,6 +251,8 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             async with self._turn(node_id, "hold layers"):
                 unknown = self._handler.hold_layers(node_id, layers, missing)
         except ThinwireError as error:
+            if isinstance(error, ProtocolViolationError):
+                self._handler.refused(node_id, str(error))
             await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return control_pb2.HoldLayersReply(
             unknown=[control_pb2.LayerName(step=step, unit=unit) for step, unit in unknown]
@@ -252,45 +266,68 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             async with self._turn(node_id, "put layer"):
                 await self._receive(node_id, _parsed(requests))
         except RunError as error:
-            return control_pb2.PutLayerReply(stored=False, message=str(error))
+            return control_pb2.PutLayerReply(stored=False, message=without_folders(str(error)))
         except ThinwireError as error:
+            if isinstance(error, NotDueError):
+                self._not_due(node_id, str(error))
             await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return control_pb2.PutLayerReply(stored=True)
 
+    def _not_due(self, node_id: str, why: str) -> None:
+        """Correct nodes send a few layers that are not due; who goes on with it does nothing else."""
+        limits = self.desk.limits_of(node_id)
+        if limits is not None and not limits.serves("not due", 1, time.monotonic()):
+            self._handler.refused(node_id, why)
+
     async def _receive(self, node_id: str, uploaded: AsyncIterator[control_pb2.PutLayerChunk]) -> None:
-        """Receive one upload."""
+        """Receive one upload. Nothing is read of one that is not due, or larger than its layer can be."""
         first = await anext(uploaded, None)
         if first is None:
-            raise ProtocolViolationError("the upload is incomplete")
-        permit = self._handler.upload_permit(node_id, first.step, first.unit)
-        size, came = first.total_bytes, 0
-        if permit is not None and size > permit.most_bytes:
-            raise ProtocolViolationError(
-                f"layer {first.unit} has at most {permit.most_bytes} bytes, not {size}"
-            )
-        data = bytearray()
-        chunk: control_pb2.PutLayerChunk | None = first
-        while chunk is not None:
-            came += len(chunk.data)
-            if came > size:
-                raise ProtocolViolationError(f"more came than the {size} bytes announced")
-            # Read and drop a layer that is stored already: a client may take an early reply for a lost link.
-            if permit is not None:
-                data += chunk.data
-            chunk = await anext(uploaded, None)
-        if came != size:
-            raise ProtocolViolationError("the upload is incomplete")
-        if permit is not None:
+            raise NotDueError("the upload is incomplete")
+        try:
+            permit = self._handler.upload_permit(node_id, first.step, first.unit)
+        except NotDueError:
+            raise
+        except ProtocolViolationError as error:
+            self._handler.refused(node_id, str(error))
+            raise
+        what = f"layer {first.unit} of step {first.step}"
+        try:
+            size, came = first.total_bytes, 0
+            if size > permit.most_bytes:
+                raise ProtocolViolationError(f"{what} has at most {permit.most_bytes} bytes, not {size}")
+            data = bytearray()
+            chunk: control_pb2.PutLayerChunk | None = first
+            while chunk is not None:
+                came += len(chunk.data)
+                if came > size:
+                    raise ProtocolViolationError(f"of {what} came more than the {size} bytes announced")
+                # Read and drop a layer that is stored already: a client may take an early reply for a lost
+                # link.
+                if not permit.is_stored:
+                    data += chunk.data
+                chunk = await anext(uploaded, None)
+            if came != size:
+                raise NotDueError(f"{what} ended after {came} of {size} bytes")
             await self._handler.store_layer(permit, bytes(data), first.sha256)
+        except NotDueError:
+            raise
+        except ProtocolViolationError as error:
+            await self._handler.layer_refused(permit, str(error))
+            raise
 
     @asynccontextmanager
     async def _turn(self, node_id: str, kind: str, size: int = 1) -> AsyncIterator[None]:
         """Hold one of the node's places for calls of this kind inside the block; who asks too much waits."""
         async with self._calls.turn(node_id, kind):
-            limits = self.desk.limits_of(node_id)
-            while limits is not None and not limits.serves(kind, size, time.monotonic()):  # noqa: ASYNC110
-                await asyncio.sleep(TURN_SECONDS)
+            await self._when_served(node_id, kind, size)
             yield
+
+    async def _when_served(self, node_id: str, kind: str, size: int = 1) -> None:
+        """Wait until the node's limits let a call of this kind be answered."""
+        limits = self.desk.limits_of(node_id)
+        while limits is not None and not limits.serves(kind, size, time.monotonic()):  # noqa: ASYNC110
+            await asyncio.sleep(TURN_SECONDS)
 
     def _source(self, context: Context) -> str:
         """The IP address that a call comes from."""
@@ -352,7 +389,7 @@ async def _write(context: Context, size: int, digest: str, pieces: Iterator[byte
 
 
 async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
-    await context.abort(code, message)
+    await context.abort(code, without_folders(message))
     raise AssertionError("abort raises")
 
 

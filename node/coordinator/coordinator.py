@@ -9,12 +9,13 @@ import contextlib
 import functools
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from node import faults
+from node.checkpoints.weights import CheckpointError
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting, Answers
 from node.coordinator.changes import Changes
@@ -27,7 +28,13 @@ from node.coordinator.relays import RelayDesk
 from node.coordinator.reporter import Emit, Reporter, Tracer
 from node.coordinator.reports import REPORTS, Reported
 from node.coordinator.sessions import ControlSession, Sessions
-from node.coordinator.snapshot_handler import Agreement, SnapshotExports, SnapshotHandler, UploadPermit
+from node.coordinator.snapshot_handler import (
+    Agreement,
+    NotDueError,
+    SnapshotExports,
+    SnapshotHandler,
+    UploadPermit,
+)
 from node.coordinator.store import (
     EVICTED_WORDS,
     HeldOutRecord,
@@ -36,7 +43,7 @@ from node.coordinator.store import (
     StepRecord,
     Store,
 )
-from node.model.labels import BatchPart, steps_at_once, to_bytes
+from node.model.labels import BatchPart, are_labels, steps_at_once, to_bytes
 from node.model.units import unit_names
 from node.pipeline.codec_plan import Lines
 from node.pipeline.places import PlacePlan
@@ -73,7 +80,7 @@ from node.training.manifest import MANIFEST_NAME, Manifest, UnitEntry
 from node.training.samples import held_out_samples, packed_parts
 from node.training.shards import TrainingData
 from node.training.snapshot import Checked, list_snapshots
-from wire.errors import ProtocolViolationError, RefusalCode, RunError, UserError, WrongLayerError
+from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError, WrongLayerError
 from wire.identity.enrolment import Refusal
 from wire.messages import (
     NODES,
@@ -99,6 +106,8 @@ TICK_SECONDS = 0.25
 STANDSTILL_SECONDS = 2.0
 """Between two ticks: the process was stopped, its machine was paused, or its memory came back from disk."""
 GOODBYE_SECONDS = 5.0
+DROPPED_SECONDS = 60.0
+"""Between two lines about what is left out of the training data."""
 
 Result = TypeVar("Result")
 Happening = Callable[[float], list[Action]]
@@ -130,7 +139,10 @@ class Coordinator:
         told_config = as_told(config)
         self._config_json = to_json(told_config)
         self._held_out = held_out_samples(config, corpus)
+        self._unlabelled: set[int] = set()
+        """Steps none of whose tokens counts as a label, of those whose labels a node has fetched."""
         plan = run_plan(config, corpus.windows, len(self._held_out), self._held_out.label_weight)
+        plan = replace(plan, unlabelled=self._unlabelled)
         self._machine = RunMachine(plan, step_plan(config), past)
         self._reporter = Reporter(config, emit, unreported)
         self._tracer = Tracer(config.telemetry, directory, self._places)
@@ -184,6 +196,14 @@ class Coordinator:
         self._answers = Answers()
         self.relays = RelayDesk(self._sessions.send, config.coordinator.relay)
         self._outcome: Stop | None = None
+        self.exit_code = RunError.exit_code
+        """Of the command, if the run fails."""
+        self._dropped: Mapping[str, int] = {}
+        """Documents left out of the training data, by reason, as last said."""
+        self._came: set[str] = set()
+        """Nodes that have come since the database was told who has."""
+        self.bug: Exception | None = None
+        """What nobody foresaw, if that ended the run."""
         go_on = functools.partial(self._machine.stop, at_once=False, soon=True)
         self.changes = Changes(config, directory, emit, lambda why: self._post(lambda _now: go_on(why)))
 
@@ -199,7 +219,7 @@ class Coordinator:
 
     async def run(self) -> Stop:
         """Drive the run until it ends; sessions are closed when this returns."""
-        watching = self._tick(), self._watch_evicted(), self.changes.watch()
+        watching = self._tick(), self._watch_members(), self._watch_data(), self.changes.watch()
         writing = self._tracer.run(), self._snapshots.run(), self._exports.run(), self._kept.run()
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(one) for one in (*watching, *writing, self._planners.run())]
@@ -207,6 +227,7 @@ class Coordinator:
             await self._exports.finish()
             for task in beside:
                 task.cancel()
+        self._say_dropped()
         await self._say_goodbye()
         await self._tracer.write()
         done = self._machine.newest_snapshot >= self.config.run.steps
@@ -254,17 +275,35 @@ class Coordinator:
         """As of when the tick came: it may have waited in the queue, and the standstill come after it."""
         return self._machine.tick(at, unseen=unseen)
 
-    async def _watch_evicted(self) -> None:
-        """Beside `_tick`, which must be late only when nothing else runs either."""
+    async def _watch_members(self) -> None:
+        """Shut out who was evicted, and count the uses of tokens by which nodes came.
+
+        Beside `_tick`, which must be late only when nothing else runs either.
+        """
         while True:
             await asyncio.sleep(TICK_SECONDS)
             # The command that evicts writes into the database, from a process of its own. One that cannot be
             # read now may be at the next look; whoever needs it ends the run with a goodbye.
             with contextlib.suppress(RunError):
+                if self._came:
+                    came = tuple(self._came)
+                    await asyncio.to_thread(self._store.claim, came)
+                    self._came.difference_update(came)
                 evicted = await asyncio.to_thread(self._store.evicted)
                 self._sessions.shut_out({*evicted, *self._machine.quarantined})
                 for node_id in evicted:
                     self._shut_out(node_id)
+
+    async def _watch_data(self) -> None:
+        """Say what is left out of the training data: soon, and again as more of it is read."""
+        while True:
+            self._say_dropped()
+            await asyncio.sleep(DROPPED_SECONDS)
+
+    def _say_dropped(self) -> None:
+        if (reasons := self._corpus.dropped) != self._dropped:
+            self._dropped = reasons
+            self._emit(events.DataDropped.of(reasons))
 
     def _use_costs(self, number: int, costs: events.StepCosts) -> None:
         """Plan windows and codecs and share groups by what steps cost, unless their epoch is over."""
@@ -311,7 +350,8 @@ class Coordinator:
     def _post(self, happening: Happening) -> None:
         self._events.put_nowait(happening)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, exit_code: int = RunError.exit_code) -> None:
+        self.exit_code = exit_code
         self._post(lambda _now: self._machine.fail(reason))
 
     # ---- actions
@@ -462,6 +502,7 @@ class Coordinator:
         faults.reach_coordinator(faults.Phase.COMMIT_APPLY, step=commit.step)
 
     async def _record_held_out(self, held_out: RecordHeldOut) -> None:
+        held_out = replace(held_out, samples=self._held_out.labelled)
         if self.config.pipeline.forward_codec == LOSSLESS:
             held_out = replace(held_out, loss=held_out.uncompressed)
         record = HeldOutRecord(
@@ -490,6 +531,7 @@ class Coordinator:
     def opened(self, session: ControlSession) -> None:
         node_id, hello = session.node_id, session.hello
         self._sessions.add(session)
+        self._came.add(node_id)
         session.send(
             Welcome(
                 node_id=node_id,
@@ -535,7 +577,9 @@ class Coordinator:
             case BlockTime() | PeerRate() | CodecTimes():
                 self._planners.heard(node_id, message)
             case RelayTimes():
-                self.relays.plan.measured(node_id, message.times)
+                for relay in self.relays.plan.measured(node_id, message.times):
+                    text = f"node {node_id} left the relay of node {relay}: a link is much faster by another"
+                    self._emit(events.Notice(text=text))
             case Heartbeat():
                 session.answer(self._sessions.reply(message.sent_at))
                 self._machine.heard(node_id, time.monotonic(), longest)
@@ -589,11 +633,21 @@ class Coordinator:
         for one in wanted:
             faults.reach_coordinator(faults.Phase.FORWARD, step=one)
         try:
-            return await asyncio.to_thread(packed_parts, self._corpus, wanted, part, groups, count)
-        except UserError as error:
-            # A shard that is read during the run is damaged: no step can go on without it.
-            self._fail(str(error))
-            raise
+            packed = await asyncio.to_thread(packed_parts, self._corpus, wanted, part, groups, count)
+        except Exception as error:
+            # Whatever it is, no step can go on without its samples.
+            if isinstance(error, ThinwireError):
+                self._fail(str(error), error.exit_code)
+                raise
+            what = " ".join(f"the training data cannot be read ({type(error).__name__}: {error})".split())
+            if self.bug is None:
+                self.bug = error
+                self._fail(what)
+            raise RunError(what) from None
+        if part is BatchPart.LABELS and not groups:
+            counts = are_labels(packed, steps)
+            self._unlabelled.update(one for one, some in zip(wanted, counts, strict=True) if not some)
+        return packed
 
     def layer_holders(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]
@@ -612,14 +666,26 @@ class Coordinator:
             raise
 
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
-        return await self._snapshots.layer_entry(step, unit)
+        with self._checkpoint_whole():
+            return await self._snapshots.layer_entry(step, unit)
 
     async def layer(self, node_id: str, step: int, unit: str) -> bytes:
-        return await self._snapshots.layer(step, unit)
+        with self._checkpoint_whole():
+            return await self._snapshots.layer(step, unit)
 
-    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
+    @contextlib.contextmanager
+    def _checkpoint_whole(self) -> Iterator[None]:
+        """A node that cannot read its part of the run's checkpoint asks here: if that is damaged, no step can
+        begin, and the run ends with the names of the tensor and the file."""
+        try:
+            yield
+        except CheckpointError as error:
+            self._fail(str(error), error.exit_code)
+            raise
+
+    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
         if node_id not in self._machine.members:
-            raise ProtocolViolationError(f"{node_id} is not in the run at present")
+            raise NotDueError(f"{node_id} is not in the run at present")
         return self._snapshots.permit(node_id, step, unit)
 
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
@@ -628,6 +694,10 @@ class Coordinator:
         except WrongLayerError as error:
             self._wrong_layer(error)
             raise
+
+    async def layer_refused(self, permit: UploadPermit, why: str) -> None:
+        self._post(lambda now: self._machine.layer_refused(permit.node_id, permit.step, why, now))
+        await self._snapshots.give_up(permit)
 
     def _layer_received(self, step: int, unit: str) -> None:
         self._post(lambda now: self._machine.layer_received(step, unit, now))

@@ -91,12 +91,29 @@ class EnrolmentHandler:
         invited = not self.would_refuse(request.token_id, request.secret)
         line = self._useless(request.hardware) if invited else None
         useless = None if line is None else Refusal(RefusalCode.BAD_REQUEST, line)
+        # Before the use is recorded: if it cannot be made, none is spent.
+        certificate = self._authority.issue_node(key, member.node_id, self._lifetime, now) if invited else b""
         decision = self._store.admit_token(request.token_id, request.secret, member, useless)
         if decision.refusal is not None:
             return decision.refusal
         faults.reach_coordinator(faults.Phase.ENROLMENT)
-        certificate = self._authority.issue_node(key, member.node_id, self._lifetime, now)
+        certificate = certificate or self._authority.issue_node(key, member.node_id, self._lifetime, now)
         return Granted(member.node_id, certificate, self._authority.certificate_pem)
+
+    def withdraw(self, request: JoinRequest) -> Refusal | None:
+        """Give back the use of a node that cannot use what it was granted; None if that is done.
+
+        The request's key proves whose use it is. A node that has come has spent it.
+        """
+        if (refusal := self._refuse_peer(request)) is not None:
+            return refusal
+        try:
+            key_hash = public_key_hash(csr_public_key(request.csr_der))
+        except ValueError as error:
+            return _bad_csr(error)
+        if self._store.withdraw(request.token_id, key_hash):
+            return None
+        return Refusal(RefusalCode.BAD_REQUEST, "this key holds no use of the token that it could give back")
 
     def renew(self, node_id: str, csr_der: bytes) -> bytes | Refusal:
         """A new certificate (PEM) for a member that proved its id with its present one.
@@ -203,8 +220,7 @@ INTERVAL_SECONDS = 5.0
 
 def uses_left(records: Iterable[TokenRecord], now: float) -> int:
     """Uses left over all valid tokens at the Unix time `now`."""
-    usable = (record for record in records if not record.revoked and now < record.expires)
-    return sum(max(0, record.uses_allowed - record.uses) for record in usable)
+    return sum(record.uses_allowed - record.uses for record in records if record.state(now) == "usable")
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -30,9 +30,9 @@ MOST_SILENT = 256
 """Calls whose requests have not come; of more, the one that has been silent longest ends."""
 _MOST_AT_WORK = 4
 _JOINS_A_SECOND, _JOINS_AT_ONCE = 20.0, 100.0
-"""Requests of one token's holders, and those of one address without a valid token."""
+"""Requests from one address, with one valid token or without any."""
 MOST_COUNTED = 4096
-"""Addresses and tokens whose requests are counted; of more, the one that asked longest ago starts afresh."""
+"""Of which requests are counted; of more, the one that asked longest ago starts afresh."""
 CONNECTION_SECONDS = 30.0
 """A connection to the join port ends after this long."""
 
@@ -41,6 +41,8 @@ BYTES_A_SECOND, BYTES_AT_ONCE = 8 * 1024, 16 * 1024
 read."""
 
 Request = TypeVar("Request", pb.JoinRequest, pb.LookRequest)
+Outcome = TypeVar("Outcome")
+Context = grpc.aio.ServicerContext[Any, Any]
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -74,14 +76,15 @@ class RateLimit:
 
 
 class RateLimits:
-    """A `RateLimit` for each key: an address or a token."""
+    """A `RateLimit` for each key: an address, or one with a token."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate, self._burst = rate, burst
         self._limits: dict[str, RateLimit] = {}
 
     def take(self, key: str, now: float) -> bool:
         """Whether one more request of `key` may be served at `now`."""
-        limit = self._limits.pop(key, None) or RateLimit(_JOINS_A_SECOND, _JOINS_AT_ONCE)
+        limit = self._limits.pop(key, None) or RateLimit(self._rate, self._burst)
         self._limits[key] = limit
         if len(self._limits) > MOST_COUNTED:
             del self._limits[next(iter(self._limits))]
@@ -121,7 +124,7 @@ class EnrolmentService:
         self._handler = handler
         self._front = front
         self._tokens = KnownTokens(handler.token_hashes)
-        self._limits = RateLimits()
+        self._limits = RateLimits(_JOINS_A_SECOND, _JOINS_AT_ONCE)
         self._work = asyncio.Semaphore(_MOST_AT_WORK)
         self._silent = _Silent()
         self.looks = Looks(
@@ -137,18 +140,22 @@ class EnrolmentService:
             request_deserializer=pb.JoinRequest.FromString,
             response_serializer=pb.JoinReply.SerializeToString,
         )
+        withdraw = grpc.stream_unary_rpc_method_handler(
+            self._withdraw,
+            request_deserializer=pb.JoinRequest.FromString,
+            response_serializer=pb.JoinReply.SerializeToString,
+        )
         look = grpc.stream_stream_rpc_method_handler(
             self.looks.look,
             request_deserializer=pb.LookRequest.FromString,
             response_serializer=pb.LookReply.SerializeToString,
         )
         return grpc.method_handlers_generic_handler(
-            "thinwire.wire.v1.Enrolment", {"Join": join, "Look": look}
+            "thinwire.wire.v1.Enrolment", {"Join": join, "Withdraw": withdraw, "Look": look}
         )
 
-    async def _join(
-        self, requests: AsyncIterator[pb.JoinRequest], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.JoinReply:
+    async def _request(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> JoinRequest:
+        """The request of a call, which ends if there is none."""
         try:
             message = await self._silent.first(requests)
         except TimeoutError:
@@ -158,7 +165,7 @@ class EnrolmentService:
         if message is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "what came is no join request")
         hardware = message.hardware
-        request = JoinRequest(
+        return JoinRequest(
             version=message.version,
             protocol=message.protocol,
             run_id=message.run_id,
@@ -174,14 +181,10 @@ class EnrolmentService:
                 host_bytes=hardware.host_bytes,
             ),
         )
-        source = self._front.host(context.peer())
-        try:
-            outcome = await self._answer(request, context.peer())
-        except RunError as error:
-            logger.error("a join request from %s could not be served: %s", source, error)
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot use its database")
-        if outcome is None:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many join requests: ask again later")
+
+    async def _join(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> pb.JoinReply:
+        request, source = await self._request(requests, context), self._front.host(context.peer())
+        outcome = await self._answer(request, context, self._handler.join)
         if isinstance(outcome, Granted):
             logger.info("admitted %s from %s by token %s", outcome.node_id, source, request.token_id)
             granted = pb.Granted(
@@ -195,33 +198,48 @@ class EnrolmentService:
         logger.info("refused a join request from %s: %s", source, outcome.code)
         return pb.JoinReply(refusal=pb.Refusal(code=outcome.code, message=outcome.message))
 
-    async def _answer(self, request: JoinRequest, peer: str) -> Granted | Refusal | None:
-        """None: this address, or the holders of this token, ask too often. Raises RunError."""
+    async def _withdraw(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> pb.JoinReply:
+        request = await self._request(requests, context)
+        refusal = await self._answer(request, context, self._handler.withdraw)
+        if refusal is None:
+            return pb.JoinReply()
+        return pb.JoinReply(refusal=pb.Refusal(code=refusal.code, message=refusal.message))
+
+    async def _answer(
+        self, request: JoinRequest, context: Context, decide: Callable[[JoinRequest], Outcome]
+    ) -> Outcome | Refusal:
+        """What `decide` answers the holder of a token, on a thread; the call ends if this address asks
+        too often."""
         try:
-            refusal = await self._refuse(request, peer)
+            refusal = await self._refuse(request, context.peer())
+            if refusal is not None:
+                return refusal
+            async with self._work:
+                return await asyncio.to_thread(decide, request)
         except TimeoutError:
-            return None
-        if refusal is not None:
-            return refusal
-        async with self._work:
-            return await asyncio.to_thread(self._handler.join, request)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many join requests: ask again later")
+        except RunError as error:
+            source = self._front.host(context.peer())
+            logger.error("a join request from %s could not be served: %s", source, error)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot use its database")
 
     async def _refuse(self, request: JoinRequest, peer: str) -> Refusal | None:
         """Why the gRPC peer is no holder of a token. Raises TimeoutError if it must ask later, RunError.
 
-        The holder of a valid token is counted by token, everybody else by address before any work is done: so
-        strangers shut out no holder, not even from behind one address.
+        Strangers count by address, and only once it is known that they hold no token: so they shut out no
+        holder from behind one address, not even of a token that was made a moment ago. What they cost until
+        then is a comparison of hashes and a wait for a look at the database that all share. Holders count by
+        token and address: one that floods shuts out no other.
         """
+        address = address_group(self._front.host(peer))
         refusal = self._handler.refuse_cheaply(request)
-        if refusal is not None or not self._tokens.holds(request.token_id, request.secret):
-            if not self._limits.take(f"address {address_group(self._front.host(peer))}", time.monotonic()):
-                raise TimeoutError
-            if refusal is not None:
-                return refusal
-            if not await self._tokens.look_up(request.token_id, request.secret):
-                return self._handler.unknown_token()
-        if not self._limits.take(f"token {request.token_id}", time.monotonic()):
+        if refusal is None and not await self._tokens.look_up(request.token_id, request.secret):
+            refusal = self._handler.unknown_token()
+        source = address if refusal is not None else f"{request.token_id} {address}"
+        if not self._limits.take(source, time.monotonic()):
             raise TimeoutError
+        if refusal is not None:
+            return refusal
         self._front.unpace(peer)
         return None
 

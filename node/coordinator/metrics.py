@@ -179,7 +179,7 @@ class Scrape:
         if view.held_out is not None:
             families.set("held_out_loss", view.held_out.loss, "as-trained")
             families.set("held_out_loss", view.held_out.uncompressed, "fp32")
-            families.set("held_out_best_steps", view.held_out.best_step)
+            families.set("held_out_best_steps", view.held_out.best_step or None)
 
     def _stages(self, families: Families) -> None:
         for stage in self.view.stages:

@@ -45,7 +45,7 @@ from node.stage.snapshot_cache import RECORD_FILE, SnapshotCache
 from node.telemetry import events
 from node.telemetry.history import evicted_nodes, plans_made, step_done
 from node.training.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
-from node.training.object_store import ObjectStore
+from node.training.object_store import ObjectStore, wrong_url
 from node.training.snapshot import SnapshotWriter, list_snapshots, read_manifest, snapshot_directory
 from wire.errors import ConfigError, ProtocolViolationError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
@@ -374,11 +374,17 @@ def _read(data: bytes, where: str) -> NodeRecord:
     manifests = [Manifest.from_json(text, where) for text in fields["manifests"]]
     if not manifests or not math.isfinite(fields["epoch"]):
         raise ValueError("it names no snapshot")
+    run_id = str(fields["run_id"])
+    urls = {int(step): str(url) for step, url in fields.get("urls", {}).items()}
+    for url in urls.values():
+        # The coordinator will remove old snapshots there.
+        if wrong_url(url) is not None or not url.endswith(f"/{run_id}"):
+            raise ValueError(f"{url[:80]!r} is no folder of run {run_id[:40]!r} in an object store")
     return NodeRecord(
-        run_id=str(fields["run_id"]),
+        run_id=run_id,
         epoch=int(fields["epoch"]),
         corpus_sha256=str(fields["corpus_sha256"]),
-        urls={int(step): str(url) for step, url in fields.get("urls", {}).items()},
+        urls=urls,
         manifests=tuple(sorted(manifests, key=lambda manifest: manifest.step)),
     )
 

@@ -3,8 +3,9 @@
 A pair of neighbours needs a relay if neither can be dialled. The relay that moves a piece of a tensor soonest
 is chosen: the sum of both round trips, and the piece at the share of the relay's rate that is left for one
 more link. So pairs spread over relays. Each pair also knows the next best ones, and both ends keep
-connections waiting there: when a relay dies, the links through it go on by the next without a word to the
-coordinator, whose own relay is the last.
+connections waiting there: when a relay dies, or delivers far less than it owes (`wire.delivery`), the links
+through it go on by the next without a word to the coordinator, whose own relay is the last. Nodes name relays
+that were slow; their links get others from the next placement on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from itertools import combinations, pairwise
 
 from node.coordinator.sessions import ControlSession
 from wire.identity.names import split_address
-from wire.messages import CoordinatorMessage, PlacedStage, Placement, RelayFor, Relays
+from wire.messages import RELAY_LEFT, CoordinatorMessage, PlacedStage, Placement, RelayFor, Relays
 
 PIECE_BYTES = 256 * 1024
 """A frame of a link."""
@@ -46,16 +47,25 @@ class RelayPlan:
         self.offers: dict[str, RelayOffer] = {}
         self._times: dict[str, dict[str, float]] = {}
         """Round trips in seconds, by node and relay."""
+        self._left: set[Pair] = set()
+        """A node and a relay that its links left as too slow: its word alone, so other nodes try it."""
         self._routes: dict[str, dict[str, tuple[str, ...]]] = {}
         """By node and neighbour: the relays of their link, the best first."""
 
-    def measured(self, node: str, times: Mapping[str, float]) -> None:
-        """`node` has measured its round trips to these relays."""
-        self._times[node] = {relay: seconds for relay, seconds in times.items() if relay in self.offers}
+    def measured(self, node: str, times: Mapping[str, float]) -> list[str]:
+        """`node` has measured its round trips to these relays; returns those that its links newly left."""
+        known = {relay: seconds for relay, seconds in times.items() if relay in self.offers}
+        left = [relay for relay, seconds in known.items() if seconds >= RELAY_LEFT]
+        if not left:
+            self._times[node] = known
+        left = [relay for relay in left if (node, relay) not in self._left]
+        self._left.update((node, relay) for relay in left)
+        return left
 
     def gone(self, node: str) -> bool:
         """A node has left; whether it was a relay."""
         self._times.pop(node, None)
+        self._left = {pair for pair in self._left if pair[0] != node}
         return self.offers.pop(node, None) is not None
 
     def place(self, rows: Sequence[Sequence[PlacedStage]]) -> None:
@@ -66,7 +76,9 @@ class RelayPlan:
             choices = sorted(
                 (self._seconds(pair, relay, load[relay]), relay)
                 for relay, offer in self.offers.items()
-                if relay not in pair and offer.rate / (load[relay] + 1) >= LEAST_RATE
+                if relay not in pair
+                and not any((node, relay) in self._left for node in pair)
+                and offer.rate / (load[relay] + 1) >= LEAST_RATE
             )
             if choices:
                 best = tuple(relay for _, relay in choices[:MOST_CHOICES])

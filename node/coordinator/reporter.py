@@ -5,10 +5,11 @@ The reporter knows what this process has seen; the run's state is in the state m
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -41,7 +42,6 @@ from node.telemetry.format import bytes_text, count_text, duration_text, named
 from node.telemetry.trace_files import TracedSteps, TraceWriter
 from wire.codecs.formats import codec_format, codec_names
 from wire.messages import Heartbeat
-from wire.spec import Direction
 from wire.telemetry import StepSpans
 
 Emit = Callable[[events.Event], None]
@@ -70,10 +70,31 @@ class _Tally:
     """What this process has seen of the run."""
 
     steps: int = 0
-    first_loss: float = 0.0
-    last_loss: float = 0.0
+    first_loss: float = math.nan
+    last_loss: float = math.nan
+    """Of the first and the last step with labels."""
     tokens: int = 0
+    """Of steps that had not run before."""
     seconds: float = 0.0
+    since: int | None = None
+    """Steps done when this process began; None before it did."""
+    newest: int = 0
+    """Highest step so far; steps up to it run again."""
+    again: int = 0
+    link_bytes: int = 0
+    flows: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Bytes and elements by kind of tensor, as in the costs of all steps, so that all figures agree."""
+
+    def sent(self, costs: events.StepCosts) -> None:
+        for link in costs.links:
+            self.link_bytes += link.bytes
+            for flow in link.flows:
+                size, elements = self.flows.get(flow.direction, (0, 0))
+                self.flows[flow.direction] = size + flow.bytes, elements + flow.elements
+
+    def bits(self, direction: str) -> float:
+        size, elements = self.flows.get(direction, (0, 0))
+        return 8 * size / elements if elements else 0.0
 
 
 @dataclass
@@ -239,7 +260,9 @@ class Reporter:
         self._commit = None
         if commit.seconds is not None:
             seconds = commit.seconds
-        self._taken_part.update(self.accounting.hosts)
+        is_again = commit.step + 1 <= self._tally.newest
+        if not is_again:
+            self._taken_part.update(self.accounting.hosts)
         costs: events.StepCosts | None = None
         if goes_on and not self._costs_due():
             self._unsummed.steps += 1
@@ -250,7 +273,7 @@ class Reporter:
             self._emit(costs)
         up_mbit, down_mbit = mbit_by_stage(costs) if costs is not None else ((), ())
         tokens = self._config.training.global_batch * self._config.model.sequence
-        self._count(commit.loss, tokens, seconds)
+        self._count(commit, 0 if is_again else tokens, seconds)
         self._emit(
             events.StepDone(
                 step=commit.step + 1,
@@ -281,6 +304,7 @@ class Reporter:
         self._costs_at = time.monotonic()
         before, self._unsummed = self._unsummed, _Unsummed()
         costs = self.accounting.step(step, before.seconds + seconds, aborted=aborted)
+        self._tally.sent(costs)
         return replace(costs, steps=before.steps + 1) if before.steps else costs
 
     def held_out(self, record: RecordHeldOut) -> None:
@@ -310,19 +334,25 @@ class Reporter:
         summary = self._summary()
         self._emit(events.RunFinished(reason=reason, failed=failed, summary=summary, resume=resume))
 
-    def _count(self, loss: float, tokens: int, seconds: float) -> None:
-        tally = self._tally
-        if tally.steps == 0:
-            tally.first_loss = loss
-        tally.last_loss = loss
-        tally.steps += 1
+    def _count(self, commit: _Commit, tokens: int, seconds: float) -> None:
+        """A step is done; without tokens of its own it ran again."""
+        tally, loss = self._tally, commit.loss
+        if not math.isnan(loss):
+            tally.first_loss = loss if math.isnan(tally.first_loss) else tally.first_loss
+            tally.last_loss = loss
+        if tally.since is None:
+            tally.since = commit.step
+        tally.newest = max(tally.newest, commit.step + 1)
+        tally.steps += bool(tokens)
+        tally.again += not tokens
         tally.tokens += tokens
         tally.seconds += seconds
 
     def _summary(self) -> events.RunSummary | None:
-        tally, ledger = self._tally, self.accounting.run
+        tally = self._tally
         if tally.steps == 0:
             return None
+        elements = sum(count for _, count in tally.flows.values())
         return events.RunSummary(
             steps=tally.steps,
             first_loss=tally.first_loss,
@@ -330,11 +360,14 @@ class Reporter:
             tokens=tally.tokens,
             seconds=tally.seconds,
             tokens_per_second=tally.tokens / tally.seconds,
-            link_bytes=ledger.link_bytes,
-            link_bytes_fp32=4 * ledger.elements,
-            link_bytes_bf16=2 * ledger.elements,
-            bits_forward=ledger.bits(Direction.ACTIVATION),
-            bits_backward=ledger.bits(Direction.GRADIENT),
+            link_bytes=tally.link_bytes,
+            link_bytes_fp32=4 * elements,
+            link_bytes_bf16=2 * elements,
+            bits_forward=tally.bits("activation"),
+            bits_backward=tally.bits("gradient"),
+            since=tally.since or 0,
+            again=tally.again,
+            held_out_bytes=self.accounting.run.held_out_bytes,
             stages=self.accounting.stage_times(),
             snapshot_path=self.snapshot_path,
             weights_sha256=self.weights_sha256,

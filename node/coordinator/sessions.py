@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from node.config.schema import CoordinatorSection, RunConfig
-from node.coordinator.enrolment_service import RateLimit
+from node.coordinator.enrolment_service import RateLimit, RateLimits
 from node.model.units import unit_names
 from node.pipeline.device_memory import devices_of
 from node.run_state.stage_assignment import Candidate
@@ -51,6 +51,8 @@ class ControlSession:
             memory_bytes=hardware.memory_bytes,
             devices=devices_of(hardware),
             kind=f"{hardware.device}, {hardware.arithmetic}",
+            flops=self.hello.flops,
+            owner=self.hello.name,
         )
 
     def send(self, message: CoordinatorMessage, waited: float | None = None) -> None:
@@ -161,8 +163,18 @@ SPANS_BYTES = 512 * 1024
 """Of one message: `wire.telemetry.MOST_SPANS`, with room."""
 SPANS_A_SECOND, SPANS_AT_ONCE = 20_000.0, 50_000.0
 CONNECTIONS_A_SECOND, CONNECTIONS_AT_ONCE = 0.5, 20.0
-CALLS = {"renew": (0.2, 10.0), "hold layers": (50.0, 500.0), "probe": (2.0**20, 2.0**26)}
+CALLS = {
+    "renew": (0.2, 10.0),
+    "hold layers": (50.0, 500.0),
+    "get layer": (50.0, 500.0),
+    "not due": (0.01, 10.0),
+    "probe": (2.0**20, 2.0**26),
+}
 """By kind: calls a second and at once, of probes bytes. Of other kinds only a few are served at a time."""
+LAYER = "layer "
+"""Begins the kind of calls for one layer of one snapshot, which a node needs once."""
+LAYERS_A_SECOND, LAYERS_AT_ONCE = 1 / 60, 4.0
+"""How often each may be sent to a node, over lines that break."""
 LEAST_PROBE_BYTES = 16 * 1024
 """A smaller probe counts as this."""
 
@@ -203,6 +215,7 @@ class MessageLimits:
         self._others = RateLimit(OTHERS_A_SECOND, HEARTBEATS_KEPT)
         self._spans = RateLimit(SPANS_A_SECOND, SPANS_AT_ONCE)
         self._calls = {kind: RateLimit(*limit) for kind, limit in CALLS.items()}
+        self._layers = RateLimits(LAYERS_A_SECOND, LAYERS_AT_ONCE)
 
     def refusal(self, message: Measured, now: float) -> str | None:
         """Why this message is refused at `now` (seconds on any monotonic clock); None if it is not."""
@@ -222,5 +235,7 @@ class MessageLimits:
 
     def serves(self, kind: str, size: int, now: float) -> bool:
         """Whether a call may be answered at `now`; if not, it waits. `size`: calls, or bytes of a probe."""
+        if kind.startswith(LAYER):
+            return self._layers.take(kind, now)
         limit = self._calls.get(kind)
         return limit is None or limit.take(now, size)

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,11 @@ from wire.errors import ProtocolViolationError, RunError, ThinwireError, WrongLa
 from wire.messages import UnitHash
 
 Result = TypeVar("Result")
+MOST_WANTED = 3
+"""Snapshots whose layers are still taken in before they are complete: two are asked for at a time, and nodes
+still hand in an older one."""
+MOST_REPEATS = 3
+"""How often a layer may come whole: the answer to its node may be lost."""
 log = logging.getLogger(__name__)
 
 Hosts = dict[str, str]
@@ -58,6 +64,11 @@ class Agreement:
     """Those that one node alone holds: the file must be what it says of it."""
 
 
+class NotDueError(ProtocolViolationError):
+    """An upload that the run does not wait for. A correct node sends one now and then, since the run has gone
+    on or has another coordinator."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class UploadPermit:
     """Permission for one upload; valid for the attempt at its step that was current when it began."""
@@ -68,6 +79,8 @@ class UploadPermit:
     most_bytes: int
     hosts: Hosts
     agreed: asyncio.Future[Agreement | None]
+    is_stored: bool = False
+    """It is not needed any more: what comes is dropped, and counts as stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +132,9 @@ class SnapshotHandler:
         self._failed = failed
         self._disk = disk
         self._wanted: dict[int, Hosts] = {}
-        """By step, from the request until a later snapshot is complete."""
+        """By step, in the order of the requests; those of steps that are complete are among them."""
+        self._came: Counter[tuple[int, str]] = Counter()
+        """How often a layer of a wanted step came whole."""
         self._agreements: dict[int, asyncio.Future[Agreement | None]] = {}
         """By step, from the request on; None: the snapshot is not taken."""
         self._newest = 0
@@ -160,14 +175,35 @@ class SnapshotHandler:
         hosts = {unit: node for node, units in held for unit in units}
         before = self._agreements.get(step)
         self._agreements[step] = asyncio.get_running_loop().create_future()
-        if step not in self._wanted:
+        others = [other for other in self._wanted if other != step]
+        # Of snapshots that never become complete a few are waited for: each takes a folder on the disk.
+        old = others[: 1 - MOST_WANTED]
+        if step not in self._wanted and not old:
             self._wanted[step] = hosts  # nothing to discard, so no wait for the disk
             return
         async with self._writing:
+            for other in old:
+                await self._forget(other)
+            if self._wanted.pop(step, None) is not None:
+                await asyncio.to_thread(self._writer.discard, step)
             self._wanted[step] = hosts
             if before is not None and not before.done():
                 before.set_result(None)
-            await asyncio.to_thread(self._writer.discard, step)
+            self._came = Counter(
+                {key: count for key, count in self._came.items() if key[0] in self._wanted and key[0] != step}
+            )
+
+    async def give_up(self, permit: UploadPermit) -> None:
+        """A layer of this snapshot will not come: what has come of it is removed."""
+        async with self._writing:
+            if self._wanted.get(permit.step) is permit.hosts:
+                await self._forget(permit.step)
+
+    async def _forget(self, step: int) -> None:
+        """Take in no more of a step, and remove what is there of it if that is not complete."""
+        self._settle(step, None)
+        if self._wanted.pop(step, None) is not None and step > self._newest:
+            await asyncio.to_thread(self._writer.discard, step, remove=True)
 
     def agreed(self, step: int, agreement: Agreement) -> None:
         """What the layers of `step` are, as their holders agree: no other file is stored."""
@@ -226,37 +262,47 @@ class SnapshotHandler:
             found = self._first = entry, data
         return found
 
-    def permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
-        """Permission to upload; None if the step is no longer needed and counts as stored.
+    def permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
+        """Permission to upload.
 
         Uploads go on after their epoch ends, so the host that counts is that of the epoch that asked last.
         When a step is asked for again its state may have other bits: uploads that began earlier are dropped.
 
         Raises:
-            ProtocolViolationError: nobody asked for it, or another node uploads it.
+            NotDueError: nobody asked for it, or another node uploads it.
+            ProtocolViolationError: there is no such unit, or it has come whole too often.
         """
         self._check_unit(unit)
-        if step < self._newest:
-            return None
         hosts = self._wanted.get(step)
         if hosts is None:
-            raise ProtocolViolationError(f"nobody asked for a snapshot of step {step}")
+            raise NotDueError(f"nobody asked for a snapshot of step {step}")
         if hosts[unit] != node_id:
-            raise ProtocolViolationError(
+            raise NotDueError(
                 f"layer {unit} of the snapshot of step {step} is another node's to hand in, not {node_id}'s"
             )
-        most = most_layer_bytes(self._config, unit, self._windows)
-        agreed = self._agreements[step]
+        if self._came[step, unit] >= MOST_REPEATS:
+            raise ProtocolViolationError(f"layer {unit} of step {step} came {MOST_REPEATS} times before")
         return UploadPermit(
-            node_id=node_id, step=step, unit=unit, most_bytes=most, hosts=hosts, agreed=agreed
+            node_id=node_id,
+            step=step,
+            unit=unit,
+            most_bytes=most_layer_bytes(self._config, unit, self._windows),
+            hosts=hosts,
+            agreed=self._agreements[step],
+            is_stored=step < self._newest,
         )
 
     async def put(self, permit: UploadPermit, data: bytes, digest: str) -> None:
-        """Wait until it is agreed what the unit is, pass its file to `run`, and wait until it is stored.
+        """Wait until it is agreed what the unit is, pass its file to `run`, and wait until it is stored. Of a
+        step that is, it is dropped.
 
         Raises RunError when the disk or the database fails, WrongLayerError for a file that is not what was
-        agreed on.
+        agreed on, NotDueError if the step was asked for again meanwhile.
         """
+        if self._wanted.get(permit.step) is permit.hosts:
+            self._came[permit.step, permit.unit] += 1
+        if permit.is_stored:
+            return
         faults.reach_coordinator(faults.Phase.SNAPSHOT, step=permit.step)
         self._layer_received(permit.step, permit.unit)
         if not await self._is_agreed(permit, data):
@@ -298,15 +344,17 @@ class SnapshotHandler:
             manifest = await self._disk.write(partial(asyncio.to_thread, self._store_unit, upload))
             if manifest is not None:
                 self._newest = max(self._newest, manifest.step)
-                self._wanted = {step: at for step, at in self._wanted.items() if step >= self._newest}
+                for step in list(self._wanted)[:-MOST_WANTED]:
+                    del self._wanted[step]
                 for step in [step for step in self._agreements if step < self._newest]:
                     self._settle(step, None)
-                    del self._agreements[step]
+                    if step not in self._wanted:
+                        del self._agreements[step]
             return manifest
 
     def _check_current(self, permit: UploadPermit) -> None:
         if self._wanted.get(permit.step) is not permit.hosts:
-            raise ProtocolViolationError(
+            raise NotDueError(
                 f"step {permit.step} was requested again while its layer {permit.unit} was on its way"
             )
 

@@ -13,7 +13,7 @@ import math
 import sqlite3
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
@@ -28,12 +28,15 @@ from node.training.manifest import Manifest, UnitEntry
 from wire.errors import RefusalCode, UserError
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.files import create_private, make_private_directory
+from wire.identity.names import node_id_of
 from wire.identity.token import Decision, JoinToken, TokenRecord, admit, hash_secret, new_secret, new_token_id
 from wire.version import PROTOCOL, VERSION
 
 EVICTED_WORDS = (
     "evicted from this run by its operator; to come back, ask for a new join line and give a new --state-dir"
 )
+_CLOSED = 2
+"""In the column `revoked`: closed. A coordinator of an earlier version takes it for revoked."""
 DATABASE_FILE = "run.db"
 SCHEMA_VERSION = 1
 
@@ -65,6 +68,9 @@ _ROWS = """CREATE TABLE IF NOT EXISTS placed_rows (
     epoch INTEGER NOT NULL, replica INTEGER NOT NULL, stage INTEGER NOT NULL, node_id TEXT NOT NULL,
     address TEXT NOT NULL, PRIMARY KEY (epoch, replica, stage))"""
 """Placements of the rows after the first."""
+
+_UNCLAIMED = "CREATE TABLE IF NOT EXISTS unclaimed (public_key_hash BLOB PRIMARY KEY, since REAL NOT NULL)"
+"""Members that have not come since they were admitted."""
 
 _HELD_OUT = """CREATE TABLE IF NOT EXISTS held_out (
     step INTEGER PRIMARY KEY, loss REAL, uncompressed REAL, samples INTEGER NOT NULL,
@@ -111,6 +117,35 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class Eviction:
+    """What `Store.evict` did."""
+
+    node_id: str
+    at: float
+    tokens: tuple[TokenRecord, ...]
+    """By which the node came, as they were before."""
+    evicted: frozenset[bytes]
+    """Keys of all evicted nodes."""
+    keeps_token: bool
+
+    def __str__(self) -> str:
+        said = f"evicted {self.node_id}: it gets no stage and no certificate from now on"
+        for token in self.tokens:
+            left = token.uses_allowed - token.uses if token.state(self.at) == "usable" else 0
+            uses = f"{left} more node{'s' * (left != 1)}"
+            said += f"; it came by token {token.token_id}, "
+            if not left:
+                said += "which admits no more nodes"
+            elif self.keeps_token:
+                said += f"which still admits {uses}, this one under another key too"
+            else:
+                said += f"which would have admitted {uses} and is closed"
+            if others := sorted(map(node_id_of, token.bound - self.evicted)):
+                said += f", as did {', '.join(others)}"
+        return said if self.tokens else f"{said}; by which token it came is not on record"
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedNode:
     """Who hosts a stage in an epoch, and where its neighbours reach it."""
 
@@ -128,6 +163,7 @@ class StepRecord:
     step: int
     epoch: int
     loss: float
+    """Not a number where no token counts as a label."""
     grad_norm: float
     lr: float
     clip: float
@@ -314,10 +350,30 @@ class Store:
             if decision.refusal is None and useless is not None:
                 decision = Decision(useless)
             if decision.refusal is None:
+                if decision.in_place_of is not None:
+                    _withdraw(db, token_id, decision.in_place_of)
                 _put_member(db, member)
-            if decision.new_use:
-                db.execute("INSERT INTO token_bindings VALUES (?, ?)", (token_id, member.public_key_hash))
+            if decision.refusal is None and decision.new_use:
+                key = member.public_key_hash
+                db.execute("INSERT INTO token_bindings VALUES (?, ?)", (token_id, key))
+                db.execute(_UNCLAIMED)
+                db.execute("INSERT OR REPLACE INTO unclaimed VALUES (?, ?)", (key, member.joined))
             return decision
+
+    def withdraw(self, token_id: str, public_key_hash: bytes) -> bool:
+        """Give back the use of a node that was admitted and cannot come; False if it has come, or is none."""
+        with self.writing() as db:
+            return _withdraw(db, token_id, public_key_hash)
+
+    def claim(self, node_ids: Collection[str]) -> None:
+        """These nodes have come: the uses by which they were admitted are spent."""
+        with self.writing() as db:
+            if has_table(db, "unclaimed"):
+                db.executemany(
+                    "DELETE FROM unclaimed WHERE public_key_hash = "
+                    "(SELECT public_key_hash FROM members WHERE node_id = ?)",
+                    [(node_id,) for node_id in node_ids],
+                )
 
     # ---- members and their places
 
@@ -339,15 +395,31 @@ class Store:
                 values = member.evicted, member.node_id
                 db.execute("UPDATE members SET evicted = ? WHERE node_id = ?", values)
 
-    def evict(self, node_id: str, now: float) -> bool:
-        """Shut a node out: its key is never admitted again. False for one that is no member."""
+    def evict(self, node_id: str, now: float, *, keep_token: bool = False) -> "Eviction | None":
+        """Shut a node out: its key is never admitted again. None for one that is no member.
+
+        Nor is another key by its token, or it would be back at once; nodes that the token admitted stay.
+
+        Args:
+            keep_token: the token's remaining uses stay.
+        """
         if not node_id.isascii():  # as no id is; and SQLite has no form for half a surrogate pair
-            return False
+            return None
         with self.writing() as db:
-            cursor = db.execute(
-                "UPDATE members SET evicted = coalesce(evicted, ?) WHERE node_id = ?", (now, node_id)
-            )
-            return cursor.rowcount == 1
+            found = _members(db, "node_id = ?", node_id)
+            if not found:
+                return None
+            db.execute("UPDATE members SET evicted = coalesce(evicted, ?) WHERE node_id = ?", (now, node_id))
+            key = found[0].public_key_hash
+            by = "token_id IN (SELECT token_id FROM token_bindings WHERE public_key_hash = ?)"
+            tokens = _tokens(db, by, key)
+            if not keep_token:
+                db.execute(
+                    f"UPDATE tokens SET revoked = ? WHERE revoked = 0 AND {by}",
+                    (_CLOSED, key),
+                )
+            out = {member.public_key_hash for member in _members(db, "evicted IS NOT NULL")}
+            return Eviction(node_id, now, tuple(tokens), frozenset(out), keeps_token=keep_token)
 
     def evicted(self) -> list[str]:
         """The nodes for which `evict` was called."""
@@ -481,7 +553,7 @@ class Store:
 
     def best_of(self, steps: Iterable[int]) -> int | None:
         """Of these steps the one with the least held-out loss; None if none of them has one."""
-        losses = {record.step: record.uncompressed for record in self.held_out()}
+        losses = {one.step: one.uncompressed for one in self.held_out() if math.isfinite(one.uncompressed)}
         return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
 
     def delete_snapshot(self, step: int) -> bool:
@@ -521,14 +593,44 @@ def _run(db: sqlite3.Connection) -> RunRecord:
     return RunRecord(run_id, config_json, pin, version, protocol, created, tuple(json.loads(addresses)))
 
 
-def _tokens(db: sqlite3.Connection, where: str, *values: str) -> list[TokenRecord]:
+def _tokens(db: sqlite3.Connection, where: str, *values: str | bytes) -> list[TokenRecord]:
     rows = db.execute(f"SELECT * FROM tokens WHERE {where} ORDER BY created, token_id", values).fetchall()
     bindings = "SELECT public_key_hash FROM token_bindings WHERE token_id = ?"
+    since = dict(db.execute("SELECT * FROM unclaimed")) if has_table(db, "unclaimed") else {}
     records = []
     for token_id, secret_hash, created, expires, uses, revoked in rows:
         bound = frozenset(key for (key,) in db.execute(bindings, (token_id,)))
-        records.append(TokenRecord(token_id, secret_hash, created, expires, uses, bool(revoked), bound))
+        unclaimed = {key: since[key] for key in bound & since.keys()}
+        closed = revoked == _CLOSED
+        records.append(
+            TokenRecord(
+                token_id,
+                secret_hash,
+                created,
+                expires,
+                uses,
+                revoked=bool(revoked) and not closed,
+                bound=bound,
+                unclaimed=unclaimed,
+                closed=closed,
+            )
+        )
     return records
+
+
+def _withdraw(db: sqlite3.Connection, token_id: str, public_key_hash: bytes) -> bool:
+    """Forget a member that has never come, and free its use. One that was evicted stays shut out."""
+    if not has_table(db, "unclaimed"):
+        return False
+    key = (public_key_hash,)
+    bound = "SELECT 1 FROM token_bindings WHERE token_id = ? AND public_key_hash = ?"
+    if db.execute(bound, (token_id, *key)).fetchone() is None:
+        return False
+    if db.execute("DELETE FROM unclaimed WHERE public_key_hash = ?", key).rowcount == 0:
+        return False
+    db.execute("DELETE FROM token_bindings WHERE public_key_hash = ?", key)
+    db.execute("DELETE FROM members WHERE public_key_hash = ? AND evicted IS NULL", key)
+    return True
 
 
 def _members(db: sqlite3.Connection, where: str, *values: str | bytes) -> list[Member]:

@@ -1,7 +1,8 @@
 """Changes to a run from its page: who may make them, and what they do.
 
 Looking needs no login. A change needs the operator's key, a connection that nobody can listen to, and a
-header that another site's form cannot send; its rate is bounded.
+header that another site's form cannot send; its rate is bounded. Wrong keys are counted against their own
+address alone, and the right key passes whatever else came from there.
 """
 
 import asyncio
@@ -14,12 +15,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from node.coordinator.changes import Changes
 from node.coordinator.store import Store
 from node.telemetry import events
+from wire.admission import address_group
 from wire.errors import UserError
 from wire.identity.files import create_private
 
@@ -84,7 +87,7 @@ class ChangeGuard:
     """Admits or refuses changes; counts wrong keys by client address."""
 
     WRONG_KEYS = 5
-    """Wrong keys from one address in `SECONDS`; further keys are not compared."""
+    """Wrong keys from one address in `SECONDS`; more are told to wait, and not logged."""
     CHANGES = 30
     """Changes in `SECONDS`, from all addresses."""
     SECONDS = 60.0
@@ -104,15 +107,18 @@ class ChangeGuard:
         origin = headers.get("origin")
         if origin is not None and origin.split("://", 1)[-1] != request.host:
             return Denied(status=403, reason="pages of other sites may not change this run")
-        if self._wrong.full(request.remote, now):
-            return Denied(status=429, reason="too many wrong keys from this address: wait a minute")
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             return Denied(
                 status=401, reason=f"type the operator's key; it is in {KEY_FILE} in the run's directory"
             )
         if not self._key.matches(given):
-            self._wrong.count(request.remote, now)
+            # The right key is never refused for others' guesses: they share its address behind a proxy, and
+            # on loopback with every program of this machine. 128 bits are not guessed at any rate.
+            source = address_group(request.remote)
+            if self._wrong.full(source, now):
+                return Denied(status=429, reason="too many wrong keys from this address: wait a minute")
+            self._wrong.count(source, now)
             return Denied(
                 status=401,
                 reason=f"that is not the operator's key; it is in {KEY_FILE} in the run's directory",
@@ -199,12 +205,13 @@ class Operator:
         self._store = store
         self._emit = emit
 
-    async def act(self, action: str, subject: str) -> Mapping[str, Any]:
+    async def act(self, action: str, subject: str, *, keep_token: bool = False) -> Mapping[str, Any]:
         """Do it; returns `text`, which says what was done, or for `tokens` the list of them.
 
         Args:
             action: one of `ACTIONS`.
             subject: node id for `evict`, token id for `revoke`, `section.key=value`s for `set`.
+            keep_token: `evict` leaves the remaining uses of the node's token.
 
         Raises UserError if it cannot be done.
         """
@@ -222,9 +229,10 @@ class Operator:
                     raise UserError("write what to change, such as pipeline.backward_codec=fixed-6")
                 return self._done(self._controls.changes.ask(overrides))
             case "evict":
-                if not await asyncio.to_thread(self._store.evict, subject, time.time()):
+                evict = partial(self._store.evict, subject, time.time(), keep_token=keep_token)
+                if (eviction := await asyncio.to_thread(evict)) is None:
                     raise UserError(f"{subject[:40]} is no member of this run")
-                return self._done(f"{subject} is evicted: it gets no stage and no new certificate")
+                return self._done(str(eviction))
             case "revoke":
                 if not await asyncio.to_thread(self._store.revoke_token, subject):
                     raise UserError(f"there is no token {subject[:40]}")
@@ -247,7 +255,8 @@ class Operator:
                 "uses": record.uses,
                 "uses_allowed": record.uses_allowed,
                 "expires": datetime.fromtimestamp(record.expires, UTC).isoformat(timespec="minutes"),
-                "usable": not record.revoked and now < record.expires and record.uses < record.uses_allowed,
+                "state": record.state(now),
+                "usable": record.state(now) == "usable",
             }
             for record in self._store.list_tokens()
         ]

@@ -270,23 +270,30 @@ class _Routes:
         return _json({"available": denied is None, "reason": denied.reason if denied else ""})
 
     async def act(self, request: web.Request) -> web.Response:
-        """A change: JSON with `action` and, for some, `id`. Needs the operator's key."""
+        """A change: JSON with `action` and, for some, `id` or `keep_token`. Needs the operator's key."""
         operator, guard = self._page.operator, self._page.guard
         if operator is None or guard is None:
             return _json({"error": "this page is read-only: no coordinator serves it"}, status=403)
         change = _change_request(request)
         if (denied := guard.check(change, time.monotonic())) is not None:
-            log.warning("a change from %s was refused: %s", change.remote, denied.reason)
+            # At most a few a minute of each address: a flood of guesses does not fill the log.
+            log.log(
+                logging.DEBUG if denied.status == 429 else logging.WARNING,
+                "a change from %s was refused: %s",
+                change.remote,
+                denied.reason,
+            )
             return _json({"error": denied.reason}, status=denied.status)
         try:
             wanted = json.loads(await request.read())
             action, subject = wanted["action"], wanted.get("id", "")
-            if not isinstance(action, str) or not isinstance(subject, str):
+            keep_token = wanted.get("keep_token", False)
+            if not (isinstance(action, str) and isinstance(subject, str) and isinstance(keep_token, bool)):
                 raise TypeError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return _json({"error": 'expected JSON such as {"action": "snapshot"}'}, status=400)
         try:
-            return _json(await operator.act(action, subject))
+            return _json(await operator.act(action, subject, keep_token=keep_token))
         except UserError as error:
             return _json({"error": str(error)}, status=400)
 

@@ -4,6 +4,7 @@ Three renderers: JSON lines (`--json`), plain lines (output is not a terminal; n
 second), and a live display. All end with the same summary. Results go to stdout, logs to stderr.
 """
 
+import math
 import os
 import statistics
 import sys
@@ -31,7 +32,16 @@ from node.telemetry.events import (
     StepAborted,
     StepDone,
 )
-from node.telemetry.format import bytes_text, count_text, duration_text, named, printable, table_lines
+from node.telemetry.format import (
+    NO_LABELS,
+    bytes_text,
+    count_text,
+    duration_text,
+    loss_text,
+    named,
+    printable,
+    table_lines,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -163,7 +173,7 @@ class LiveRenderer(Renderer):
 
         head = Text.assemble(
             (f"step {done.step}/{done.steps}", "bold"),
-            f"   loss {done.loss:.4f}   {count_text(done.tokens_per_second)} tokens/s   ",
+            f"   loss {loss_text(done.loss)}   {count_text(done.tokens_per_second)} tokens/s   ",
             f"{_bits(done)}   lr {done.lr:.2e}   grad norm {done.grad_norm:.3g}   eta {self._pace.eta(done)}",
         )
         if done.idle:
@@ -197,7 +207,7 @@ def step_line(done: StepDone, pace: Pace) -> str:
     return "   ".join(
         (
             f"step {done.step}/{done.steps}",
-            f"loss {done.loss:.4f}",
+            f"loss {loss_text(done.loss)}",
             f"{count_text(done.tokens_per_second)} tokens/s",
             f"idle {_by_stage([100 * share for share in done.idle], '%')}",
             f"up {_by_stage(done.up_mbit, ' Mbit/s')}",
@@ -259,10 +269,17 @@ def finished_lines(event: RunFinished) -> list[str]:
 
 def summary_lines(summary: RunSummary) -> list[str]:
     """The summary: loss, speed, bytes against FP32 and BF16, bits an element, time by stage."""
+    since = f" since step {summary.since}" if summary.since else ""
+    again = f", {summary.again} of them again" if summary.again else ""
     lines = [
-        f"steps       {summary.steps}, {count_text(summary.tokens)} tokens in "
+        f"steps       {summary.steps}{since}{again}, {count_text(summary.tokens)} tokens in "
         f"{duration_text(summary.seconds)}, {count_text(summary.tokens_per_second)} tokens/s",
-        f"loss        {summary.first_loss:.4f} first, {summary.last_loss:.4f} last",
+        "loss        "
+        + (
+            NO_LABELS
+            if math.isnan(summary.last_loss)
+            else f"{loss_text(summary.first_loss)} first, {loss_text(summary.last_loss)} last"
+        ),
     ]
     if summary.link_bytes:
         lines += [
@@ -272,6 +289,8 @@ def summary_lines(summary: RunSummary) -> list[str]:
             f"bits        {summary.bits_forward:.2f} an activation element, "
             f"{summary.bits_backward:.2f} a gradient element, headers included",
         ]
+    if summary.held_out_bytes:
+        lines.append(f"held out    {bytes_text(summary.held_out_bytes)} on the wire besides")
     if summary.snapshot_path:
         lines.append(printable(f"snapshot    {summary.snapshot_path}"))
     if summary.weights_sha256:

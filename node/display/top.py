@@ -4,7 +4,17 @@ import textwrap
 from collections import defaultdict
 
 from node.analysis.run_view import HeldOutView, LinkView, RunView, StageView
-from node.telemetry.format import bytes_text, count_text, duration_text, named, printable, table_lines
+from node.telemetry.format import (
+    NO_LABELS,
+    bytes_text,
+    count_text,
+    dropped_text,
+    duration_text,
+    loss_text,
+    named,
+    printable,
+    table_lines,
+)
 from wire.telemetry import RELAY, is_relayed
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -30,6 +40,8 @@ def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
         lines += ["", *_link_table(view.links)]
         for sentence in path_sentences(view, relayed_only=True):
             lines += _wrapped("path        ", sentence, width)
+    if view.dropped:
+        lines += _wrapped("left out    ", f"{dropped_text(view.dropped)} of the documents read so far", width)
     if view.held_out is not None:
         lines.append(_held_out(view.held_out))
     lines += ["", _nodes(view, now)]
@@ -70,8 +82,8 @@ def _head(view: RunView) -> str:
 
 def _figures(view: RunView) -> str:
     parts = []
-    if view.loss is not None:
-        parts.append(f"loss {view.loss:.4f}")
+    if view.loss is not None or view.lr is not None:  # some step is done
+        parts.append(f"loss {loss_text(view.loss)}")
     if view.tokens_per_second is not None:
         parts.append(f"{count_text(view.tokens_per_second)} tokens/s")
     if view.step_seconds is not None:
@@ -84,10 +96,10 @@ def _figures(view: RunView) -> str:
 
 def _held_out(held_out: HeldOutView) -> str:
     trained = "" if held_out.loss is None else f", {held_out.loss:.4f} as trained"
-    return (
-        f"held-out    {held_out.uncompressed:.4f} uncompressed{trained}, step {held_out.step}; "
-        f"best {held_out.best:.4f}, step {held_out.best_step}"
-    )
+    best = "" if held_out.best is None else f"; best {held_out.best:.4f}, step {held_out.best_step}"
+    if held_out.uncompressed is None:
+        return f"held-out    {'not finite' if held_out.samples else NO_LABELS}, step {held_out.step}{best}"
+    return f"held-out    {held_out.uncompressed:.4f} uncompressed{trained}, step {held_out.step}{best}"
 
 
 def _rows(view: RunView) -> list[str]:

@@ -39,7 +39,8 @@ from node.lab.support import congestion_control, delay_method
 from node.lab.topology import lay_out
 from node.pipeline.placement import head_share
 from node.pipeline.routing import link_ends
-from node.training.text import SEPARATOR, read_text
+from node.training.documents import read_text
+from node.training.text import SEPARATOR
 
 Tell = Callable[[str], None]
 

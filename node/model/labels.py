@@ -38,6 +38,12 @@ def to_bytes(part: BatchPart, rows: np.ndarray) -> bytes:
     return np.ascontiguousarray(rows).astype("<i4").tobytes()
 
 
+def are_labels(packed: bytes, steps: int) -> list[bool]:
+    """Whether labels of so many steps, as `to_bytes` packs them, have some that count, step by step."""
+    rows = np.frombuffer(packed, dtype="<i4").reshape(steps, -1)
+    return [bool(some) for some in (rows != IGNORED).any(axis=1)]
+
+
 def bytes_of(part: BatchPart, rows: int, columns: int) -> int:
     """Bytes of so many rows as they travel."""
     return rows * (-(-columns // 8) if part is BatchPart.DOCUMENTS else 4 * columns)

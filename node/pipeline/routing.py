@@ -26,7 +26,7 @@ BETWEEN_ROWS = -1
 def source_stage(key: TensorKey, stages: int) -> int:
     """The stage that sends the tensor, or `BETWEEN_ROWS`."""
     match key.direction:
-        case Direction.ACTIVATION:
+        case Direction.ACTIVATION | Direction.HELD_OUT:
             return key.boundary % stages
         case Direction.GRADIENT:
             return (key.boundary + 1) % stages
@@ -41,7 +41,7 @@ def source_stage(key: TensorKey, stages: int) -> int:
 def target_stage(key: TensorKey, stages: int) -> int:
     """The stage that receives the tensor, or `BETWEEN_ROWS`."""
     match key.direction:
-        case Direction.ACTIVATION:
+        case Direction.ACTIVATION | Direction.HELD_OUT:
             return (key.boundary + 1) % stages
         case Direction.GRADIENT:
             return key.boundary % stages

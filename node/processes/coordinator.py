@@ -60,7 +60,7 @@ from node.run_file.loader import change_config, from_json, to_json, to_toml
 from node.run_state.epoch import PROOF_STEPS, Committed
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate, sharing, stage_needs, useless
-from node.run_state.votes import REMEMBERED, PastStep
+from node.run_state.votes import HISTORY_STEPS, PastStep
 from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
 from node.training.loss_scale import SKIPPED, LossScales, loss_scales
@@ -237,7 +237,7 @@ def _reopen(
     if last_step is not None and not math.isnan(last_step.clip):
         committed = Committed(step=last_step.step, clip_coefficient=last_step.clip, lr=last_step.lr)
     held_out, placed = store.held_out(), store.placement(last_epoch)
-    norms = store.unit_norms(newest - 1 - REMEMBERED)
+    norms = store.unit_norms(newest - 1 - HISTORY_STEPS)
     hosts, planned = tuple(node.node_id for node in placed), recorded_places(store)
     if planned is not None and planned[0] == last_epoch and len(planned[1].grid.hosts) == len(hosts):
         hosts = planned[1].grid.hosts  # decided, and not yet carried out
@@ -254,13 +254,13 @@ def _reopen(
         storages=recorded_storages(store),
         scales=_scales(config, store, directory / "snapshots", newest, kept),
         validated=frozenset(record.step for record in held_out),
-        best=min((record.uncompressed for record in held_out), default=math.inf),
+        best=min((one.uncompressed for one in held_out if math.isfinite(one.uncompressed)), default=math.inf),
         later=_later(store, from_json(recorded), config, newest, same_text=other_text is None),
         newest=tuple(
             PastStep(
                 loss=one.loss, grad_norm=one.grad_norm, seconds=one.seconds, norms=norms.get(one.step, {})
             )
-            for one in store.steps(newest - 1 - REMEMBERED)
+            for one in store.steps(newest - 1 - HISTORY_STEPS)
             if one.step < newest and config.is_round(one.step) == config.is_round(newest)
         ),
     )
@@ -564,8 +564,10 @@ async def _until_done(coordinator: Coordinator, emit: Emit) -> tuple[int, tuple[
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
+    if coordinator.bug is not None:
+        raise coordinator.bug
     if outcome.failed:
-        return 1, ()
+        return coordinator.exit_code, ()
     return INTERRUPTED if interrupted else 0, coordinator.changes.applied
 
 

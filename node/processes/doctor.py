@@ -17,7 +17,7 @@ from pathlib import Path
 
 from node.telemetry.format import bytes_text, printable
 from wire import descriptors, event_loop
-from wire.errors import LinkError, TokenError
+from wire.errors import LinkError, TokenError, UserError
 from wire.version import VERSION
 
 MIN_PYTHON, END_PYTHON = (3, 11), (3, 14)
@@ -261,7 +261,7 @@ def check_state_directory(wanted: Path | None) -> Iterator[Check]:
     """`wanted`, or where nodes keep their identities by default."""
     try:
         directory = wanted or default_state_root()
-    except RuntimeError:
+    except UserError:
         detail = "this user has no home directory to keep a node's key in"
         fix = "set HOME, or give --state-dir"
         yield Check(name="state directory", status=Status.FAIL, detail=detail, fix=fix)

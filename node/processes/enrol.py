@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -98,7 +98,11 @@ async def enrol(
         if granted is not None:
             identity, address, control_address = granted
             faults.reach(faults.Phase.ENROLMENT)
-            await asyncio.to_thread(_save, identity, directory, address, control_address)
+            try:
+                await asyncio.to_thread(_save, identity, directory, address, control_address)
+            except UserError:
+                await _withdraw(address, token, identity.ca_pem, request)
+                raise
             return identity, control_address
         why = _summary(failures)
         if isinstance(why, TokenError):
@@ -154,6 +158,40 @@ async def _join_at(
             f"{address} serves run {run_id}, not the join token's {token.run_id}: ask for a new token"
         )
     ca_pem = certificate_to_pem(authority)
+    try:
+        reply = await _call("Join", address, token, ca_pem, request)
+    except grpc.aio.AioRpcError as error:
+        reason = error.code().name
+        raise LinkError(f"{address} did not answer the join request ({reason}): try again") from None
+    if reply.WhichOneof("outcome") != "granted":
+        raise _refused(reply.refusal)
+    granted = reply.granted
+    try:
+        identity = NodeIdentity(granted.node_id, token.run_id, key_pem, granted.certificate_pem, ca_pem)
+        host, port = split_address(address)
+        control_address = join_address(host, granted.control_port or port)
+        split_address(control_address)
+        identity.check_clock(time.time())
+    except (ValueError, LinkError) as error:
+        await _withdraw(address, token, ca_pem, request)
+        if isinstance(error, LinkError):
+            raise
+        raise ProtocolViolationError(f"{address} granted what cannot be used: {error}") from None
+    return identity, control_address
+
+
+async def _withdraw(
+    address: str, token: JoinToken, ca_pem: bytes, request: enrolment_pb2.JoinRequest
+) -> None:
+    """Give back the use of the token: another node may have it. If that fails, it is free in a minute."""
+    with suppress(grpc.aio.AioRpcError):
+        await _call("Withdraw", address, token, ca_pem, request)
+
+
+async def _call(
+    method: str, address: str, token: JoinToken, ca_pem: bytes, request: enrolment_pb2.JoinRequest
+) -> enrolment_pb2.JoinReply:
+    """Call the join port. Raises grpc.aio.AioRpcError."""
     options: list[tuple[str, int | str]] = [
         *server_name_options(coordinator_server_name(token.run_id)),
         ("grpc.max_receive_message_length", _MESSAGE_BYTES),
@@ -163,27 +201,11 @@ async def _join_at(
     async with grpc.aio.secure_channel(address, credentials, options) as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[enrolment_pb2.JoinRequest, enrolment_pb2.JoinReply]
         call = channel.unary_unary(
-            "/thinwire.wire.v1.Enrolment/Join",
+            f"/thinwire.wire.v1.Enrolment/{method}",
             request_serializer=enrolment_pb2.JoinRequest.SerializeToString,
             response_deserializer=enrolment_pb2.JoinReply.FromString,
         )
-        try:
-            reply = await call(request, timeout=_REPLY_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            reason = error.code().name
-            raise LinkError(f"{address} did not answer the join request ({reason}): try again") from None
-    if reply.WhichOneof("outcome") != "granted":
-        raise _refused(reply.refusal)
-    granted = reply.granted
-    try:
-        identity = NodeIdentity(granted.node_id, token.run_id, key_pem, granted.certificate_pem, ca_pem)
-        host, port = split_address(address)
-        control_address = join_address(host, granted.control_port or port)
-        split_address(control_address)
-    except ValueError as error:
-        raise ProtocolViolationError(f"{address} granted what cannot be used: {error}") from None
-    identity.check_clock(time.time())
-    return identity, control_address
+        return await call(request, timeout=_REPLY_SECONDS)
 
 
 def _refused(message: enrolment_pb2.Refusal) -> Refused:

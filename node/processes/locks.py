@@ -85,8 +85,8 @@ def claim(run_id: str, wanted: Path | None) -> StateDirectory:
         name = "node" if number == 1 else f"node-{number}"
         try:
             directory = default_directory(run_id, name)
-        except RuntimeError:
-            raise UserError("this user has no home directory: set HOME, or give --state-dir") from None
+        except UserError as error:
+            raise UserError(f"{error}; or give --state-dir") from None
         if (claimed := _try_claim(directory)) is not None:
             return claimed
     raise UserError(f"{MOST_NODES} nodes of run {run_id} are running here already: give a --state-dir")

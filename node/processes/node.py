@@ -147,7 +147,7 @@ async def _serve(
         flops=len(chosen) * await asyncio.to_thread(measure_flops, device),
         cache_directory=directory / "snapshots",
         cache_bytes=int(options.max_disk_gb * 1e9) or shutil.disk_usage(directory).free // 2,
-        store=options.store,
+        allows=options.allows,
         pacer=Pacer(options.max_bandwidth_mbit * 1e6 / 8) if options.max_bandwidth_mbit else None,
     )
 

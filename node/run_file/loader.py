@@ -19,7 +19,7 @@ from node.config.schema import Every, RunConfig, Window
 from node.run_file.validate import problems, together, validate
 from node.telemetry.format import parse_duration
 from node.training.text import expanded
-from wire.errors import ConfigError, close_to, nearest
+from wire.errors import ConfigError, close_to, nearest, shortened
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ EXPECTED_LISTS = (tuple[int, ...], tuple[float, ...], tuple[str, ...])
 HUB = "hf://"
 """Begins a `model.from` that names a repository of the hub."""
 
+MOST_TOML_BYTES = 1 << 20
 INTEGER_BITS = 64
 """TOML's whole numbers fit; Python's have any length."""
 
@@ -265,8 +266,15 @@ def read_toml(path: Path, kind: str, samples: str) -> dict[str, Any]:
         samples: what has or writes examples.
     """
     try:
+        if not path.is_file() and not path.is_dir() and path.exists() and not path.is_relative_to("/dev"):
+            # To open a pipe that nobody writes to would never return; a shell's own are in /dev.
+            raise ConfigError(f"{path} is no regular file; a {kind} (TOML) is expected here")
+        with path.open("rb") as file:
+            text = file.read(MOST_TOML_BYTES + 1)
+        if len(text) > MOST_TOML_BYTES:
+            raise ConfigError(f"{path} has more than {MOST_TOML_BYTES:,} bytes, which no {kind} has")
         # Some editors write a byte order mark, which TOML does not allow.
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(text.decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such {kind}; to start from one: {samples}") from None
     except IsADirectoryError:
@@ -351,8 +359,12 @@ def _with_checkpoint(values: Values) -> Values:
 
     source = open_source(name, given)
     data = dict(values.get("data", {}))
-    if source.tokenizer:
-        data.setdefault("tokenizer", source.tokenizer)
+    if not source.tokenizer and "tokenizer" not in data:
+        raise ConfigError(
+            f"{name} has no tokenizer (tokenizer.json, vocab.json and merges.txt, or tokenizer.model): copy "
+            "the model's own beside its weights, or set data.tokenizer to its folder"
+        )
+    data.setdefault("tokenizer", source.tokenizer)
     return {**values, "model": {**source.model, **given, "from": source.name}, "data": data}
 
 
@@ -367,7 +379,9 @@ def _read_sections(raw: Mapping[str, Any]) -> _Read:
                 read.wrong.append(f"key {section!r} is outside its section; put it under [{owner}]")
                 read.doubtful.update(owners)
             else:
-                read.wrong.append(f"unknown section [{section}]{nearest(section, section_types())}")
+                read.wrong.append(
+                    f"unknown section [{shortened(section)}]{nearest(section, section_types())}"
+                )
                 read.doubtful.update(f"{one}." for one in close_to(section, section_types()))
         elif not isinstance(table, dict):
             read.wrong.append(f"[{section}] must be a section of keys, got {_shown(table)}")
@@ -389,7 +403,9 @@ def _read_sections(raw: Mapping[str, Any]) -> _Read:
 
 def _field_type(section: str, key: str, where: str) -> Any:
     if section not in section_types():
-        raise ConfigError(f"{where}: unknown section [{section}]{nearest(section, section_types())}")
+        raise ConfigError(
+            f"{where}: unknown section [{shortened(section)}]{nearest(section, section_types())}"
+        )
     types = _key_types(section)
     if key in types:
         return types[key]
@@ -397,7 +413,7 @@ def _field_type(section: str, key: str, where: str) -> Any:
     elsewhere = [full for full in full_keys() if full.endswith(f".{key}")]
     if elsewhere:
         hint = f"; did you mean {' or '.join(elsewhere)}?"
-    raise ConfigError(f"{where}: unknown key {key!r} in [{section}]{hint}")
+    raise ConfigError(f"{where}: unknown key {shortened(key)!r} in [{section}]{hint}")
 
 
 def convert(value: Any, kind: Any, *, where: str, name: str) -> Any:

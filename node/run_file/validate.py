@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from kernels.fp8.layout import MULTIPLE
 from node.config.schema import (
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    MOST_SIZE,
     DataSection,
     LoraSection,
     ModelSection,
@@ -31,7 +34,7 @@ from node.training.loss_scale import LEAST, MOST
 from node.training.object_store import wrong_url
 from node.training.schedule import SCHEDULES
 from wire.codecs.formats import codec_format
-from wire.errors import CodecError, ConfigError
+from wire.errors import CodecError, ConfigError, shortened
 from wire.frames import MAX_TENSOR_BYTES
 
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -51,6 +54,10 @@ MAX_MICROBATCHES = 16_384
 """In a step. Estimates list the actions of all stages several times: this many take a second."""
 
 
+MOST_OF_ONE = 500
+"""Characters of one problem, which may quote a value of any size."""
+
+
 def validate(config: RunConfig, where: str) -> None:
     """Raise ConfigError with all problems in one line. `where` names their source."""
     if found := problems(config):
@@ -60,11 +67,14 @@ def validate(config: RunConfig, where: str) -> None:
 def together(found: Sequence[str]) -> str:
     """Several problems in one line; beyond `MOST_SHOWN` only their number."""
     rest = len(found) - MOST_SHOWN
-    return "; also: ".join(found[:MOST_SHOWN]) + (f" (and {rest} more)" if rest > 0 else "")
+    shown = (shortened(one, MOST_OF_ONE) for one in found[:MOST_SHOWN])
+    return "; also: ".join(shown) + (f" (and {rest} more)" if rest > 0 else "")
 
 
 def problems(config: RunConfig) -> list[str]:
     """Every broken rule, one line each, in the order of the file."""
+    if beyond := list(_beyond(config)):
+        return beyond  # some of the other rules take time and memory with such sizes
     return [
         *_run(config.run),
         *_model(config.model, config.data.tokenizer),
@@ -88,6 +98,21 @@ def problems(config: RunConfig) -> list[str]:
         *dashboard_problems(config.dashboard, config.coordinator),
         *_telemetry(config.telemetry),
     ]
+
+
+def _beyond(config: RunConfig) -> Iterator[str]:
+    """Sizes that no run has."""
+    most = {
+        **dict.fromkeys(("hidden", "heads", "kv_heads", "head_width", "ffn", "vocab", "sequence"), MOST_SIZE),
+        "layers": MOST_LAYERS,
+        **dict.fromkeys(("window", "query_scale", "rope_original"), MOST_POSITIONS),
+    }
+    for key, largest in most.items():
+        if getattr(config.model, key) > largest:
+            yield f"model.{key} must be at most {largest}, got {getattr(config.model, key)}"
+    for key in ("stages", "chunks"):
+        if getattr(config.pipeline, key) > MOST_LAYERS:
+            yield f"pipeline.{key} must be at most {MOST_LAYERS}, got {getattr(config.pipeline, key)}"
 
 
 def _run(run: RunSection) -> Iterator[str]:

@@ -10,6 +10,7 @@ from node.pipeline.codec_plan import CodecPlan
 from node.pipeline.storage_choice import StoragePlan
 from node.run_state.grid import ONE_ROW, Groups
 from node.telemetry.events import LEFT
+from wire.errors import without_folders
 from wire.messages import Abort, CoordinatorMessage, Finish, UnitHash
 
 
@@ -67,6 +68,7 @@ class RecordCommit:
     epoch: int
     step: int
     loss: float
+    """Not a number where no token of the step counts as a label."""
     grad_norm: float
     lr: float
     clip_coefficient: float
@@ -83,7 +85,7 @@ class RecordHeldOut:
     loss: float | None
     """With the run's codecs on the links; None if they cannot carry samples that are not trained on."""
     uncompressed: float
-    """With fp32 on every link."""
+    """With fp32 on every link; not a number where no token counts as a label."""
     samples: int
     best: bool = False
     """The least uncompressed loss so far."""
@@ -171,7 +173,8 @@ class Announce:
 
     text: str
     about: str = ""
-    """The node that has lost its stage, or is shut out, for what the line says."""
+    """The node that has lost its stage for what the line says, is shut out, or stays only because no other
+    can take its stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +226,7 @@ def goodbye(reason: str, *, failed: bool, done: bool, soon: bool = False) -> Fin
     Those that do not wait end with an error even if the run was only stopped: then whatever supervises them
     (systemd, a Job) restarts them, and they are there when the run resumes.
     """
+    reason = without_folders(reason)
     if done:
         return Finish(reason=reason, failed=failed)
     if failed:

@@ -13,7 +13,7 @@ A message with another epoch's number never reaches this object: `RunMachine` dr
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -34,7 +34,6 @@ from node.run_state.grid import ONE_ROW, Groups
 from node.run_state.held_out import HeldOutPass, pass_losses
 from node.run_state.votes import (
     FiniteUncompressed,
-    Implausible,
     NonFinite,
     NotReproduced,
     Outcome,
@@ -148,6 +147,8 @@ class Epoch:
         """Lineages that nobody goes on from."""
         self.newcomers: frozenset[str] = frozenset()
         """Hosts that fetched their state while others held it, until they have shown that it is the same."""
+        self.unlabelled: Container[int] = ()
+        """Steps none of whose tokens counts as a label: what is said to be their loss is none."""
         self.keeps_sums = False
         """From the next step on nodes keep the summed gradients of their steps."""
         self.addresses = addresses
@@ -464,9 +465,10 @@ class Epoch:
         self.audit = None
         return self._commit_step()
 
-    def commit_anyway(self) -> list[Action]:
-        """Commit votes that are not plausible: other nodes found the same, or there are none."""
-        outcome = self._commit_step(confirmed=True)
+    def commit_anyway(self, *, confirmed: bool) -> list[Action]:
+        """Commit votes that are not plausible: `confirmed` where other nodes found the same, else there are
+        none."""
+        outcome = self._commit_step(anyway=True, confirmed=confirmed)
         assert isinstance(outcome, list), "only plausibility was in question"
         return outcome
 
@@ -493,13 +495,13 @@ class Epoch:
         if len(self._losses) < len(self._passes):
             return self._to_asked(self._validate())
         self.phase = Phase.IDLE
-        found = pass_losses(self._passes, self._losses)
+        found, labelled = pass_losses(self._passes, self._losses), self._label_weight > 0
         return [
             RecordHeldOut(
                 epoch=self.number,
                 step=self.step,
-                loss=found.as_trained,
-                uncompressed=found.uncompressed,
+                loss=found.as_trained if labelled else None,
+                uncompressed=found.uncompressed if labelled else math.nan,
                 samples=self._microbatch * found.microbatches,
             )
         ]
@@ -515,16 +517,17 @@ class Epoch:
         """Whether the loss is scaled so that gradients of the step that runs may become infinite."""
         return self._scales is not None and self._scales.overflows(self.step)
 
-    def _commit_step(self, *, confirmed: bool = False) -> Outcome:
+    def _commit_step(self, *, anyway: bool = False, confirmed: bool = False) -> Outcome:
         finite = all(0.0 <= norm < math.inf for vote in self.votes.values() for norm in vote.norms.values())
         if not finite and self._may_overflow:
             return self._skip_step()
         if (odd := disagreement(self.votes, self.hosts, self.stages) or self._audit_step()) is not None:
             return odd
-        loss = step_loss(self._head_votes)
+        loss = self._step_loss()
         factor = 1.0 if self._scales is None else self._scales.at(self.step).factor
         votes = [unscaled(self.votes[node], factor) for node in self.row(0)]
-        votes[self.loss_stage] = replace(votes[self.loss_stage], loss=loss)
+        said = None if math.isnan(loss) else loss
+        votes[self.loss_stage] = replace(votes[self.loss_stage], loss=said)
         norms = {unit: norm for vote in votes for unit, norm in vote.norms.items()}
         grad_norm = global_norm(norms[unit] for unit in sorted(norms))
         if not math.isfinite(grad_norm):
@@ -532,17 +535,25 @@ class Epoch:
             return NonFinite(self.hosts[largest], "the global gradient norm")
         if self.uncompressed:
             return FiniteUncompressed()
-        if self.is_proving and (differs := self._history.not_reproduced(self.step, norms, loss)) is not None:
+        # Of a step without labels every gradient is 0, which says nothing of other steps.
+        judged = norms if said is not None else {}
+        if (
+            judged
+            and self.is_proving
+            and (differs := self._history.not_reproduced(self.step, norms, loss)) is not None
+        ):
             return NotReproduced(differs, self.step - self.steps_done)
-        if not confirmed and (found := self._history.implausible(votes)) is not None:
-            return Implausible(self.hosts[found[0]], found[1])
-        self._history.committed(self.step, norms, loss, confirmed=confirmed)
+        if judged and not anyway and (found := self._history.implausible(self.row(0), votes)) is not None:
+            return found
+        self._history.committed(self.step, judged, loss, confirmed=confirmed)
         clip, lr = self._plan(self.step, grad_norm)
-        return self._committed(loss, grad_norm, clip / factor, lr, norms)
+        line = self._history.clipped(clip, norms, self.row(0))
+        record, *told = self._committed(loss, grad_norm, clip / factor, lr, norms)
+        return [record, *([] if line is None else [Announce(text=line)]), *told]
 
     def _skip_step(self) -> list[Action]:
         """Commit the step as skipped: no stage applies it, because the loss's scale was too large."""
-        loss = step_loss(self._head_votes)
+        loss = self._step_loss()
         self._history.committed(self.step, {}, loss, confirmed=False)
         _, lr = self._plan(self.step, 0.0)
         record, *told = self._committed(loss, math.inf, SKIPPED, lr, {})
@@ -573,6 +584,9 @@ class Epoch:
             return None
         rows = {row: [(node, self.votes[node]) for node in self.row(row)] for row in self.audit.rows}
         return self._auditor.compare(self.audit, self.step, rows, self.loss_stage)
+
+    def _step_loss(self) -> float:
+        return math.nan if self.step in self.unlabelled else step_loss(self._head_votes)
 
     @property
     def _head_votes(self) -> list[Vote]:

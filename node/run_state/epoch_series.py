@@ -28,6 +28,7 @@ class EpochSeries:
         """The newest that is over."""
         self._step_plan = step_plan
         self._scales = past.scales
+        self._unlabelled = plan.unlabelled
         self._last_number = past.last_epoch
         self._committed = committed
         self._newest_state = committed.step + 1 if committed is not None else 0
@@ -75,6 +76,7 @@ class EpochSeries:
             scales=self._scales,
         )
         self.current.left = frozenset(self._left)
+        self.current.unlabelled = self._unlabelled
         if (len(hosts), len(groups)) == self._windows_of:
             self.current.planned_windows = self._windows
         return self.current

@@ -14,7 +14,8 @@ gone,
 Nothing that one node says gets another one shut out.
 """
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -22,8 +23,18 @@ from statistics import median
 from node.run_state.actions import AbortKind
 from node.run_state.epoch import Epoch, Phase
 from node.run_state.stage_assignment import Candidate
-from node.telemetry.clock import TimeKind
-from wire.messages import FailureKind, StepFailed
+from node.run_state.votes import Implausible
+from node.telemetry.clock import WAITS, TimeKind
+from wire.messages import (
+    Applied,
+    FailureKind,
+    NodeMessage,
+    Placed,
+    Ready,
+    StepFailed,
+    Validated,
+    Vote,
+)
 
 MAX_RETRIES = 3
 """Attempts at one step that may fail, with nobody dead, before the run stops."""
@@ -33,6 +44,16 @@ MIN_PARTNERS = 2
 """Different nodes that a node must have failed with before it is quarantined for complaints."""
 MEMORY_STEPS = 100
 """Steps for which a node that gave up its stage gets one only if no other node is left."""
+LEAST_ENDS, MOST_ENDS = 3, 8
+"""Ends of a node that count together, at least and at most."""
+UNLIKELY = 1e-4
+"""A node stands out if so many ends in so short a time have at most this chance at the rate of all others."""
+CALM_SECONDS = 600.0
+"""Before others' rate is known, one end in so many seconds of having a stage is usual."""
+MOST_KNOWN = 4096
+"""Nodes that are remembered."""
+MOST_DOUBLED = 5
+"""How often these steps double for a node that is set back again and again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +160,15 @@ class Failures:
             "so the codecs are the cause",
             remedy="use wider codecs in [pipeline], then resume",
         )
+
+    def absurd(self, epoch: Epoch, found: Implausible) -> GiveUp:
+        """A node's norms have grown beyond all reason, and no other node can say whether they are true."""
+        why = (
+            f"step {epoch.step + 1} was not committed: {found.what}, as node {found.node_id} says, and no "
+            "other node is left to compute it again"
+        )
+        remedy = f"let one more node join or evict node {found.node_id}, then resume"
+        return GiveUp(kind=AbortKind.FAILED, reason=found.what, why=why, remedy=remedy)
 
     def committed(self, step: int) -> None:
         """The votes of every stage on `step` were in order."""
@@ -257,7 +287,9 @@ class Blame:
 
     def __init__(self) -> None:
         self._replaced: dict[str, int] = {}
-        """Who gave up a stage, and at which step."""
+        """Who gave up a stage, and until which step it gets one only if no other node is left."""
+        self._faults: dict[str, list[int]] = {}
+        """Steps at which each gave up a stage for being slow, or for ending in steps."""
         self._heeded: dict[str, int] = {}
         """On whose word a neighbour gave up its stage, and at which step."""
         self._own: dict[str, list[int]] = {}
@@ -273,9 +305,8 @@ class Blame:
         self._named.clear()
         for node, steps in list(self._own.items()):
             self._own[node] = [at for at in steps if step - at <= MEMORY_STEPS]
-        for held in (self._replaced, self._heeded):
-            for node in [node for node, at in held.items() if step - at > MEMORY_STEPS]:
-                del held[node]
+        self._replaced = {node: until for node, until in self._replaced.items() if step <= until}
+        self._heeded = {node: at for node, at in self._heeded.items() if step - at <= MEMORY_STEPS}
 
     def suspects(self, epoch: Epoch, node_id: str, failure: StepFailed) -> Sequence[str]:
         """Who may be at fault for what a stage reports, the likeliest first.
@@ -294,11 +325,32 @@ class Blame:
 
     def replace(self, culprit: str, *, by: str, step: int) -> None:
         """The node gives up its stage, for what `by` said."""
-        self._replaced[culprit] = step
+        self._replaced[culprit] = max(step + MEMORY_STEPS, self._replaced.get(culprit, 0))
         self._own.pop(culprit, None)
         if by != culprit:
             self._heeded[by] = step
         self._named.clear()
+
+    def set_back(self, node_id: str, step: int) -> int:
+        """The node gets a stage only if no other is left, for so many steps from now on: twice as many as the
+        time before, if that is over, and not long ago. Gives 0 if that time only begins again."""
+        known = [at for at in self._faults.get(node_id, ()) if step - at <= MEMORY_STEPS * 2**MOST_DOUBLED]
+        # If so it had a stage because no other node was left.
+        again = bool(known) and self.is_set_back(node_id, step)
+        self._faults[node_id] = [*known[: len(known) - again], step]
+        steps = MEMORY_STEPS * 2 ** min(len(self._faults[node_id]) - 1, MOST_DOUBLED)
+        self._replaced[node_id] = step + steps
+        return 0 if again else steps
+
+    def is_set_back(self, node_id: str, step: int) -> bool:
+        """Whether the node is to have a stage only if no other is left."""
+        return self._replaced.get(node_id, -1) > step
+
+    def inherit(self, node_id: str, before: str) -> None:
+        """What is held against one node holds against another from now on."""
+        if before in self._replaced:
+            self._replaced[node_id] = self._replaced.pop(before)
+        self._faults[node_id] = self._faults.pop(before, [])
 
     def keeps_failing(self, node_id: str) -> bool:
         """Whether it failed by itself often of late, though the step was done each time."""
@@ -318,6 +370,94 @@ class Blame:
         if len(blameless) >= least:
             return blameless
         return sorted(candidates, key=lambda candidate: candidate.node_id in self._replaced)
+
+
+@dataclass
+class _Hosting:
+    """How long a node hosted stages, and how that ended."""
+
+    owner: str
+    seconds: float = 0.0
+    """In all."""
+    since: float | None = None
+    """Since when it hosts one, or hosted one when it was last looked at."""
+    ends: int = 0
+    before_end: deque[float] = field(default_factory=lambda: deque([0.0], maxlen=MOST_ENDS + 1))
+    """Seconds that it hosted before each of its newest ends, and since."""
+    failed_at: int = -1
+    """The newest step in which it failed by itself."""
+
+
+class Departures:
+    """Nodes that end, leave or fail while they host a stage, far more often than others do.
+
+    Where machines come and go all the time nobody stands out: counts are compared with others' rate.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Hosting] = {}
+
+    def arrives(self, candidate: Candidate, here: Collection[str]) -> str | None:
+        """A node comes. One that is new continues what the same owner's node has left that came last and is
+        gone; gives that node."""
+        if candidate.node_id in self._nodes:
+            return None
+        owner = candidate.owner
+        gone = [
+            node for node, one in self._nodes.items() if one.owner == owner and one.ends and node not in here
+        ]
+        before = gone[-1] if gone and owner else None
+        found = _Hosting(owner) if before is None else self._nodes.pop(before)
+        self._nodes[candidate.node_id] = found
+        if len(self._nodes) > MOST_KNOWN:
+            del self._nodes[
+                next(node for node in self._nodes if node not in here or node == candidate.node_id)
+            ]
+        return before
+
+    def placed(self, hosts: Collection[str], now: float) -> None:
+        """These nodes host stages from now on, and no others."""
+        for node, one in self._nodes.items():
+            self._look(one, now)
+            one.since = now if node in hosts else None
+
+    def ends(self, node_id: str, now: float, failed_at: int | None = None) -> str | None:
+        """A host ends or leaves, or fails by itself in a step, which counts once. A line if it stands out."""
+        one = self._nodes.get(node_id)
+        if one is None or one.since is None or failed_at == one.failed_at:
+            return None
+        for other in self._nodes.values():
+            self._look(other, now)
+        if failed_at is None:
+            one.since = None
+        else:
+            one.failed_at = failed_at
+        one.ends += 1
+        count = sum(other.ends for other in self._nodes.values()) - one.ends
+        seconds = sum(other.seconds for other in self._nodes.values()) - one.seconds
+        rate = (count + 1) / (seconds + CALM_SECONDS)
+        hosted, found = 0.0, None
+        for ends, before in enumerate(reversed(one.before_end), 1):
+            hosted += before
+            if ends >= LEAST_ENDS and _chance(ends, rate * hosted) < UNLIKELY:
+                found = f"it ended, left or failed {ends} times within {hosted:.0f} s of having a stage"
+        one.before_end.append(0.0)
+        return found
+
+    def _look(self, one: _Hosting, now: float) -> None:
+        if one.since is not None:
+            one.seconds += now - one.since
+            one.before_end[-1] += now - one.since
+            one.since = now
+
+
+def _chance(least: int, mean: float) -> float:
+    """That a Poisson variable is at least so large."""
+    term = below = math.exp(-mean)
+    for count in range(1, least):
+        term *= mean / count
+        below += term
+    return 1.0 - below
 
 
 def other_end(epoch: Epoch, node_id: str, failure: StepFailed) -> str | None:
@@ -348,6 +488,16 @@ LATE_SECONDS = 900.0
 itself within ten minutes (`node.stage.watchdog`, `node.stage.inbox`)."""
 LATE_TIMES = 3.0
 REMEMBERED_STEPS = 9
+SLOW_TIMES, SLOW_LEAST = 2.0, 2.0
+"""A node is slow in a step if it costs so many times what a step takes, and so many seconds, in addition."""
+SLOW_STEPS, LOOKED_AT = 4, 32
+"""It is slow if it was in so many of at most so many steps that follow one another."""
+SLOWER_STEP = 1.005
+"""What steps take counts as longer by no more than this in each step."""
+MORE_SECONDS = {Phase.PLACING: 10.0, Phase.RESTORING: 30.0}
+"""In place of `SLOW_LEAST`: the epoch before has to end, and kernels are compiled."""
+FASTER = 1.5
+"""A spare counts as faster only if it is expected to be so many times as fast."""
 LEAST_RATE = 250_000.0
 """Bytes a second that every node is expected to reach when it fetches or hands in its state."""
 
@@ -360,6 +510,20 @@ def transfer_seconds(size: int, rate: float) -> float:
 _WAITS = {TimeKind.WAIT_UPSTREAM: -1, TimeKind.WAIT_DOWNSTREAM: 1}
 """Where the stage is that a node waits for."""
 _IDLE = frozenset({"", TimeKind.WAIT_VOTES, TimeKind.WAIT_COORDINATOR})
+_ASKS = {
+    Placed: Phase.PLACING,
+    Ready: Phase.RESTORING,
+    Vote: Phase.STEPPING,
+    Applied: Phase.APPLYING,
+    Validated: Phase.VALIDATING,
+}
+"""By answer: the phase that asks for it."""
+_DOING = {
+    Phase.PLACING: "placed",
+    Phase.RESTORING: "to load its state",
+    Phase.APPLYING: "to apply a step",
+    Phase.VALIDATING: "to measure the held-out loss",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,26 +538,194 @@ class Late:
     """A node and its neighbour say that each waits for the other: one of them is wrong."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Slow:
+    """A node that holds up the run again and again, and answers in time for the deadlines."""
+
+    node_id: str
+    times: float
+    """What it costs, as often as what a step takes."""
+    line: str
+
+
+class _Pace:
+    """What steps take with some number of stages, in seconds for a gradient group of the row with most."""
+
+    def __init__(self) -> None:
+        self.newest: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self.reference = math.inf
+        """As `newest`, but longer by a little in each step at most."""
+
+    def add(self, seconds: float) -> None:
+        self.newest.append(seconds)
+        usual = median(self.newest)
+        is_known = len(self.newest) > REMEMBERED_STEPS // 2
+        self.reference = min(usual, self.reference * SLOWER_STEP) if is_known else usual
+
+
+@dataclass(kw_only=True)
+class _Phase:
+    """What nodes did in one phase of an epoch."""
+
+    epoch: Epoch
+    at: tuple[int, int, Phase, int]
+    """Epoch, step, phase, and held-out passes done."""
+    asked: tuple[str, ...]
+    is_first: bool
+    """The first step of its epoch."""
+    began: float
+    answers: dict[str, float] = field(default_factory=dict)
+    """When each answered, in seconds since it began."""
+    waited: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    """Seconds by `TimeKind` that each spent, as it says."""
+    loading: Sequence[float] = ()
+    """Seconds that each host may take to fetch its state, beside what is usual."""
+
+
 class Stragglers:
-    """Nodes that do not answer when others have. Looks at the loading of a state, votes, and ends of
-    steps.
+    """Nodes that do not answer when others have, and those that answer late each time. Looks at the loading
+    of a state, votes, and ends of steps.
 
     If one node of a pipeline does nothing, nobody can answer. Heartbeats say what nodes do:
     who waits for none, and is waited for, is the one.
+
+    What a node may take follows from what others take: it cannot make its own deadlines longer.
     """
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
         """`seconds`: of the newest steps of an earlier coordinator."""
         self._does: dict[str, tuple[float, str]] = {}
         """What each node spent most time on lately (a `TimeKind`, "" for nothing), and when it said so."""
-        self._at: tuple[int, int, Phase] | None = None
-        self._passes = 0
-        self._began = 0.0
-        self._answered = 0
+        self._phase: _Phase | None = None
         self._first = self._last = 0.0
+        self._answered = 0
         self._is_told = False
-        self._seconds = list(seconds)[-REMEMBERED_STEPS:]
-        """Of the newest steps, from their begin to the last vote."""
+        self._before = sorted(seconds)[len(seconds) // 4] if seconds else 0.0
+        """What steps took an earlier coordinator: most of them may have had a slow node."""
+        self._paces: dict[int, _Pace] = {}
+        """By number of stages."""
+        self._spent: dict[str, tuple[int, Mapping[str, float]]] = {}
+        """Epoch and seconds by `TimeKind` of each node, as of its newest vote."""
+        self._costs: dict[tuple[str, Phase], deque[tuple[float, float]]] = {}
+        """What each node cost the newest phases of a kind, and what it might have, in seconds."""
+        self.times: dict[str, float] = {}
+        """Of nodes that were slow: what they cost, as often as what a step takes."""
+
+    def answered(self, node_id: str, message: NodeMessage, now: float) -> None:
+        """A node answers what the phase asks. Call it before the epoch receives it."""
+        phase = self._phase
+        if phase is None or node_id not in phase.asked or _ASKS.get(type(message)) is not phase.at[2]:
+            return
+        if isinstance(message, Vote):
+            if message.step != phase.at[1]:
+                return
+            epoch, before = self._spent.get(node_id, (0, {}))
+            before = before if epoch == phase.at[0] else {}
+            spent = message.telemetry.times
+            phase.waited.setdefault(
+                node_id, {kind: seconds - before.get(kind, 0.0) for kind, seconds in spent.items()}
+            )
+            self._spent[node_id] = phase.at[0], spent
+        phase.answers.setdefault(node_id, now - phase.began)
+
+    def watch(self, epoch: Epoch | None, now: float) -> None:
+        """Call it whenever a phase may have ended or begun."""
+        at = None if epoch is None else (epoch.number, epoch.step, epoch.phase, epoch.passes_done)
+        before = self._phase
+        if before is not None and at == before.at:
+            return
+        if before is not None and len(before.answers) == len(before.asked):
+            self._judge(before, now - before.began)
+        self._answered, self._is_told = 0, False
+        self._phase = None
+        if epoch is not None and at is not None:
+            is_first = epoch.steps_done == 0
+            self._phase = _Phase(epoch=epoch, at=at, asked=epoch.asked, is_first=is_first, began=now)
+
+    def forget(self, node_id: str) -> None:
+        """The node has lost its stage."""
+        for key in [key for key in self._costs if key[0] == node_id]:
+            del self._costs[key]
+
+    def slow(self, epoch: Epoch) -> list[Slow]:
+        """Hosts that hold up the run again and again, the slowest first."""
+        found = []
+        for (node, phase), costs in self._costs.items():
+            if not epoch.has(node) or len(costs) < SLOW_STEPS or not costs[-1][0]:
+                continue
+            count, lost, usual = 0, 0.0, 0.0
+            for cost, may in reversed(costs):
+                count, lost, usual = count + (cost > 0), lost + cost, usual + may
+                if count >= SLOW_STEPS and lost > usual:
+                    break
+            else:
+                continue
+            step = max(self._usual(epoch, slowly=True), 1e-3)
+            what = "step" if phase is Phase.STEPPING else f"time that it was {_DOING[phase]}"
+            line = f"it holds up each {what} by {lost / count:.1f} s, where a step takes {step:.2g} s"
+            found.append(Slow(node_id=node, times=1 + lost / count / step, line=line))
+        return sorted(found, key=lambda one: -one.times)
+
+    def _judge(self, phase: _Phase, seconds: float) -> None:
+        """All have answered: what did each cost?"""
+        kind, epoch = phase.at[2], phase.epoch
+        usual = self._usual(epoch, slowly=True)
+        early = _early(list(phase.answers.values()), len(phase.asked))
+        least = MORE_SECONDS.get(kind, SLOW_LEAST)
+        may = {node: max(least, SLOW_TIMES * max(early, usual)) for node in phase.asked}
+        if kind is Phase.RESTORING:
+            for node, extra in zip(phase.asked, phase.loading, strict=False):
+                may[node] += extra
+        late = {node: at - early for node, at in phase.answers.items() if at - early > may[node]}
+        costs = {node: cost for node, cost in late.items() if not self._waited(phase, node, cost, late)}
+        if kind is Phase.STEPPING:
+            in_time = max(at for node, at in phase.answers.items() if node not in late)
+            if not late and self._knows_pace(epoch) and seconds - usual > max(least, SLOW_TIMES * usual):
+                costs = self._worked_long(phase, seconds, usual)
+                in_time = math.nan if costs else seconds
+            if not math.isnan(in_time) and not (phase.is_first and self._knows_pace(epoch)):
+                self._paces.setdefault(epoch.stages, _Pace()).add(in_time / max(map(len, epoch.groups)))
+            if phase.is_first:
+                return  # kernels are compiled
+        for node in phase.asked:
+            known = self._costs.setdefault((node, kind), deque(maxlen=LOOKED_AT))
+            known.append((costs.get(node, 0.0), SLOW_TIMES * usual))
+            if kind is Phase.STEPPING and len(known) == LOOKED_AT and not any(cost for cost, _ in known):
+                self.times.pop(node, None)
+
+    def _waited(self, phase: _Phase, node: str, cost: float, late: Collection[str]) -> bool:
+        """Whether this late node waited for another late one, which did not wait for it."""
+        return any(
+            other in late and node not in self._awaited(phase, other, cost / 2)
+            for other in self._awaited(phase, node, cost / 2)
+        )
+
+    def _awaited(self, phase: _Phase, node: str, least: float) -> list[str]:
+        """The neighbours for which a node says that it waited so long in a step."""
+        epoch, spent = phase.epoch, phase.waited.get(node, {})
+        row, stage = epoch.row(epoch.replica_of(node)), epoch.stage_of(node)
+        long = [by for kind, by in _WAITS.items() if spent.get(kind, 0.0) > least]
+        peers = epoch.hosts[stage :: epoch.stages] if spent.get(TimeKind.SYNC, 0.0) > least else ()
+        return [*(row[(stage + by) % epoch.stages] for by in long), *(one for one in peers if one != node)]
+
+    def _worked_long(self, phase: _Phase, seconds: float, usual: float) -> dict[str, float]:
+        """Nodes whose own work is most of what a long step took; none if that is so for most of them: then
+        it is no node's fault."""
+        works = {
+            node: sum(one for kind, one in spent.items() if kind not in WAITS)
+            for node, spent in phase.waited.items()
+        }
+        long = {node: seconds - usual for node, work in works.items() if 2 * work > seconds + usual}
+        return long if 2 * len(long) <= len(phase.asked) else {}
+
+    def _knows_pace(self, epoch: Epoch) -> bool:
+        return epoch.stages in self._paces
+
+    def _usual(self, epoch: Epoch, *, slowly: bool = False) -> float:
+        """What a step takes; 0 before one is measured. `slowly`: as it was for long."""
+        if (pace := self._paces.get(epoch.stages)) is None:
+            return self._before
+        return (pace.reference if slowly else median(pace.newest)) * max(map(len, epoch.groups))
 
     def says(self, node_id: str, kind: str, now: float) -> None:
         """The node said what it spends its time on."""
@@ -403,17 +735,14 @@ class Stragglers:
         """Who is too late. Call it often.
 
         Args:
-            loading: seconds that each stage may take to fetch its state, beside what is usual.
+            loading: seconds that each host may take to fetch its state, beside what is usual.
         """
-        at = (epoch.number, epoch.step, epoch.phase) if epoch is not None else None
-        passes = epoch.passes_done if epoch is not None else 0
-        if at != self._at or passes != self._passes:
-            self._note_step(at, now)
-            self._passes = passes
-            self._at, self._began, self._answered, self._is_told = at, now, 0, False
-        if epoch is None or epoch.phase in (Phase.PLACING, Phase.IDLE):
+        self.watch(epoch, now)
+        phase = self._phase
+        if epoch is None or phase is None or epoch.phase in (Phase.PLACING, Phase.IDLE):
             return Late()
-        usual = median(self._seconds) if self._seconds else 0.0
+        phase.loading = loading
+        usual = self._usual(epoch)
         if epoch.phase is Phase.STEPPING and (found := self._stuck(epoch, now, usual)) is not None:
             return found
         if not epoch.answered:
@@ -425,7 +754,7 @@ class Stragglers:
         missing = [node for node in epoch.asked if node not in epoch.answered]
         if not missing:
             return Late()
-        beyond = now - max(self._last, self._began + usual)
+        beyond = now - max(self._last, phase.began + usual)
         work = "load its state" if epoch.phase is Phase.RESTORING else f"end step {epoch.step + 1}"
         late_nodes = set(missing) if loading else ()
         extra = max((loading[at] for at, node in enumerate(epoch.hosts) if node in late_nodes), default=0.0)
@@ -438,7 +767,7 @@ class Stragglers:
                 return Late(nodes={missing[0]: line})
         elif epoch.phase is not Phase.RESTORING:
             late = now - self._first
-            if late > max(LATE_SECONDS, LATE_TIMES * (self._first - self._began)):
+            if late > max(LATE_SECONDS, LATE_TIMES * (self._first - phase.began)):
                 line = f"it did not {work} within {late:.0f} s after another did: start it again"
                 return Late(nodes=dict.fromkeys(missing, line))
         if beyond > SLOW_SECONDS + extra and not self._is_told:
@@ -459,13 +788,16 @@ class Stragglers:
         waits = {node: self._waits_for(epoch, node) for node in missing}
         waited_for = set(waits.values())
         stuck = [node for node in missing if waits[node] is None and node in waited_for]
+        if epoch.answered:
+            # Others have done all that these need, and they do not say that they wait for one another.
+            stuck = [node for node in missing if node in stuck or self._is_alone(epoch, node, waits[node])]
         least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
         late = now - self._began - usual
         idle = [node for node in stuck if self._does.get(node, (0.0, ""))[1] in _IDLE]
         if idle and late > max(least, PATIENCE_TIMES * usual):
             line = f"it did nothing in step {epoch.step + 1}, which waits for it: start it again"
             return Late(nodes=dict.fromkeys(idle, line))
-        if self._seconds and late > max(WORKING_PATIENCE * least, WORKING_TIMES * usual):
+        if usual and late > max(WORKING_PATIENCE * least, WORKING_TIMES * usual):
             # Before a step was measured, nobody knows how long one takes.
             if stuck:
                 line = f"step {epoch.step + 1} waits for it {late:.0f} s beyond what is usual: start it again"
@@ -473,9 +805,18 @@ class Stragglers:
             for node, other in waits.items():
                 if other is not None and waits.get(other) == node:
                     return Late(deadlock=(node, _deadlock(epoch, other)))
-        if stuck and (self._seconds or idle) and late > SLOW_SECONDS and not self._is_told:
+        if stuck and (usual or idle) and late > SLOW_SECONDS and not self._is_told:
             return self._tell(epoch, stuck, late)
         return None
+
+    @property
+    def _began(self) -> float:
+        return 0.0 if self._phase is None else self._phase.began
+
+    def _is_alone(self, epoch: Epoch, node: str, awaited: str | None) -> bool:
+        """Whether a node says, in this step, that it waits for nobody who has not answered."""
+        at, kind = self._does.get(node, (0.0, ""))
+        return at > self._began and kind != TimeKind.SYNC and (awaited is None or awaited in epoch.answered)
 
     def _waits_for(self, epoch: Epoch, node: str) -> str | None:
         """The neighbour that this node says, in this step, that it waits for."""
@@ -486,18 +827,15 @@ class Stragglers:
         return epoch.row(epoch.replica_of(node))[stage % epoch.stages]
 
     def _patience(self, epoch: Epoch, usual: float) -> float:
-        """Seconds that the last node may take after all others: more than they took, or steps take."""
+        """Seconds that the last node may take after all others: more than others took, or steps take."""
         least = STEP_PATIENCE if epoch.steps_done else FIRST_PATIENCE
-        return max(least, PATIENCE_TIMES * max(usual, self._last - self._began))
+        answers = [] if self._phase is None else list(self._phase.answers.values())
+        return max(least, PATIENCE_TIMES * max(usual, _early(answers, len(epoch.asked))))
 
-    def _note_step(self, at: tuple[int, int, Phase] | None, now: float) -> None:
-        """A phase is over: remember how long a step took that got its votes."""
-        before = self._at
-        if before is None or at is None or before[2] is not Phase.STEPPING:
-            return
-        number, step, _ = before
-        if at in ((number, step, Phase.APPLYING), (number, step + 1, Phase.STEPPING)):
-            self._seconds = [*self._seconds, now - self._began][-REMEMBERED_STEPS:]
+
+def _early(answers: Sequence[float], count: int) -> float:
+    """When the first third of so many nodes had answered: two thirds cannot make it later."""
+    return sorted(answers)[min((count - 1) // 3, len(answers) - 1)] if answers else 0.0
 
 
 def _deadlock(epoch: Epoch, other: str) -> StepFailed:

@@ -12,6 +12,8 @@ from node.training.manifest import UnitEntry, unit_file
 from wire.messages import HeldLayer
 
 COPIES = 2
+MOST_UNDER_WAY = 3
+"""Snapshots that are not complete; of more, the oldest is given up."""
 PATIENCE = 60.0
 """Seconds that a node may take to fetch a copy, besides the time for its bytes; then another one is asked."""
 LEAST_RATE = 62_500.0
@@ -162,6 +164,8 @@ class LayerPlaces:
             for unit in self._units
         }
         self._snapshots[step] = _Snapshot(layers, url=url)
+        for other in [one for one in self.under_way if one != step][: 1 - MOST_UNDER_WAY]:
+            del self._snapshots[other]
 
     def held(self, node_id: str, file: HeldLayer) -> bool:
         """A node has this file on its disk; whether it is a snapshot's."""

@@ -37,7 +37,19 @@ from node.run_state.audits import Auditor, Contradiction, Difference
 from node.run_state.between_steps import BetweenSteps
 from node.run_state.epoch import Epoch, Phase, StepPlan
 from node.run_state.epoch_series import EpochSeries
-from node.run_state.failures import Blame, Ending, Failures, GiveUp, Quarantine, Stragglers, Verdict
+from node.run_state.failures import (
+    FASTER,
+    Blame,
+    Departures,
+    Ending,
+    Failures,
+    GiveUp,
+    Quarantine,
+    Slow,
+    Stragglers,
+    Verdict,
+    other_end,
+)
 from node.run_state.grid import GroupSharing
 from node.run_state.held_out import HeldOutSchedule
 from node.run_state.membership import Member, Roster, loading_seconds, prefetch
@@ -91,6 +103,7 @@ class RunMachine:
         )
         self._failures = Failures()
         self._blame = Blame()
+        self._departures = Departures()
         auditor = Auditor(
             plan.audit_rate, plan.audit_secret, plan.boundaries, compares=plan.compares_newcomers
         )
@@ -123,6 +136,12 @@ class RunMachine:
         self._measurements = HeldOutSchedule(past.validated, past.best)
         parts = self._roster, self._snapshots, self._newcomers, self._sharing, self.codecs
         self._between = BetweenSteps(lambda: self.plan, *parts, self._measurements, self._ending)
+        self._relieved: list[str] = []
+        """Slow nodes whose stages others take at the next snapshot."""
+        self._told_slow: set[str] = set()
+        """Slow nodes that the operator knows of."""
+        self._told_trends: set[str] = set()
+        """Nodes whose norms have left those of earlier steps, as the operator knows."""
         self._unseen = 0.0
         """Seconds of the epoch in which nobody could be received."""
         self.goodbye = goodbye("the run is over", failed=False, done=True)
@@ -173,6 +192,8 @@ class RunMachine:
             member = None
         if member is None and (line := self._assigner.useless(offer)) is not None:
             return [*actions, *sent_away(node_id, line), *self._try_place(now)]
+        if member is None and (before := self._departures.arrives(offer, self.members)) is not None:
+            self._blame.inherit(node_id, before)
         self._roster.arrived(offer, address=address, process_nonce=process_nonce, rate=rate, now=now)
         current = self.epoch if self.epoch is not None and node_id in self.epoch.hosts else None
         if epoch and (current is None or current.number != epoch):
@@ -236,9 +257,11 @@ class RunMachine:
             return []
         member.leaving = True
         epoch = self.epoch
-        if epoch is not None and node_id in epoch.hosts and self._between.holds_progress(epoch):
-            return []  # `_placed` or, after the step, `_between_steps` sees the flag
-        return self._release(node_id, now) + self._try_place(now)
+        hosts = epoch is not None and epoch.has(node_id)
+        told = self._stands_out(epoch, node_id, now) if epoch is not None and hosts else []
+        if epoch is not None and hosts and self._between.holds_progress(epoch):
+            return told  # `_placed` or, after the step, `_between_steps` sees the flag
+        return told + self._release(node_id, now) + self._try_place(now)
 
     def stop(self, reason: str, *, at_once: bool, soon: bool = False) -> list[Action]:
         """The operator ends the run: after this step and a snapshot, however often asked, or at once.
@@ -258,6 +281,12 @@ class RunMachine:
         But for complaints: the node at fault may have reported its broken link first.
         """
         self.heard(node_id, now)
+        self._stragglers.answered(node_id, message, now - self._unseen)
+        actions = self._message(node_id, message, now)
+        self._stragglers.watch(self.epoch, now - self._unseen)
+        return actions
+
+    def _message(self, node_id: str, message: NodeMessage, now: float) -> list[Action]:
         if isinstance(message, StateHashes):
             return self._state_said(node_id, message, now)
         epoch, ended = self.epoch, self._epochs.ended
@@ -286,6 +315,25 @@ class RunMachine:
         self._snapshots.layer_received(step, unit, now - self._unseen)
         return []
 
+    def layer_refused(self, node_id: str, step: int, why: str, now: float) -> list[Action]:
+        """No correct node sends what this one handed in as a layer of the snapshot of `step`.
+
+        Its stage goes to another node, which has the state or goes on from the snapshot before: nobody else
+        could hand in the layers of that stage.
+        """
+        actions = self.refused(node_id, why, now)
+        under_way, epoch = self._snapshots.refused(step), self.epoch
+        if self.stopped or epoch is None or node_id not in epoch.hosts or not under_way:
+            return actions
+        if self._ending.due:
+            self._ending.missing(f"what node {node_id} handed in of its layers was refused")
+            return [*actions, *self._replace_straggler(node_id, why, now), *self._try_place(now)]
+        verdict = self._failures.failed(epoch, node_id, why)
+        culprit = self._wrong.leave_out_one([node_id], self._roster.candidates(), epoch.step, now, by=node_id)
+        if culprit is not None:
+            verdict = self._failures.stage_given_up(epoch, culprit, verdict)
+        return [*actions, *self._after_failure(epoch, verdict, now)]
+
     def snapshot_stored(self, step: int, now: float) -> list[Action]:
         """The snapshot of `step` is complete and on disk."""
         self._snapshots.stored(step)
@@ -296,6 +344,7 @@ class RunMachine:
         if self._snapshots.awaited and epoch.step == step:
             self._snapshots.awaited = False
             actions += self._between_steps(epoch, now)
+            self._stragglers.watch(self.epoch, now - self._unseen)
         return actions
 
     def snapshot_damaged(self, step: int, whole: int) -> list[Action]:
@@ -483,18 +532,14 @@ class RunMachine:
             case NotReproduced():
                 return self._not_reproduced(epoch, outcome, now)
             case Implausible():
-                what = f"{outcome.what} is far from those of the newest steps"
-                retry = self._compute_again(epoch, outcome.node_id, what, now, finite=True)
-                loaded = epoch.step - epoch.steps_done
-                if retry is None and epoch.is_proving and self._states.held_alone(loaded):
-                    return self._not_reproduced(epoch, NotReproduced(what, loaded), now)
-                return self._voted(epoch, epoch.commit_anyway(), now) if retry is None else retry
+                return self._implausible(epoch, outcome, now)
             case _:
                 if outcome and epoch.committed is not None:
                     self._epochs.committed(epoch.committed)
                     self._failures.committed(epoch.committed.step)
                     self._standing.stepped(epoch)
                     told = [*self._newcomers.committed(epoch), *self._settle_doubt(epoch, now)]
+                    told += self._relieve_slow(epoch, now)
                     return [*self._with_next_step(epoch, outcome, now), *told]
                 return outcome
 
@@ -578,6 +623,7 @@ class RunMachine:
             return self._end()
         if self._newcomers.awaited:
             self._wrong.make_room(epoch, self._roster.candidates(), now)
+            self._take_from_slow(epoch, now)
             self._assigner.regroup(now)
         return self._new_placement(now)
 
@@ -600,11 +646,17 @@ class RunMachine:
         actions = self._complaint(epoch, node_id, message, now)
         if self.epoch is not epoch:
             return actions
+        is_own = other_end(epoch, node_id, message) is None
+        if is_own:
+            actions += self._stands_out(epoch, node_id, now, failed_at=epoch.step)
         verdict = self._failures.failed(epoch, node_id, message.message, message.step)
         suspects = self._blame.suspects(epoch, node_id, message)
         # One of two neighbours breaks the protocol: only with another partner will it show which.
         replaces = isinstance(verdict, GiveUp) or message.kind is FailureKind.PEER
-        if (replaces or self._blame.keeps_failing(node_id)) and not self._ending.due:
+        again = self._blame.keeps_failing(node_id) or (
+            is_own and self._blame.is_set_back(node_id, epoch.step)
+        )
+        if (replaces or again) and not self._ending.due:
             candidates = self._roster.candidates()
             culprit = self._wrong.leave_out_one(suspects, candidates, epoch.step, now, by=node_id)
             if culprit is not None:
@@ -643,6 +695,24 @@ class RunMachine:
         if (again := self._compute_again(epoch, node_id, what, now)) is not None:
             return again
         return self._after_failure(epoch, self._failures.not_finite(epoch, what), now)
+
+    def _implausible(self, epoch: Epoch, found: Implausible, now: float) -> list[Action]:
+        """Another node computes the stage again. What it finds too counts; so does what no other can check,
+        unless it is absurd."""
+        if (again := self._compute_again(epoch, found.node_id, found.what, now, finite=True)) is not None:
+            return again
+        loaded = epoch.step - epoch.steps_done
+        if epoch.is_proving and self._states.held_alone(loaded):
+            return self._not_reproduced(epoch, NotReproduced(found.what, loaded), now)
+        is_checked, told = self._wrong.computed_twice(epoch), []
+        if found.is_trend and not is_checked:
+            if found.is_absurd and not self._ending.due:
+                return self._after_failure(epoch, self._failures.absurd(epoch, found), now)
+            if found.node_id not in self._told_trends:
+                self._told_trends.add(found.node_id)
+                line = f"{found.what}, and no other node is left to compute it again: let one more node join"
+                told = [Announce(text=f"node {found.node_id}: {line}", about=found.node_id)]
+        return [*told, *self._voted(epoch, epoch.commit_anyway(confirmed=is_checked), now)]
 
     def _compute_again(
         self, epoch: Epoch, node_id: str, what: str, now: float, *, finite: bool = False
@@ -695,11 +765,60 @@ class RunMachine:
             *self._gone(node_id, line, now),
         ]
 
+    def _relieve_slow(self, epoch: Epoch, now: float) -> list[Action]:
+        """A step is committed: once the stages' state is on disk, faster spares take those of slow nodes."""
+        self._stragglers.watch(epoch, now - self._unseen)
+        actions: list[Action] = []
+        found = [slow for slow in self._stragglers.slow(epoch) if slow.node_id not in self._relieved]
+        if not found or self._ending.due or (self._newcomers.awaited and not self._relieved):
+            return actions
+        candidates = self._roster.candidates()
+        spares = [one for one in self._blame.blameless(candidates) if not epoch.has(one.node_id)]
+        for slow in found:
+            node = slow.node_id
+            line = f"node {node} ({epoch.place_of(node)}) is slow: {slow.line}"
+            stay = [one for one in candidates if epoch.has(one.node_id) and one.node_id not in self._relieved]
+            faster = [one for one in spares if self._is_faster(one, slow)]
+            if (faster or epoch.rows > 1) and self._assigner.can_hand_over(node, [*stay, *faster]):
+                self._relieved.append(node)
+                self._newcomers.awaited = True
+                self._stragglers.times[node] = slow.times
+                taker = "a spare takes" if faster else "other rows take"
+                line += f"; {taker} its stage, once the state is on disk"
+            elif node not in self._told_slow:
+                line += "; no other node is there that would be faster"
+            else:
+                continue
+            self._told_slow.add(node)
+            actions.append(Announce(text=line, about=node))
+        return actions
+
+    def _is_faster(self, spare: Candidate, slow: Slow) -> bool:
+        """Whether a spare would be faster, from what it has shown, or else from what both have measured."""
+        rate = self.members[slow.node_id].offer.flops
+        by_rate = spare.flops / rate if spare.flops and rate else 1.0
+        expected = self._stragglers.times.get(spare.node_id, 1 / by_rate)
+        return slow.times > FASTER * expected
+
+    def _take_from_slow(self, epoch: Epoch, now: float) -> None:
+        """Slow hosts give up their stages, and get one only if no other node is left, for a while."""
+        for node_id in self._relieved:
+            others = self._blame.blameless(self._roster.candidates())
+            if epoch.has(node_id) and self._assigner.hand_over(node_id, others, now):
+                self._stragglers.forget(node_id)
+                self._blame.set_back(node_id, epoch.step)
+        self._relieved.clear()
+
     # ---- inside: hosts
 
     def _candidates(self) -> list[Candidate]:
-        """Who could host a stage. Those that gave one up of late only if there are too few others."""
-        return self._blame.usable(self._roster.candidates(), self.plan.min_stages)
+        """Who could host a stage. Those that gave one up of late only if there are too few others; those that
+        were slow after the others."""
+        usable, slow = (
+            self._blame.usable(self._roster.candidates(), self.plan.min_stages),
+            self._stragglers.times,
+        )
+        return sorted(usable, key=lambda one: slow.get(one.node_id, 0.0)) if slow else usable
 
     def _release(self, node_id: str, now: float) -> list[Action]:
         """Let a node go that asked to."""
@@ -718,15 +837,34 @@ class RunMachine:
         if self._assigner.vacate(node_id, now):
             # Failures that its neighbours reported were caused by its end.
             self._failures.forgive()
-        hosts = () if self.epoch is None else self.epoch.hosts
-        over = self._end_epoch(AbortKind.LOST, reason) if node_id in hosts else []
+        self._stragglers.forget(node_id)
+        if self.epoch is None or not self.epoch.has(node_id):
+            return actions + self._agreed(told, now)
+        actions += self._stands_out(self.epoch, node_id, now)
+        actions += self._end_epoch(AbortKind.LOST, reason)
         # Last: it may end further epochs.
-        return actions + over + self._agreed(told, now)
+        return actions + self._agreed(told, now)
+
+    def _stands_out(
+        self, epoch: Epoch, node_id: str, now: float, failed_at: int | None = None
+    ) -> list[Action]:
+        """A host ends, leaves or fails by itself. One that does so far more often than others is set back."""
+        if (why := self._departures.ends(node_id, now, failed_at)) is None:
+            return []
+        if not (steps := self._blame.set_back(node_id, epoch.step)):
+            return []
+        line = f"node {node_id}: {why}, and others do not"
+        return [
+            Announce(
+                text=f"{line}; for {steps} steps it gets one only if no other node is left", about=node_id
+            )
+        ]
 
     def _end_epoch(self, kind: AbortKind, reason: str) -> list[Action]:
         if (epoch := self._epochs.end()) is None:
             return []
         self._snapshots.epoch_over()
+        self._relieved.clear()
         here = [node for node in epoch.hosts if node in self.members]
         over = Aborted(epoch=epoch.number, step=epoch.step, kind=kind, reason=reason)
         return [*self._newcomers.epoch_over(), *epoch_over(here, epoch.number, reason), over]
@@ -748,6 +886,7 @@ class RunMachine:
     def _begin_epoch(self, nodes: tuple[str, ...], now: float) -> list[Action]:
         self._unseen = 0.0
         self._roster.placed(nodes, self._assigner.rows)
+        self._departures.placed(nodes, now)
         epoch = self._epochs.begin(
             nodes,
             tuple(self.members[node].address for node in nodes),

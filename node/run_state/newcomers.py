@@ -93,7 +93,7 @@ class Newcomers:
         if grid is None or orders is None:
             if due:
                 here = candidates if self._roster.connected(epoch.hosts) else ()
-                self.awaited = self._assigner.can_grow(epoch.stages, here, epoch.rows)
+                self.awaited |= self._assigner.can_grow(epoch.stages, here, epoch.rows)
             return []
         self._entry = _Entry(
             snapshot=epoch.step,

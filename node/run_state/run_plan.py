@@ -3,10 +3,11 @@
 import functools
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from node.checkpoints.hub import PREFIX as HUB
 from node.config.schema import RunConfig
 from node.model.units import unit_names
 from node.pipeline.placement import boundaries, chunks_of, head_first, stage_units
@@ -50,6 +51,8 @@ class RunPlan:
     """The passes of a measurement."""
     label_weight: float = 1.0
     """Of all held-out samples (`node.model.labels`)."""
+    unlabelled: Container[int] = ()
+    """Steps, known before their votes come, none of whose tokens counts as a label."""
     microbatch: int = 1
     """Samples in a microbatch."""
     keep_best: bool = True
@@ -192,9 +195,16 @@ def _neighbours(config: RunConfig, stage: int, stages: int) -> tuple[int, ...]:
 
 
 def as_told(config: RunConfig) -> RunConfig:
-    """The config that nodes get. Of where the text is here they need to know nothing."""
-    data = config.data
+    """The config that nodes get. Of where files are here they need to know nothing."""
+    data, model = config.data, config.model
     there = replace(
-        data, path=Path(data.path).name, valid=Path(data.valid).name, tokenizer=Path(data.tokenizer).name
+        data,
+        path=Path(data.path).name,
+        sources=tuple(Path(source).name for source in data.sources),
+        valid=Path(data.valid).name,
+        tokenizer=Path(data.tokenizer).name,
+        chat_template=Path(data.chat_template).name,
     )
-    return replace(config, data=there)
+    if not model.from_.startswith(HUB):
+        model = replace(model, from_=Path(model.from_).name)
+    return replace(config, data=there, model=model)

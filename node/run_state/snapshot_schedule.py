@@ -142,6 +142,17 @@ class SnapshotSchedule:
         self._again = {at for at in self._again if at > step}
         self._asked = [asked for asked in self._asked if asked.step > self.newest]
 
+    def refused(self, step: int) -> bool:
+        """A node handed in what is no layer of this one: another snapshot is taken as soon as possible.
+
+        False if this one is not under way.
+        """
+        if not any(asked.step == step for asked in self._asked):
+            return False
+        self._asked = [asked for asked in self._asked if asked.step != step]
+        self._requested = True
+        return True
+
     def layer_received(self, step: int, unit: str, now: float) -> None:
         """A node has handed in a layer, which is not yet on disk."""
         for asked in self._asked:

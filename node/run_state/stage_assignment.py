@@ -57,6 +57,10 @@ class Candidate:
     devices: Devices = ONE
     kind: str = ""
     """What the bits of its results depend on, beside the number of devices."""
+    flops: float = 0.0
+    """Its rate of matrix multiplication, as it has measured; 0 if unknown."""
+    owner: str = ""
+    """What its owner calls it; "" if unknown."""
 
 
 def assign(
@@ -211,17 +215,25 @@ class StageAssigner:
         self._regroup_at = now + self._regroup_seconds
         return True
 
-    def hand_over(self, node_id: str, candidates: Sequence[Candidate], now: float) -> bool:
-        """Free the stage of a connected node, if `candidates` can host all stages without it; else False."""
-        holders = [None if node == node_id else node for node in self._holders]
+    def can_hand_over(self, node_id: str, candidates: Sequence[Candidate]) -> bool:
+        """Whether `candidates` can host all stages without this node."""
+        holders = self._without(node_id)
         others = [candidate for candidate in candidates if candidate.node_id != node_id]
         stages = len(holders) // self.rows
-        if (
-            self._kept(holders, others) is None
-            and assign(holders, others, stages, self._stage_bytes, previous_rows=self.rows) is None
-        ):
+        return (
+            self._kept(holders, others) is not None
+            or assign(holders, others, stages, self._stage_bytes, previous_rows=self.rows) is not None
+        )
+
+    def _without(self, node_id: str) -> list[str | None]:
+        return [None if node == node_id else node for node in self._holders]
+
+    def hand_over(self, node_id: str, candidates: Sequence[Candidate], now: float) -> bool:
+        """Free the stage of a connected node, if `candidates` can host all stages without it; else False."""
+        if not self.can_hand_over(node_id, candidates):
             return False
-        self._holders = holders
+        self._holders = holders = self._without(node_id)
+        stages = len(holders) // self.rows
         # A split into fewer stages than asked for is planned again, perhaps at once.
         self._regroup_at = now if stages < self._stages else now + self._regroup_seconds
         return True

@@ -1,15 +1,17 @@
 """Check votes: does a vote speak only for its voter, are its values plausible? And what votes lead to. Pure.
 
-A value is plausible while it stays in a robust range of the newest steps: the median, and its median absolute
-deviation. Before there are enough steps, a unit's norm is compared with those of the whole model on record,
-or else with those of other stages. A lie inside these ranges is not found; a true value outside of them only
-costs that the step runs again on another node.
+A loss is plausible while it stays in a robust range of the newest steps: the median, and its median absolute
+deviation. A norm is compared with a reference that follows the run so slowly that no node can drag it along:
+one step may be far from it, many steps less far. Before there are enough steps, a unit's norm is compared
+with those of the whole model on record, or else with those of other stages. A lie inside these ranges is not
+found; a true value outside of them only costs that the step runs again on another node.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
 
 from node.run_state.actions import Action
@@ -32,10 +34,14 @@ class FiniteUncompressed:
 
 @dataclass(frozen=True)
 class Implausible:
-    """Every vote is finite, and a value of this node's is far from those of recent steps."""
+    """Every vote is finite, and a value of this node's is far from those of the steps before."""
 
     node_id: str
     what: str
+    is_trend: bool = False
+    """It is so in most of the newest steps, in which no other node has computed it."""
+    is_absurd: bool = False
+    """No training goes on with such a trend."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,22 @@ REMEMBERED = 32
 """Steps that make the range."""
 LEAST = 8
 """Steps that there must be for it."""
+HISTORY_STEPS = 1024
+"""Steps on record that a resumed run takes its references from."""
 SPREAD = 8 * 1.4826
 """Median absolute deviations; 1.4826 of them are a standard deviation of a normal distribution."""
 NORM_TIMES = 1e4
-"""A squared norm up to this often the median is plausible whatever the deviations."""
+"""In one step a squared norm up to this often the reference is plausible whatever the deviations."""
+TREND_TIMES = 100.0
+"""So is one up to this often in most of the newest `LEAST` steps, beside what other stages' norms grew."""
+SHRUNK_TIMES = 1e6
+"""So is one down to a part like this of the reference, where other stages' norms did not shrink too."""
+ABSURD_TIMES = 1e12
+"""No deviations make more than this plausible."""
+RISE, FALL, EARLY = math.log(2) / 250, math.log(2) / 25, math.log(10)
+"""How far the logarithm of a reference moves in a step: up, down, and in the n-th step `EARLY` / n."""
+LEAST_CLIP, CLIPPED_STEPS = 0.01, 50
+"""Gradients clipped to less than this part of them, in so many steps running, are worth a line."""
 OTHERS_TIMES = 1e6
 """In the first steps: a squared norm up to this often the largest of other stages."""
 LOSS_MARGIN = 1.0
@@ -116,6 +134,40 @@ class PastStep:
     """Squared, by layer unit; empty where the record does not have them."""
 
 
+class _Norms:
+    """Logarithms of one layer unit's squared norms: the newest ones, and the reference."""
+
+    def __init__(self) -> None:
+        self.newest: deque[float] = deque(maxlen=REMEMBERED)
+        self.reference = 0.0
+        self._steps = 0
+
+    def __len__(self) -> int:
+        return len(self.newest)
+
+    def add(self, value: float) -> None:
+        self.newest.append(value)
+        self._steps += 1
+        moved = self.usual() - self.reference
+        if self._steps > LEAST:
+            early = EARLY / self._steps
+            moved = min(max(moved, -max(FALL, early)), max(RISE, early))
+        self.reference += moved
+
+    def usual(self, *more: float) -> float:
+        """The median of the newest `LEAST`, `more` included."""
+        return median([*self.newest, *more][-LEAST:])
+
+    def margin(self, times: float, spread: float) -> float:
+        """How far a logarithm may be from the reference: `times`, or more where steps differ much.
+
+        A steady growth is no such difference: what counts is how its steps differ from one another.
+        """
+        moves = [after - before for before, after in pairwise(self.newest)]
+        deviation = _range(moves)[1] / math.sqrt(2) if moves else 0.0
+        return max(math.log(times), min(spread * deviation, math.log(ABSURD_TIMES)))
+
+
 class VoteHistory:
     """What the newest steps' votes said, by layer unit."""
 
@@ -132,10 +184,11 @@ class VoteHistory:
         self._rounds_from = rounds_from
         self._in_rounds: bool | None = None
         self._units = units
-        self._model: deque[float] = deque(maxlen=REMEMBERED)
-        """Logarithms of the whole model's squared norms, of steps on record."""
-        self._norms: dict[int, deque[float]] = {}
-        """Logarithms of squared norms."""
+        self._model = _Norms()
+        """Of the whole model, in steps on record."""
+        self._norms: dict[int, _Norms] = {}
+        self._clipped = 0
+        """Steps, one after the other, in which gradients were clipped to next to nothing."""
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
         self._loss_stages: dict[int, int] = {}
         """By number of stages: which one has the head."""
@@ -146,7 +199,7 @@ class VoteHistory:
         """Norms and loss of committed steps that may be replayed."""
         for one in past:
             if 0 < one.grad_norm < math.inf:
-                self._model.append(2 * math.log(one.grad_norm))
+                self._model.add(2 * math.log(one.grad_norm))
             self._remember(one.norms, one.loss)
 
     def begins(self, step: int) -> None:
@@ -154,7 +207,7 @@ class VoteHistory:
         in_rounds = self._rounds_from is not None and step >= self._rounds_from
         if self._in_rounds not in (None, in_rounds):
             self._norms.clear()
-            self._model.clear()
+            self._model = _Norms()
             self._confirmed.clear()
         self._in_rounds = in_rounds
 
@@ -212,8 +265,10 @@ class VoteHistory:
             return "it voted with a loss below 0"
         return None
 
-    def implausible(self, votes: Sequence[Vote]) -> tuple[int, str] | None:
-        """The stage whose finite vote is far from the newest steps', and what of it. `votes`: by stage."""
+    def implausible(self, hosts: Sequence[str], votes: Sequence[Vote]) -> Implausible | None:
+        """Whose finite vote is far from those of the steps before, and what of it. Both are by stage."""
+        if (found := self._trend(hosts, votes)) is not None:
+            return found
         largest = [max(vote.norms.values(), default=0.0) for vote in votes]
         # Of all stages but one, the largest is one of the two largest.
         first, second = (*sorted(largest, reverse=True)[:2], 0.0)[:2]
@@ -221,13 +276,15 @@ class VoteHistory:
             others = second if largest[stage] == first else first
             for unit, norm in vote.norms.items():
                 if self._is_far(unit, norm, others):
-                    return stage, f"the gradient of layer unit {unit} at stage {stage}"
+                    what = f"the gradient of layer unit {unit} at stage {stage}"
+                    return Implausible(hosts[stage], f"{what} is far from those of the newest steps")
             if vote.loss is not None and self._is_loss_far(vote.loss):
-                return stage, f"the loss of {vote.loss:g} at stage {stage}"
+                what = f"the loss of {vote.loss:g} at stage {stage}"
+                return Implausible(hosts[stage], f"{what} is far from those of the newest steps")
         return None
 
     def committed(self, step: int, norms: Mapping[int, float], loss: float, *, confirmed: bool) -> None:
-        """A step is committed. `confirmed`: though it was not plausible."""
+        """A step is committed. `confirmed`: though it was not plausible, as another node found the same."""
         if confirmed:
             others = median(norms.values()) if norms else 0.0
             self._confirmed.update(unit for unit, norm in norms.items() if norm > OTHERS_TIMES * others)
@@ -236,24 +293,69 @@ class VoteHistory:
             return  # a replay
         self._step = step
         self._remember(norms, loss)
+        if confirmed:
+            for one in self._norms.values():
+                one.reference = one.usual()
+
+    def clipped(self, coefficient: float, norms: Mapping[int, float], hosts: Sequence[str]) -> str | None:
+        """A line for the operator once gradients are clipped to next to nothing in many steps running."""
+        self._clipped = self._clipped + 1 if coefficient < LEAST_CLIP else 0
+        if self._clipped != CLIPPED_STEPS:
+            return None
+        units = self._units(len(hosts))
+        stage = max(range(len(hosts)), key=lambda one: sum(norms.get(unit, 0.0) for unit in units[one]))
+        least = f"{LEAST_CLIP:.0%}"
+        return (
+            f"in {CLIPPED_STEPS} steps running training.clip left less than {least} of the gradients, so "
+            f"weights may hardly change; the largest are those that node {hosts[stage]} reports for stage "
+            f"{stage}: see whether the loss still falls, lower training.lr or raise training.clip, or evict "
+            "that node if only its stage is like this"
+        )
 
     def _remember(self, norms: Mapping[int, float], loss: float) -> None:
         for unit, norm in norms.items():
-            if norm > 0:
-                self._norms.setdefault(unit, deque(maxlen=REMEMBERED)).append(math.log(norm))
+            if norm > 0 or unit in self._norms:
+                self._norms.setdefault(unit, _Norms()).add(_log(norm))
         if math.isfinite(loss):
             self._losses.append(loss)
 
     def _is_far(self, unit: int, norm: float, others: float) -> bool:
-        known = self._norms.get(unit, ())
-        if len(known) < LEAST <= len(self._model):
+        known = self._norms.get(unit, self._model)
+        if len(known) < LEAST:
             known = self._model
         if len(known) >= LEAST:
-            if norm <= 0 or math.log(norm) <= min(known) + math.log(NORM_TIMES):
-                return False  # the median is not less, so need not be known
-            middle, deviation = _range(known)
-            return math.log(norm) > middle + max(SPREAD * deviation, math.log(NORM_TIMES))
+            if norm <= 0 or math.log(norm) <= known.reference + math.log(NORM_TIMES):
+                return False  # the margin is not less, so need not be known
+            return math.log(norm) > known.reference + known.margin(NORM_TIMES, SPREAD)
         return others > 0 and norm > OTHERS_TIMES * others and unit not in self._confirmed
+
+    def _trend(self, hosts: Sequence[str], votes: Sequence[Vote]) -> Implausible | None:
+        """A unit whose norms have left their reference in most of the newest steps, and others' have not."""
+        moved = []
+        for vote in votes:
+            known = {unit: one for unit in vote.norms if len(one := self._norms.get(unit, _Norms())) >= LEAST}
+            moved.append(
+                {unit: one.usual(_log(vote.norms[unit])) - one.reference for unit, one in known.items()}
+            )
+        by_stage = [median(units.values()) if units else 0.0 for units in moved]
+        for stage, units in enumerate(moved):
+            elsewhere = [move for other, move in enumerate(by_stage) if other != stage]
+            common = median(elsewhere) if elsewhere else 0.0
+            for unit, move in units.items():
+                above, below = move - max(0.0, common), min(0.0, common) - move
+                if above <= math.log(TREND_TIMES) and below <= math.log(SHRUNK_TIMES):
+                    continue  # the margins are not less, so need not be known
+                norms = self._norms[unit]
+                grows = above > norms.margin(TREND_TIMES, SPREAD / 2)
+                if not grows and below <= norms.margin(SHRUNK_TIMES, SPREAD / 2):
+                    continue
+                times = f"{math.exp(min(abs(move), 700.0)):.0e} times {'above' if grows else 'below'}"
+                what = (
+                    f"the squared norm of layer unit {unit} at stage {stage} is {times} that of earlier steps"
+                )
+                absurd = above > math.log(ABSURD_TIMES)
+                return Implausible(hosts[stage], what, is_trend=True, is_absurd=absurd)
+        return None
 
     def _is_loss_far(self, loss: float) -> bool:
         if len(self._losses) < LEAST:
@@ -302,6 +404,11 @@ def _group_refusal(vote: Vote, has_loss: bool, groups: Collection[int]) -> str |
     if any(loss < 0 for loss in vote.group_losses.values()):
         return "it voted with a loss below 0"
     return None
+
+
+def _log(norm: float) -> float:
+    """Of 0 that of the least number."""
+    return math.log(max(norm, math.ulp(0.0)))
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

@@ -156,6 +156,11 @@ class WrongValues:
         self._blame.exonerate(doubt.replaced)
         doubt.replaced = ""
 
+    def computed_twice(self, epoch: Epoch) -> bool:
+        """Whether more than one node has computed the doubtful value of the step that runs."""
+        doubt = self._of(epoch)
+        return epoch.rows > 1 or bool(doubt.retried)
+
     def compute_again(
         self,
         epoch: Epoch,

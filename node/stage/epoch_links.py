@@ -181,7 +181,7 @@ class EpochLinks:
         room = max(self._settings.outbox_bytes, outbox_bytes(config, stages))
         if any(peer.replica != placement.replica for peer in peers):
             room = max(room, sync_outbox_bytes(config, stages, placement.stage))
-        settings = replace(self._settings, outbox_bytes=room)
+        settings = replace(self._settings, outbox_bytes=room, held_out_from=config.microbatches)
         relays = config.coordinator.relay and bool(self._relay_address)
         clients = {peer: self._relays(placement, peer) if relays else {} for peer in peers}
         links = {peer: self._make(placement, peer, events, settings, clients[peer]) for peer in peers}

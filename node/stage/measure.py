@@ -135,7 +135,7 @@ class NodeMeter:
         flows = tuple(
             FlowReport(
                 direction=direction,
-                codec=codec_of(direction),
+                codec=codec_of(Direction.ACTIVATION if direction is Direction.HELD_OUT else direction),
                 bytes_sent=sent,
                 elements_sent=stats.direction_elements_sent[direction],
             )

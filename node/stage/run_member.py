@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from node import faults
+from node.config.join_options import OwnerAllows
 from node.display.explain import units_text
 from node.model.lora_shapes import trained_specs
 from node.model.units import state_bytes as unit_bytes
@@ -94,7 +95,7 @@ class RunMember:
         cache: SnapshotCache,
         sums: SumsKept,
         peers: LayerPeers,
-        store: str,
+        allows: OwnerAllows,
         pacer: Pacer | None,
         compute: ComputeThread,
         room: Room,
@@ -106,7 +107,6 @@ class RunMember:
     ) -> None:
         """
         Args:
-            store: address below which this machine's owner lets runs keep snapshots in an object store.
             pacer: the node's bandwidth limit, if it has one.
             room: the memory that this node plans its stage for.
             group: runs the background tasks; their errors end the node.
@@ -126,7 +126,7 @@ class RunMember:
             client=client,
             cache=cache,
             peers=peers,
-            store=store,
+            allows=allows,
             pacer=pacer,
             group=group,
             post=session.post,

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from node import faults
+from node.config.join_options import OwnerAllows
 from node.config.schema import RunConfig
 from node.pipeline.block_times import BlockTimes
 from node.pipeline.device_memory import devices_of
@@ -47,6 +48,7 @@ from wire.layer_exchange import LayerServer, yield_to
 from wire.line_meter import Line
 from wire.link import LinkSettings
 from wire.messages import (
+    RELAY_LEFT,
     BlockTime,
     CoordinatorMessage,
     Finish,
@@ -65,7 +67,7 @@ from wire.messages import (
 from wire.pacing import Pacer
 from wire.peer_probe import ProbeServer
 from wire.port_mapping import MappedPort, routers_to_ask
-from wire.telemetry import Telemetry
+from wire.telemetry import Telemetry, relay_path
 from wire.version import PROTOCOL, VERSION
 
 FIRST_OUTAGE_SECONDS = 60.0
@@ -97,8 +99,7 @@ class NodeSettings:
     cache_directory: Path
     cache_bytes: int
     """The most that snapshots may take on disk."""
-    store: str = ""
-    """Address below which this machine's owner lets runs keep snapshots in an object store."""
+    allows: OwnerAllows
     relay_rate: float = 0.0
     """Bytes a second that it relays for others; 0: it does not."""
     maps_port: bool = True
@@ -130,6 +131,7 @@ class NodeRuntime:
                 line=line,
                 frame_filter=faults.frame_filter(),
                 on_transfer=self._meter.transferred,
+                on_relay_left=self._relay_left,
             ),
             settings.control_address,
             settings.relay_rate,
@@ -329,7 +331,7 @@ class NodeRuntime:
                 "this run takes local steps ([sync] every), which need one device a node: join each with a "
                 "node of its own, by `thinwire join --gpus 1`"
             )
-        check_store(config.snapshots.keep, self._settings.store)
+        check_store(config.snapshots.keep, self._settings.allows.store)
         traced = TracedSteps.parse(config.telemetry.trace)
         self._meter.trace(traced)
         if traced:
@@ -376,7 +378,7 @@ class NodeRuntime:
             cache=cache,
             sums=sums,
             peers=self._peers,
-            store=self._settings.store,
+            allows=self._settings.allows,
             pacer=self._settings.pacer,
             compute=self._compute,
             room=room,
@@ -414,6 +416,12 @@ class NodeRuntime:
     async def _measure_relays(self, message: Relays) -> None:
         others = [relay for relay in message.relays if relay.node_id != self._identity.node_id]
         self._session.post(RelayTimes(times=await self._links.round_trips(others)))
+
+    def _relay_left(self, path: str) -> None:
+        relay = path.removeprefix(relay_path(""))
+        if relay != path:  # of a volunteer
+            self._tell(f"a link left the relay of node {relay}: it is much faster by another")
+            self._session.post(RelayTimes(times={relay: RELAY_LEFT}))
 
     def _block_seconds(self, config: RunConfig, times: BlockTimes | None) -> float:
         """On the compute thread. Several devices share a block, or the microbatch's samples."""

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ import torch
 
 from node import faults
 from node.checkpoints.hub import PREFIX as HUB
+from node.checkpoints.hub import Repository
 from node.checkpoints.start import read_units
+from node.config.join_options import OwnerAllows
 from node.config.schema import RunConfig
 from node.model.units import most_state_bytes, parameter_specs, unit_names
 from node.pipeline.placement import most_layer_bytes
@@ -23,7 +25,7 @@ from node.stage.following import State
 from node.stage.layer_peers import LayerPeers, LayerPlace
 from node.stage.snapshot_cache import LayerFile, SnapshotCache
 from node.training.manifest import unit_weights_sha256
-from node.training.object_store import ObjectStore, wrong_url
+from node.training.object_store import ObjectStore, is_below, wrong_url
 from node.training.serialization import deserialize_unit, serialize_unit
 from node.training.unit_state import (
     PARAMETER_PREFIX,
@@ -72,7 +74,7 @@ class SnapshotTransfer:
         client: CoordinatorClient,
         cache: SnapshotCache,
         peers: LayerPeers,
-        store: str,
+        allows: OwnerAllows,
         pacer: Pacer | None,
         group: asyncio.TaskGroup,
         post: Callable[[NodeMessage], None],
@@ -81,7 +83,6 @@ class SnapshotTransfer:
         """
         Args:
             windows: samples of one pass over the text.
-            store: address below which layers may be kept in an object store; empty: nowhere.
             pacer: the node's bandwidth limit, if it has one.
             post: queues a message for the coordinator.
             tell: shows a line to the volunteer.
@@ -91,7 +92,7 @@ class SnapshotTransfer:
         self._client = client
         self._cache = cache
         self._peers = peers
-        self._store = store
+        self._allows = allows
         self._pacer = pacer
         self._group = group
         self._post = post
@@ -112,12 +113,17 @@ class SnapshotTransfer:
         return (await self._fetch(step, unit))[0]
 
     async def fetch_weights(self, units: tuple[str, ...]) -> State:
-        """The units' weights from the run's checkpoint: from this node's disk (folder or hub cache), the
-        hub, or the coordinator, in this order."""
+        """The units' weights from the run's checkpoint: from the hub or its cache on this node's disk, else
+        from the folder that the node's owner named, else from the coordinator.
+
+        The hub gets this user's token only for repositories that the owner named: which one the run starts
+        from is the word of a stranger.
+        """
         model = self._config.model
         if model.from_.startswith(HUB):
             try:
-                found = await read_units(model, units)
+                token = Repository.parse(model.from_).name in self._allows.hub
+                found = await read_units(model, units, token=token)
             except DataError as error:
                 log.warning("%s; the coordinator sends these weights", error)
             else:
@@ -265,19 +271,18 @@ class SnapshotTransfer:
         raise LinkError(trouble)
 
     async def _of_folder(self, unit: str) -> LayerFile | None:
-        """A unit's weights from the folder that the run starts from, if this machine has one of that name.
+        """A unit's weights from the folder that this machine's owner named.
 
         The coordinator compares its SHA-256 with that of the run.
         """
-        model = self._config.model
-        if not model.from_ or model.from_.startswith(HUB):
+        if not self._config.model.from_ or self._allows.model is None:
             return None
-        if not await asyncio.to_thread(Path(model.from_).is_dir):
-            return None
+        model = replace(self._config.model, from_=str(self._allows.model.absolute()))
         try:
             weights = (await read_units(model, [unit]))[unit]
-        except DataError:
-            return None  # another folder, or one that this user may not read
+        except DataError as error:
+            log.warning("%s; the coordinator sends these weights", error)
+            return None
         data = await asyncio.to_thread(weights_file, weights)
         return LayerFile(data, (await asyncio.to_thread(hashlib.sha256, data)).hexdigest())
 
@@ -307,7 +312,7 @@ class SnapshotTransfer:
 
     async def _put(self, url: str, step: int, unit: str, data: bytes) -> None:
         """Store a layer in the run's object store; a store that fails has a minute to come back."""
-        check_store(url, self._store)
+        check_store(url, self._allows.store)
         if self._pacer is not None:
             for offset in range(0, len(data), CHUNK_BYTES):
                 await self._pacer.pass_through(min(CHUNK_BYTES, len(data) - offset))
@@ -323,7 +328,7 @@ class SnapshotTransfer:
 
     async def _get(self, place: LayerPlace, limit: int) -> bytes:
         """A layer from the run's object store, its SHA-256 checked. Raises RunError."""
-        check_store(place.url, self._store)
+        check_store(place.url, self._allows.store)
         store = await asyncio.to_thread(ObjectStore, place.url)
         data = await asyncio.to_thread(store.get, place.step, place.unit, min(limit, place.bytes) + 1)
         if (await asyncio.to_thread(hashlib.sha256, data)).hexdigest() != place.sha256:
@@ -397,14 +402,15 @@ class SnapshotTransfer:
 
 def check_store(url: str, allowed: str) -> None:
     """Raises UserError if `url` is an object store's that this machine's owner has not named."""
-    within = bool(allowed) and f"{url}/".startswith(f"{allowed.rstrip('/')}/")
-    if is_url(url) and not within:
+    if not is_url(url):
+        return
+    if (why := wrong_url(url)) is not None:
+        raise UserError(f"{url[:200]} cannot hold snapshots: {why}")
+    if not is_below(url, allowed):
         raise UserError(
             f"this run keeps its snapshots in {url}, with the credentials of each machine's environment: "
             f"join with --store {url} to let it"
         )
-    if is_url(url) and (why := wrong_url(url)) is not None:
-        raise UserError(f"{url} cannot hold snapshots: {why}")
 
 
 def _hash(tensors: Mapping[str, torch.Tensor]) -> UnitHash:

@@ -246,6 +246,11 @@ class LinkSums:
     """By kind of tensor and codec."""
     flow_elements: dict[tuple[Direction, str], int] = field(default_factory=dict)
 
+    @property
+    def held_out_bytes(self) -> int:
+        """Of `bytes`, those that held-out samples sent."""
+        return sum(size for (kind, _), size in self.flow_bytes.items() if kind is Direction.HELD_OUT)
+
 
 class LinkGrowth(NamedTuple):
     """Of one direction of a link."""
@@ -286,6 +291,11 @@ class Ledger:
         self._codecs = codecs
         self.stages: dict[Place, StageSums] = {}
         self.links: dict[LinkKey, LinkSums] = {}
+
+    @property
+    def held_out_bytes(self) -> int:
+        """On all links, those that held-out samples sent."""
+        return sum(link.held_out_bytes for link in self.links.values())
 
     @property
     def link_bytes(self) -> int:

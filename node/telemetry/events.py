@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hints
 
+from node.telemetry.format import NO_LABELS, dropped_text
 from wire.errors import ProtocolViolationError
 
 _KINDS: dict[str, type["Event"]] = {}
@@ -164,7 +165,8 @@ class StepDone(Event):
     """Steps done so far, this one included: the first is 1, the last equals `steps`."""
     steps: int
     loss: float
-    """Mean cross-entropy over the step's tokens, nats a token."""
+    """Mean cross-entropy over the step's labels, nats a token; not a number, in JSON null, if no token is
+    one."""
     lr: float
     grad_norm: float
     """Before clipping, over the whole model."""
@@ -189,10 +191,11 @@ class HeldOutLoss(Event):
     event: ClassVar[str] = "held-out"
     step: int
     loss: float | None
-    """With the run's codecs on the links; None if they cannot carry such samples."""
+    """With the run's codecs on the links; None if they cannot carry such samples, or without labels."""
     uncompressed: float
-    """With fp32 on every link."""
+    """With fp32 on every link; not a number without labels."""
     samples: int
+    """Those with labels."""
     best: bool
     """The least uncompressed loss so far."""
     seconds: float
@@ -203,7 +206,8 @@ class HeldOutLoss(Event):
         """For people."""
         trained = "" if self.loss is None else f", {self.loss:.4f} as trained"
         best = ", the best so far" if self.best else ""
-        return f"held-out loss at step {self.step}: {self.uncompressed:.4f} uncompressed{trained}{best}"
+        found = f"{self.uncompressed:.4f} uncompressed{trained}{best}" if self.samples else NO_LABELS
+        return f"held-out loss at step {self.step}: {found}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +359,7 @@ class Notice(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReplaced(Notice):
-    """A node has lost its stage, or is shut out, for what the line says."""
+    """A node has lost its stage, is shut out, or stays only because no other can take its stage."""
 
     event: ClassVar[str] = "replaced"
     node_id: str
@@ -404,6 +408,19 @@ class DiskRoom(Notice):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataDropped(Notice):
+    """Documents were left out of the training data; the line says why."""
+
+    event: ClassVar[str] = "data-dropped"
+    reasons: Mapping[str, int]
+    """Documents by reason, of what has been read so far."""
+
+    @classmethod
+    def of(cls, reasons: Mapping[str, int]) -> "DataDropped":
+        return cls(text=f"left out of the training data so far: {dropped_text(reasons)}", reasons=reasons)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotSetAside(Notice):
     """A stored snapshot was found damaged during the run and is no longer used."""
 
@@ -427,10 +444,13 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Totals of a run. Bytes are those on all links, both directions."""
+    """Totals since this coordinator went on with the run. Bytes are those on all links, both directions, of
+    steps: aborted ones and those that ran again included, held-out samples not."""
 
     steps: int
+    """Different ones: a step that ran again counts once."""
     first_loss: float
+    """Of the first step with labels; not a number if no step had any. The last one likewise."""
     last_loss: float
     tokens: int
     seconds: float
@@ -447,6 +467,12 @@ class RunSummary:
     weights_sha256: str
     machines: tuple[str, ...] = ()
     """What each machine is called, and in how many steps it took part."""
+    since: int = 0
+    """Steps that were done before."""
+    again: int = 0
+    """Steps that ran again after a rollback; their time and bytes count."""
+    held_out_bytes: int = 0
+    """What held-out samples sent, with the run's codecs and without."""
 
 
 @dataclass(frozen=True, kw_only=True)

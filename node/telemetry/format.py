@@ -1,6 +1,9 @@
 """Numbers, tables and untrusted strings as text for people."""
 
 import re
+from collections.abc import Mapping
+
+from wire.errors import shortened
 
 _ADDRESS = re.compile(
     # [2001:db8::1]:7700; gRPC may write the brackets as %5B and %5D
@@ -24,6 +27,21 @@ def bytes_text(count: float) -> str:
 def count_text(count: float) -> str:
     """A count or rate: 18437 -> `18.4k`."""
     return _scaled(count, ("", "k", "M", "G", "T", "P"), "")
+
+
+NO_LABELS = "no labels"
+"""Where a loss would stand that none of the tokens counts in."""
+
+
+def loss_text(loss: float | None) -> str:
+    """A loss in nats a token; None, or not a number, where no token counts as a label."""
+    return NO_LABELS if loss is None or loss != loss else f"{loss:.4f}"
+
+
+def dropped_text(reasons: Mapping[str, int]) -> str:
+    """Documents that were left out, by reason, the most first: `3 (empty), 1 (no messages)`."""
+    most = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} ({printable(shortened(reason))})" for reason, count in most)
 
 
 def duration_text(seconds: float) -> str:

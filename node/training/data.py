@@ -5,15 +5,18 @@ last, labels all but the first. Windows of one pass start `sequence` tokens apar
 label at most once in a pass.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
+from types import MappingProxyType
 
 import numpy as np
 
 from node.config.schema import DataSection
+from node.training.documents import read_text
 from node.training.order import SampleOrder
-from node.training.text import SEPARATOR, read_text
+from node.training.text import SEPARATOR
 from node.training.token_cache import cache_folder, tokens_of
 from node.training.tokenizer import BYTES, Tokenizer, load_tokenizer
 from wire.errors import ConfigError, DataError
@@ -36,6 +39,7 @@ class Corpus:
         seed: int,
         shift: bool = True,
         end: int | None = None,
+        dropped: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """
         Args:
@@ -44,6 +48,7 @@ class Corpus:
             global_batch: samples a step.
             shift: every pass starts at another token below `sequence`, so that samples do not come again.
             end: the token that ends a document; None takes a sample for one document.
+            dropped: documents left out, by reason.
 
         Raises:
             DataError: fewer than `sequence` + 1 tokens.
@@ -64,6 +69,8 @@ class Corpus:
         self.global_batch = global_batch
         self.seed = seed
         self._end = end
+        self.dropped = dict(dropped)
+        """Documents left out, by reason."""
 
         room = len(self.training) - 1
         # One window fewer than fit, so that every phase below `sequence` leaves room for all of them.
@@ -80,31 +87,46 @@ class Corpus:
         global_batch: int,
         seed: int,
         vocab: int | None = None,
+        fixed: bool = False,
         tell: Callable[[str], None] = lambda _: None,
     ) -> "Corpus":
         """Read the text that `[data]` names, as tokens.
 
         Args:
             vocab: the model's vocabulary, which every token must be in; None does not ask.
+            fixed: `vocab` is a checkpoint's, and the tokenizer may have more tokens than the text.
             tell: receives progress lines of the first tokenizing of a long text.
 
         Raises:
             DataError: missing, unreadable, empty or too short; one line that says what to do.
-            ConfigError: the tokenizer has more tokens than `vocab`.
+            ConfigError: the tokenizer or the text has more tokens than `vocab`.
         """
         tokenizer = load_tokenizer(data.tokenizer)
-        if vocab is not None and vocab < tokenizer.vocabulary:
-            raise ConfigError(
-                f"model.vocab is {vocab}, but the tokenizer in {data.tokenizer} has {tokenizer.vocabulary} "
-                f"tokens: set model.vocab to {tokenizer.vocabulary} or more"
-            )
+        if vocab is not None:
+            check_vocabulary(tokenizer, data, vocab, fixed)
         end = end_of_text(tokenizer, data) if data.separate_documents else None
-        text = read_text(data)
-        if data.tokenizer == BYTES:
-            tokens = np.frombuffer(text, dtype=np.uint8)
-        else:
-            tokens = tokens_of(text, tokenizer, cache_folder(), tell)
-        return cls(tokens, sequence=sequence, global_batch=global_batch, seed=seed, shift=data.shift, end=end)
+        dropped: Counter[str] = Counter()
+        try:
+            text = read_text(data, dropped)
+            if data.tokenizer == BYTES:
+                tokens = np.frombuffer(text, dtype=np.uint8)
+            else:
+                tokens = tokens_of(text, tokenizer, cache_folder(), tell)
+                if vocab is not None:
+                    check_tokens(tokens, vocab, tokenizer, data.path)
+        except MemoryError:
+            raise DataError(
+                f'the text at {data.path} does not fit in the memory: set [data] order to "shards"'
+            ) from None
+        return cls(
+            tokens,
+            sequence=sequence,
+            global_batch=global_batch,
+            seed=seed,
+            shift=data.shift,
+            end=end,
+            dropped=dropped,
+        )
 
     def fingerprint(self) -> str:
         """SHA-256 of the training tokens: a resumed run needs the same text."""
@@ -173,10 +195,37 @@ def windows_of(tokens: np.ndarray, sequence: int, limit: int | None = None) -> n
     return windows
 
 
-def text_windows(data: DataSection, path: str, sequence: int, limit: int | None = None) -> np.ndarray:
-    """Windows of the text at `path`, as `windows_of`. Raises DataError as `Corpus.load`."""
+def check_vocabulary(tokenizer: Tokenizer, data: DataSection, vocab: int, fixed: bool) -> None:
+    """Whether a model of `vocab` tokens can have this tokenizer. Raises ConfigError.
+
+    Checkpoints have tokens without a row, such as those of images, so what counts with `fixed` is the text.
+    """
+    if vocab < tokenizer.vocabulary and not fixed:
+        raise ConfigError(
+            f"model.vocab is {vocab}, but the tokenizer in {data.tokenizer} has {tokenizer.vocabulary} "
+            f"tokens: set model.vocab to {tokenizer.vocabulary} or more"
+        )
+
+
+def check_tokens(ids: np.ndarray, vocab: int, tokenizer: Tokenizer | None, place: str) -> None:
+    """Raises ConfigError for ids of `place` that are none of the model's `vocab` tokens."""
+    if len(ids) and (largest := int(ids.max())) >= vocab:
+        text = "" if tokenizer is None else f" ({tokenizer.decode(np.array([largest]))!r})"
+        raise ConfigError(
+            f"{place} has the token {largest}{text}, but model.vocab is {vocab}: take it out of the text, or "
+            f"set model.vocab to {largest + 1} or more if no checkpoint sets it"
+        )
+
+
+def text_windows(
+    data: DataSection, path: str, sequence: int, limit: int | None = None, vocab: int | None = None
+) -> np.ndarray:
+    """Windows of the text at `path`, as `windows_of`. Raises DataError and ConfigError as `Corpus.load`."""
     text = read_text(replace(data, path=path, sources=()))
     tokenizer = load_tokenizer(data.tokenizer)
     if data.tokenizer == BYTES:
         return windows_of(np.frombuffer(text, dtype=np.uint8), sequence, limit)
-    return windows_of(tokens_of(text, tokenizer, cache_folder(), lambda _: None), sequence, limit)
+    windows = windows_of(tokens_of(text, tokenizer, cache_folder(), lambda _: None), sequence, limit)
+    if vocab is not None:
+        check_tokens(windows, vocab, tokenizer, path)
+    return windows

@@ -11,6 +11,7 @@ record at the coordinator, so one that is half written or was changed in the sto
 import contextlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -22,19 +23,55 @@ from wire.errors import RunError, UserError
 RECORD_FILE = "run.json"
 _EXTRAS = {"s3": "s3fs"}
 """By scheme, the package that fsspec needs beside itself and that `thinwire[store]` brings."""
+_FOLDERS = ("file", "local")
+"""Schemes of a folder on this machine."""
+_PORTS = {"http": 80, "https": 443, "webdav": 443, "ftp": 21, "sftp": 22, "ssh": 22, "smb": 445}
+"""By scheme whose addresses begin with a host, which has no case, its usual port."""
+_NOT_PLAIN = frozenset("%\\*[]#~")
+"""What a store's library may read as another character, a pattern or a home directory."""
 
 
 def wrong_url(url: str) -> str | None:
-    """Why this cannot be an object store's address, or None. Opens no connection."""
+    """Why this cannot be an object store's address, or None. Opens no connection.
+
+    Only plain addresses can be compared with what a machine's owner allows: a store's library resolves dots,
+    decodes escapes, expands patterns and chains addresses by "::".
+    """
     scheme, _, rest = url.partition("://")
     if not rest.strip("/") or "?" in url or "@" in rest:
         return "expected SCHEME://BUCKET/FOLDER, without credentials"
+    dots = any(part and not part.strip(" .") for part in rest.split("/"))
+    if dots or "::" in url or not url.isprintable() or not _NOT_PLAIN.isdisjoint(url):
+        return "expected a plain path: no . or .. as a folder, no backslash, ::, %, *, [, ], # or ~"
+    if scheme in _FOLDERS and not rest.startswith("/"):
+        return f"expected an absolute path, as in {scheme}:///FOLDER"
     if importlib.util.find_spec("fsspec") is None:
         return "fsspec is not installed: install thinwire[store]"
     if scheme in _EXTRAS and importlib.util.find_spec(_EXTRAS[scheme]) is None:
         return f"{_EXTRAS[scheme]} is not installed: install thinwire[store]"
     known = importlib.import_module("fsspec").available_protocols()
     return None if scheme in known else f"fsspec knows no {scheme!r}: it knows {', '.join(sorted(known))}"
+
+
+def is_below(url: str, allowed: str) -> bool:
+    """Whether `url` is the address `allowed` or one below it, in the same store. False if either is wrong.
+
+    Folders of this machine are compared where their symbolic links lead.
+    """
+    if wrong_url(url) is not None or wrong_url(allowed) is not None:
+        return False
+    parts, within = _parts(url), _parts(allowed)
+    return parts[: len(within)] == within
+
+
+def _parts(url: str) -> list[str]:
+    scheme, _, rest = url.partition("://")
+    if scheme in _FOLDERS:
+        rest = os.path.realpath(rest)
+    first, *folders = rest.rstrip("/").split("/")
+    if scheme in _PORTS:
+        first = first.lower().removesuffix(f":{_PORTS[scheme]}")
+    return [scheme, first, *folders]
 
 
 def run_folder(url: str, run_id: str) -> str:
@@ -50,6 +87,7 @@ class ObjectStore:
         if (why := wrong_url(url)) is not None:
             raise UserError(f"{url} cannot hold snapshots: {why}")
         self.url = url.rstrip("/")
+        self._is_folder = url.partition("://")[0] in _FOLDERS
         fsspec: Any = importlib.import_module("fsspec")
         with self._errors(self.url):
             self._files, self._root = fsspec.core.url_to_fs(self.url)
@@ -62,8 +100,10 @@ class ObjectStore:
         """A layer unit's file, at most `size` bytes of it. Raises RunError; the hash is the caller's to
         check."""
         path = f"{self._step(step)}/{unit_file(unit)}"
-        with self._errors(path), self._files.open(path, "rb") as file:
-            return bytes(file.read(size))
+        with self._errors(path):
+            self._refuse_link(path)
+            with self._files.open(path, "rb") as file:
+                return bytes(file.read(size))
 
     def put_record(self, text: str) -> None:
         """Store what `thinwire recover` needs. Raises RunError."""
@@ -71,13 +111,16 @@ class ObjectStore:
 
     def record(self) -> bytes:
         """What `put_record` stored last. Raises RunError."""
-        with self._errors(RECORD_FILE):
-            return bytes(self._files.cat_file(f"{self._root}/{RECORD_FILE}"))
+        path = f"{self._root}/{RECORD_FILE}"
+        with self._errors(path):
+            self._refuse_link(path)
+            return bytes(self._files.cat_file(path))
 
     def drop(self, step: int) -> None:
         """Remove a snapshot, if it is there. Raises RunError."""
         path = self._step(step)
         with self._errors(path):
+            self._refuse_link(path)
             if self._files.exists(path):
                 self._files.rm(path, recursive=True)
 
@@ -88,18 +131,20 @@ class ObjectStore:
 
     def _put(self, path: str, data: bytes) -> None:
         with self._errors(path):
-            if "file" in self._protocols:
+            if self._is_folder:
                 # An object store shows whole objects alone; a folder needs a rename for that.
+                for name in (path, f"{path}.part"):
+                    self._refuse_link(name)
                 self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
                 self._files.pipe_file(f"{path}.part", data)
                 self._files.mv(f"{path}.part", path)
             else:
                 self._files.pipe_file(path, data)
 
-    @property
-    def _protocols(self) -> tuple[str, ...]:
-        protocol = self._files.protocol
-        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+    def _refuse_link(self, path: str) -> None:
+        """Raises OSError if a symbolic link below the run's folder leads out of it."""
+        if self._is_folder and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self._root)):
+            raise PermissionError(f"a symbolic link leads out of {self._root}: remove it")
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:

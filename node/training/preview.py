@@ -103,7 +103,7 @@ def _of_whole(corpus: Corpus, path: str, decode: Any, count: int) -> SourcePrevi
         documents=0,
         tokens=len(corpus.training),
         labels=len(corpus.training),
-        dropped={},
+        dropped=corpus.dropped,
         ids=tuple(map(int, ids)),
         mask=(True,) * len(ids),
         text=decode(ids),

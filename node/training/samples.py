@@ -16,6 +16,9 @@ from node.training.shards import COUNTS, TrainingData, in_shards, open_stream, s
 from node.training.tokenizer import load_tokenizer
 from wire.errors import DataError
 
+SEARCHED = 100
+"""Times the samples that are wanted are looked at for some with labels."""
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -44,6 +47,11 @@ class Samples:
     def label_weight(self) -> float:
         """As `node.model.labels.label_weight`, of all samples."""
         return label_weight(self.labels) if len(self) else 1.0
+
+    @property
+    def labelled(self) -> int:
+        """How many of them have labels: the others count nowhere."""
+        return int(np.count_nonzero((self.labels != IGNORED).any(axis=1)))
 
     def part(self, which: BatchPart) -> np.ndarray:
         """What nodes fetch, [n, sequence]."""
@@ -109,7 +117,7 @@ def samples_of(config: RunConfig, corpus: TrainingData | None, path: str, limit:
     if path and in_shards(replace(data, path=path, sources=())):
         return _of_stream(config, path, 1000 if limit is None else limit)
     if path:
-        windows = text_windows(data, path, sequence, limit)
+        windows = text_windows(data, path, sequence, limit, config.model.vocab)
     else:
         assert corpus is not None, "without a path, the corpus holds samples out"
         windows = corpus.validation_windows(limit)
@@ -121,15 +129,26 @@ def samples_of(config: RunConfig, corpus: TrainingData | None, path: str, limit:
 
 
 def _of_stream(config: RunConfig, path: str, limit: int) -> Samples:
+    """Samples without labels count for nothing, and are left out; a few may fill up the last microbatch. All
+    are such samples only if the first `SEARCHED` times the limit have no labels."""
     stream = open_stream(config, path, "held out")
-    windows, labels, starts = [], [], []
-    for tokens, mask in stream.in_order(limit):
+    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    fillers: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for tokens, mask in stream.in_order(SEARCHED * limit):
         ids = tokens.astype(np.int64)
-        windows.append(ids)
-        labels.append(ids[1:] if mask is None else np.where(mask[1:] & COUNTS, ids[1:], IGNORED))
-        starts.append(starts_in(ids[:-1], None if mask is None else mask[:-1], stream.end))
-    if not windows:
+        labels = ids[1:] if mask is None else np.where(mask[1:] & COUNTS, ids[1:], IGNORED)
+        sample = ids, labels, starts_in(ids[:-1], None if mask is None else mask[:-1], stream.end)
+        if (labels != IGNORED).any():
+            found.append(sample)
+        elif len(fillers) < limit:
+            fillers.append(sample)
+        if len(found) == limit:
+            break
+    if len(found) < limit:
+        found += fillers[: -len(found) % config.training.microbatch if found else limit]
+    if not found:
         raise DataError(
             f"{path} has no {config.model.sequence + 1} tokens: give more text or lower [model] sequence"
         )
-    return Samples(np.stack(windows), np.stack(labels), np.stack(starts))
+    windows, wanted, starts = map(np.stack, zip(*found, strict=True))
+    return Samples(windows, wanted, starts)

@@ -30,9 +30,11 @@ import numpy as np
 from node.config.schema import DataSection, RunConfig
 from node.model.labels import IGNORED
 from node.model.rng import generator
-from node.training.chat import ChatEncoder, Dropped, load_chat_encoder
-from node.training.data import Corpus, document_starts, end_of_text
+from node.training.chat import ChatEncoder, load_chat_encoder
+from node.training.conversations import Dropped
+from node.training.data import Corpus, check_tokens, check_vocabulary, document_starts, end_of_text
 from node.training.documents import (
+    LARGE_BYTES,
     Batch,
     Shard,
     Source,
@@ -43,19 +45,19 @@ from node.training.documents import (
     text_of,
 )
 from node.training.order import Mixture
-from node.training.text import SEPARATOR, STDLIB, expanded
-from node.training.token_cache import cache_folder, replace_json, sole_writer
+from node.training.text import SEPARATOR, STDLIB, expanded, listed, suffix_of
+from node.training.token_cache import BATCH_PIECES, cache_folder, replace_json, sole_writer
 from node.training.tokenizer import Tokenizer, load_tokenizer, pieces_of
 from wire.errors import ConfigError, DataError
 
 COUNTS, BEGINS = 1, 2
 """Bits of a mask: the token counts as a label; it begins a document."""
+FORMAT = "3"
+"""Raised when files are read, cut or rendered in another way."""
 PART_TOKENS = 1 << 20
 GROUP_PARTS = 4
 GROUPS_AHEAD = 4
 """Tokenized beyond what training has used."""
-LARGE_BYTES = 2_000_000_000
-"""A text source of this size is read in shards unless `[data] order` says otherwise."""
 OPEN_PARTS = 64
 MOST_PARTS = 16
 """Tokenized of a shard to estimate its size."""
@@ -111,13 +113,17 @@ class TokenizedSource:
         self._chat = chat
         self._vocab = vocab
         parts = [
+            FORMAT,
             source.digest,
+            str(source.skips),
             tokenizer.fingerprint,
+            data.format,
             data.jsonl_field,
-            f"{chat.fingerprint} 2" if chat else "",
+            chat.fingerprint if chat else "",
         ]
-        self.key = sha256("\0".join(parts).encode()).hexdigest()
-        self._folder = folder / self.key
+        self.key = sha256(repr(parts).encode()).hexdigest()
+        """Of all that decides on the tokens, but for changes in the middle of large files."""
+        self._folder = folder / sha256(f"{self.key} {source.stamps}".encode()).hexdigest()
         self._open: OrderedDict[tuple[int, int], Part] = OrderedDict()
         self._lock = threading.Lock()
         self._making: tuple[int, int, Iterator[tuple[list[np.ndarray], list[np.ndarray], Counts]]] | None = (
@@ -185,20 +191,23 @@ class TokenizedSource:
             raise DataError(f"{path} is damaged ({error}): delete {self._folder}") from error
         if digest.hexdigest() != said["sha256"]:
             raise DataError(f"{path} is damaged: delete {self._folder}")
+        # They may be of a run with a larger model.
+        self._check(tokens, str(self.source.path))
         return Part(tokens, mask)
 
     def _make(self, shard: int, part: int) -> Counts:
         """Tokenize the parts of a shard up to this one; parts come in order."""
-        if self._making is None or self._making[:2] != (shard, part):
+        # One that failed cannot go on: asked for again, it begins again and fails with the same error.
+        making, self._making = self._making, None
+        if making is None or making[:2] != (shard, part):
             skipped = 0
             for before in range(part):
                 known = self._counts_on_disk(shard, before)
                 if known is None:
                     raise DataError(f"tokens in {self._folder} were deleted: start the coordinator again")
                 skipped += known.documents
-            self._making = shard, part, self._tokenize(self.source.shards[shard], skipped)
-        ids, masks, counts = next(self._making[2])
-        self._making = None if counts.last else (shard, part + 1, self._making[2])
+            making = shard, part, self._tokenize(self.source.shards[shard], skipped)
+        ids, masks, counts = next(making[2])
         digest = sha256()
         dtype = self._tokenizer.dtype.newbyteorder("<")
         for kind, arrays in (("tokens", ids), *((("mask", masks),) if self._chat is not None else ())):
@@ -211,6 +220,8 @@ class TokenizedSource:
                 os.fsync(file.fileno())
         values = {**vars(counts), "sha256": digest.hexdigest()}
         replace_json(self._name(shard, part, "json"), values)
+        if not counts.last:
+            self._making = shard, part + 1, making[2]
         return counts
 
     def _tokenize(
@@ -221,7 +232,7 @@ class TokenizedSource:
         masks: list[np.ndarray] = []
         dropped: Counter[str] = Counter()
         tokens = documents = labels = 0
-        rows = islice(read_rows(shard, chat=self._chat is not None, skips=self.source.skips), skipped, None)
+        rows = islice(read_rows(shard, self._data, skips=self.source.skips), skipped, None)
         for batch in batches(rows):
             if tokens >= PART_TOKENS:
                 yield ids, masks, Counts(tokens, documents, labels, dict(dropped), last=False)
@@ -244,8 +255,10 @@ class TokenizedSource:
         (end,) = self._tokenizer.encode([SEPARATOR])
         if self._chat is not None:
             for place, row in batch:
-                assert isinstance(row, dict), "chat data comes in rows"
                 try:
+                    if isinstance(row, Dropped):
+                        raise row
+                    assert isinstance(row, dict), "chat data comes in rows"
                     ids, mask = self._chat.encode(row, place)
                 except Dropped as reason:
                     yield end, None, str(reason)
@@ -255,23 +268,36 @@ class TokenizedSource:
                 bits[0] |= BEGINS
                 yield np.concatenate([ids, end]), bits, ""
             return
-        texts = [text_of(row, place, self._data) for place, row in batch]
-        cut = [list(pieces_of(text)) if text.strip() else [] for text in texts]
-        encoded = iter(self._tokenizer.encode([piece for pieces in cut for piece in pieces]))
-        for pieces in cut:
-            if pieces:
-                yield np.concatenate([*islice(encoded, len(pieces)), end]), None, ""
+        begin = np.array(self._tokenizer.begin, dtype=self._tokenizer.dtype)
+        cut: list[list[bytes] | str] = []
+        for place, row in batch:
+            try:
+                cut.append(list(pieces_of(text_of(row, place, self._data))))
+            except Dropped as reason:
+                cut.append(str(reason))
+        pieces = [piece for found in cut if isinstance(found, list) for piece in found]
+        # Of a long document, its tokens take many times its size until they are packed.
+        encoded = (
+            piece
+            for at in range(0, len(pieces), BATCH_PIECES)
+            for piece in self._tokenizer.encode(pieces[at : at + BATCH_PIECES])
+        )
+        for (place, _), found in zip(batch, cut, strict=True):
+            if isinstance(found, list):
+                ids = np.concatenate([begin, *islice(encoded, len(found)), end])
+                self._check(ids, place)
+                yield ids, None, ""
             else:
-                yield end, None, "empty"
+                yield end, None, found
 
     def _token_array(self, shard: Shard) -> Part:
         (extent,) = shard.extents
         try:
-            if extent.path.suffix == ".npy":
+            if suffix_of(extent.path) == ".npy":
                 whole = np.load(extent.path, mmap_mode="r", allow_pickle=False)
             else:
                 whole = np.memmap(extent.path, dtype="<u2" if self._vocab <= 1 << 16 else "<u4", mode="r")
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever a damaged header leads to
             raise DataError(f"{extent.path} is not an array of token ids ({error})") from error
         if whole.ndim != 1 or whole.dtype.kind not in "ui":
             raise DataError(
@@ -288,10 +314,7 @@ class TokenizedSource:
         return Part(tokens, None)
 
     def _check(self, ids: np.ndarray, place: str) -> None:
-        if len(ids) and int(ids.max()) >= self._vocab:
-            raise ConfigError(
-                f"{place} has the token {int(ids.max())}, but model.vocab is {self._vocab}: set it to more"
-            )
+        check_tokens(ids, self._vocab, None if self.source.is_tokens else self._tokenizer, place)
 
 
 @dataclass
@@ -320,6 +343,9 @@ class Stream:
         self._end = 0
         self._walk = self._groups_in_order()
         self._extending = threading.Lock()
+        self._dropped: Counter[str] = Counter()
+        self.failure: Exception | None = None
+        """What ended the reading, for good: no sample follows those that are ready."""
 
     def prepare(self, index: int) -> int:
         """Tokenize up to sample `index`; returns the number of samples that are ready."""
@@ -335,9 +361,20 @@ class Stream:
             self._extend()
 
     def _extend(self) -> None:
-        group = next(self._walk)
+        if self.failure is not None:
+            raise self.failure
+        try:
+            group = next(self._walk)
+        except Exception as error:
+            self.failure = error
+            raise
         self._groups.append(group)
         self._end = group.first + len(group.places)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Documents left out of the shards that are tokenized so far, by reason; each counts once."""
+        return dict(self._dropped)
 
     def counts(self) -> list[Counts]:
         """Counts of the first group's parts."""
@@ -380,7 +417,7 @@ class Stream:
 
     def in_order(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """As `window`, the first samples in the order of the listing."""
-        parts = self._parts(np.arange(len(self.tokenized.source.shards)))
+        parts = self._parts(np.arange(len(self.tokenized.source.shards)), self._dropped)
         places = ((shard, part, window) for shard, part, count in parts for window in range(count))
         yield from (self._cut(*place) for place in islice(places, limit))
 
@@ -391,7 +428,7 @@ class Stream:
                 len(self.tokenized.source.shards)
             )
             began = first
-            parts = self._parts(order)
+            parts = self._parts(order, self._dropped if number == 0 else Counter())
             count = 0
             while several := list(islice(parts, GROUP_PARTS)):
                 places = [
@@ -405,16 +442,18 @@ class Stream:
                     first += len(places)
                 count += 1
             if first == began:
+                reasons = f" (left out: {listed(self._dropped)})" if self._dropped else ""
                 raise DataError(
-                    f"{self.tokenized.source.path} has no part of {self._sequence + 1} tokens: give more "
-                    "text or lower [model] sequence"
+                    f"{self.tokenized.source.path} has no part of {self._sequence + 1} tokens{reasons}: give "
+                    "more text or lower [model] sequence"
                 )
             number += 1
 
-    def _parts(self, order: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    def _parts(self, order: np.ndarray, dropped: Counter[str]) -> Iterator[tuple[int, int, int]]:
         for shard in map(int, order):
             part = 0
             while (counts := self.tokenized.counts(shard, part)) is not None:
+                dropped.update(counts.dropped)
                 yield shard, part, max(0, counts.tokens - 1) // self._sequence
                 part += 1
 
@@ -470,6 +509,14 @@ class ShardedCorpus:
         ]
         return np.stack(rows)
 
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Documents left out so far, by reason, of all sources: more come as shards are tokenized."""
+        total: Counter[str] = Counter()
+        for stream in self.streams:
+            total.update(stream.dropped)
+        return dict(total)
+
     def estimated_tokens(self) -> int:
         """Tokens of all sources, from the shards that are tokenized."""
         return sum(stream.estimated_tokens() for stream in self.streams)
@@ -495,6 +542,10 @@ class ShardedCorpus:
                 self._worker = threading.Thread(target=self._tokenize_ahead, name="tokenizer", daemon=True)
                 self._worker.start()
         self._wake.set()
+        # Also what comes only later: training up to there would be for nothing.
+        for stream in self.streams:
+            if stream.failure is not None:
+                raise stream.failure
         return [self.streams[source].window(index) for source, index in places]
 
     def _tokenize_ahead(self) -> None:
@@ -507,8 +558,7 @@ class ShardedCorpus:
                     stream.prepare(used)
                     while not self._closed and stream.groups - stream.group_of(used) <= GROUPS_AHEAD:
                         stream.extend()
-                except DataError:
-                    # The reader of these samples gets the same error.
+                except Exception:  # the stream keeps it for the next reader, whatever it is
                     return
 
 
@@ -530,7 +580,13 @@ def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | Non
     batch = config.training.global_batch
     if not in_shards(data):
         return Corpus.load(
-            data, sequence=sequence, global_batch=batch, seed=seed, vocab=config.model.vocab, tell=tell
+            data,
+            sequence=sequence,
+            global_batch=batch,
+            seed=seed,
+            vocab=config.model.vocab,
+            fixed=bool(config.model.from_),
+            tell=tell,
         )
     streams = [
         open_stream(config, name, str(number), folder)
@@ -560,11 +616,8 @@ def open_stream(config: RunConfig, path: str, name: str, folder: Path | None = N
     tokenizer = load_tokenizer(data.tokenizer)
     chat = load_chat_encoder(data.tokenizer, data.chat_template) if data.format == "chat" else None
     source = list_source(path)
-    if not source.is_tokens and tokenizer.vocabulary > vocab:
-        raise ConfigError(
-            f"model.vocab is {vocab}, but the tokenizer in {data.tokenizer} has "
-            f"{tokenizer.vocabulary} tokens: set model.vocab to {tokenizer.vocabulary} or more"
-        )
+    if not source.is_tokens:
+        check_vocabulary(tokenizer, data, vocab, bool(config.model.from_))
     if source.is_tokens and chat is not None:
         raise ConfigError(f'{path} holds token ids, and data.format = "chat" needs conversations')
     tokenized = TokenizedSource(source, data, tokenizer, chat, vocab, folder or cache_folder() / "shards")

@@ -314,10 +314,17 @@ class SnapshotWriter:
             del self._entries[step]
             return manifest
 
-    def discard(self, step: int) -> None:
-        """Forget the units of a step whose snapshot is not complete."""
+    def discard(self, step: int, *, remove: bool = False) -> None:
+        """Forget the units of a step whose snapshot is not complete; with `remove` also from disk.
+
+        Raises:
+            RunError: they cannot be removed.
+        """
         with self._lock:
             self._entries.pop(step, None)
+            directory = snapshot_directory(self._root, step)
+            if remove and directory.is_dir() and not is_complete(directory) and not _is_aside(directory):
+                _remove(directory)
 
     def discard_below(self, step: int) -> None:
         """Drop incomplete snapshots of lower steps, also from disk.

@@ -1,24 +1,28 @@
-"""Read training text from disk: files, folders, JSONL, compressed or not, and the standard library.
+"""Files of people: which ones a folder contributes, what is in them, and how they are opened.
 
-The whole text is held in memory as bytes. Documents are joined by one zero byte, which no text contains: a
-file with a zero byte in it is not text. `documents.py` reads what is larger or of other kinds.
+Training text is UTF-8, compressed or not. A byte order mark is no part of it. A file with a zero byte in it
+is not text, so that this byte can stand between documents.
 """
 
+import bz2
+import codecs
+import errno
 import gzip
 import io
-import json
 import logging
 import lzma
+import os
+import stat
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from node.config.schema import DataSection
-from wire.errors import ConfigError, DataError
+from wire.errors import ConfigError, DataError, UserError
+from wire.identity.files import home
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +31,26 @@ STDLIB = "stdlib"
 STDLIB_LIMIT_BYTES = 32 << 20
 """The standard library's text is cut after this many bytes, at the end of a file."""
 
-TEXT_SUFFIXES = frozenset((".txt", ".md", ".rst", ".tex", ".html", ".csv", ".jsonl", ".py", ".c", ".h"))
-COMPRESSED = frozenset((".xz", ".gz", ".zst"))
+JSON_SUFFIXES = frozenset((".jsonl", ".ndjson", ".jsonlines", ".json"))
+"""Rows: an object a line, or an array of objects. Of a folder's .json files those with rows are data."""
+TEXT_SUFFIXES = frozenset((".txt", ".md", ".rst", ".tex", ".html", ".csv", ".py", ".c", ".h"))
+COMPRESSED = frozenset((".xz", ".gz", ".zst", ".bz2"))
+MOST_FILE_BYTES = 256 << 20
+"""Of a settings file."""
+_READ_BYTES = 1 << 16
+_XZ_BYTES = 512 << 20
+"""Memory to decompress .xz with; its strongest preset takes 65 MiB."""
+_ARCHIVES = {
+    "a gzip file": b"\x1f\x8b",
+    "a zstd file": b"\x28\xb5\x2f\xfd",
+    "an xz file": b"\xfd7zXZ\0",
+    "a bzip2 file": b"BZh",
+    "a zip archive": b"PK\x03\x04",
+    "a parquet file": b"PAR1",
+    "an Arrow file": b"ARROW1",
+    "a NumPy array": b"\x93NUMPY",
+    "a PDF": b"%PDF-",
+}
 # Not part of every installation, or not the standard library at all.
 _STDLIB_SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
 
@@ -38,88 +60,91 @@ def expanded(path: str, key: str) -> Path:
 
     Raises ConfigError.
     """
+    own, _, below = path.partition("/")
     try:
-        return Path(path).expanduser()
-    except RuntimeError:
+        return home() / below if own == "~" else Path(path).expanduser()
+    except (RuntimeError, UserError):
         raise ConfigError(
             f"{key} {path!r}: this machine knows no home of that user; write the whole path, from / on"
         ) from None
 
 
-def read_text(data: DataSection) -> bytes:
-    """All documents of `[data] path`, joined by zero bytes.
-
-    One named file must be text; in a folder, files that are not UTF-8 text are skipped with a warning.
-
-    Raises:
-        DataError: missing, unreadable, damaged, not text, empty, or JSONL without the field.
-        ConfigError: a home directory of an unknown user.
-    """
-    if data.path == STDLIB:
-        documents = list(_standard_library())
-    else:
-        path = expanded(data.path, "data.path")
-        if _is_folder(path):
-            documents = list(_folder(path, data.jsonl_field))
-        else:
-            documents = _documents(path, data.jsonl_field)
-    text = SEPARATOR.join(document for document in documents if document.strip())
-    if not text:
-        raise DataError(f"no text in {data.path}: all of it is empty or skipped; set [data] path to text")
-    return text
-
-
-def _folder(folder: Path, jsonl_field: str) -> Iterator[bytes]:
-    every = list(files_below(folder))
-    found = [path for path in every if content_suffix(path) in TEXT_SUFFIXES]
-    if not found:
-        raise DataError(
-            f"no text files in folder {folder}; expected names that end in "
-            f"{', '.join(sorted(TEXT_SUFFIXES))}, with or without .xz, .gz or .zst"
-        )
-    report_skipped(folder, every, found)
-    for path in found:
-        try:
-            documents = _documents(path, jsonl_field)
-        except NotTextError as error:
-            logger.warning("skipped: %s", error)
-            continue
-        yield from documents
-
-
-def files_below(folder: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Visible files at any depth, in the order of their names; links to folders are not followed.
+def files_below(
+    folder: Path,
+    skipped: frozenset[str] = frozenset(),
+    left_out: Counter[str] | None = None,
+    *,
+    links: bool = False,
+) -> Iterator[Path]:
+    """Visible regular files at any depth, in the order of their names. Links to folders are not followed.
 
     Args:
         skipped: names of folders not to enter.
+        left_out: counts what is passed over: links that leave the folder, pipes, devices and the like.
+        links: also take files that are links to somewhere else.
+
+    Raises DataError for a folder that cannot be read.
     """
-    try:
-        entries = sorted(folder.iterdir(), key=lambda path: path.name)
-    except OSError as error:
-        raise DataError(f"cannot read folder {folder}: {error.strerror}; check its permissions") from error
-    for path in entries:
+    left_out = Counter() if left_out is None else left_out
+    roots = _roots(folder)
+    waiting = _entries(folder)
+    while waiting:
+        path = waiting.pop()
         if path.name.startswith(".") or path.name in skipped:
             continue
-        if _is_folder(path):
-            if not path.is_symlink():
-                yield from files_below(path, skipped)
-        elif path.is_file():
+        mode, is_link = _mode(path), path.is_symlink()
+        if stat.S_ISDIR(mode):
+            if is_link:
+                left_out["link to a folder"] += 1
+            else:
+                waiting += _entries(path)
+        elif not stat.S_ISREG(mode):
+            left_out["no regular file"] += 1
+        elif is_link and not links and not any(path.resolve().is_relative_to(root) for root in roots):
+            left_out["link out of the folder"] += 1
+        else:
             yield path
 
 
-def _is_folder(path: Path) -> bool:
-    """Raises DataError where one on the way may not be entered."""
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder, the last name first."""
     try:
-        return path.is_dir()
+        return sorted(folder.iterdir(), key=lambda path: path.name, reverse=True)
     except OSError as error:
+        raise DataError(f"cannot read folder {folder}: {error.strerror}; check its permissions") from error
+
+
+def _mode(path: Path) -> int:
+    """`st_mode` of what the path leads to; 0 for a link to nowhere. Raises DataError where one on the way may
+    not be entered."""
+    try:
+        return path.stat().st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return 0
         raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+
+
+def _roots(folder: Path) -> list[Path]:
+    """Where links of a folder may lead: into it, and from a snapshot in the hub's cache to the files that it
+    shares with others."""
+    whole = folder.resolve()
+    shared = [
+        place.parent.parent / "blobs" for place in (whole, *whole.parents) if place.parent.name == "snapshots"
+    ]
+    return [whole, *shared]
+
+
+def is_folder(path: Path) -> bool:
+    """Raises DataError where one on the way may not be entered."""
+    return stat.S_ISDIR(_mode(path))
 
 
 def standard_library_files() -> Iterator[Path]:
     """The sources of Python's standard library, in a fixed order. Raises DataError if there are none."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = False
-    for path in files_below(folder, _STDLIB_SKIPPED):
+    for path in files_below(folder, _STDLIB_SKIPPED, links=True):
         if path.suffix == ".py":
             found = True
             yield path
@@ -127,64 +152,147 @@ def standard_library_files() -> Iterator[Path]:
         raise DataError(f"this Python has no library sources in {folder}; set [data] path to text")
 
 
-def _standard_library() -> Iterator[bytes]:
-    total = 0
-    for path in standard_library_files():
-        try:
-            document = _plain_text(path)
-        except NotTextError:
-            continue
-        total += len(document)
-        if total > STDLIB_LIMIT_BYTES:
-            return
-        yield document
-
-
 class NotTextError(DataError):
-    """A file that is not UTF-8 text: an error by itself, a warning within a folder."""
+    """A file that is not UTF-8 text: an error by itself, left out within a folder."""
+
+    def __init__(self, path: Path, reason: str, advice: str) -> None:
+        super().__init__(f"{path} {reason}; {advice}")
+        self.reason = f"file that {reason}"
+
+
+def suffix_of(path: Path) -> str:
+    """A file's last suffix in lower case."""
+    return path.suffix.lower()
 
 
 def content_suffix(path: Path) -> str:
-    """The suffix that gives a file's kind, without that of its compression."""
-    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    """The suffix that gives a file's kind, in lower case, without that of its compression."""
+    return suffix_of(Path(path.stem)) if suffix_of(path) in COMPRESSED else suffix_of(path)
 
 
-def _documents(path: Path, jsonl_field: str) -> list[bytes]:
-    text = _plain_text(path)
-    return _json_lines(path, text, jsonl_field) if content_suffix(path) == ".jsonl" else [text]
+def without_marks(text: bytes) -> bytes:
+    """UTF-8 text without the byte order marks that some programs put before it; files that were joined have
+    them where lines begin."""
+    if codecs.BOM_UTF8 not in text:
+        return text
+    return text.removeprefix(codecs.BOM_UTF8).replace(b"\n" + codecs.BOM_UTF8, b"\n")
 
 
-def _plain_text(path: Path) -> bytes:
-    content = _content(path)
+def check_regular(path: Path) -> int:
+    """The size of a regular file in bytes. Raises DataError for pipes, devices and the like, which are not
+    opened, and OSError."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, a device or the like"
+        raise DataError(f"{path} is {kind}: a regular file is expected")
+    return found.st_size
+
+
+def read_file(path: Path, most: int = MOST_FILE_BYTES) -> bytes:
+    """A settings file (JSON, a template) as UTF-8 without a byte order mark.
+
+    Raises DataError if it is no regular file, longer than `most` bytes, or UTF-16; OSError.
+    """
+    if (size := check_regular(path)) > most:
+        raise DataError(f"{path} has {size:,} bytes; at most {most:,} are expected: is it the right file?")
+    content = path.read_bytes()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{path} is UTF-16: save it as UTF-8")
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """As `read_file`, from a folder that a stranger may have made. Raises DataError for a link out
+    of it, too."""
+    check_link(path)
+    return read_file(path, most)
+
+
+def check_link(path: Path) -> None:
+    """Raises DataError for a link that leads out of its folder, which a stranger's folder may hold.
+
+    Links to files beside a hub's snapshots are how its cache is made.
+    """
+    folder = path.parent
+    own = folder.parent.parent if folder.parent.name == "snapshots" else folder
+    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(own)):
+        raise DataError(f"{path} is a link that leads out of its folder: put the file itself there")
+
+
+def checked_text(path: Path, content: bytes) -> bytes:
+    """The content without byte order marks. Raises NotTextError unless it is UTF-8 without zero bytes."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise NotTextError(path, "is UTF-16 text, not UTF-8", "save it as UTF-8 or leave it out")
+    wrong = at = ""
     try:
         content.decode()
+        if SEPARATOR in content:
+            wrong = "holds zero bytes"
     except UnicodeDecodeError as error:
-        raise NotTextError(
-            f"{path} is not UTF-8 text (byte {error.start}); convert it or leave it out"
-        ) from error
-    if SEPARATOR in content:
-        raise NotTextError(f"{path} holds zero bytes, so it is no text; leave it out")
-    return content
+        wrong, at = "is not UTF-8 text", f" (byte {error.start})"
+    if wrong:
+        kind = next((kind for kind, magic in _ARCHIVES.items() if content.startswith(magic)), "")
+        if kind:
+            raise NotTextError(path, f"is {kind}", "unpack it, give it its suffix, or leave it out")
+        raise NotTextError(path, wrong, f"convert it or leave it out{at}")
+    return without_marks(content)
 
 
-def _content(path: Path) -> bytes:
-    with explained(path), open_content(path) as file:
-        return file.read()
+class _Decompressed(io.RawIOBase):
+    """A file of .xz or .bz2, decompressed as it is read; streams one after another count as one."""
+
+    def __init__(self, path: Path, make: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor]) -> None:
+        self._file = path.open("rb")
+        self._make = make
+        self._codec = make()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            if self._codec.eof:
+                # Zero bytes may fill up a stream of .xz.
+                raw = self._codec.unused_data.lstrip(b"\0") or self._file.read(_READ_BYTES).lstrip(b"\0")
+                if not raw:
+                    return 0
+                self._codec = self._make()
+            else:
+                raw = self._file.read(_READ_BYTES) if self._codec.needs_input else b""
+                if self._codec.needs_input and not raw:
+                    raise EOFError("its end is missing")
+            data = self._codec.decompress(raw, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def open_content(path: Path) -> IO[bytes]:
-    """The file's bytes, decompressed. Raises OSError, DataError for a missing package."""
-    if path.suffix == ".xz":
-        return lzma.open(path)
-    if path.suffix == ".gz":
-        return gzip.GzipFile(path, "rb")  # type: ignore[return-value]  # typeshed: no IO
-    if path.suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError(f'{path} needs the zstandard package: pip install "thinwire[data]"') from error
-        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-        return io.BufferedReader(reader)
+    """The file's bytes, decompressed as they are read.
+
+    Raises OSError, DataError for a missing package or what is no regular file.
+    """
+    check_regular(path)
+    match suffix_of(path):
+        case ".xz":
+            return io.BufferedReader(_Decompressed(path, lambda: lzma.LZMADecompressor(memlimit=_XZ_BYTES)))
+        case ".bz2":
+            return io.BufferedReader(_Decompressed(path, bz2.BZ2Decompressor))
+        case ".gz":
+            return gzip.GzipFile(path, "rb")  # type: ignore[return-value]  # typeshed: no IO
+        case ".zst":
+            try:
+                import zstandard
+            except ImportError as error:
+                raise DataError(
+                    f'{path} needs the zstandard package: pip install "thinwire[data]"'
+                ) from error
+            reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
+            return io.BufferedReader(reader)
     return path.open("rb")
 
 
@@ -196,6 +304,8 @@ def explained(path: Path) -> Iterator[None]:
     except (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError) as error:
         raise DataError(f"{path} is damaged: {error}; compress it again") from error
     except OSError as error:
+        if error.errno is None:  # as bz2 raises it
+            raise DataError(f"{path} is damaged: {error}; compress it again") from error
         raise unreadable(path, error) from error
     except Exception as error:  # zstandard may not be installed, so its error is known by name only
         if type(error).__name__ != "ZstdError":
@@ -212,31 +322,21 @@ def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"cannot read {path}: {error.strerror or error}; check its permissions")
 
 
-def report_skipped(folder: Path, every: list[Path], taken: list[Path]) -> None:
-    """Warn about the files of a folder that are not trained on, by suffix."""
-    if len(taken) == len(every):
-        return
+def report_skipped(folder: Path, every: list[Path], taken: list[Path], left_out: Counter[str]) -> None:
+    """Warn about the files of a folder that are not trained on, by suffix, and what `files_below` left
+    out."""
     chosen = set(taken)
-    kinds = Counter(file.suffix or "no suffix" for file in every if file not in chosen)
-    listed = ", ".join(f"{count} x {suffix}" for suffix, count in kinds.most_common(5))
-    logger.warning("training on %d of %d files in %s; skipped: %s", len(taken), len(every), folder, listed)
+    kinds = left_out + Counter(file.suffix or "no suffix" for file in every if file not in chosen)
+    if kinds:
+        logger.warning(
+            "training on %d of %d files in %s; skipped: %s",
+            len(taken),
+            len(every) + left_out.total(),
+            folder,
+            listed(kinds),
+        )
 
 
-def _json_lines(path: Path, content: bytes, jsonl_field: str) -> list[bytes]:
-    documents = []
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} line {number} is not JSON ({error}); expected one object") from error
-        value = row.get(jsonl_field) if isinstance(row, dict) else None
-        if not isinstance(value, str):
-            raise DataError(
-                f"{path} line {number} has no text in field {jsonl_field!r}; "
-                "set [data] jsonl_field to the field that holds it"
-            )
-        # Escapes may hide what the file itself could not: zero bytes and halves of surrogate pairs.
-        documents.append(value.encode("utf-8", "replace").replace(SEPARATOR, b" "))
-    return documents
+def listed(counts: Mapping[str, int]) -> str:
+    """The five most frequent, as `12 x .pdf, 1 x link out of the folder`."""
+    return ", ".join(f"{count} x {kind}" for kind, count in Counter(counts).most_common(5))

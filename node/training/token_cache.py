@@ -20,8 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from node.training.text import SEPARATOR
 from node.training.tokenizer import Tokenizer, pieces_of
 from wire.errors import DataError
+from wire.identity.files import cache_folder as user_cache
 
 BATCH_PIECES = 16
 """Pieces encoded at once, on all cores; progress is on disk after each batch."""
@@ -30,8 +32,8 @@ Tell = Callable[[str], None]
 
 
 def cache_folder() -> Path:
-    """Where token files are kept; not created."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire" / "tokens"
+    """Where token files are kept; not created. Raises UserError for a user without a home."""
+    return user_cache() / "tokens"
 
 
 def tokens_of(text: bytes, tokenizer: Tokenizer, folder: Path, tell: Tell) -> np.ndarray:
@@ -98,6 +100,7 @@ def _encode(text: bytes, tokenizer: Tokenizer, folder: Path, key: str, tell: Tel
     )
     done, count = (pieces, tokens) if sure else (0, 0)
     assert isinstance(done, int) and isinstance(count, int), "both were checked"
+    begin = np.array(tokenizer.begin, dtype=tokenizer.dtype)
     read = 0
     waiting = iter(pieces_of(text))
     read += sum(map(len, islice(waiting, done)))
@@ -106,7 +109,10 @@ def _encode(text: bytes, tokenizer: Tokenizer, folder: Path, key: str, tell: Tel
         file.seek(count * itemsize)
         for batch in _batches(waiting):
             encoded = tokenizer.encode(batch)
-            for ids in encoded:
+            arrays = [begin] if count == 0 else []
+            for piece, ids in zip(batch, encoded, strict=True):
+                arrays += [ids, begin] if piece == SEPARATOR else [ids]
+            for ids in arrays:
                 file.write(ids.astype(tokenizer.dtype.newbyteorder("<"), copy=False).tobytes())
                 count += len(ids)
             file.flush()

@@ -1,25 +1,32 @@
 """Text into token ids: bytes as they are, or byte-pair encoding with the user's own tables.
 
 `[data] tokenizer` is `bytes`, or names tables of byte-level BPE as GPT-2 has them: a folder that holds
-`tokenizer.json`, `vocab.json` and `merges.txt`, or `encoder.json` and `vocab.bpe`; or one of these files. The
-BPE itself is the `tokenizers` package, which only the coordinator needs.
+`tokenizer.json`, `vocab.json` and `merges.txt`, `encoder.json` and `vocab.bpe`, or SentencePiece's
+`tokenizer.model`; or one of these files. The BPE itself is the `tokenizers` package, which only the
+coordinator needs.
 """
 
 import json
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from node.training.text import SEPARATOR, expanded
+from node.training.sentencepiece import sentencepiece_tokenizer
+from node.training.text import SEPARATOR, expanded, read_small
 from wire.errors import DataError
 
 if TYPE_CHECKING:
     import tokenizers
+
+logger = logging.getLogger(__name__)
 
 BYTES = "bytes"
 PIECE_BYTES = 128 * 1024
@@ -27,8 +34,13 @@ PIECE_BYTES = 128 * 1024
 END_OF_TEXT = "<|endoftext|>"
 """Stands between documents, if the vocabulary has it."""
 
+MOST_TABLES_BYTES = 128 << 20
+"""Of one file: the largest that are published have a third of it."""
+
 _BREAK = re.compile(rb"[ \n]")
 _FAST = "tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
+SENTENCEPIECE = "tokenizer.model"
 _TABLES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _EXTRA = 'pip install "thinwire[bpe]"'
 
@@ -40,6 +52,8 @@ class Tokenizer(ABC):
     """Ids lie below this."""
     fingerprint: str
     """Changes whenever the same text might give other ids."""
+    begin: tuple[int, ...] = ()
+    """Ids that stand before each text."""
     ends: frozenset[int]
     """Each of these ids ends a text."""
 
@@ -54,8 +68,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def prompt(self, text: str) -> list[int]:
-        """Ids of a text to continue, as transformers encodes it: special tokens in it are special, and those
-        that the tokenizer puts before a text come first."""
+        """Ids of a text to continue: special tokens in it are special, and `begin` comes first unless it
+        is written there."""
 
     @abstractmethod
     def decode(self, ids: np.ndarray) -> str:
@@ -82,16 +96,8 @@ class ByteTokenizer(Tokenizer):
 class BpeTokenizer(Tokenizer):
     """Byte-pair encoding. Text that looks like a special token is encoded as the text that it is."""
 
-    def __init__(
-        self,
-        bpe: "tokenizers.Tokenizer",
-        tables: Sequence[bytes],
-        where: str,
-        end_of_text: str = "",
-        ends: Sequence[int] = (),
-    ) -> None:
-        """`end_of_text` stands between documents if the vocabulary lacks `END_OF_TEXT`. `ends` are more ids
-        that end a text."""
+    def __init__(self, bpe: "tokenizers.Tokenizer", tables: Sequence[bytes], folder: Path) -> None:
+        """`folder` says which tokens begin and end a text. Raises DataError."""
         import tokenizers
 
         self._bpe = bpe
@@ -99,19 +105,28 @@ class BpeTokenizer(Tokenizer):
         self._bpe.no_truncation()
         self._bpe.no_padding()
         self.vocabulary = 1 + max(bpe.get_vocab().values(), default=0)
-        parts = [BPE_FORMAT.encode(), tokenizers.__version__.encode(), *tables]
-        self.fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
-        named = (bpe.token_to_id(name) for name in (END_OF_TEXT, end_of_text) if name)
-        known = [found for found in named if found is not None]
+        self.begin = _begin(bpe, folder)
+        default = bpe.token_to_id(END_OF_TEXT)
+        known = _known_ends(bpe, folder)
+        template = _template_text(folder)
+        # A chat tokenizer's end of text may be what ends a turn.
+        apart = [end for end in known if (bpe.id_to_token(end) or "") not in template]
+        ends = [*apart, *([] if default is None else [default]), *known]
         # Tables without an end of text may still know the zero byte.
-        between = known[:1] or bpe.encode("\0", add_special_tokens=False).ids
+        between = ends[:1] or bpe.encode("\0", add_special_tokens=False).ids
         if not between:
             raise DataError(
-                f"the tokenizer in {where} has neither {END_OF_TEXT} nor an eos_token in "
-                "tokenizer_config.json to put between documents: add one"
+                f"the tokenizer in {folder} has no end of text to put between documents: name one of its "
+                "tokens as eos_token in tokenizer_config.json"
             )
+        if not ends:
+            _say_no_end(str(folder))
         self._between = np.array(between, dtype=self.dtype)
-        self.ends = frozenset([*known, *ends, *(between if len(between) == 1 else ())])
+        self.ends = frozenset([*ends, *(between if len(between) == 1 else ())])
+        parts = [BPE_FORMAT.encode(), tokenizers.__version__.encode(), *tables]
+        if self.begin or between != [default]:
+            parts.append(repr((self.begin, between)).encode())
+        self.fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
 
     def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         texts = [piece for piece in pieces if piece != SEPARATOR]
@@ -126,7 +141,8 @@ class BpeTokenizer(Tokenizer):
     def prompt(self, text: str) -> list[int]:
         self._bpe.encode_special_tokens = False
         try:
-            return list(self._bpe.encode(text, add_special_tokens=True).ids)
+            ids = tuple(self._bpe.encode(text, add_special_tokens=False).ids)
+            return list(ids if self.begin and ids[: len(self.begin)] == self.begin else self.begin + ids)
         finally:
             self._bpe.encode_special_tokens = True
 
@@ -163,74 +179,151 @@ def load_tokenizer(name: str) -> Tokenizer:
                 f"no tokenizer {name!r}: set [data] tokenizer to {BYTES}, or to a folder or file with GPT-2 "
                 "style tables (tokenizer.json, vocab.json and merges.txt, or encoder.json and vocab.bpe)"
             )
-        found = _find(path)
+        found = tokenizer_files(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+    tables = [read_bounded(file) for file in found]
+    bpe = parsed_tokenizer(found, tables)
+    with _one_line(path):
+        made = BpeTokenizer(bpe, tables, found[0].parent)
+        _check_bytes(made, path)
+    return made
+
+
+def parsed_tokenizer(files: Sequence[Path], tables: Sequence[bytes]) -> "tokenizers.Tokenizer":
+    """A tokenizer of the files of `tokenizer_files`, which hold `tables`. Raises DataError."""
     try:
         import tokenizers
     except ImportError as error:
         raise DataError(
-            f"[data] tokenizer {name} needs the tokenizers package on the coordinator's machine: {_EXTRA}"
+            f"[data] tokenizer {files[0]} needs the tokenizers package on the coordinator's machine: {_EXTRA}"
         ) from error
-    tables = [_read(file) for file in found]
+    with _one_line(files[0]):
+        if files[0].suffix == ".model":
+            return sentencepiece_tokenizer(tables[0], _added_tokens(files[0].parent))
+        if len(files) == 1:
+            return tokenizers.Tokenizer.from_str(tables[0].decode())
+        bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = tokenizers.decoders.ByteLevel()
+        return bpe
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """What is wrong with tables comes as bare Exception from the package, or as a panic of its Rust."""
     try:
-        if len(found) == 1:
-            bpe = tokenizers.Tokenizer.from_str(tables[0].decode())
-        else:
-            bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(found[0]), str(found[1])))
-            bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-            bpe.decoder = tokenizers.decoders.ByteLevel()
-        folder = found[0].parent
-        end_of_text = special_tokens(folder).get("eos_token", "")
-        made = BpeTokenizer(bpe, tables, str(path), end_of_text, _generation_ends(folder))
+        yield
     except DataError:
         raise
-    except Exception as error:  # what is wrong with tables comes as bare Exception from the package
-        raise DataError(f"the tokenizer in {path} cannot be read ({error}); copy its files again") from error
-    _check_bytes(made, path)
-    return made
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"the tokenizer in {path} cannot be read ({reason}); copy its files again") from error
 
 
 def of_tables(name: str) -> BpeTokenizer | None:
-    """The tokenizer if `name` names tables in two files on this machine; None for a `tokenizer.json`.
+    """The tokenizer if `name` names tables of another kind on this machine; None for a `tokenizer.json`.
 
     Raises as `load_tokenizer`.
     """
     path = expanded(name, "data.tokenizer")
-    if not path.exists() or len(_find(path)) == 1:
+    if not path.exists():
+        return None
+    files = tokenizer_files(path)
+    if len(files) == 1 and files[0].suffix != ".model":
         return None
     made = load_tokenizer(name)
     return made if isinstance(made, BpeTokenizer) else None
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """`bos_token`, `eos_token` and the like of a tokenizer's folder; empty without a tokenizer_config.json.
+    """`bos_token`, `eos_token` and the like of a tokenizer's folder, by `tokenizer_config.json`, else by
+    `special_tokens_map.json`.
 
-    Raises DataError if that cannot be read.
+    Raises DataError if one cannot be read.
     """
     found = {}
-    for name, value in _json_object(folder / "tokenizer_config.json").items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
+    for file in ("special_tokens_map.json", _SETTINGS):
+        for name, value in json_object(folder / file).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
     return found
 
 
-def _generation_ends(folder: Path) -> list[int]:
-    """The ids at which transformers ends a text of the model in `folder`. Raises DataError."""
-    found = _json_object(folder / "generation_config.json").get("eos_token_id")
-    return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)]
+def _added_tokens(folder: Path) -> dict[int, str]:
+    """Tokens behind the pieces of a `tokenizer.model`, by id. Raises DataError."""
+    found = {}
+    for token, index in json_object(folder / "added_tokens.json").items():
+        if type(index) is int:
+            found[index] = token
+    decoder = json_object(folder / _SETTINGS).get("added_tokens_decoder")
+    for index, value in decoder.items() if isinstance(decoder, dict) else ():
+        if index.isdecimal() and isinstance(value, dict) and isinstance(value.get("content"), str):
+            found[int(index)] = value["content"]
+    return found
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _begin(bpe: "tokenizers.Tokenizer", folder: Path) -> tuple[int, ...]:
+    """The ids before a text: as `add_bos_token` says, else as the tables do. Raises DataError."""
+    adds = json_object(folder / _SETTINGS).get("add_bos_token")
+    if isinstance(adds, bool):
+        token = bpe.token_to_id(special_tokens(folder).get("bos_token", ""))
+        return (token,) if adds and token is not None else ()
+    plain, whole = (bpe.encode("a", add_special_tokens=special).ids for special in (False, True))
+    starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+    return tuple(whole[: next(starts, 0)])
+
+
+def _known_ends(bpe: "tokenizers.Tokenizer", folder: Path) -> list[int]:
+    """The ids that end a text, by the tokenizer's and the model's files in `folder`. Raises DataError."""
+    named = bpe.token_to_id(special_tokens(folder).get("eos_token", ""))
+    found = [] if named is None else [named]
+    for file in ("config.json", "generation_config.json"):
+        values = json_object(folder / file)
+        inner = values.get("text_config")
+        for level in (values, inner if isinstance(inner, dict) else {}):
+            ids = level.get("eos_token_id")
+            found += [end for end in (ids if isinstance(ids, list) else [ids]) if type(end) is int]
+    return [end for end in dict.fromkeys(found) if 0 <= end < 1 << 32 and bpe.id_to_token(end) is not None]
+
+
+def _template_text(folder: Path) -> str:
+    """The chat template of a folder, or empty. Raises DataError."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return read_bounded(path).decode(errors="replace")
+    return json.dumps(json_object(folder / _SETTINGS).get("chat_template", ""), ensure_ascii=False)
+
+
+@cache
+def _say_no_end(folder: str) -> None:
+    logger.warning(
+        "the tokenizer in %s names no end of text: a zero byte stands between documents; eos_token in "
+        "tokenizer_config.json would name one",
+        folder,
+    )
+
+
+def json_object(path: Path) -> dict[str, Any]:
     """The object in a file; empty without the file. Raises DataError if it cannot be read."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    try:
+        raw = json.loads(read_bounded(path))
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}); copy it again") from error
     return raw if isinstance(raw, dict) else {}
+
+
+def read_bounded(path: Path) -> bytes:
+    """A file of a tokenizer. Raises DataError if it is none, no regular file or too large."""
+    try:
+        return read_small(path, MOST_TABLES_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
 
 
 def pieces_of(text: bytes) -> Iterator[bytes]:
@@ -265,11 +358,11 @@ def _cut(text: bytes, start: int, stop: int) -> int:
     return stop
 
 
-def _find(path: Path) -> list[Path]:
-    """The one or two files of a tokenizer."""
+def tokenizer_files(path: Path) -> list[Path]:
+    """The one or two files of a tokenizer. Raises DataError."""
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
-        choices: list[tuple[str, ...]] = [(_FAST,), *_TABLES]
+        choices: list[tuple[str, ...]] = [(_FAST,), *_TABLES, (SENTENCEPIECE,)]
     else:
         choices = [pair for pair in _TABLES if path.name in pair] or [(path.name,)]
     for names in choices:
@@ -278,13 +371,6 @@ def _find(path: Path) -> list[Path]:
             return files
     expected = " or ".join(" and ".join(names) for names in choices)
     raise DataError(f"no tokenizer in {folder}: expected {expected}")
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
 
 
 def _check_bytes(tokenizer: BpeTokenizer, path: Path) -> None:

@@ -57,10 +57,12 @@ class WholeModel:
                     parameter.copy_(state[f"{PARAMETER_PREFIX}{name}"])
 
     @torch.no_grad()
-    def loss(self, samples: Samples) -> float:
-        """Mean cross-entropy in nats a token that counts. DataError without samples."""
+    def loss(self, samples: Samples) -> float | None:
+        """Mean cross-entropy in nats a token that counts; None if none does. DataError without samples."""
         if not len(samples):
             raise DataError("the text is too short to measure a loss on: give more text")
+        if not samples.labelled:
+            return None
         size = self.config.training.microbatch
         total = 0.0
         for first in range(0, len(samples), size):

@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,14 @@ from tests.support.state_attacks import STATE_LIES, attack_state
 from tests.support.strangers import ROUNDS, SIEGES, Siege, at_full_size, besiege
 from wire.version import VERSION
 
+VARIANTS = tuple(
+    replace(siege, name=f"{siege.name}-{rate}", joins_a_second=rate)
+    for siege in SIEGES
+    if siege.joins_a_second
+    for rate in (50, 237, 1600)
+)
+"""Sieges at other rates."""
+STRANGERS = (*SIEGES, *VARIANTS)
 Row = dict[str, Any]
 RECORD = RESULTS / "attack.json"
 
@@ -46,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.states:
         return _states(args.states)
     wanted = set(filter(None, args.only.split(",")))
-    names = {one.name for one in (*MEMBERS, *SIEGES)}
+    names = {one.name for one in (*MEMBERS, *STRANGERS)}
     if unknown := wanted - names:
         parser.error(f"no such attack: {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
     torch.set_num_threads(1)
     rows = {"members": _earlier("members"), "strangers": _earlier("strangers")}
     with Prefork() as prefork:
-        for one in (*MEMBERS, *SIEGES):
+        for one in (*MEMBERS, *STRANGERS):
             if wanted and one.name not in wanted:
                 continue
             with tempfile.TemporaryDirectory(prefix="thinwire-attack-") as directory:
@@ -61,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows[kind][one.name] = row
             report = {
                 kind: [rows[kind][one.name] for one in known if one.name in rows[kind]]
-                for kind, known in (("members", MEMBERS), ("strangers", SIEGES))
+                for kind, known in (("members", MEMBERS), ("strangers", STRANGERS))
             }
             write(RECORD, {"version": VERSION, "cores": os.cpu_count(), **report})
     return int(any(not row["withstood"] for table in rows.values() for row in table.values()))

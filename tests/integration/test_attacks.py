@@ -22,6 +22,8 @@ SAYS = {
     "flood-heartbeats": "quarantined: a heartbeat of",
     "flood-gateway": "quarantined: a heartbeat of",
     "flood-spans": "quarantined: more spans than steps can have",
+    "huge-layers": "bytes, not 67108864: a spare takes stage",
+    "unasked-layers": "quarantined: nobody asked for a snapshot of step 1000000",
     "reconnect": "its connection closed and did not come back",
     "wrong-activations": "two others did not get the same",
     "wrong-gradients": "two others did not get the same",

@@ -48,7 +48,7 @@ def short_text(run: Run) -> None:
 
 
 def binary_text(run: Run) -> None:
-    run.text_file.write_bytes(b"\xff\xfe" * 4000)
+    run.text_file.write_bytes(b"\xff\xfa" * 4000)
 
 
 def misspell(run: Run) -> None:

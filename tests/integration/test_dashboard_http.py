@@ -384,6 +384,7 @@ async def test_changes_need_the_key_and_are_carried_out(store: Store) -> None:
         assert store.list_tokens()[0].revoked
         for body in (
             {"action": "revoke", "id": "nope"},
+            {"action": "evict", "id": "node-x", "keep_token": "yes"},
             {"action": "evict", "id": "node-x"},
             {"action": "evict", "id": "\ud800"},
             {"action": "revoke", "id": "\ud800"},

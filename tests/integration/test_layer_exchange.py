@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -16,10 +17,20 @@ from node.stage.layer_peers import LayerPeers, LayerPlace, LayersHeld
 from node.stage.snapshot_cache import SnapshotCache
 from node.stage.sums_kept import SumsKept
 from tests.support.pki import RUN_ID, new_authority, new_node
+from wire import layer_exchange
 from wire.channels import open_channel
 from wire.errors import LinkError, ProtocolViolationError
 from wire.identity.credentials import NodeIdentity
-from wire.layer_exchange import CHUNK_BYTES, LAYER_METHOD, LayerRequest, LayerServer, NotHeldError, get_layer
+from wire.layer_exchange import (
+    AGAIN_SECONDS,
+    AT_ONCE,
+    CHUNK_BYTES,
+    LAYER_METHOD,
+    LayerRequest,
+    LayerServer,
+    NotHeldError,
+    get_layer,
+)
 from wire.link_server import LinkServer
 from wire.messages import PlacedStage
 
@@ -39,6 +50,9 @@ class Holder(LayersHeld):
     lies: bytes = b""
     """What it sends instead of its file."""
 
+    pause: float = 0.0
+    """Seconds before each chunk."""
+
     def __post_init__(self) -> None:
         super().__init__(self.cache, self.sums, None, lambda: False)
         self._sent = 0
@@ -51,6 +65,7 @@ class Holder(LayersHeld):
         if self._sent == self.breaks_after:
             raise RuntimeError("the process is gone")
         self._sent += 1
+        await asyncio.sleep(self.pause)
 
 
 @dataclass
@@ -100,6 +115,34 @@ async def scene(directory: Path, holders: int = 2) -> AsyncIterator[Scene]:
                 await server.stop()
             for holder in made:
                 holder.sums.close()
+
+
+async def test_a_node_is_sent_a_file_a_few_times_and_others_all_the_same(tmp_path: Path) -> None:
+    async with scene(tmp_path, 1) as here:
+        for _ in range(AT_ONCE):
+            assert await here.fetch(0) == DATA
+        with pytest.raises(LinkError, match="it was sent to you too often"):
+            await here.fetch(0)
+        server = here.servers[0].layers
+        assert server is not None
+        request, other = LayerRequest(step=STEP, unit=UNIT), LayerRequest(step=STEP, unit="head")
+        me, now = here.identity.node_id, time.monotonic()
+        assert not server._may_send(me, request, 0.5, now)
+        assert server._may_send(me, request, 0.5, now + AGAIN_SECONDS), "time forgives"
+        assert server._may_send("node-another000", request, 1.0, now) and server._may_send(
+            me, other, 1.0, now
+        )
+
+
+async def test_a_holder_that_sends_a_little_now_and_then_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_exchange, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(layer_exchange, "LEAST_RATE", 1e9)
+    async with scene(tmp_path) as here:
+        here.holders[0].pause = 0.4
+        assert await here.fetch(0, 1) == DATA
+        assert 0 < here.holders[1].offsets[0] < len(DATA), "it goes on where that one was left"
 
 
 async def test_a_layer_arrives_complete(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Links over two relays of which one fails: every tensor arrives, once and whole, by the other."""
 
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 
-from tests.support.faulty_relay import Faulty
+from tests.support.faulty_relay import LAZY, Faulty
 from tests.support.links import SECONDS, content, eventually, key, quick
 from tests.support.pki import new_authority, new_node
 from tests.support.relayed_link import Ends, relayed_link
@@ -22,10 +24,12 @@ LOWER, UPPER = new_node(AUTHORITY), new_node(AUTHORITY)
 RELAYS = new_node(AUTHORITY), new_node(AUTHORITY)
 
 
-def linked(ports: tuple[int, int]) -> contextlib.AbstractAsyncContextManager[Ends]:
-    """A link whose both ends know two relays, the first of them better."""
+def linked(
+    ports: tuple[int, int], left: Callable[[str], None] | None = None
+) -> contextlib.AbstractAsyncContextManager[Ends]:
+    """A link whose both ends know two relays, the first of them better. `left` is told of those it leaves."""
     relays = [(f"127.0.0.1:{port}", relay) for port, relay in zip(ports, RELAYS, strict=True)]
-    return relayed_link((LOWER, UPPER), relays, LENGTH, quick())
+    return relayed_link((LOWER, UPPER), relays, LENGTH, replace(quick(), on_relay_left=left))
 
 
 @contextlib.asynccontextmanager
@@ -64,6 +68,37 @@ async def test_a_link_leaves_a_relay_that_fails(fault: str) -> None:
         await eventually(lambda: ends.lower.path == relay_path(RELAYS[1].node_id))
 
 
+@pytest.mark.parametrize("fault", LAZY)
+async def test_a_relay_that_makes_a_link_wait_is_left_within_seconds(fault: str) -> None:
+    left: list[str] = []
+    async with (
+        relay_of(0) as first,
+        relay_of(1) as second,
+        Faulty(first, fault) as faulty,
+        linked((faulty.port, second), left.append) as ends,
+    ):
+        await ends.lower.ready(SECONDS)
+        began = time.monotonic()
+        await exchange(ends, both=True)
+        assert faulty.spoilt > 0 and time.monotonic() - began < 20.0
+        await eventually(lambda: left == [relay_path(RELAYS[0].node_id)])
+        assert ends.lower.path == relay_path(RELAYS[1].node_id)
+
+
+async def test_two_slow_relays_are_compared_and_nobody_is_named() -> None:
+    left: list[str] = []
+    async with (
+        relay_of(0) as first,
+        relay_of(1) as second,
+        Faulty(first, "throttles") as one,
+        Faulty(second, "throttles") as other,
+        linked((one.port, other.port), left.append) as ends,
+    ):
+        await ends.lower.ready(SECONDS)
+        await exchange(ends)
+        assert one.spoilt + other.spoilt > 0 and left == []
+
+
 @pytest.mark.parametrize("fault", ["delays", "throttles"])
 async def test_a_slow_relay_carries_the_same_bytes(fault: str) -> None:
     async with (
@@ -77,10 +112,14 @@ async def test_a_slow_relay_carries_the_same_bytes(fault: str) -> None:
         assert faulty.spoilt > 0
 
 
-async def exchange(ends: Ends) -> None:
-    """Tensors both ways; each arrives once, whole and in order."""
+async def exchange(ends: Ends, *, both: bool = False) -> None:
+    """Tensors upward, or both ways; each arrives once, whole and in order."""
     for number in range(TENSORS):
         ends.lower.send(key(number), content(key(number), LENGTH))
+        if both:
+            assert ends.at_upper.link is not None
+            ends.at_upper.link.send(key(number), content(key(number), LENGTH))
+            await ends.at_lower.until(number + 1)
         await ends.at_upper.until(number + 1)
     assert ends.at_upper.arrived == [key(number) for number in range(TENSORS)]
     assert all(bytes(ends.at_upper.buffers[one]) == content(one, LENGTH) for one in ends.at_upper.arrived)

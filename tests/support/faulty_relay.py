@@ -12,9 +12,13 @@ from wire.client_hello import read_client_hello
 from wire.relay import PROTOCOL_NAME
 
 READ_BYTES = 16384
-SLOW_SECONDS = 0.02
+SLOW_SECONDS, VERY_SLOW_SECONDS = 0.02, 2.0
+TRICKLE = 2000
+"""Bytes a second."""
 THROTTLED = 2_000_000
 """Bytes a second."""
+LAZY = ("stalls", "stalls upward", "stalls downward", "trickles")
+"""Of a relay that carries every byte and makes the run wait."""
 FAULTS = ("delays", "throttles", "drops", "repeats", "reorders", "corrupts", "freezes", "dies")
 
 
@@ -38,6 +42,10 @@ class Spoiler:
                 return data[:-1] + bytes([data[-1] ^ 1])
             case "delays":
                 await asyncio.sleep(SLOW_SECONDS)
+            case "stalls":
+                await asyncio.sleep(VERY_SLOW_SECONDS)
+            case "trickles":
+                await asyncio.sleep(len(data) / TRICKLE)
             case "throttles":
                 await asyncio.sleep(len(data) / THROTTLED)
         return data
@@ -61,7 +69,8 @@ class Faulty(Forwarder):
         *,
         upward: bool,
     ) -> None:
-        passed, spoiler = 0, Spoiler(self.fault)
+        fault, _, way = self.fault.partition(" ")
+        passed, spoiler = 0, Spoiler(fault if way in ("", "upward" if upward else "downward") else "")
         while data := await reader.read(READ_BYTES):
             passed += len(data)
             if passed > self.AFTER:

@@ -8,6 +8,7 @@ first lie.
 """
 
 import asyncio
+import contextlib
 import math
 import sys
 import time
@@ -26,8 +27,9 @@ from node.stage import snapshot_transfer
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.stage_model import StageModel
 from node.training.group_sums import Gradient, PieceSums
+from node.training.serialization import deserialize_unit, serialize_unit
 from node.training.unit_state import unit_hash
-from wire.errors import LinkError
+from wire.errors import LinkError, ThinwireError
 from wire.messages import (
     Applied,
     Begin,
@@ -44,6 +46,8 @@ from wire.messages import (
 )
 from wire.telemetry import LinkReport, Span, StepSpans, Telemetry
 
+SLOW_SECONDS = 3.0
+"""By how much a vote comes too late: in time for every deadline."""
 FLOOD_SECONDS = 0.01
 """Seconds between two messages of a flood, which makes several megabytes a second."""
 
@@ -55,9 +59,12 @@ class Liar:
         self.alter = LIES.get(lie, _honest)
         self.flaw = lie if lie in FLAWS else ""
         self.withholds_layers = lie == "withhold-layers"
+        self.alter_layer = LAYERS.get(lie)
+        self.uploads_unasked = lie == "unasked-layers"
         self.flood = FLOODS.get(lie)
         self.drops_sessions = lie == "reconnect"
         self.does_nothing = lie == "idle"
+        self.votes_late = lie == "slow-votes"
         self.first_step = step
         self.marker = marker
         self.placement: Placement | None = None
@@ -112,16 +119,25 @@ class Liar:
                     return
                 await handle(message)
 
-            flood = asyncio.create_task(self._flood(outbox))
+            floods = [asyncio.create_task(self._flood(outbox)), asyncio.create_task(unasked(client))]
             try:
                 await session(client, hello, Altered(self, outbox), noted, connected)
             finally:
-                flood.cancel()
+                for flood in floods:
+                    flood.cancel()
+
+        async def unasked(client: CoordinatorClient) -> None:
+            while self.uploads_unasked:
+                await asyncio.sleep(FLOOD_SECONDS)
+                if self.lying:
+                    with contextlib.suppress(ThinwireError):
+                        await put_layer(client, 10**6, "embed", bytes(2**20))
 
         async def no_layer(client: CoordinatorClient, step: int, unit: str, data: bytes) -> None:
             if self.withholds_layers and self.lying:
                 await asyncio.Event().wait()
-            await put_layer(client, step, unit, data)
+            lies = self.alter_layer is not None and self.lying
+            await put_layer(client, step, unit, self.alter_layer(data) if lies else data)
 
         async def no_layers(client: CoordinatorClient, *held: Any) -> Any:
             if self.withholds_layers and self.lying:
@@ -152,6 +168,8 @@ class Altered(asyncio.Queue[NodeMessage]):
     async def get(self) -> NodeMessage:
         while not self._altered:
             message = await self._outbox.get()
+            if self._liar.votes_late and self._liar.lying and isinstance(message, Vote):
+                await asyncio.sleep(SLOW_SECONDS)
             self._altered.extend(self._liar.alter(self._liar, message) if self._liar.lying else [message])
         return self._altered.popleft()
 
@@ -216,7 +234,13 @@ LIES: dict[str, Lie] = {
     "silent": lambda *_: [],
     "reconnect": _honest,
     "idle": _honest,
+    "slow-votes": _honest,
     "withhold-layers": _honest,
+    "unasked-layers": _honest,
+    "huge-layers": _honest,
+    "short-layers": _honest,
+    "other-layers": _honest,
+    "negative-layers": _honest,
     "flood-heartbeats": _honest,
     "flood-spans": _honest,
     "huge-loss": _votes(lambda _, vote: [replace(vote, loss=-1e300)]),
@@ -226,6 +250,21 @@ LIES: dict[str, Lie] = {
     "huge-norm": _norms(lambda _: 1e60),
 }
 """By name: what it sends in place of a message."""
+
+
+def _altered_layer(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[bytes], bytes]:
+    return lambda data: serialize_unit(change(deserialize_unit(data)))
+
+
+LAYERS: dict[str, Callable[[bytes], bytes]] = {
+    "huge-layers": lambda _: bytes(2**26),
+    "short-layers": lambda data: data[: len(data) // 2],
+    "other-layers": _altered_layer(lambda state: {name: value.double() for name, value in state.items()}),
+    "negative-layers": _altered_layer(
+        lambda state: {name: -value - 1 if "_sq" in name else value for name, value in state.items()}
+    ),
+}
+"""By name: the file that it hands in for a layer's."""
 
 
 def _wrong_activations(liar: Liar) -> None:

@@ -117,6 +117,10 @@ class Driver:
         self._fits = fits or {}
         self.kinds: dict[str, str] = {}
         """Of nodes, by name; "" if not given."""
+        self.rates: dict[str, float] = {}
+        """Measured rates of nodes, by name; 0 if not given."""
+        self.owners: dict[str, str] = {}
+        """What owners call their nodes, by name; "" if not given."""
         self._nonces: dict[str, int] = {}
         self._went_on: list[Action] = []
         """What the newest vote did, if it began the next step."""
@@ -138,6 +142,8 @@ class Driver:
                 node_id=node_id,
                 memory_bytes=self._memory.get(node_id, 0),
                 kind=self.kinds.get(node_id, ""),
+                flops=self.rates.get(node_id, 0.0),
+                owner=self.owners.get(node_id, ""),
             ),
             address=f"{node_id}:1",
             process_nonce=nonce,
@@ -199,7 +205,14 @@ class Driver:
         answer = Ready(epoch=self.epoch.number, telemetry=Telemetry())
         return self.machine.message(node_id, answer, self.time)
 
-    def vote(self, node_id: str, norm: float = 1.0, loss: float | None = None) -> list[Action]:
+    def vote(
+        self,
+        node_id: str,
+        norm: float = 1.0,
+        loss: float | None = None,
+        times: Mapping[str, float] | None = None,
+    ) -> list[Action]:
+        """`times`: seconds by kind that the node has spent in this epoch."""
         epoch, losses = self.epoch, {}
         stage = epoch.stage_of(node_id)
         if loss is None and stage == epoch.stages - 1:
@@ -209,7 +222,14 @@ class Driver:
             loss = None
         first, *others = sorted(unit_numbers(epoch.stages)[stage])
         norms = {first: norm, **dict.fromkeys(others, 0.0)}
-        answer = Vote(epoch=epoch.number, step=epoch.step, norms=norms, loss=loss, group_losses=losses)
+        answer = Vote(
+            epoch=epoch.number,
+            step=epoch.step,
+            norms=norms,
+            loss=loss,
+            group_losses=losses,
+            telemetry=Telemetry(times=times or {}),
+        )
         actions = self.machine.message(node_id, answer, self.time)
         self._went_on = actions if of_kind(actions, StepDone) else []
         return actions

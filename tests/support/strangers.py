@@ -30,6 +30,7 @@ import grpc
 import grpc.aio
 
 from node.processes.enrol import enrol
+from node.processes.patience import Patience
 from node.telemetry.events import NodeJoined, RunFinished
 from tests.support.fault_prefork import DESCRIPTORS_VARIABLE
 from tests.support.fault_run import small
@@ -120,6 +121,8 @@ class Withstood:
     """From the start of an honest node to its admission, during the siege; None: not within a minute."""
     asked_seconds: float
     """The longest of `ASKS` admissions from the request on, as a node asks once its process has started."""
+    asked_again: int
+    """How often one of these had to ask again; each has a token made a moment before."""
     reached: int
     """Connections or requests of the strangers."""
     memory_mb: tuple[float, ...]
@@ -135,7 +138,7 @@ class Withstood:
         coordinator's memory is bounded."""
         served = self.reconnect_seconds is not None and self.join_seconds is not None
         bounded = max(self.memory_mb) <= self.memory_mb[0] + MOST_GROWTH_MB
-        return self.ended and self.bits_equal and served and bounded
+        return self.ended and self.bits_equal and served and bounded and not self.asked_again
 
 
 SIEGES = (
@@ -211,7 +214,7 @@ def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
         _join(run, _wrapper(core))
         spare = NodeIdentity.load(run.state_dir(2))
         assert spare is not None, "who has joined has an identity"
-        joined, asked, reached = None, 0.0, 0
+        joined, asked, again, reached = None, 0.0, 0, 0
         at = besieged if siege.port == "link" else None
         took: list[float] = []
         for number in range(siege.rounds):
@@ -220,7 +223,8 @@ def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
             with _strangers(siege, port, token, core=1 if apart else None, launch=launch) as counted:
                 if number == 0:
                     joined = _join(run, _wrapper(core), leaves=True)
-                    asked = max(_ask(run, one) for one in range(ASKS))
+                    asks = [_ask(run, one) for one in range(ASKS)]
+                    asked, again = max(seconds for seconds, _ in asks), sum(more for _, more in asks)
                 with watch.measure(members), _reconnecting(spare, join_port, at, took):
                     _wait(siege.seconds, coordinator)
             reached += counted[0]
@@ -249,6 +253,7 @@ def besiege(siege: Siege, directory: Path, *, launch: Launch) -> Withstood:
             reconnects=len(took),
             join_seconds=joined,
             asked_seconds=round(asked, 2),
+            asked_again=again,
             reached=reached,
             memory_mb=watch.memory_mb,
             descriptors=max(one.descriptors for one in watch.sieges),
@@ -271,12 +276,24 @@ def _join(run: Run, wrapper: Sequence[str], *, leaves: bool = False) -> float | 
     return took
 
 
-def _ask(run: Run, number: int) -> float:
-    """Seconds from a new node's first word to its admission; the node does not come."""
+class _Asks(Patience):
+    """No patience; counts how often it would be needed."""
+
+    again = 0
+
+    def shown(self, what: str) -> contextlib.AbstractAsyncContextManager[None]:
+        self.again += what.endswith("asking again")
+        return super().shown(what)
+
+
+def _ask(run: Run, number: int) -> tuple[float, int]:
+    """Seconds from a new node's first word to its admission, and how often it asked again; the node does not
+    come."""
     token, directory = JoinToken.parse(run.new_token()), run.directory / f"asks-{number}"
     began = time.monotonic()
-    asyncio.run(enrol(token, directory, Hardware(device="cpu", cores=1, memory_bytes=1 << 30)))
-    return time.monotonic() - began
+    asks = _Asks()
+    asyncio.run(enrol(token, directory, Hardware(device="cpu", cores=1, memory_bytes=1 << 30), asks))
+    return time.monotonic() - began, asks.again
 
 
 def _undisturbed(run: Run, steps: int) -> Expected:

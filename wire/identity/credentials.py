@@ -6,7 +6,6 @@ never sent, and `identity.json`, the certificates, replaced as a whole at each r
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -29,7 +28,7 @@ from wire.identity.authority import (
     public_key_hash,
     read_certificate,
 )
-from wire.identity.files import create_private, make_private_directory, write_private
+from wire.identity.files import create_private, make_private_directory, state_folder, write_private
 from wire.identity.names import (
     control_server_name,
     is_node_id,
@@ -47,11 +46,9 @@ ChannelOption = tuple[str, int | str]
 
 
 def default_directory(run_id: str, name: str = "node") -> Path:
-    """`$XDG_STATE_HOME/thinwire/<run-id>/<name>`, under `~/.local/state` if that is not set."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    # The XDG specification says to ignore relative paths.
-    base = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
-    return base / "thinwire" / run_id / name
+    """`$XDG_STATE_HOME/thinwire/<run-id>/<name>`, under `~/.local/state` if that is not set. Raises
+    UserError if there is no home either."""
+    return state_folder() / run_id / name
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Private files, written atomically."""
+"""Private files, written atomically; the folders in which a user's files lie."""
 
 import contextlib
 import errno
 import os
+import pwd
 import secrets
 import stat
 from collections.abc import Collection, Iterator
@@ -12,6 +13,39 @@ from wire.errors import UserError
 
 _IGNORED = frozenset(("lock", "lost+found", "snapshots"))
 """Left by a failed start; made by a file system; a disk mounted for snapshots."""
+
+
+def home() -> Path:
+    """The user's home: $HOME, or what the machine knows of this user. Raises UserError if there is none."""
+    given = os.environ.get("HOME", "")
+    if not given:
+        with contextlib.suppress(KeyError):  # containers start with ids that no file of users has
+            given = pwd.getpwuid(os.getuid()).pw_dir
+    if not Path(given).is_absolute():
+        raise UserError("this user has no home directory: set HOME")
+    return Path(given)
+
+
+def state_folder() -> Path:
+    """Where a user's keys and reports of crashes lie: `$XDG_STATE_HOME/thinwire`, or
+    `~/.local/state/thinwire`. Not created. Raises UserError if neither is known."""
+    return _folder("XDG_STATE_HOME", ".local/state")
+
+
+def cache_folder() -> Path:
+    """Where what can be made again lies: `$XDG_CACHE_HOME/thinwire`, or `~/.cache/thinwire`. Not created.
+    Raises UserError if neither is known."""
+    return _folder("XDG_CACHE_HOME", ".cache")
+
+
+def _folder(variable: str, below_home: str) -> Path:
+    given = Path(os.environ.get(variable, ""))
+    if not given.is_absolute():  # the XDG specification says to ignore relative paths
+        try:
+            given = home() / below_home
+        except UserError as error:
+            raise UserError(f"{error} or {variable}, to a folder that this user may write to") from None
+    return given / "thinwire"
 
 
 def make_private_directory(directory: Path) -> None:

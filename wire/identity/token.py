@@ -12,10 +12,11 @@ The rules (`admit`) are pure: they take a record and a time. The coordinator's d
 import hashlib
 import hmac
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from zlib import crc32
 
-from wire.errors import RefusalCode, TokenError
+from wire.errors import RefusalCode, TokenError, shortened
 from wire.identity.enrolment import Refusal
 from wire.identity.names import is_run_id, split_address
 
@@ -99,7 +100,8 @@ class JoinToken:
         if prefix != _PREFIX:
             if prefix.startswith("tw") and prefix[2:].isdigit():
                 raise TokenError(
-                    f"this join token is of format {prefix!r} and this thinwire reads {_PREFIX!r}: "
+                    f"this join token is of format {shortened(prefix)!r}, and this thinwire reads "
+                    f"{_PREFIX!r}: "
                     "install the version of thinwire that the coordinator runs"
                 )
             raise TokenError(f"this is not a join token: expected {_PREFIX}_..., copy the join line again")
@@ -154,11 +156,25 @@ class TokenRecord:
     revoked: bool = False
     bound: frozenset[bytes] = frozenset()
     """Public keys (SHA-256 of their SPKI) admitted with this token."""
+    unclaimed: Mapping[bytes, float] = field(default_factory=dict, compare=False)
+    """Those of them whose nodes have not come yet, and when they were admitted."""
+    closed: bool = False
+    """No further keys are admitted, since a node that it admitted was evicted; the others may come back."""
 
     @property
     def uses(self) -> int:
         """Admitted keys; asking again is no further use."""
         return len(self.bound)
+
+    def state(self, now: float) -> str:
+        """`usable` at Unix time `now`, or why no further key is admitted."""
+        if self.revoked:
+            return "revoked"
+        if self.closed:
+            return "closed"
+        if now >= self.expires:
+            return "expired"
+        return "used up" if self.uses >= self.uses_allowed else "usable"
 
     def bind(self, public_key_hash: bytes) -> "TokenRecord":
         """The record after admitting this key."""
@@ -171,6 +187,12 @@ class Decision:
 
     refusal: Refusal | None = None
     new_use: bool = False
+    in_place_of: bytes | None = None
+    """The key that loses its use to this one: its node never came."""
+
+
+CLAIM_SECONDS = 60.0
+"""A node that was admitted has so long to come before its use may go to another one."""
 
 
 def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now: float) -> Decision:
@@ -178,7 +200,10 @@ def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now
 
     Idempotent on (token, key): a node whose reply was lost asks again without another use. A key that was
     admitted before is admitted after the token has expired, so a node that was off past its certificate needs
-    no new token. A wrong secret gets the same answer as an unknown id, so ids cannot be probed.
+    no new token. When no other use is left, that of a node that did not come within `CLAIM_SECONDS`
+    goes to the next one who asks.
+
+    A wrong secret gets the same answer as an unknown id, so ids cannot be probed.
     """
     expected = record.secret_hash if record else bytes(32)
     if not hmac.compare_digest(hash_secret(secret), expected) or record is None:
@@ -188,11 +213,20 @@ def admit(record: TokenRecord | None, secret: bytes, public_key_hash: bytes, now
         return _refuse(RefusalCode.TOKEN_REVOKED, f"{name} was revoked: ask for a new one")
     if public_key_hash in record.bound:
         return Decision()
+    if record.closed:
+        why = f"{name} admits no more nodes, since one of its nodes was evicted: ask for a new one"
+        return _refuse(RefusalCode.TOKEN_REVOKED, why)
     if now >= record.expires:
         return _refuse(RefusalCode.TOKEN_EXPIRED, f"{name} has expired: ask for a new one")
     if record.uses >= record.uses_allowed:
+        oldest = min(record.unclaimed, key=lambda key: (record.unclaimed[key], key), default=None)
+        if oldest is not None and now - record.unclaimed[oldest] >= CLAIM_SECONDS:
+            return Decision(new_use=True, in_place_of=oldest)
         used = f"{name} is used up ({record.uses} of {record.uses_allowed} uses)"
-        return _refuse(RefusalCode.TOKEN_USED_UP, f"{used}: ask for a new one")
+        later = (
+            "" if oldest is None else ", or try again in a minute: a node that it admitted has not come yet"
+        )
+        return _refuse(RefusalCode.TOKEN_USED_UP, f"{used}: ask for a new one{later}")
     return Decision(new_use=True)
 
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EnrolmentStub(object):
-    """The join port: server-authenticated TLS, messages of at most 64 KiB, two methods.
+    """The join port: server-authenticated TLS, messages of at most 64 KiB, three methods.
     """
 
     def __init__(self, channel):
@@ -40,6 +40,11 @@ class EnrolmentStub(object):
                 request_serializer=wire_dot_v1_dot_enrolment__pb2.JoinRequest.SerializeToString,
                 response_deserializer=wire_dot_v1_dot_enrolment__pb2.JoinReply.FromString,
                 _registered_method=True)
+        self.Withdraw = channel.unary_unary(
+                '/thinwire.wire.v1.Enrolment/Withdraw',
+                request_serializer=wire_dot_v1_dot_enrolment__pb2.JoinRequest.SerializeToString,
+                response_deserializer=wire_dot_v1_dot_enrolment__pb2.JoinReply.FromString,
+                _registered_method=True)
         self.Look = channel.stream_stream(
                 '/thinwire.wire.v1.Enrolment/Look',
                 request_serializer=wire_dot_v1_dot_enrolment__pb2.LookRequest.SerializeToString,
@@ -48,11 +53,18 @@ class EnrolmentStub(object):
 
 
 class EnrolmentServicer(object):
-    """The join port: server-authenticated TLS, messages of at most 64 KiB, two methods.
+    """The join port: server-authenticated TLS, messages of at most 64 KiB, three methods.
     """
 
     def Join(self, request, context):
         """Idempotent on (token, public key): a lost reply does not burn a single-use token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Withdraw(self, request, context):
+        """A node cannot use what it was granted: the use of its token is free again. No outcome in the answer if it was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,6 +86,11 @@ def add_EnrolmentServicer_to_server(servicer, server):
                     request_deserializer=wire_dot_v1_dot_enrolment__pb2.JoinRequest.FromString,
                     response_serializer=wire_dot_v1_dot_enrolment__pb2.JoinReply.SerializeToString,
             ),
+            'Withdraw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Withdraw,
+                    request_deserializer=wire_dot_v1_dot_enrolment__pb2.JoinRequest.FromString,
+                    response_serializer=wire_dot_v1_dot_enrolment__pb2.JoinReply.SerializeToString,
+            ),
             'Look': grpc.stream_stream_rpc_method_handler(
                     servicer.Look,
                     request_deserializer=wire_dot_v1_dot_enrolment__pb2.LookRequest.FromString,
@@ -88,7 +105,7 @@ def add_EnrolmentServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Enrolment(object):
-    """The join port: server-authenticated TLS, messages of at most 64 KiB, two methods.
+    """The join port: server-authenticated TLS, messages of at most 64 KiB, three methods.
     """
 
     @staticmethod
@@ -106,6 +123,33 @@ class Enrolment(object):
             request,
             target,
             '/thinwire.wire.v1.Enrolment/Join',
+            wire_dot_v1_dot_enrolment__pb2.JoinRequest.SerializeToString,
+            wire_dot_v1_dot_enrolment__pb2.JoinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Withdraw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/thinwire.wire.v1.Enrolment/Withdraw',
             wire_dot_v1_dot_enrolment__pb2.JoinRequest.SerializeToString,
             wire_dot_v1_dot_enrolment__pb2.JoinReply.FromString,
             options,

@@ -38,6 +38,7 @@ function changed(view, names) {
   if (any("speed_curve")) speedChart.set(view.speed_curve);
   if (any("stages", "links", "state")) drawPipeline(view);
   if (any("members", "spares", "replaced")) drawNodes(view);
+  if (any("dropped")) drawDropped(view.dropped || {});
   if (any("events")) drawEvents(view);
 }
 
@@ -102,7 +103,7 @@ function drawTimes(view) {
   byId("progress-text").textContent = parts.join(" · ");
   const spares = view.spares ? ` + ${view.spares} spare${view.spares > 1 ? "s" : ""}` : "";
   const figures = [
-    ["loss", "Loss", format.loss(view.loss), heldOut(view.held_out) || (view.lr == null ? "" : `learning rate ${view.lr.toExponential(2)}`)],
+    ["loss", "Loss", view.step && view.loss == null ? "no labels" : format.loss(view.loss), heldOut(view.held_out) || (view.lr == null ? "" : `learning rate ${view.lr.toExponential(2)}`)],
     ["speed", "Tokens a second", format.count(view.tokens_per_second), view.tokens_per_step ? `${format.count(view.tokens_per_step)} a step` : ""],
     ["step-time", "Time a step", format.duration(view.step_seconds), view.microbatches ? `${view.microbatches} microbatches` : ""],
     over ? ["eta", "Ended", format.clock(view.updated, now()), view.state] : ["eta", "Time to go", format.duration(view.eta_seconds), view.eta_seconds == null ? "" : `until ${format.clock(view.updated + view.eta_seconds, now())}`],
@@ -122,11 +123,20 @@ function drawTimes(view) {
   set(byId("footer"), `${view.run_id ? `run ${view.run_id} · ` : ""}last event ${format.age(age)} ago${connection === "live" ? "" : " · not live"}`);
 }
 
+// Documents left out of the training data, by reason.
+function drawDropped(reasons) {
+  const parts = Object.entries(reasons).sort((a, b) => b[1] - a[1]).map(([reason, count]) => `${format.integer(count)} (${reason})`);
+  byId("dropped").textContent = `left out of the training data so far: ${parts.join(", ")}`;
+  byId("dropped").hidden = !parts.length;
+}
+
 // The newest held-out loss and the best one.
 function heldOut(found) {
   if (!found) return "";
   const trained = found.loss == null ? "" : `, ${format.loss(found.loss)} as trained`;
-  return `held-out ${format.loss(found.uncompressed)}${trained} · best ${format.loss(found.best)} at step ${format.integer(found.best_step)}`;
+  const best = found.best == null ? "" : ` · best ${format.loss(found.best)} at step ${format.integer(found.best_step)}`;
+  const newest = found.samples ? format.loss(found.uncompressed) : "no labels";
+  return `held-out ${newest}${trained}${best}`;
 }
 
 // Why the shown state may be out of date: a word and a sentence; null if it is not.

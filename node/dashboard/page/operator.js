@@ -72,7 +72,7 @@ export class Operator {
       const response = await fetch("/api/operator", {
         method: "POST",
         headers: { Authorization: `Bearer ${byId("key").value}`, "X-Thinwire": "1", "Content-Type": "application/json" },
-        body: JSON.stringify({ action, id }),
+        body: JSON.stringify({ action, id, keep_token: byId("keep-token").checked }),
       });
       const said = await response.json();
       answer.className = response.ok ? "" : "trouble";
@@ -87,7 +87,7 @@ export class Operator {
 
   tokens(tokens) {
     const rows = tokens.map((token) => {
-      const state = token.usable ? `${token.uses} of ${token.uses_allowed} uses, until ${clock(Date.parse(token.expires) / 1000, Date.now() / 1000)}` : "used up or expired";
+      const state = token.usable ? `${token.uses} of ${token.uses_allowed} uses, until ${clock(Date.parse(token.expires) / 1000, Date.now() / 1000)}` : token.state;
       const revoke = token.usable ? element("button", { type: "button", class: "danger", "data-action": "revoke", "data-id": token.id }, "Revoke") : null;
       return element("li", {}, element("span", { class: "mono" }, token.id), element("span", { class: "muted" }, state), revoke);
     });

@@ -1,6 +1,8 @@
 """`wire.delivery`: when a connection on which no frame arrives is given up."""
 
-from wire.delivery import PATIENCE, Delivery
+import pytest
+
+from wire.delivery import LEAST_SECONDS, PATIENCE, Delivery, Service
 
 LEAST = 10.0
 
@@ -48,3 +50,57 @@ def test_a_slow_link_is_waited_for_longer_after_each_stall_and_then_by_what_it_t
     assert stalls == 2 and delivery.limit == PATIENCE * 25.0
     delivery.written(again=False, now=1000.0)
     assert not delivery.stalled(1070.0)
+
+
+def served(size: int, rate: float, wait: float, *, seconds: float = 30.0, pause: float = 0.1) -> list[float]:
+    """When a relay counts as slow that carries frames of `size` bytes, each acknowledged before the next, at
+    a rate and after a wait; looked at every half second."""
+    service, now, slow = Service(), 0.0, []
+    while now < seconds:
+        service.written(size, now)
+        end = now + size / rate + wait
+        looks = [0.5 * look for look in range(int(2 * now) + 1, int(2 * end) + 1)]
+        slow += [look for look in looks if service.is_slow(look)]
+        service.acknowledged(all_of_it=True, now=end)
+        now = end + pause
+    return slow
+
+
+@pytest.mark.parametrize("size", [1000, 64_000, 256_000])
+@pytest.mark.parametrize("wait", [1.0, 2.0, 8.0])
+def test_a_relay_that_waits_before_each_frame_is_slow_within_seconds(size: int, wait: float) -> None:
+    wait *= max(1, size // 16_000)  # by the pieces that it reads
+    assert served(size, 1e9, wait)[0] <= 4.0 + 2 * size / 125_000
+
+
+@pytest.mark.parametrize("rate", [1.0, 1000.0, 20_000.0])
+def test_a_relay_that_trickles_is_slow_within_seconds(rate: float) -> None:
+    assert served(64_000, rate, 0.1)[0] <= 3.0
+
+
+@pytest.mark.parametrize("size", [100, 64_000, 256_000])
+@pytest.mark.parametrize(("rate", "wait"), [(125_000.0, 0.3), (1e6, 0.4), (1e9, 0.01)])
+def test_a_relay_that_gives_what_it_owes_is_not_slow(size: int, rate: float, wait: float) -> None:
+    assert served(size, rate, wait) == []
+
+
+def test_frames_without_a_pause_count_by_their_rate() -> None:
+    for rate, slow in ((30_000.0, True), (125_000.0, False)):
+        service = Service()
+        for second in range(60):
+            service.written(int(rate), float(second))
+            service.acknowledged(all_of_it=False, now=second + 0.9)
+        assert service.is_slow(60.0) is slow
+
+
+def test_one_stall_is_forgotten_and_a_new_connection_begins_anew() -> None:
+    service = Service()
+    service.written(1000, 0.0)
+    assert not service.is_slow(LEAST_SECONDS - 0.1) and service.is_slow(LEAST_SECONDS + 0.1)
+    service.connected()
+    assert service.times(10.0) == 0.0 and not service.is_faster(100.0, 10.0)
+    for number in range(4):
+        assert service.is_faster(100.0, 10.0) is (number == 3)
+        service.written(1000, 10.0 + number)
+        service.acknowledged(all_of_it=True, now=10.1 + number)
+    assert service.is_faster(100.0, 20.0) and not service.is_faster(0.5, 20.0)

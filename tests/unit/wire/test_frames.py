@@ -21,7 +21,7 @@ from wire.frames import (
     parse_frame,
     run_tag,
 )
-from wire.spec import Direction, TensorKey
+from wire.spec import ON_LINKS, Direction, TensorKey
 
 TAG = run_tag("test-run")
 U32 = st.integers(0, 2**32 - 1)
@@ -30,7 +30,7 @@ U64 = st.integers(0, 2**64 - 1)
 
 @st.composite
 def frames(draw: st.DrawFn) -> Frame:
-    key = TensorKey(draw(U32), draw(U32), draw(U32), draw(U32), draw(st.sampled_from(Direction)))
+    key = TensorKey(draw(U32), draw(U32), draw(U32), draw(U32), draw(st.sampled_from(sorted(ON_LINKS))))
     payload = draw(st.binary(min_size=1, max_size=300))
     total = draw(st.integers(len(payload), 2**32 - 1))
     offset = draw(st.integers(0, total - len(payload)))

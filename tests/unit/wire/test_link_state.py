@@ -11,12 +11,12 @@ TOTAL = PAYLOAD_BYTES + 100
 KEY = TensorKey(1, 0, 0, 0, Direction.GRADIENT)
 
 
-def frame(number: int) -> bytes:
+def frame(number: int, key: TensorKey = KEY) -> bytes:
     """The first or the second of the tensor's frames."""
     offset = number * PAYLOAD_BYTES
     payload = np.zeros(min(PAYLOAD_BYTES, TOTAL - offset), dtype=np.uint8)
     return pack_frame(
-        Frame(session=1, sequence=number, key=KEY, total=TOTAL, offset=offset, payload=payload.data), tag=0
+        Frame(session=1, sequence=number, key=key, total=TOTAL, offset=offset, payload=payload.data), tag=0
     )
 
 
@@ -42,3 +42,21 @@ def test_bytes_and_elements_of_a_direction_grow_by_whole_tensors() -> None:
     assert stats.direction_bytes_sent[KEY.direction] == whole + HEADER_BYTES + PAYLOAD_BYTES
     assert stats.direction_elements_sent[KEY.direction] == 7
     assert stats.frames_sent == 3 and not state.elements
+
+
+def test_activations_of_held_out_samples_are_counted_apart() -> None:
+    state = LinkState.create(
+        run_id="run",
+        epoch=1,
+        stage=0,
+        peer_stage=1,
+        settings=LinkSettings(held_out_from=KEY.microbatch),
+        expect=lambda key: None,
+        on_tensor=lambda key, buffer: None,
+    )
+    state.elements.append(7)
+    for number in (0, 1):
+        state.frame_sent(frame(number, KEY._replace(direction=Direction.ACTIVATION)), again=False)
+    sent, elements = state.stats.direction_bytes_sent, state.stats.direction_elements_sent
+    assert (sent[Direction.HELD_OUT], elements[Direction.HELD_OUT]) == (TOTAL + 2 * HEADER_BYTES, 7)
+    assert sent[Direction.ACTIVATION] == elements[Direction.ACTIVATION] == 0

@@ -90,7 +90,10 @@ class FakeHandler:
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
         raise AssertionError("nobody asks")
 
-    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
+    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
+        raise AssertionError("nobody asks")
+
+    async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         raise AssertionError("nobody asks")
 
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:

@@ -1,6 +1,7 @@
 """The held-out loss in views, on the terminal, in comparisons and in metrics."""
 
 import math
+from dataclasses import replace
 
 from node.analysis.compare import compare, record
 from node.analysis.run_view import RunView
@@ -8,10 +9,11 @@ from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.metrics import RunMetrics
 from node.dashboard.feed import Feed
 from node.display.compare import comparison_lines
+from node.display.render import Pace, event_lines, step_line
 from node.display.top import view_lines
 from node.telemetry import events
 from node.telemetry.history import Entry
-from tests.support.run_events import started
+from tests.support.run_events import done, started
 
 
 def measured(step: int, uncompressed: float, *, best: bool = False) -> events.HeldOutLoss:
@@ -54,6 +56,30 @@ def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
     assert view_of([started()]).held_out is None
 
 
+def test_what_has_no_labels_has_no_loss() -> None:
+    """Not on the terminal, in JSON, in metrics or in a comparison."""
+    nothing = replace(measured(2, math.nan), loss=None, samples=0)
+    told = [started(), replace(done(1), loss=math.nan), nothing]
+    view = view_of(told)
+    assert nothing.line == "held-out loss at step 2: no labels"
+    assert step_line(replace(done(1), loss=math.nan), Pace()).split("   ")[1] == "loss no labels"
+    assert view.loss is None and view.loss_curve.values == ()
+    assert view.held_out is not None and view.held_out.best is None
+    assert RunView.from_json(view.to_json()) == view and '"uncompressed": null' in view.to_json()
+    lines = "\n".join(view_lines(view, 10.0))
+    assert "loss no labels" in lines and "held-out    no labels, step 2" in lines
+    builder = builder_of(told)
+    metrics = RunMetrics(Feed(builder).view_in_turns).scrape(builder.view()).text().decode()
+    assert "\nthinwire_loss " not in metrics and "thinwire_held_out_loss{" not in metrics
+    runs = [
+        record(name, {}, [Entry(at=0.0, event=event) for event in (*told, replace(done(2), loss=1.0))])
+        for name in ("a", "b")
+    ]
+    found = compare(*runs)
+    assert found.loss_at_step == ((2, 1.0, 1.0),) and found.held_out_at_step == ()
+    assert {loss for _, *losses in found.loss_at_seconds for loss in losses} == {1.0}
+
+
 def test_runs_are_compared_at_equal_steps() -> None:
     runs = [
         record(name, {}, [Entry(at=0.0, event=event) for event in told])
@@ -73,3 +99,16 @@ def test_metrics_have_both_ways() -> None:
     assert 'thinwire_held_out_loss{links="as-trained"} 3.0' in text
     assert 'thinwire_held_out_loss{links="fp32"} 2.75' in text
     assert "thinwire_held_out_best_steps 4.0" in text
+
+
+def test_what_is_left_out_of_the_data_is_said_with_its_reasons() -> None:
+    told = [
+        started(),
+        events.DataDropped.of({"empty": 2}),
+        events.DataDropped.of({"empty": 3, "no user": 45}),
+    ]
+    view = view_of(told)
+    assert view.dropped == {"empty": 3, "no user": 45} == RunView.from_json(view.to_json()).dropped
+    assert "left out    45 (no user), 3 (empty) of the documents read so far" in view_lines(view, 10.0)
+    assert event_lines(told[2]) == [view.events[-1].text]
+    assert RunViewBuilder.restored(builder_of(told).state()).view() == view

@@ -4,34 +4,47 @@ import asyncio
 import hashlib
 import importlib.util
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from node.checkpoints import export as module
 from node.checkpoints.byte_tokenizer import byte_pieces
 from node.checkpoints.export import export
 from node.checkpoints.start import read_units
-from node.config.schema import DataSection, ModelSection, RunConfig, RunSection, TrainingSection
+from node.config.schema import (
+    DataSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
 from node.model.chunk import build_chunk
 from node.model.units import block_name, unit_names
+from node.run_file.loader import to_toml
 from node.telemetry.events import HeldOutLoss
+from node.training.data import Corpus
 from node.training.optimizer import StageOptimizer
+from node.training.samples import Samples
 from node.training.serialization import serialize_unit
-from node.training.snapshot import SnapshotWriter, prune, read_unit
+from node.training.snapshot import SnapshotWriter, prune, read_unit, snapshot_directory
 from node.training.tokenizer import load_tokenizer
 from node.training.whole_model import WholeModel
 from tests.support.chat_data import TEMPLATE, write_tokenizer
+from tests.support.memory_pipeline import MemoryPipeline
 from tests.support.recorded_run import append
 from tests.support.run_events import done
 from tests.unit.node.checkpoints.test_families import CONFIGS, make, section
 from wire.errors import RunError, UserError
+from wire.identity.files import write_private
 
 CPU = torch.device("cpu")
 
@@ -42,13 +55,22 @@ def snapshot(run_directory: Path, config: RunConfig, step: int = 4) -> StageOpti
     chunk = build_chunk(config.model, units, 3, CPU)
     optimizer = StageOptimizer([chunk], config.training)
     weights = asyncio.run(read_units(config.model, units)) if config.model.from_ else {}
-    writer = SnapshotWriter(run_directory / "snapshots", config, "run")
-    for unit in units:
-        state = optimizer.unit_state(unit)
-        state |= {f"parameter.{name}": torch.from_numpy(a) for name, a in weights.get(unit, {}).items()}
-        data = serialize_unit(state)
-        writer.put(step, unit, data, hashlib.sha256(data).hexdigest())
+    state = {
+        unit: optimizer.unit_state(unit)
+        | {f"parameter.{name}": torch.from_numpy(a) for name, a in weights.get(unit, {}).items()}
+        for unit in units
+    }
+    write_snapshot(run_directory, config, state, step)
     return optimizer
+
+
+def write_snapshot(
+    run_directory: Path, config: RunConfig, state: Mapping[str, dict[str, torch.Tensor]], step: int
+) -> None:
+    writer = SnapshotWriter(run_directory / "snapshots", config, "run")
+    for unit in unit_names(config.model):
+        data = serialize_unit(state[unit])
+        writer.put(step, unit, data, hashlib.sha256(data).hexdigest())
 
 
 @pytest.mark.parametrize(
@@ -82,6 +104,111 @@ def test_import_then_export_gives_the_same_bytes(family: str, dtype: torch.dtype
         assert torch.equal(loaded(tokens).logits, load(source, dtype=dtype)(tokens).logits)
     if dtype is torch.float32:
         assert sampled(tmp_path / "run", config, tokens[0].tolist()) == continued(loaded, tokens)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, path, {"format": "pt"})
+
+
+def embedding(tensors: dict[str, torch.Tensor]) -> str:
+    (name,) = (name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
+    return name
+
+
+def with_own_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A tied model's head is in the file, and is another matrix than the embedding."""
+    torch.manual_seed(5)
+    return tensors | {"lm_head.weight": 0.3 * torch.randn_like(tensors[embedding(tensors)])}
+
+
+def with_same_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors | {"lm_head.weight": tensors[embedding(tensors)].clone()}
+
+
+def with_head_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The one weight of a tied model has the head's name."""
+    return {("lm_head.weight" if name == embedding(tensors) else name): tensors[name] for name in tensors}
+
+
+def without_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As a base model is saved, by the class without a head."""
+    return {name.removeprefix("model.").removeprefix("transformer."): tensors[name] for name in tensors}
+
+
+def with_stale_shards(folder: Path) -> None:
+    """An index and its shards of another state lie beside the whole file."""
+    old = {name: tensor + 1.0 for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(old, folder / "model-00001-of-00001.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(old, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "pytorch_model.bin").write_bytes(b"another format")
+
+
+TIED = ("llama3", "qwen2", "smollm3", "gemma3", "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("family", "spoil"),
+    [
+        *((family, None) for family in CONFIGS),
+        *((family, with_own_head) for family in ("qwen2", "gemma3", "gpt2")),
+        ("qwen2", with_same_head),
+        ("smollm3", with_head_alone),
+        *((family, without_prefix) for family in ("llama3", "gpt2")),
+        ("mistral", with_stale_shards),
+    ],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", "plain"),
+)
+def test_transformers_has_the_loss_that_the_run_measured(family: str, spoil: Any, tmp_path: Path) -> None:
+    """On the folder that the run starts from, on an export before any step, and on one after some."""
+    import transformers  # takes seconds, which only some workers spend
+
+    source = tmp_path / "source"
+    make(family).save_pretrained(source)
+    if spoil is with_stale_shards:
+        spoil(source)
+    elif spoil is not None:
+        rewritten(source, spoil)
+    model = section(source, 64)
+    assert model.tied == (family in TIED and spoil is not with_own_head)
+    config = RunConfig(
+        run=RunSection(steps=8),
+        model=model,
+        data=DataSection(tokenizer="bytes"),
+        training=TrainingSection(global_batch=4, microbatch=2, lr=1e-2, warmup_steps=0),
+        pipeline=PipelineSection(stages=2, window=0, forward_codec="fp32", backward_codec="fp32"),
+    )
+    weights = asyncio.run(read_units(model, unit_names(model)))
+    tokens = np.random.default_rng(3).integers(0, 96, 2000).astype(np.uint8)
+    corpus = Corpus(tokens, sequence=64, global_batch=4, seed=0)
+    samples = Samples.of(corpus.batch(0))
+
+    def fetch(unit: str) -> dict[str, torch.Tensor]:
+        return {f"parameter.{name}": torch.from_numpy(array) for name, array in weights[unit].items()}
+
+    def measured(step: int, state: Mapping[str, Mapping[str, torch.Tensor]]) -> float:
+        """By `eval` and by transformers on the export, which agree."""
+        run = tmp_path / f"run-{step}"
+        write_snapshot(run, config, {unit: dict(state[unit]) for unit in state}, step)
+        loss = WholeModel(config, snapshot_directory(run / "snapshots", step), CPU).loss(samples)
+        export(run, tmp_path / f"out-{step}", dtype="float32")
+        assert loss_by_transformers(tmp_path / f"out-{step}", samples) == pytest.approx(loss, abs=1e-5)
+        return loss
+
+    def loss_by_transformers(folder: Path, samples: Samples) -> float:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        rows = torch.from_numpy(samples.windows)
+        with torch.no_grad():
+            logits = loaded(rows[:, :-1]).logits
+        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
+
+    with MemoryPipeline(config, data=corpus, fetch=fetch) as stages:
+        before = measured(1, stages.state())
+        assert before == pytest.approx(loss_by_transformers(source, samples), abs=1e-5)
+        stages.train(3)
+        assert abs(measured(4, stages.state()) - before) > 0.01
 
 
 def sampled(
@@ -231,6 +358,23 @@ def test_tables_of_a_byte_pair_encoding_become_a_tokenizer_that_transformers_loa
     assert theirs.eos_token_id == 0 and theirs.decode(theirs(text)["input_ids"]) == text
 
 
+@pytest.mark.parametrize("given", [None, 0, [0, 1]])
+def test_a_chat_models_text_ends_where_a_turn_ends(tmp_path: Path, given: object) -> None:
+    """Whatever the tokenizer and its base model end a text with."""
+    folder = write_tokenizer(tmp_path / "t", TEMPLATE)
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if given is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": given, "top_k": 7}))
+    model = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16, vocab=400)
+    config = replace(RunConfig(), model=model, data=DataSection(tokenizer=str(folder), format="chat"))
+    snapshot(tmp_path / "run", config)
+    export(tmp_path / "run", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert found["eos_token_id"] == [2, *(given if isinstance(given, list) else [0])]
+    assert given is None or found["top_k"] == 7
+
+
 def test_the_card_says_how_the_model_was_made(tmp_path: Path) -> None:
     """Settings, sources with their shares, tokens, and losses up to the exported step, held out too."""
     config = RunConfig(
@@ -267,6 +411,29 @@ def test_the_card_says_how_the_model_was_made(tmp_path: Path) -> None:
     }
     assert {name: rows.get(name) for name in expected} == expected
     assert "/home/me" not in card and "# two | sources" in card
+
+
+def test_an_export_of_what_nodes_hold_finds_the_files_of_the_run_file(tmp_path: Path) -> None:
+    """Manifests that nodes have seen name no paths. Where a tokenizer lay is left out of its settings."""
+    source = tmp_path / "source"
+    make("qwen2").save_pretrained(source)
+    write_tokenizer(source)
+    settings = json.loads((source / "tokenizer_config.json").read_text()) | {"name_or_path": str(source)}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    nulls = json.loads((source / "config.json").read_text()) | {"rope_theta": None, "max_window_layers": None}
+    (source / "config.json").write_text(json.dumps(nulls | {"architectures": ["Kept"], "mine": 7}))
+    config = RunConfig(model=section(source, 64), data=DataSection(tokenizer=str(source)))
+    run = tmp_path / "run"
+    snapshot(run, config)
+    write_private(run / "run.toml", to_toml(config).encode())
+    path = run / "snapshots" / "step-00000004" / "manifest.json"
+    path.write_text(path.read_text().replace(f"{source}", "source"))
+    export(run, tmp_path / "out")
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["mine"] == 7 and not {"rope_theta", "max_window_layers"} & exported.keys()
+    assert load_tokenizer(str(tmp_path / "out")).fingerprint == load_tokenizer(str(source)).fingerprint
+    files = [path for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"]
+    assert len(files) > 3 and not [path for path in files if str(tmp_path) in path.read_text()]
 
 
 def held_out(step: int, uncompressed: float) -> HeldOutLoss:

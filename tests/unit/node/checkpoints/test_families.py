@@ -18,13 +18,14 @@ from torch import Tensor
 
 from node.checkpoints.families import read_config
 from node.checkpoints.start import check_weights, open_source, read_units
-from node.checkpoints.weights import Checkpoint, FolderFiles
+from node.checkpoints.weights import Checkpoint, CheckpointError, FolderFiles
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.chunk import Chunk, build_chunk
-from node.model.units import unit_names
+from node.model.units import block_name, unit_names
 from node.stage.executor import StageExecutor
 from node.stage.stage_model import StageModel
 from node.telemetry.clock import StageClock
+from node.training.tokenizer import special_tokens
 from wire.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -274,7 +275,7 @@ def read(folder: Path) -> None:
         ({"quantization_config": {"bits": 4}}, r"quantization_config is {'bits': 4}"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters is .*yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: rope_type is 'yarn'"),
         ({"max_position_embeddings": 100}, "model.sequence is 1100"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
         ({"model_type": "mistral", "sliding_window": "wide"}, "sliding_window is 'wide'"),
@@ -315,8 +316,11 @@ def pickled(folder: Path) -> None:
 
 
 def index(folder: Path, file: str) -> None:
+    """As of a model in several files."""
     names = load_file(folder / "model.safetensors")
-    values = {"weight_map": dict.fromkeys(names, "model.safetensors") | {"model.norm.weight": file}}
+    (folder / "model.safetensors").rename(folder / "model-0.safetensors")
+    save_file({"other": torch.zeros(1)}, folder / "model-1.safetensors")
+    values = {"weight_map": dict.fromkeys(names, "model-0.safetensors") | {"model.norm.weight": file}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(values))
 
 
@@ -324,7 +328,7 @@ def index(folder: Path, file: str) -> None:
     ("spoil", "line"),
     [
         (lambda folder: drop(folder, "up_proj"), r"has no tensor model.layers.0.mlp.up_proj.weight, which"),
-        (lambda folder: drop(folder, "lm_head"), r"has no tensor lm_head.weight, .* is model.tied right"),
+        (lambda folder: drop(folder, "lm_head"), r"has no tensor lm_head.weight, .*tie_word_embeddings"),
         (
             lambda folder: put(folder, torch.zeros(3, 5)),
             r"q_proj.weight has shape \[3, 5\], expected \[32, 32",
@@ -335,6 +339,7 @@ def index(folder: Path, file: str) -> None:
         (lambda folder: cut(folder, 5), "is truncated: 5 bytes"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor"),
         (lambda folder: index(folder, "model-2.safetensors"), "model-2.safetensors is missing"),
+        (lambda folder: index(folder, "model-1.safetensors"), "lacks tensor model.norm.weight, which"),
         (lambda folder: index(folder, "../model.safetensors"), "has no weight_map of tensors to files"),
         (pickled, r"only pickled weights .*save_pretrained"),
     ],
@@ -349,6 +354,89 @@ def test_damaged_files_are_one_line(folder: Path, spoil: Callable[[Path], None],
     with pytest.raises(DataError) as late:
         read(folder)
     assert str(late.value) == str(early.value) and "\n" not in str(early.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_tensor_with_infinities_or_nans_is_named_by_whoever_reads_it(folder: Path, value: float) -> None:
+    tensor = torch.zeros(32, 32)
+    tensor[3, 4] = value
+    put(folder, tensor)
+    model = section(folder)
+    asyncio.run(check_weights(model))
+    asyncio.run(read_units(model, ["embed", block_name(0), "head"]))
+    line = (
+        r"model\.safetensors: tensor model\.layers\.1\.self_attn\.q_proj\.weight holds 1 infinities or NaNs"
+    )
+    with pytest.raises(CheckpointError, match=line):
+        asyncio.run(read_units(model, [block_name(1)]))
+
+
+ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+
+
+@pytest.mark.parametrize(
+    ("header", "line"),
+    [
+        (b"{%s}" % b",".join(b'"%d":%s' % (n, ENTRY) for n in range(100_001)), "more than 100,000 tensors"),
+        (b'{"__metadata__":"%s"}' % (b"x" * (16 << 20)), "bytes of JSON"),
+        (b"[" * 100_000, "its JSON cannot be read"),
+        *(
+            (b'{"lm_head.weight":%s}' % ENTRY.replace(old, new), "damaged at lm_head.weight")
+            for old, new in (
+                (b"[1]", b"[Infinity]"),
+                (b"[1]", b"[true]"),
+                (b"[1]", b'"12"'),
+                (b"[1]", b"[-1]"),
+                (b"[0,4]", b"[0]"),
+                (b"[0,4]", b"[0,1e400]"),
+                (b'"F32"', b"[]"),
+            )
+        ),
+        (
+            b'{"lm_head.weight":%s}' % ENTRY.replace(b"[1]", b"[%s]" % b",".join(9000 * [b"2"])),
+            "is damaged: lm_head",
+        ),
+        (b'{"lm_head.weight":%s}' % ENTRY.replace(b"[0,4]", b"[8,4]"), "is damaged: lm_head"),
+    ],
+    ids=range(12),
+)
+def test_headers_that_a_stranger_wrote_are_bounded(folder: Path, header: bytes, line: str) -> None:
+    path = folder / "model.safetensors"
+    model = section(folder)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(CheckpointError, match=line) as caught:
+        asyncio.run(check_weights(model))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def linked(path: Path) -> None:
+    private = path.parent.parent / "private"
+    private.write_text("{}")
+    path.symlink_to(private)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer_config.json"])
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), linked], ids=range(3))
+def test_pipes_devices_and_links_out_of_the_folder_are_not_read(
+    tmp_path: Path, name: str, put: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "model"
+    make("llama2").save_pretrained(folder)
+    (folder / name).unlink(missing_ok=True)
+    put(folder / name)
+    if name == "tokenizer_config.json":
+        with pytest.raises(DataError, match=r"no regular file|leads out of its folder"):
+            special_tokens(folder)
+        return
+    with pytest.raises(DataError, match=r"no regular file|leads out of its folder|has neither") as caught:
+        read(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_adapters_are_no_model(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds adapters \(adapter_config.json\)"):
+        section(folder)
 
 
 async def test_a_file_with_another_hash_gives_no_tensor(folder: Path) -> None:

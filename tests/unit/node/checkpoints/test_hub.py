@@ -48,6 +48,8 @@ class Hub:
     paths: list[str] = field(default_factory=list)
     sent: int = 0
     """Bytes of ranges that were asked for and not cut."""
+    expected: str | None = "Bearer secret"
+    """As `Authorization`, where weights are asked for."""
     tokens: set[str | None] = field(default_factory=set)
     """What came as `Authorization`."""
 
@@ -75,7 +77,7 @@ class Hub:
         name = request.match_info["file"]
         self._asked(request)
         if name == FILE:
-            assert request.headers["Authorization"] == "Bearer secret"
+            assert request.headers.get("Authorization") == self.expected
             raise web.HTTPFound(f"http://127.0.0.1:{self.port}/data")
         path = self.folder / name
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{sha256(name.encode()).hexdigest()[:40]}"'}
@@ -175,6 +177,21 @@ async def test_a_stage_reads_its_own_bytes_over_a_bad_network(
             own += array.nbytes
     assert own < fetched <= 1.02 * own
     assert all(f"/{COMMIT}/" in path for path in hub.paths if "resolve" in path), "the revision is pinned"
+
+
+@pytest.mark.parametrize(("token", "sent"), [(True, "Bearer secret"), (False, None)])
+async def test_the_hub_gets_a_token_only_if_it_may(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, token: bool, sent: str | None
+) -> None:
+    """A volunteer's is theirs: the run's coordinator says which repository is read."""
+    hub.expected = sent
+    there = model(hub, f"hf://{NAME}")
+    async with serving(hub, monkeypatch):
+        await read_units(there, unit_names(there), token=token)
+        assert hub.tokens == {sent}
+        hub.status = 401
+        with pytest.raises(DataError, match="HF_TOKEN" if token else f"join with --hub {NAME}"):
+            await read_units(there, unit_names(there), token=token)
 
 
 READ = """

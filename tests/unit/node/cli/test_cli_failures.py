@@ -12,6 +12,7 @@ from node.cli import doctor
 from node.cli.main import main
 from node.display.render import make_renderer
 from node.telemetry.events import NodeJoined, from_json
+from tests.support.homes import without_home
 from wire.errors import ConfigError, LinkError, RunError, ThinwireError
 
 Capture = pytest.CaptureFixture[str]
@@ -81,11 +82,7 @@ def test_a_bug_with_no_place_for_its_file_still_says_where(
 def test_a_bug_of_a_user_without_a_home(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
 ) -> None:
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setattr(Path, "home", home)
+    without_home(monkeypatch)
     assert_reported_beside(tmp_path, monkeypatch, capsys)
 
 
@@ -143,3 +140,37 @@ def test_a_complaint_without_room_changes_no_exit_code() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "node.cli.main", "status", "absent"]
         assert subprocess.run(command, stderr=full, timeout=60).returncode == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        MemoryError(),
+        ExceptionGroup("tasks", [OSError(12, "Cannot allocate memory")]),
+        ImportError("libx.so: failed to map segment from shared object"),
+    ],
+)
+def test_limits_of_the_system_are_no_bug(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    assert run_failing(error, monkeypatch) == 1
+    line = capsys.readouterr().err
+    assert "ulimit -v" in line and "bug" not in line and line.count("\n") == 1
+
+
+def test_what_an_error_quotes_is_shortened(capsys: Capture, tmp_path: Path) -> None:
+    name = "x" * 5_000_000
+    for text in (
+        f"[{name}]",
+        f"[run]\n{name} = 1",
+        f"{name} = 1",
+        f"[run]\nname = '{name}'\nsteps = '{name}'",
+    ):
+        (tmp_path / "run.toml").write_text(text)
+        assert main(["plan", str(tmp_path / "run.toml")]) == 2
+        assert len(capsys.readouterr().err) < 1000
+    (tmp_path / "run.toml").write_text("")
+    for command in (["plan", str(tmp_path / "run.toml"), f"run.{name}=1"], ["join", f"{name}_a"], [name]):
+        assert main(command) == 2
+        assert len(capsys.readouterr().err) < 7000

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
 from types import SimpleNamespace
 
+import grpc.aio
 import pytest
 
 from node.coordinator import control_service
@@ -23,8 +25,8 @@ from node.coordinator.control_service import (
     zeros,
     zeros_sha256,
 )
-from node.coordinator.sessions import CALLS, MessageLimits
-from node.coordinator.snapshot_handler import Agreement, UploadPermit
+from node.coordinator.sessions import CALLS, LAYERS_A_SECOND, LAYERS_AT_ONCE, MessageLimits
+from node.coordinator.snapshot_handler import Agreement, NotDueError, UploadPermit
 from node.model.labels import BatchPart
 from node.run_file.loader import default_config
 from node.stage.coordinator_client import CoordinatorClient
@@ -52,6 +54,7 @@ class Handler:
         self.stored: list[bytes] = []
         self.renewed: list[str] = []
         self.refusals: list[tuple[str, str]] = []
+        self.layers_refused: list[tuple[str, str]] = []
 
     async def refusal_for(self, node_id: str) -> Refusal | None:
         return None
@@ -101,8 +104,13 @@ class Handler:
         self.asked += 1
         return LAYER
 
-    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit | None:
+    def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
+        if self.permit is None:
+            raise NotDueError("nobody asked")
         return self.permit
+
+    async def layer_refused(self, permit: UploadPermit, why: str) -> None:
+        self.layers_refused.append((permit.unit, why))
 
     async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
         self.stored.append(data)
@@ -137,10 +145,16 @@ def client(port: int, node: NodeIdentity) -> CoordinatorClient:
     return CoordinatorClient(f"127.0.0.1:{port}", lambda: node, 5.0)
 
 
-def permit(most_bytes: int) -> UploadPermit:
+def permit(most_bytes: int, *, is_stored: bool = False) -> UploadPermit:
     agreed: asyncio.Future[Agreement | None] = asyncio.get_running_loop().create_future()
     return UploadPermit(
-        node_id=NODE.node_id, step=4, unit="embed", most_bytes=most_bytes, hosts={}, agreed=agreed
+        node_id=NODE.node_id,
+        step=4,
+        unit="embed",
+        most_bytes=most_bytes,
+        hosts={},
+        agreed=agreed,
+        is_stored=is_stored,
     )
 
 
@@ -224,15 +238,100 @@ async def test_an_upload_that_nobody_needs_any_more_counts_as_stored() -> None:
     handler = Handler()
     async with coordinator(handler) as (port, _):
         node = client(port, NODE)
+        handler.permit = permit(len(LAYER), is_stored=True)
         await node.put_layer(4, "embed", LAYER)
-        assert handler.stored == []
-        handler.permit = permit(len(LAYER) - 1)
-        with pytest.raises(RunError, match=f"at most {len(LAYER) - 1} bytes"):
-            await node.put_layer(4, "embed", LAYER)
+        assert handler.stored == [b""]
         handler.permit = permit(len(LAYER))
         await node.put_layer(4, "embed", LAYER)
-        assert handler.stored == [LAYER]
+        assert handler.stored[1:] == [LAYER] and handler.refusals == handler.layers_refused == []
         await node.close()
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a node sends that is not the layer it owes."""
+
+    announced: int
+    pieces: Iterable[bytes]
+    why: str
+    """Why it is held against the node; empty if a correct node may send it once."""
+
+
+PIECE = bytes(CHUNK_BYTES)
+UPLOADS = {
+    "announces more": Upload(2**40, itertools.repeat(PIECE, 2000), "at most"),
+    "announces a little more": Upload(len(LAYER) + 1, [PIECE], "at most"),
+    "sends more": Upload(len(LAYER), itertools.repeat(PIECE, 2000), "came more than"),
+    "sends more than nothing": Upload(0, itertools.repeat(PIECE, 2000), "came more than"),
+    "ends early": Upload(len(LAYER), [LAYER[:1000]], ""),
+    "ends at once": Upload(len(LAYER), [], ""),
+}
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("name", UPLOADS)
+async def test_what_cannot_be_the_layer_is_refused_as_it_comes(name: str, is_stored: bool) -> None:
+    """Also of a layer that is stored already, and whose bytes are dropped."""
+    handler, upload, read = Handler(), UPLOADS[name], 0
+    handler.permit = permit(len(LAYER), is_stored=is_stored)
+
+    async def chunks() -> AsyncIterator[control_pb2.PutLayerChunk]:
+        nonlocal read
+        first = control_pb2.PutLayerChunk(step=4, unit="embed", total_bytes=upload.announced)
+        yield first
+        for piece in upload.pieces:
+            read += len(piece)
+            yield control_pb2.PutLayerChunk(data=piece)
+
+    async with coordinator(handler) as (port, _), deaf(port, NODE) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.PutLayer(chunks())
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert handler.stored == [] and read < 2000 * len(PIECE)
+    assert [unit for unit, why in handler.layers_refused if upload.why in why] == ["embed"] * bool(upload.why)
+    assert handler.refusals == []
+
+
+@pytest.mark.parametrize("announced", [0, 1000, 2**40])
+async def test_who_goes_on_uploading_what_nobody_asked_for_is_named(announced: int) -> None:
+    handler, read = Handler(), 0
+
+    async def chunks() -> AsyncIterator[control_pb2.PutLayerChunk]:
+        nonlocal read
+        yield control_pb2.PutLayerChunk(step=4, unit="embed", total_bytes=announced)
+        while True:
+            read += len(PIECE)
+            yield control_pb2.PutLayerChunk(data=PIECE)
+
+    free, strikes = int(CALLS["not due"][1]), 3
+    limits = MessageLimits(default_config())
+    async with coordinator(handler, lambda: limits) as (port, _), deaf(port, NODE) as stub:
+        for _ in range(free + strikes):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.PutLayer(chunks())
+    assert handler.refusals == [(NODE.node_id, "nobody asked")] * strikes and handler.stored == []
+    assert read < 64 * len(PIECE) * (free + strikes)
+
+
+async def test_a_layer_is_sent_to_a_node_a_few_times_and_to_others_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handler = Handler()
+    clock = [1000.0]
+    monkeypatch.setattr(control_service, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(control_service, "TURN_SECONDS", 0.001)
+    async with coordinator(handler, lambda: MessageLimits(default_config())) as (port, _):
+        one, other = client(port, NODE), client(port, OTHER)
+        for _ in range(int(LAYERS_AT_ONCE)):
+            assert await one.layer(4, "embed", len(LAYER)) == LAYER
+        more = asyncio.create_task(one.layer(4, "embed", len(LAYER)))
+        assert await other.layer(4, "embed", len(LAYER)) == LAYER
+        assert await one.layer(4, "head", len(LAYER)) == LAYER, "others are not counted with it"
+        assert handler.asked == LAYERS_AT_ONCE + 2 and not more.done()
+        clock[0] += 1.01 / LAYERS_A_SECOND
+        assert await more == LAYER
+        await one.close()
+        await other.close()
 
 
 async def test_a_call_too_many_waits_its_turn_and_idle_nodes_are_forgotten() -> None:

@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from node.checkpoints.families import tensors
+from node.checkpoints.weights import CheckpointError
 from node.config.schema import (
     DataSection,
     ModelSection,
@@ -22,17 +25,20 @@ from node.config.schema import (
 from node.coordinator import coordinator as module
 from node.coordinator.coordinator import Coordinator
 from node.coordinator.enrolment import EnrolmentHandler
+from node.coordinator.relays import RelayOffer
 from node.coordinator.sessions import MOST_WAITING, ControlSession
 from node.coordinator.store import EVICTED_WORDS, PlacedNode, StepOutcome, StepRecord, Store
+from node.model.labels import BatchPart
 from node.pipeline.placement import stage_units
 from node.run_file.loader import from_json
 from node.run_state.actions import Stop
 from node.run_state.run_plan import Past
 from node.telemetry import events
 from node.training.data import Corpus
-from wire.errors import ProtocolViolationError, RunError
+from wire.errors import DataError, ProtocolViolationError, RunError, ThinwireError
 from wire.identity.enrolment import Hardware
 from wire.messages import (
+    RELAY_LEFT,
     Abort,
     Applied,
     Begin,
@@ -48,6 +54,7 @@ from wire.messages import (
     Placed,
     Placement,
     Ready,
+    RelayTimes,
     Restore,
     StepFailed,
     Telemetry,
@@ -75,6 +82,11 @@ class FakeStore:
         self.out: list[str] = []
         self.looks = threading.Semaphore(0)
         """Released each time that somebody asks who was evicted."""
+        self.came: list[str] = []
+        """Nodes whose use of a token is spent."""
+
+    def claim(self, node_ids: Collection[str]) -> None:
+        self.came.extend(node_ids)
 
     def evicted(self) -> list[str]:
         self.looks.release()
@@ -190,12 +202,63 @@ async def test_a_commit_is_recorded_before_it_is_sent(tmp_path: Path) -> None:
         assert (done.step, done.loss) == (1, 2.0)
 
 
-async def test_nodes_do_not_learn_the_texts_path(tmp_path: Path) -> None:
-    config = replace(CONFIG, data=DataSection(path="/home/somebody/texts/books.txt"))
+@pytest.mark.parametrize(
+    ("error", "code", "bug"),
+    [(DataError("rows.jsonl line 7 is not JSON"), 2, False), (KeyError("column"), 1, True)],
+)
+async def test_samples_that_cannot_be_read_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, bug: bool
+) -> None:
+    def fails(self: Corpus, step: int) -> np.ndarray:
+        raise error
+
+    monkeypatch.setattr(Corpus, "inputs", fails)
+    async with scene(tmp_path) as run:
+        node = run.peer("a")
+        await node.into_step()
+        for _ in range(2):
+            with pytest.raises(ThinwireError) as told:
+                await run.coordinator.batch("a", 0, part=BatchPart.INPUTS)
+        outcome = await run.end(node)
+        assert outcome.failed and outcome.reason == str(told.value)
+        assert str(error) in outcome.reason and "\n" not in outcome.reason
+        assert run.coordinator.exit_code == code
+        assert (run.coordinator.bug is error) is bug
+
+
+async def test_nodes_learn_no_paths(tmp_path: Path) -> None:
+    folder = "/home/somebody/"
+    files = {name: f"{folder}{name}" for name in ("path", "valid", "tokenizer", "chat_template")}
+    data = DataSection(**files, sources=(f"{folder}books", f"{folder}web/pages"))
+    config = replace(CONFIG, data=data, model=replace(CONFIG.model, from_=f"{folder}models/small"))
     async with scene(tmp_path, config) as run:
         welcome = await run.peer("a").hear()
         assert isinstance(welcome, Welcome)
-        assert from_json(welcome.config_json) == replace(config, data=DataSection(path="books.txt"))
+        told = from_json(welcome.config_json)
+        names = DataSection(**dict(zip(files, files, strict=True)), sources=("books", "pages"))
+        assert told == replace(config, data=names, model=replace(config.model, from_="small"))
+        run.coordinator._fail(f"{folder}texts/a.jsonl line 3 is not JSON; its folder is {folder}texts")
+        assert await run.peer("a").hear() == welcome
+        assert (await run.end()).reason.startswith(folder)
+        assert run.coordinator._machine.goodbye.reason == "a.jsonl line 3 is not JSON; its folder is texts"
+
+
+async def test_a_damaged_checkpoint_ends_the_run_by_its_name(tmp_path: Path) -> None:
+    """A node asks for its part of it, or cannot read its own copy."""
+    model = ModelSection(**{**vars(CONFIG.model), "from_": str(tmp_path / "model")})
+    (tmp_path / "model").mkdir()
+    arrays = {
+        tensor.name: np.ones(tensor.shape, np.float32) for tensor in tensors(model, "block.0001").values()
+    }
+    arrays["model.layers.1.mlp.up_proj.weight"][0, 3] = np.nan
+    save_file(arrays, tmp_path / "model" / "model.safetensors")
+    async with scene(tmp_path, replace(CONFIG, model=model)) as run:
+        with pytest.raises(CheckpointError):
+            await run.coordinator.layer_entry(0, "block.0001")
+        outcome = await run.end()
+        assert outcome.failed and run.coordinator.exit_code == 2
+        place = f"{tmp_path}/model/model.safetensors: tensor model.layers.1.mlp.up_proj.weight holds 1 "
+        assert outcome.reason.startswith(place)
 
 
 async def test_a_node_that_never_reads_its_answers_fills_no_memory(tmp_path: Path) -> None:
@@ -247,7 +310,7 @@ async def test_a_database_that_cannot_be_read_now_is_read_at_the_next_look(
         assert isinstance(await node.hear(), Commit)
         run.store.out, run.store.refuse = ["a"], ""
         evicted = Finish(reason=f"you were {EVICTED_WORDS}", failed=True)
-        assert await node.hear() == evicted
+        assert await node.hear() == evicted and run.store.came == ["a"]
         assert not run.running.done()
 
 
@@ -280,9 +343,7 @@ async def test_only_the_nodes_of_the_epoch_that_asked_hand_its_snapshot_in(tmp_p
             found = []
             for unit in (*upper, *lower):
                 with contextlib.suppress(ProtocolViolationError):
-                    permit = run.coordinator.upload_permit(node, 1, unit)
-                    assert permit is not None
-                    found.append(permit.unit)
+                    found.append(run.coordinator.upload_permit(node, 1, unit).unit)
             return found
 
         def check() -> None:
@@ -337,6 +398,16 @@ async def test_an_ending_node_is_released_at_once_and_its_reason_reported(
         assert (over.kind, over.reason) == ("lost", f"node a is gone: {told}")
         again = run.peer("a", nonce=2)
         await again.into_step(epoch=2)
+
+
+async def test_a_relay_that_a_node_left_is_named_once(tmp_path: Path) -> None:
+    async with scene(tmp_path) as run:
+        node = run.peer("a")
+        run.coordinator.relays.plan.offers["r"] = RelayOffer(address="r:1", rate=1e9)
+        for times in ({"r": 0.1}, {"r": RELAY_LEFT, "unknown": RELAY_LEFT}, {"r": RELAY_LEFT}):
+            node.say(RelayTimes(times=times))
+        told = [event.text for event in run.events if isinstance(event, events.Notice)]
+        assert len(told) == 1 and "node a left the relay of node r:" in told[0]
 
 
 async def test_the_last_word_of_an_older_process_does_not_end_the_newer(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from node.coordinator.relays import LEAST_RATE, RelayDesk, RelayOffer, RelayPlan, pairs_to_relay
 from node.coordinator.sessions import ControlSession
 from tests.support.pki import hello
-from wire.messages import CoordinatorMessage, PlacedStage, Placement, RelayFor, Relays
+from wire.messages import RELAY_LEFT, CoordinatorMessage, PlacedStage, Placement, RelayFor, Relays
 
 A, B, C, D = (f"node-{letter * 10}" for letter in "abcd")
 R, S = "node-rrrrrrrrrr", "node-ssssssssss"
@@ -42,6 +42,23 @@ def test_the_relay_with_the_shortest_way_comes_first_and_the_others_after_it() -
     found.measured(A, {R: 0.001, S: 0.01})
     found.place([row(A, B)])
     assert found.relays_of(A) == {B: (R, S)}
+
+
+def test_a_relay_that_a_node_left_is_none_for_its_links() -> None:
+    found = plan(r=1e9, s=1e9)
+    for node in (A, B, C, D):
+        found.measured(node, {R: 0.01, S: 0.02})
+    assert found.measured(A, {R: RELAY_LEFT, "node-unknown000": RELAY_LEFT}) == [R]
+    assert found.measured(A, {R: RELAY_LEFT}) == [], "told once"
+    found.place([row(A, B), row(C, D)])
+    assert found.relays_of(A)[B] == (S,) and found.relays_of(B)[A] == (S,)
+    assert found.relays_of(C)[D][0] == R, "one node's word is no other's"
+    found.measured(A, {R: 0.01, S: 0.02})  # a new measurement of round trips changes nothing
+    found.place([row(A, B)])
+    assert found.relays_of(A)[B] == (S,)
+    found.gone(A)
+    found.place([row(A, B)])
+    assert found.relays_of(A)[B][0] in (R, S) and len(found.relays_of(A)[B]) == 2
 
 
 def test_links_spread_over_relays_by_what_each_has_left() -> None:

@@ -15,14 +15,17 @@ from node.config.schema import (
 from node.coordinator import reporter
 from node.coordinator.reporter import Reporter
 from node.coordinator.store import StepRecord
+from node.display.render import summary_lines
 from node.model.units import parameter_specs, state_bytes
 from node.pipeline.placement import stage_units
 from node.processes.coordinator import _unreported
 from node.run_state.actions import Aborted, AbortKind, RecordCommit, RecordRestored
 from node.telemetry import events
-from node.telemetry.costs import mean_step
+from node.telemetry.costs import bits_per_element, mean_step
 from node.telemetry.format import bytes_text
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals
+from wire.spec import Direction
+from wire.telemetry import FlowReport
 
 CONFIG = RunConfig(run=RunSection(steps=9), model=ModelSection(layers=5), pipeline=PipelineSection(stages=2))
 NODES = ("a", "b")
@@ -253,3 +256,43 @@ def test_a_run_in_which_nothing_happened_has_no_summary() -> None:
     told = Told()
     told.reporter.finished("stopped", failed=False)
     assert told.events == [events.RunFinished(reason="stopped", failed=False)]
+
+
+def test_the_summary_counts_a_step_once_and_says_from_where_it_counts() -> None:
+    told = Told()
+    told.restored(4)
+    for count, step in enumerate((4, 5, 4, 5, 6)):
+        told.committed(step)
+        told.report(count + 1)
+        told.reporter.finish_step()
+    told.reporter.finished("all done", failed=False)
+    last = told.events[-1]
+    assert isinstance(last, events.RunFinished) and last.summary is not None
+    summary = last.summary
+    assert (summary.steps, summary.since, summary.again, summary.link_bytes) == (3, 4, 2, 10_000)
+    assert summary.tokens == 3 * CONFIG.tokens_per_step
+    assert summary.machines == ("a (3 steps)", "b (3 steps)")
+    assert "3 since step 4, 2 of them again" in summary_lines(summary)[0]
+
+
+def test_what_held_out_samples_send_counts_apart() -> None:
+    """Whenever a node reports it: with the step before, or with the measurement."""
+    told = Told()
+    told.restored(0)
+    told.committed(0)
+    for stage, node in enumerate(NODES):
+        report = totals(1, stage=stage)
+        held_out = FlowReport(direction=Direction.HELD_OUT, codec="tah", bytes_sent=700, elements_sent=175)
+        links = tuple(
+            replace(one, bytes_sent=one.bytes_sent + 700, flows=(*one.flows, held_out))
+            for one in report.links
+        )
+        told.reporter.accounting.report(node, replace(report, links=links))
+    costs = told.reporter.finish_step()
+    assert costs is not None and {link.bytes for link in costs.links} == {1000}
+    assert "held_out" not in {flow.direction for link in costs.links for flow in link.flows}
+    told.reporter.finished("all done", failed=False)
+    last = told.events[-1]
+    assert isinstance(last, events.RunFinished) and last.summary is not None
+    assert (last.summary.link_bytes, last.summary.held_out_bytes) == (2000, 1400)
+    assert last.summary.bits_forward == told.steps()[0].bits_forward == bits_per_element(costs, "activation")

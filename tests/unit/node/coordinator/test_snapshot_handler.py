@@ -20,7 +20,13 @@ from node.config.schema import ModelSection, RunConfig
 from node.coordinator import disk as disk_module
 from node.coordinator import snapshot_handler
 from node.coordinator.disk import Disk, check_room
-from node.coordinator.snapshot_handler import Agreement, SnapshotExports, SnapshotHandler
+from node.coordinator.snapshot_handler import (
+    MOST_REPEATS,
+    Agreement,
+    NotDueError,
+    SnapshotExports,
+    SnapshotHandler,
+)
 from node.coordinator.store import Store
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
@@ -92,8 +98,7 @@ async def asked(
 
 
 async def hand_in(handler: SnapshotHandler, step: int, unit: str, data: bytes, node: str = SEATS[0]) -> None:
-    if (permit := handler.permit(node, step, unit)) is not None:
-        await handler.put(permit, data, hashlib.sha256(data).hexdigest())
+    await handler.put(handler.permit(node, step, unit), data, hashlib.sha256(data).hexdigest())
 
 
 async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
@@ -153,7 +158,6 @@ async def test_a_refusal_is_its_senders_and_the_next_upload_is_stored(
         await asked(handler, 4, made)
         with pytest.raises(ProtocolViolationError, match="damaged on the way"):
             permit = handler.permit(SEATS[0], 4, UNITS[0])
-            assert permit is not None
             await handler.put(permit, made[UNITS[0]], "0" * 64)
         assert told.failed == []
 
@@ -356,20 +360,19 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
     """Of the epoch that asked last, over or not; a coordinator that was started again must ask itself."""
     made = files(0)
     async with desk_at(tmp_path) as (handler, told):
-        with pytest.raises(ProtocolViolationError, match="nobody asked for a snapshot of step 4"):
+        with pytest.raises(NotDueError, match="nobody asked for a snapshot of step 4"):
             await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         first, last = stage_units(CONFIG, 2)
         await asked(handler, 4, made, ("node-a", "node-b"))
         for node, foreign in (("node-a", last), ("node-b", first), ("node-spare", UNITS)):
             for unit in foreign:
-                with pytest.raises(ProtocolViolationError, match="another node's to hand in"):
+                with pytest.raises(NotDueError, match="another node's to hand in"):
                     await hand_in(handler, 4, unit, made[unit], node)
         await hand_in(handler, 4, first[0], made[first[0]], "node-a")
         # Requested again, of other nodes: what is on its way of the earlier attempt is not stored.
         begun = handler.permit("node-b", 4, last[0])
-        assert begun is not None
         await asked(handler, 4, made, ("node-b", "node-c"))
-        with pytest.raises(ProtocolViolationError, match="requested again"):
+        with pytest.raises(NotDueError, match="requested again"):
             data = made[last[0]]
             await handler.put(begun, data, hashlib.sha256(data).hexdigest())
         with pytest.raises(ProtocolViolationError, match="another node's to hand in"):
@@ -378,8 +381,26 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
             for unit in units:
                 await hand_in(handler, 4, unit, made[unit], node)
         assert (await told.stored.get()).step == 4
-        # A reply was lost, so that a node hands in again.
-        await hand_in(handler, 4, last[0], made[last[0]], "node-c")
+        # A reply was lost, so that a node hands in again; a few times.
+        for _ in range(MOST_REPEATS - 1):
+            await hand_in(handler, 4, last[0], made[last[0]], "node-c")
+        with pytest.raises(ProtocolViolationError, match="came 3 times before"):
+            await hand_in(handler, 4, last[0], made[last[0]], "node-c")
+
+
+async def test_what_came_of_a_refused_attempt_is_removed(tmp_path: Path) -> None:
+    made = files(0)
+    async with desk_at(tmp_path) as (handler, told):
+        await asked(handler, 4, made)
+        await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
+        begun = handler.permit(SEATS[0], 4, UNITS[1])
+        await handler.give_up(begun)
+        assert list((tmp_path / "snapshots").iterdir()) == []
+        with pytest.raises(NotDueError, match="requested again"):
+            await handler.put(begun, made[UNITS[1]], hashlib.sha256(made[UNITS[1]]).hexdigest())
+        await stored(handler, told, 4)
+        await handler.give_up(begun)  # a later attempt, or a snapshot that is complete, stays
+        assert list_snapshots(tmp_path / "snapshots") == (4,)
 
 
 async def test_remains_of_older_snapshots_are_removed_with_the_next_complete_one(tmp_path: Path) -> None:
@@ -390,11 +411,12 @@ async def test_remains_of_older_snapshots_are_removed_with_the_next_complete_one
         return sorted(path.name for path in root.iterdir())
 
     async with desk_at(tmp_path) as (handler, told):
-        for partial in (3, 5, 9):
+        for partial in (1, 2, 3, 5, 9):
             await asked(handler, partial, made)
             await hand_in(handler, partial, UNITS[0], made[UNITS[0]])
+        # Without one that is complete, those of many attempts do not pile up.
+        assert on_disk() == ["step-00000003", "step-00000005", "step-00000009"]
         begun = handler.permit(SEATS[0], 5, UNITS[1])
-        assert begun is not None
         await asked(handler, 7, made)
         for unit in UNITS:
             await hand_in(handler, 7, unit, made[unit])
@@ -402,7 +424,7 @@ async def test_remains_of_older_snapshots_are_removed_with_the_next_complete_one
         # One that is newer goes on.
         assert on_disk() == ["step-00000007", "step-00000009"]
         # What still comes of older ones is of no use, and no error: that would end its node's epoch.
-        assert handler.permit(SEATS[0], 3, UNITS[1]) is None
+        assert handler.permit(SEATS[0], 5, UNITS[1]).is_stored
         data = made[UNITS[1]]
         await handler.put(begun, data, hashlib.sha256(data).hexdigest())
         assert on_disk() == ["step-00000007", "step-00000009"]

@@ -197,6 +197,32 @@ def test_revoking_stops_the_token_and_evicts_nobody(store: Store) -> None:
     assert store.list_tokens()[0].revoked
 
 
+def test_evicting_a_node_closes_its_token_unless_told_otherwise(store: Store) -> None:
+    _, token = store.create_token(NOW, DAY, 4)
+    _, other = store.create_token(NOW, DAY, 4)
+    liar, honest, fresh = map(make_member, (1, 2, 3))
+    for member in (liar, honest):
+        assert store.admit_token(token.token_id, token.secret, member).refusal is None
+    kept = store.evict(liar.node_id, NOW + 1, keep_token=True)
+    assert kept is not None and "still admits 2 more nodes" in str(kept)
+    assert [record.state(NOW + 1) for record in store.list_tokens()] == ["usable", "usable"]
+    closed = store.evict(liar.node_id, NOW + 2)
+    assert closed is not None and [record.token_id for record in closed.tokens] == [token.token_id]
+    assert f"token {token.token_id}, which would have admitted 2 more nodes and is closed" in str(closed)
+    assert str(closed).endswith(f", as did {honest.node_id}")
+    assert base58_encode(token.secret) not in str(closed) and token.secret.hex() not in str(closed)
+    assert {r.token_id: r.state(NOW + 2) for r in store.list_tokens()} == {
+        token.token_id: "closed",
+        other.token_id: "usable",
+    }
+    refusal = store.admit_token(token.token_id, token.secret, fresh).refusal
+    assert refusal is not None and refusal.code is RefusalCode.TOKEN_REVOKED
+    assert store.admit_token(token.token_id, token.secret, honest).refusal is None, "it may come back"
+    assert store.admit_token(other.token_id, other.secret, fresh).refusal is None
+    assert store.revoke_token(token.token_id) and store.evict(honest.node_id, NOW + 3) is not None
+    assert store.list_tokens()[0].revoked or store.list_tokens()[1].revoked, "revoked stays revoked"
+
+
 def test_an_evicted_node_stays_out(store: Store) -> None:
     member = make_member(1)
     admit(store, member)

@@ -28,6 +28,7 @@ class Model:
     expires: float
     uses_allowed: int
     revoked: bool = False
+    closed: bool = False
     keys: set[bytes] = field(default_factory=set)
 
 
@@ -67,7 +68,7 @@ class TokenMachine(RuleBasedStateMachine):
     def join(self, model: Model, key: bytes) -> None:
         decision = self.store.admit_token(model.token.token_id, model.token.secret, self._member(key))
         code = decision.refusal and decision.refusal.code
-        if model.revoked:
+        if model.revoked or (model.closed and key not in model.keys):
             assert code is RefusalCode.TOKEN_REVOKED
         elif self.now >= model.expires and key not in model.keys:
             assert code is RefusalCode.TOKEN_EXPIRED
@@ -95,12 +96,15 @@ class TokenMachine(RuleBasedStateMachine):
         self.store.close()
         self.store = Store.open(self.directory)
 
-    @rule(key=st.sampled_from(KEYS))
-    def evict(self, key: bytes) -> None:
-        joined = any(key in model.keys for model in self.models)
-        assert self.store.evict(node_id_of(key), self.now) == joined
-        if joined:
+    @rule(key=st.sampled_from(KEYS), keep_token=st.booleans())
+    def evict(self, key: bytes, keep_token: bool) -> None:
+        came_by = {model.token.token_id for model in self.models if key in model.keys}
+        eviction = self.store.evict(node_id_of(key), self.now, keep_token=keep_token)
+        assert {token.token_id for token in eviction.tokens} == came_by if eviction else not came_by
+        if eviction:
             self.evicted.add(key)
+        for model in self.models:
+            model.closed |= key in model.keys and not model.revoked and not keep_token
 
     @invariant()
     def the_database_agrees(self) -> None:
@@ -112,7 +116,7 @@ class TokenMachine(RuleBasedStateMachine):
             record = records[model.token.token_id]
             assert record.bound == model.keys
             assert record.uses <= record.uses_allowed == model.uses_allowed
-            assert record.revoked == model.revoked
+            assert (record.revoked, record.closed) == (model.revoked, model.closed and not model.revoked)
         members = {member.public_key_hash for member in self.store.members()}
         assert members == {key for model in self.models for key in model.keys}
 

@@ -92,15 +92,24 @@ def test_a_key_may_be_typed_with_blanks_and_capitals() -> None:
     assert guard().check(with_headers(FIT, Authorization=f"bearer {typed}"), 0.0) is None
 
 
-def test_guessing_keys_is_slow_and_delays_nobody_else() -> None:
-    one = guard()
-    wrong = with_headers(FIT, Authorization="Bearer nonsense")
-    statuses = [one.check(wrong, 0.0) for _ in range(ChangeGuard.WRONG_KEYS + 2)]
-    assert [s.status for s in statuses if s] == [401] * ChangeGuard.WRONG_KEYS + [429, 429]
-    late = one.check(FIT, 1.0)
-    assert late is not None and late.status == 429  # the right key too, from that address
-    assert one.check(replace(FIT, remote="::1"), 1.0) is None
-    assert one.check(FIT, ChangeGuard.SECONDS + 1) is None
+@pytest.mark.parametrize("guesses", [4, 5, 1000])
+@pytest.mark.parametrize("remote", ["127.0.0.1", "2001:db8::7"])
+def test_wrong_keys_count_against_their_address_and_shut_out_no_right_key(remote: str, guesses: int) -> None:
+    one, near = guard(), replace(FIT, remote=remote, secure=True)
+    wrong = with_headers(near, Authorization="Bearer nonsense")
+    statuses = [found.status for _ in range(guesses) if (found := one.check(wrong, 0.0)) is not None]
+    told = min(guesses, ChangeGuard.WRONG_KEYS)
+    assert statuses == [401] * told + [429] * (guesses - told)
+    assert one.check(near, 1.0) is None  # also from the address that the guesses come from
+    other = one.check(replace(wrong, remote="203.0.113.9"), 1.0)
+    again = one.check(wrong, ChangeGuard.SECONDS + 1)
+    assert other is not None and again is not None and other.status == again.status == 401
+
+
+def test_a_network_of_ipv6_addresses_is_one_address() -> None:
+    one, wrong = guard(), replace(with_headers(FIT, Authorization="Bearer nonsense"), secure=True)
+    found = [one.check(replace(wrong, remote=f"2001:db8::{number:x}"), 0.0) for number in range(1, 8)]
+    assert [denied.status for denied in found if denied] == [401] * ChangeGuard.WRONG_KEYS + [429, 429]
 
 
 def test_changes_come_at_a_bounded_rate() -> None:

@@ -42,6 +42,7 @@ from node.processes.doctor import (
     judge_torch,
     package_owners,
 )
+from tests.support.homes import without_home
 from tests.support.ports import free_port
 from wire.descriptors import NEEDED
 from wire.errors import LinkError, TokenError
@@ -203,11 +204,7 @@ def test_a_state_directory_behind_a_folder_that_may_not_be_entered(
 
 
 def test_a_user_without_a_home_has_no_default_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setattr(Path, "home", home)
+    without_home(monkeypatch)
     (check,) = (check for check in examine() if check.name == "state directory")
     assert check.status is Status.FAIL and check.fix == "set HOME, or give --state-dir"
 

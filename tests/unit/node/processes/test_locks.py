@@ -12,6 +12,7 @@ from node.cli.run_directory import new_run_directory
 from node.config.join_options import JoinOptions
 from node.config.schema import RunConfig
 from node.processes.locks import claim
+from tests.support.homes import without_home
 from wire.errors import UserError
 from wire.identity.credentials import load_or_create_key
 from wire.identity.token import JoinToken
@@ -122,12 +123,8 @@ def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: py
 
 
 def test_a_user_without_a_home_is_asked_for_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", home)
-    with pytest.raises(UserError, match="set HOME, or give --state-dir"):
+    without_home(monkeypatch)
+    with pytest.raises(UserError, match=r"set HOME or XDG_STATE_HOME, .*; or give --state-dir"):
         claim("demo-x", None)
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.config.schema import PipelineSection, RunConfig, TrainingSection
+from node.checkpoints.byte_tokenizer import byte_pieces
+from node.checkpoints.families import write_config
+from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.run_file.loader import (
     change_config,
     default_config,
@@ -28,7 +31,7 @@ from node.run_file.loader import (
     with_absolute_paths,
 )
 from tests.support.cases import each
-from wire.errors import ConfigError
+from wire.errors import ConfigError, DataError
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
 RUN_FILES = [
@@ -353,3 +356,23 @@ def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
         load_config(path)
     first, second = str(caught.value).split("; also: ")
     assert "training.lr" in first and "training.clip" in second
+
+
+def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    """Rather than trained on bytes; with tables in two files or SentencePiece's alone it has one."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = ModelSection(layers=4, hidden=16, heads=2, kv_heads=2, ffn=16, vocab=300)
+    (folder / "config.json").write_text(json.dumps(write_config(model, "float32")))
+    run = write(tmp_path, f'[model]\nfrom = "{folder}"\nsequence = 32\n')
+    with pytest.raises(ConfigError, match=r"has no tokenizer \(tokenizer\.json, .*set data\.tokenizer"):
+        load_config(run)
+    assert load_config(run, ["data.tokenizer=bytes"]).data.tokenizer == "bytes"
+    (folder / "tokenizer.model").write_bytes(byte_pieces())
+    assert load_config(run).data.tokenizer == str(folder)
+    (folder / "config.json").write_text(json.dumps(write_config(replace(model, vocab=32000), "float32")))
+    with pytest.raises(DataError, match=r"tokenizer\.model has 258 tokens and the model 32000"):
+        load_config(run)
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_text("{}")
+    assert load_config(run).data.tokenizer == str(folder)

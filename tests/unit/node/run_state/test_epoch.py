@@ -1,12 +1,22 @@
 """One epoch by itself: the messages it accepts in each phase, and those it repeats."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from node.run_state.actions import RecordCommit, RecordRestored, Send, StepDone
+from node.run_state.actions import RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
 from node.run_state.epoch import Committed, Epoch, Phase
-from node.run_state.votes import LEAST, FiniteUncompressed, NonFinite, PastStep, RefusedVote, VoteHistory
+from node.run_state.held_out import HeldOutPass, HeldOutSchedule
+from node.run_state.votes import (
+    LEAST,
+    FiniteUncompressed,
+    Implausible,
+    NonFinite,
+    PastStep,
+    RefusedVote,
+    VoteHistory,
+)
 from wire.messages import (
     Begin,
     Commit,
@@ -15,8 +25,10 @@ from wire.messages import (
     Placement,
     Restore,
     TakeSnapshot,
+    Validated,
     Vote,
 )
+from wire.telemetry import Telemetry
 
 
 def epoch(
@@ -263,17 +275,20 @@ def test_a_vote_covers_only_the_voters_units(node: str, wrong: Vote) -> None:
     assert one.ask_again(node) == [Send(node_id=node, message=Begin(epoch=4, step=3))]
 
 
+FAR = " is far from those of the newest steps"
+
+
 @pytest.mark.parametrize(
     ("norm", "loss", "what"),
     [
         (9.0, 2.1, None),
         (9e4, 2.1, None),
-        (9e6, 2.1, (0, "the gradient of layer unit 0 at stage 0")),
-        (9.0, 40.0, (1, "the loss of 40 at stage 1")),
+        (9e6, 2.1, ("a", "the gradient of layer unit 0 at stage 0")),
+        (9.0, 40.0, ("b", "the loss of 40 at stage 1")),
     ],
 )
 def test_the_steps_on_record_say_what_is_plausible_after_a_restart(
-    norm: float, loss: float, what: tuple[int, str] | None
+    norm: float, loss: float, what: tuple[str, str] | None
 ) -> None:
     past = [PastStep(loss=2.0, grad_norm=3.0, seconds=1.0)] * LEAST
     history = VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})], past)
@@ -281,7 +296,9 @@ def test_the_steps_on_record_say_what_is_plausible_after_a_restart(
         Vote(epoch=1, step=20, norms={0: norm}, loss=None),
         Vote(epoch=1, step=20, norms={1: norm}, loss=loss),
     ]
-    assert history.implausible(votes) == what
+    found = history.implausible("ab", votes)
+    far = None if found is None else (found.node_id, found.what.removesuffix(FAR))
+    assert far == what
 
 
 def test_norms_of_units_on_record_say_more_after_a_restart_than_those_of_the_whole_model() -> None:
@@ -294,8 +311,8 @@ def test_norms_of_units_on_record_say_more_after_a_restart_than_those_of_the_who
     found = []
     for one in (past, with_units):
         history = VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})], [one] * LEAST)
-        found.append(history.implausible(jump))
-    assert found == [None, (0, "the gradient of layer unit 0 at stage 0")]
+        found.append(history.implausible("ab", jump))
+    assert found == [None, Implausible("a", f"the gradient of layer unit 0 at stage 0{FAR}")]
 
 
 def test_norms_of_gradients_say_nothing_of_how_a_round_changes_weights() -> None:
@@ -305,7 +322,7 @@ def test_norms_of_gradients_say_nothing_of_how_a_round_changes_weights() -> None
         history.begins(step)
         norms = [{0: norm}, {1: norm}]
         votes = [Vote(epoch=1, step=step, norms=one, loss=None) for one in norms]
-        found = history.implausible(votes) is None
+        found = history.implausible("ab", votes) is None
         if found:
             history.committed(step, norms[0] | norms[1], 2.0, confirmed=False)
         return found
@@ -313,3 +330,27 @@ def test_norms_of_gradients_say_nothing_of_how_a_round_changes_weights() -> None
     assert all(plausible(step, 1e-3) for step in range(LEAST))
     assert all(plausible(step, 1e3) for step in range(LEAST, 2 * LEAST))
     assert not plausible(2 * LEAST, 1e9), "among rounds it is still found"
+
+
+def test_a_step_without_labels_has_no_loss() -> None:
+    """And it says nothing of what the losses of other steps may be."""
+    one = stepping(step=3)
+    one.unlabelled = {3}
+    one.vote("a", vote(3))
+    outcome = one.vote("b", vote(3, unit=1, loss=0.0))
+    assert isinstance(outcome, list)
+    commit = outcome[0]
+    assert isinstance(commit, RecordCommit) and math.isnan(commit.loss) and commit.grad_norm > 0
+
+
+@pytest.mark.parametrize(("weight", "loss"), [(0.0, math.nan), (2.0, 6.0)])
+def test_held_out_samples_without_labels_have_no_loss(weight: float, loss: float) -> None:
+    one = stepping(step=3)
+    one.phase = Phase.IDLE
+    one.validate([HeldOutPass(number=1, microbatches=2)], microbatch=4, label_weight=weight)
+    done = Validated(epoch=4, step=3, number=1, loss=None, telemetry=Telemetry())
+    one.validated("a", done)
+    (record,) = one.validated("b", replace(done, loss=3.0))
+    assert isinstance(record, RecordHeldOut)
+    assert record.uncompressed == pytest.approx(loss, nan_ok=True)
+    assert HeldOutSchedule((), math.inf).record(3, record.uncompressed) is (weight > 0)

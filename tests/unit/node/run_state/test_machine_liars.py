@@ -22,9 +22,10 @@ Lie = Callable[["Liar", Vote], list[NodeMessage]]
 class Liar(SimNode):
     """Lies in its votes from a step on. It computes as all others do, so that its state is right."""
 
-    def __init__(self, world: World, lie: Lie, first: int, *, keeps_layers: bool) -> None:
+    def __init__(self, world: World, lie: Lie, first: int, layers: str) -> None:
+        """`layers`: what it does about them, a key of `LIES` or nothing."""
         super().__init__("liar", world)
-        self.lie, self.first, self.keeps_layers = lie, first, keeps_layers
+        self.lie, self.first, self.layers = lie, first, layers
 
     def write(self) -> None:
         message = self.outbox.popleft()
@@ -34,8 +35,14 @@ class Liar(SimNode):
         self.session.to_coordinator.extend(said)
 
     def _upload(self, epoch: SimEpoch, step: int) -> None:
-        if not self.keeps_layers or step < self.first:
+        if step < self.first or self.layers not in LAYERS:
             super()._upload(epoch, step)
+        elif self.layers == "wrong layers":
+            self.world.happen(
+                lambda machine: machine.layer_refused(self.node_id, step, "no layer", self.world.now)
+            )
+            # As a node does whose layer is refused; the coordinator knows of it before.
+            self.fail(FailureKind.INTERNAL)
 
 
 def failed(liar: SimNode, vote: Vote, kind: FailureKind, peer: int = -1) -> list[NodeMessage]:
@@ -59,12 +66,14 @@ LIES: dict[str, Lie] = {
     "internal": lambda liar, vote: failed(liar, vote, FailureKind.INTERNAL),
     "complaint": lambda liar, vote: failed(liar, vote, FailureKind.PEER, other_side(liar)),
     "broken link": lambda liar, vote: failed(liar, vote, FailureKind.LINK, other_side(liar)),
-    "layers": lambda liar, vote: [vote],
+    "no layers": lambda liar, vote: [vote],
+    "wrong layers": lambda liar, vote: [vote],
 }
+LAYERS = ("no layers", "wrong layers")
 
 
 def settled(
-    lie: Lie, stage: int, first: int, *, keeps_layers: bool, rng: random.Random | None = None
+    lie: Lie, stage: int, first: int, layers: str, rng: random.Random | None = None
 ) -> tuple[World, SimNode]:
     """A run with one liar, from its beginning to its end. `rng` draws the order of events."""
     world = World(stages=STAGES, min_stages=STAGES, total_steps=STEPS, snapshot_every=EVERY)
@@ -72,7 +81,7 @@ def settled(
         if place != stage:
             world.add_node()
             continue
-        world.nodes.append(Liar(world, lie, first, keeps_layers=keeps_layers))
+        world.nodes.append(Liar(world, lie, first, layers))
     for turn in range(20_000):
         if world.stopped is not None:
             return world, world.nodes[stage]
@@ -105,20 +114,20 @@ def check(world: World, liar: SimNode) -> None:
 @each("first", [0, 1, 9, STEPS - 1])
 @each("stage", range(STAGES))
 def test_one_liar_ends_no_run_and_gets_no_honest_member_shut_out(lie: str, stage: int, first: int) -> None:
-    check(*settled(LIES[lie], stage, first, keeps_layers=lie == "layers"))
+    check(*settled(LIES[lie], stage, first, lie))
 
 
 @given(
-    lies=st.lists(st.sampled_from(sorted(LIES.keys() - {"layers"})), min_size=1, max_size=3),
+    lies=st.lists(st.sampled_from(sorted(LIES.keys() - {*LAYERS})), min_size=1, max_size=3),
     place=st.integers(0, STAGES + 1),
     first=st.integers(0, STEPS - 1),
     share=st.sampled_from([0.3, 0.7, 1.0]),
-    keeps_layers=st.booleans(),
+    layers=st.sampled_from(("", *LAYERS)),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=examples(100), deadline=None)
 def test_any_lies_from_any_step_on_in_any_order(
-    lies: list[str], place: int, first: int, share: float, keeps_layers: bool, seed: int
+    lies: list[str], place: int, first: int, share: float, layers: str, seed: int
 ) -> None:
     """Lies of several kinds, by turns and now and then, of a member that may begin as a spare."""
     rng, draws = random.Random(seed), random.Random(seed)
@@ -126,4 +135,4 @@ def test_any_lies_from_any_step_on_in_any_order(
     def mixed(liar: Liar, vote: Vote) -> list[NodeMessage]:
         return LIES[draws.choice(lies)](liar, vote) if draws.random() < share else [vote]
 
-    check(*settled(mixed, place, first, keeps_layers=keeps_layers, rng=rng))
+    check(*settled(mixed, place, first, layers, rng))

@@ -15,6 +15,7 @@ from unittest.mock import AsyncMock
 import pytest
 import torch
 
+from node.config.join_options import OwnerAllows
 from node.config.schema import PipelineSection, RunConfig, SyncSection, TrainingSection
 from node.display.volunteer import VolunteerScreen
 from node.run_file.loader import to_json
@@ -52,6 +53,7 @@ async def runtime(tmp_path: Path, authority: CertificateAuthority) -> NodeRuntim
         flops=1.0,
         cache_directory=tmp_path,
         cache_bytes=0,
+        allows=OwnerAllows(),
     )
     holder = IdentityHolder(new_node(authority), tmp_path)
     return NodeRuntime(settings, holder, VolunteerScreen(json_lines=True))

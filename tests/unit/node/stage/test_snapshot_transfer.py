@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from node.config.join_options import OwnerAllows
 from node.config.schema import ModelSection, RunConfig
 from node.stage import snapshot_transfer
 from node.stage.coordinator_client import CoordinatorClient
@@ -23,6 +24,7 @@ from wire.messages import FailureKind, NodeMessage, Prefetch, StepFailed, TakeSn
 
 SECONDS = 20.0
 MODEL = ModelSection(layers=1)
+NOTHING = OwnerAllows()
 STATE = {"embed": {"weight": torch.ones(2)}, "head": {"weight": torch.zeros(2)}}
 
 
@@ -64,7 +66,13 @@ class Coordinator:
 
 
 class Scene:
-    def __init__(self, directory: Path, group: asyncio.TaskGroup, model: ModelSection = MODEL) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        group: asyncio.TaskGroup,
+        model: ModelSection = MODEL,
+        allows: OwnerAllows = NOTHING,
+    ) -> None:
         self.coordinator = Coordinator()
         self.peers = None
         self.cache = SnapshotCache(directory, 10**6)
@@ -76,7 +84,7 @@ class Scene:
             client=cast(CoordinatorClient, self.coordinator),
             cache=self.cache,
             peers=cast(LayerPeers, self.peers),
-            store="",
+            allows=allows,
             pacer=None,
             group=group,
             post=self.posted.put_nowait,
@@ -90,10 +98,12 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene(directory: Path, model: ModelSection = MODEL) -> AsyncIterator[Scene]:
+async def scene(
+    directory: Path, model: ModelSection = MODEL, allows: OwnerAllows = NOTHING
+) -> AsyncIterator[Scene]:
     """Leaving it waits for all transfers, so that a test ends with what they have done."""
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-        yield Scene(directory, group, model)
+        yield Scene(directory, group, model, allows)
 
 
 async def test_a_layer_is_fetched_once(tmp_path: Path) -> None:
@@ -164,6 +174,7 @@ async def test_a_snapshot_that_is_asked_for_again_starts_over(tmp_path: Path) ->
         ("another folder", 1),
         ("no folder", 1),
         ("a hub", 0),
+        ("a hub that its owner allows", 0),
         ("a hub that is away", 1),
     ],
 )
@@ -175,22 +186,30 @@ async def test_weights_come_from_the_own_disk_or_the_hub_before_the_coordinator(
     if source != "no folder":
         folder.mkdir()
     weights = {"weight": np.ones(2, np.float32)}
-    from_ = f"hf://owner/model@{40 * 'a'}" if "hub" in source else str(folder)
+    from_ = f"hf://owner/model@{40 * 'a'}" if "hub" in source else "the coordinator's folder"
+    allows = OwnerAllows(
+        hub=("owner/other", *(["owner/model"] if "allows" in source else [])),
+        model=folder if folder.exists() and "hub" not in source else None,
+    )
 
-    async def read(model: ModelSection, units: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
-        assert model.from_ == from_
+    async def read(
+        model: ModelSection, units: Sequence[str], *, token: bool = True
+    ) -> dict[str, dict[str, np.ndarray]]:
+        """No folder but the one that the owner names, and no token but for repositories that they name."""
+        assert model.from_ == (from_ if "hub" in source else str(folder))
+        assert "hub" not in source or token == ("allows" in source)
         if "away" in source:
             raise DataError("the hub is away")
         return {unit: {"weight": weights["weight"] + ("another" in source)} for unit in units}
 
     monkeypatch.setattr(snapshot_transfer, "read_units", read)
-    async with scene(tmp_path, ModelSection(layers=1, from_=from_)) as here:
+    async with scene(tmp_path, ModelSection(layers=1, from_=from_), allows) as here:
         here.coordinator.files[0, "head"] = weights_file(weights)
         state = await here.transfer.fetch_weights(("head",))
         assert list(state) == ["head"]
         assert state["head"]["parameter.weight"].tolist() == [1.0, 1.0]
         assert len(here.coordinator.asked) - here.coordinator.kept == sent
-        assert (not here.coordinator.asked) == (source == "a hub")
+        assert (not here.coordinator.asked) == ("hub" in source and "away" not in source)
 
 
 async def test_a_layer_that_is_not_stored_fails_the_epoch_once(tmp_path: Path) -> None:

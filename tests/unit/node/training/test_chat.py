@@ -3,11 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from node.config.schema import (
     DataSection,
@@ -21,11 +23,15 @@ from node.model.chunk import build_chunk
 from node.model.labels import IGNORED, label_weight
 from node.model.units import parameter_specs, unit_names
 from node.stage.stage_model import StageModel
-from node.training.chat import Dropped, load_chat_encoder, messages_of
+from node.training import templates
+from node.training.chat import load_chat_encoder
+from node.training.conversations import Dropped, Forms, normalized
 from node.training.reference import ReferenceTrainer
 from node.training.samples import held_out_samples
 from node.training.shards import ShardedCorpus, load_data
 from tests.support.chat_data import MARKED, TEMPLATE, conversations, sharegpt, write_jsonl, write_tokenizer
+from tests.support.chat_families import BEGIN, END, FAMILIES, template_of, write_tokenizer_of
+from tests.support.examples import examples
 from tests.support.huggingface import hf_model, hf_name
 from wire.errors import DataError
 
@@ -121,6 +127,119 @@ def test_rows_that_cannot_be_used(
         encoder.encode(row, "here")
 
 
+def _answer(family: str, message: dict[str, Any], *, last: bool) -> str:
+    """What the template writes for an answer, its end included."""
+    content = message["content"]
+    if family in ("llama3", "gemma3", "mistral"):
+        content = content.strip()
+    if family == "qwen3":
+        thought, marked, rest = content.rpartition("</think>")
+        content = rest.lstrip("\n") if marked else content
+        thought = thought.removeprefix("<think>").strip("\n")
+        content = f"<think>\n{thought}\n</think>\n\n{content.lstrip(chr(10))}" if last else content
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    written = [json.dumps(call["arguments"], ensure_ascii=False) for call in calls]
+    if calls and family in ("chatml", "qwen3"):
+        content = "\n".join(
+            f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {text}}}\n</tool_call>'
+            for call, text in zip(calls, written, strict=True)
+        )
+    elif calls and family == "llama3":
+        content = f'{{"name": "{calls[0]["name"]}", "parameters": {written[0]}}}'
+    elif calls:
+        (made,) = message["tool_calls"]
+        content = f'[TOOL_CALLS] [{json.dumps(calls[0], ensure_ascii=False)[:-1]}, "id": "{made["id"]}"}}]'
+    elif family == "mistral":
+        content = f" {content}"
+    return content + END[family] + ("" if family in ("llama3", "mistral") else "\n")
+
+
+asked = st.text("uvwxyz {}?\n\u4e2d", min_size=1, max_size=12).map(lambda text: f"Q{text}Q")
+said = st.text("abc .'\n\u00e9\U0001f600", min_size=1, max_size=12).filter(str.strip)
+thoughtful = st.tuples(st.text("abc \n", max_size=6), said).map(
+    lambda pair: f"<think>\n{pair[0]}\n</think>\n\n{pair[1]}"
+)
+argument = st.dictionaries(
+    st.text("abc", min_size=1, max_size=3), st.one_of(st.integers(-9, 9), said), max_size=2
+)
+
+
+@st.composite
+def talks(draw: st.DrawFn, *, tools: bool) -> dict[str, Any]:
+    """Rows with `messages`, and perhaps `tools`."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    row: dict[str, Any] = {"messages": []}
+    messages = row["messages"]
+    if draw(st.booleans()):
+        messages.append({"role": "system", "content": draw(asked)})
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(asked)})
+        for number in range(draw(st.integers(0, 2)) if tools else 0):
+            row["tools"] = [tool]
+            identity = f"abcdefgh{number}"
+            function = {"name": "weather", "arguments": draw(argument)}
+            call = {"id": identity, "type": "function", "function": function}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            result = {"role": "tool", "name": "weather", "tool_call_id": identity, "content": draw(asked)}
+            messages.append(result)
+        messages.append({"role": "assistant", "content": draw(st.one_of(said, thoughtful))})
+    return row
+
+
+def _disguised(row: dict[str, Any]) -> dict[str, Any]:
+    """The same row as Arrow and other programs hand it out."""
+    messages = []
+    for message in row["messages"]:
+        text = json.dumps(message)
+        changed = {"function_call": None, "tool_calls": None, **json.loads(text)}
+        for call in changed["tool_calls"] or ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        changed["from"] = {"user": "human", "assistant": "gpt"}.get(changed.pop("role"), message["role"])
+        changed["value"] = [{"type": "text", "text": changed.pop("content"), "image_url": None}]
+        messages.append(changed)
+    return {"conversations": messages, "tools": json.dumps(row["tools"]) if "tools" in row else None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers_and_labels_the_answers(tmp_path: Path, family: str) -> None:
+    """Through templates that trim, that rewrite earlier turns, and that move tools and system prompts."""
+    import transformers
+
+    folder = write_tokenizer_of(tmp_path / family, family)
+    encoder = load_chat_encoder(str(folder), "")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        chat_template=template_of(family),
+        eos_token=END[family],
+        bos_token=BEGIN.get(family),
+    )
+    assert encoder.turn_ends == {theirs.convert_tokens_to_ids(END[family])}
+
+    @settings(max_examples=examples(25), deadline=None)
+    @given(row=talks(tools=family != "gemma3"), silent=st.booleans())
+    def check(row: dict[str, Any], silent: bool) -> None:
+        messages = row["messages"]
+        expected = theirs.apply_chat_template(messages, tools=row.get("tools"), return_dict=True)["input_ids"]
+        ids, mask = encoder.encode(row, "here")
+        assert ids.tolist() == expected
+        hidden_ids, hidden_mask = encoder.encode(_disguised(row), "here")
+        assert hidden_ids.tolist() == expected and (hidden_mask == mask).all()
+        said = [message for message in messages if message["role"] == "assistant"]
+        answers = [_answer(family, message, last=message is said[-1]) for message in said]
+        assert _labelled(theirs, ids, mask) == answers
+        if silent and len(said) > 1:
+            said[0]["weight"] = 0
+            assert _labelled(theirs, *encoder.encode(row, "here")) == answers[1:]
+
+    check()
+
+
+def _labelled(tables: Any, ids: np.ndarray, mask: np.ndarray) -> list[str]:
+    """The text of each run of labels."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return [tables.decode(ids[start:stop]) for start, stop in edges.reshape(-1, 2)]
+
+
 def test_a_template_that_rewrites_earlier_turns_drops_what_it_cannot_mask(tmp_path: Path) -> None:
     last_only = "{% for m in messages %}{{ m.role + (m.content if loop.last else '') }}{% endfor %}"
     encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "t", last_only)), "")
@@ -128,12 +247,27 @@ def test_a_template_that_rewrites_earlier_turns_drops_what_it_cannot_mask(tmp_pa
         encoder.encode(conversations(2)[1], "here")
 
 
+LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
-    [("{% for %}", "cannot be read"), ("{{ ''.__class__.__mro__ }}", "refuses it")],
-    ids=["syntax", "sandbox"],
+    [
+        ("{% for %}", "cannot be read"),
+        ("{{ ''.__class__.__mro__ }}", "refuses it"),
+        ("{{ 1 / 0 }}", "refuses it: division by zero"),
+        ("{{ range(10 ** 9) | list }}", "refuses it: Range too big"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "calls itself without end"),
+        (LOOPS, "takes more than 0.5 s"),
+        ("{{ lipsum(n=10 ** 8) }}", "takes more than 0.5 s"),
+        ("{{ 'a' * 10 ** 11 }}", "takes more than 2 GiB"),
+        ("{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "writes more than"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nested too deeply"),
+    ],
+    ids=["syntax", "sandbox", "zero", "range", "recursion", "loops", "text", "memory", "output", "deep"],
 )
-def test_bad_templates(tmp_path: Path, template: str, words: str) -> None:
+def test_bad_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, words: str) -> None:
+    monkeypatch.setattr(templates, "LIMIT_SECONDS", 0.5)
     folder = write_tokenizer(tmp_path / "t", template)
     with pytest.raises((DataError, Dropped), match=words):
         load_chat_encoder(str(folder), "").encode(conversations(1)[0], "here")
@@ -150,7 +284,8 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
 
 def test_messages_of_both_forms() -> None:
     row = conversations(1)[0]
-    assert messages_of(sharegpt(row), "") == messages_of(row, "") == row["messages"]
+    found = normalized(row, "", Forms())
+    assert normalized(sharegpt(row), "", Forms()) == found and found.messages == row["messages"]
 
 
 def test_labels_hold_the_assistants_tokens_alone(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.stage.snapshot_transfer import check_store
-from node.training.object_store import ObjectStore, run_folder, wrong_url
+from node.training.object_store import ObjectStore, is_below, run_folder, wrong_url
 from tests.support.s3 import s3_server
 from wire.errors import RunError, UserError
 
@@ -65,6 +65,91 @@ def test_a_node_writes_only_where_its_owner_lets_it() -> None:
     check_store("coordinator", "")
     check_store("file:///srv/store/run1", "file:///srv/store")
     check_store("file:///srv/store", "file:///srv/store/")
-    for allowed in ("", "file:///srv/sto", "file:///srv/store/run1/more"):
+    for allowed in ("", "file:///srv/sto", "file:///srv/store/run1/more", "file:///srv/./store"):
         with pytest.raises(UserError, match="join with --store file:///srv/store/run1 to let it"):
             check_store("file:///srv/store/run1", allowed)
+
+
+OUTSIDE = [
+    ("file:///srv/store", f"file:///srv/store{path}")
+    for path in (
+        *("/../victim/x", "/..", "/a/../../victim", "//../victim", "/./x", "/ ../victim", "/.../victim"),
+        *("/%2e%2e/victim", "/%2E./victim", "/..%2fvictim", "/%252e%252e/victim", "/..%5cvictim"),
+        *("/..\\victim", "\\..\\victim", "/x\0/../..", "/x\n", "-evil", "/[a]", "/*", "/~/x", "/x#y"),
+        *("::file:///victim", "/x::file:///victim", "/x?y"),
+    )
+] + [
+    (f"{scheme}://allowed/prefix", f"{scheme}://{rest}")
+    for scheme in ("s3", "memory", "https", "gs")
+    for rest in (
+        *(
+            "allowed/prefix-evil",
+            "allowed/prefix/../other",
+            "allowed",
+            "allowed/Prefix",
+            "allowed.evil/prefix",
+        ),
+        *("allowed@evil/prefix", "evil@allowed/prefix", "allowed:81/prefix", "allowed/prefix/%2e%2e/other"),
+        *("allowed.evil/prefix", "evil/prefix", "/allowed/prefix", "evil/allowed/prefix"),
+    )
+]
+OUTSIDE += [
+    ("https://allowed/prefix", "http://allowed/prefix"),
+    ("s3://Bucket/prefix", "s3://bucket/prefix"),
+    ("file:///srv/store", "local:///srv/store"),
+    ("file:///srv/store", "file://srv/store"),
+    ("file:///srv/store", "file://localhost/srv/store"),
+    ("file:///", "file:///../x"),
+]
+
+
+@pytest.mark.parametrize(("allowed", "url"), OUTSIDE)
+def test_no_address_leads_out_of_what_a_nodes_owner_allows(allowed: str, url: str) -> None:
+    pytest.importorskip("fsspec")
+    assert not is_below(url, allowed)
+    with pytest.raises(UserError):
+        check_store(url, allowed)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "url"),
+    [
+        ("https://Allowed.Example/prefix", "https://allowed.example:443/prefix/run1"),
+        ("http://host:80", "http://HOST/a/b"),
+        ("memory://allowed/", "memory://allowed/run.1/a..b"),
+        ("s3://bucket", "s3://bucket/folder/run1/"),
+    ],
+)
+def test_addresses_of_one_place_are_equal(allowed: str, url: str) -> None:
+    pytest.importorskip("fsspec")
+    if wrong_url(url) is None:  # where the packages of its scheme are installed
+        assert is_below(url, allowed)
+
+
+def test_no_symbolic_link_leads_out_of_a_store(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    root, victim = tmp_path / "store", tmp_path / "victim"
+    for folder in (root / "run1", victim):
+        folder.mkdir(parents=True)
+    (victim / "head.safetensors").write_bytes(b"secret")
+    (root / "away").symlink_to(victim)
+    (root / "near").symlink_to(root / "run1")
+    assert not is_below(f"file://{root}/away", f"file://{root}")
+    assert is_below(f"file://{root}/near", f"file://{root}")
+    store = ObjectStore(f"file://{root}/run1")
+    (root / "run1/step-00000001").symlink_to(victim)
+    (root / "run1/step-00000002").mkdir()
+    (root / "run1/step-00000002/head.safetensors.part").symlink_to(victim / "new")
+    (root / "run1/run.json").symlink_to(victim / "head.safetensors")
+    for reach in (
+        lambda: store.put(1, "embed", b"x"),
+        lambda: store.put(2, "head", b"x"),
+        lambda: store.get(1, "head", 10),
+        lambda: store.drop(1),
+        lambda: store.put_record("{}"),
+        lambda: store.record(),
+    ):
+        with pytest.raises(RunError, match="leads out of"):
+            reach()
+    assert [path.name for path in victim.iterdir()] == ["head.safetensors"]
+    assert (victim / "head.safetensors").read_bytes() == b"secret"

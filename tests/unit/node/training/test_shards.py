@@ -216,6 +216,7 @@ LARGE = """
 import hashlib, resource, sys
 from node.config.schema import DataSection, ModelSection, RunConfig, TrainingSection
 from node.training.shards import load_data
+from wire.errors import DataError
 
 def read(order):
     config = RunConfig(
@@ -237,8 +238,8 @@ resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 print(read("shards"), read("shards"))
 try:
     read("whole")
-except MemoryError:
-    print("not as a whole")
+except DataError as error:
+    print(error)
 """
 
 
@@ -256,7 +257,7 @@ def test_a_corpus_larger_than_memory_is_read_and_read_again(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     first, again, *rest = done.stdout.split(maxsplit=2)
     assert first == again and len(first) == 64, "tokens that are there give the same samples"
-    assert rest == ["not as a whole\n"], "the limit holds"
+    assert rest == [f'the text at {path} does not fit in the memory: set [data] order to "shards"\n']
     kept = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*.tokens"))
     assert 0 < kept < path.stat().st_size, "the rest is tokenized when it is needed"
 
@@ -301,9 +302,15 @@ def test_a_folder_says_what_it_skips(tmp_path: Path, caplog: pytest.LogCaptureFi
     [
         ("gone.jsonl", None, DataError, "no file or folder"),
         ("a.jsonl", b"{}\n", DataError, "line 1 has no text in field 'text'"),
-        ("a.jsonl", b"[1]\n", DataError, "line 1 is not a JSON object"),
+        ("a.jsonl", b"1\n", DataError, "line 1 is not a JSON object"),
+        ("a.jsonl", b"[1]\n", DataError, "row 1 is not a JSON object"),
+        ("a.json", b'[{"text": "a"}, {"text"', DataError, "behind row 1"),
+        ("a.json", b'[{"text": "a"}, {}]', DataError, "row 2 has no text"),
+        ("a.json", b'[{"text": "a"}] []', DataError, "behind row 1"),
+        ("a.json", b'{"text":\n"a"}', DataError, "neither an array"),
         ("a.jsonl", b'{"text"\n', DataError, "line 1 is not JSON"),
-        ("a.txt", b"\xff\xfe" * 40, DataError, "is not UTF-8 text"),
+        ("a.txt", b"\xff\xfe" * 40, DataError, "is UTF-16"),
+        ("a.txt", b"\xff" * 40, DataError, "is not UTF-8 text"),
         ("a.jsonl.gz", b"nonsense", DataError, "is damaged"),
         ("a.jsonl.zst", b"nonsense", DataError, "is damaged"),
         ("a.parquet", b"nonsense", DataError, "is not parquet, or damaged"),

@@ -1,6 +1,8 @@
 """Byte-pair encoding from the user's tables, and token files on disk."""
 
+import base64
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -13,10 +15,20 @@ from hypothesis import strategies as st
 
 from node.config.schema import DataSection
 from node.training import token_cache, tokenizer
+from node.training.chat import load_chat_encoder
 from node.training.data import Corpus
-from node.training.text import SEPARATOR, read_text
+from node.training.documents import list_source, read_text
+from node.training.shards import TokenizedSource
+from node.training.text import SEPARATOR
 from node.training.token_cache import tokens_of
-from node.training.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer, pieces_of
+from node.training.tokenizer import (
+    MOST_TABLES_BYTES,
+    BpeTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    of_tables,
+    pieces_of,
+)
 from tests.support.examples import examples
 from wire.errors import ConfigError, DataError
 
@@ -210,6 +222,13 @@ def test_a_corpus_of_tokens(tables: Path, tmp_path: Path) -> None:
     assert corpus.fingerprint() != as_bytes.fingerprint()
     with pytest.raises(ConfigError, match=r"model.vocab is 399, but the tokenizer in .* has 400 tokens: set"):
         Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=399)
+    largest = max(ids)
+    fixed = Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=largest + 1, fixed=True)
+    assert fixed.fingerprint() == corpus.fingerprint(), "a checkpoint has no row for tokens of no text"
+    with pytest.raises(
+        ConfigError, match=f"has the token {largest} .* model.vocab is {largest}: take it out"
+    ):
+        Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=largest, fixed=True)
 
 
 def test_a_prompt_is_encoded_as_transformers_does(tables: Path, tmp_path: Path) -> None:
@@ -248,6 +267,158 @@ def test_what_ends_a_text(tables: Path, tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(DataError, match=r"generation_config.json cannot be read"):
         load_tokenizer(str(folder))
+
+
+def write_special(folder: Path, tables: Path, files: dict[str, object], *, adds: bool = False) -> Path:
+    """The small BPE with <s>, </s> and <|turn|> beside <|endoftext|>, and settings."""
+    bpe = tokenizers.Tokenizer.from_file(str(tables / "hugging-face" / "tokenizer.json"))
+    bpe.add_special_tokens(["<s>", "</s>", "<|turn|>"])
+    if adds:
+        bpe.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))]
+        )
+    folder.mkdir()
+    bpe.save(str(folder / "tokenizer.json"))
+    for name, values in files.items():
+        (folder / name).write_text(values if isinstance(values, str) else json.dumps(values))
+    return folder
+
+
+END, BEGIN, STOP, TURN = 0, 400, 401, 402
+TURN_TEMPLATE = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("files", "between", "ends"),
+    [
+        ({}, END, {END}),
+        ({"tokenizer_config.json": {"eos_token": "</s>"}}, STOP, {END, STOP}),
+        ({"special_tokens_map.json": {"eos_token": {"content": "</s>"}}}, STOP, {END, STOP}),
+        ({"config.json": {"eos_token_id": STOP}}, STOP, {END, STOP}),
+        ({"config.json": {"text_config": {"eos_token_id": STOP}}}, STOP, {END, STOP}),
+        ({"generation_config.json": {"eos_token_id": [STOP, TURN]}}, STOP, {END, STOP, TURN}),
+        ({"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": None}}, END, {END}),
+        ({"config.json": {"eos_token_id": 10**12}}, END, {END}),
+        ({"tokenizer_config.json": {"eos_token": "none such"}}, END, {END}),
+        # What ends a turn ends no text.
+        (
+            {"tokenizer_config.json": {"eos_token": "<|turn|>", "chat_template": TURN_TEMPLATE}},
+            END,
+            {END, TURN},
+        ),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "<|turn|>"},
+                "chat_template.jinja": TURN_TEMPLATE,
+                "generation_config.json": {"eos_token_id": [TURN, STOP]},
+            },
+            STOP,
+            {END, STOP, TURN},
+        ),
+    ],
+)
+def test_the_end_of_text_is_what_the_files_say(
+    tables: Path, tmp_path: Path, files: dict[str, object], between: int, ends: set[int]
+) -> None:
+    found = load_tokenizer(str(write_special(tmp_path / "t", tables, files)))
+    assert found.encode([SEPARATOR])[0].tolist() == [between] and found.ends == ends
+
+
+def test_an_unknown_end_of_text_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        LINES, tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
+    )
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    load_tokenizer(str(tmp_path))
+    assert str(tmp_path) in caplog.text and "names no end of text" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "adds", "begin"),
+    [
+        ({}, False, ()),
+        ({}, True, (BEGIN,)),
+        ({"add_bos_token": False, "bos_token": "<s>"}, True, ()),
+        ({"add_bos_token": True, "bos_token": "<s>"}, False, (BEGIN,)),
+        ({"add_bos_token": True}, False, ()),
+    ],
+)
+def test_texts_begin_as_the_tokenizer_says(
+    tables: Path, tmp_path: Path, cache: Path, settings: dict[str, object], adds: bool, begin: tuple[int, ...]
+) -> None:
+    """In training, whole and in shards, as in a prompt."""
+    folder = write_special(tmp_path / "t", tables, {"tokenizer_config.json": settings}, adds=adds)
+    found = load_tokenizer(str(folder))
+    text = [*found.encode([b"a cat"])[0].tolist()]
+    assert found.begin == begin
+    assert found.prompt("a cat") == [*begin, *text]
+    assert found.prompt("<s>a cat") == [BEGIN, *text], "it is not written twice"
+    ids = tokens_of(SEPARATOR.join([b"a cat", b"a cat"]), found, cache, quiet)
+    assert ids.tolist() == [*begin, *text, END, *begin, *text]
+    rows = "".join(json.dumps({"text": "a cat"}) + "\n" for _ in range(9))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    data = DataSection(path=str(tmp_path / "rows.jsonl"), tokenizer=str(folder))
+    source = TokenizedSource(list_source(data.path), data, found, None, 500, tmp_path / "parts")
+    assert source.counts(0, 0) is not None
+    assert source.part(0, 0).tokens.tolist() == [*begin, *text, END] * 9
+    other = load_tokenizer(str(write_special(tmp_path / "other", tables, {})))
+    assert (other.fingerprint == found.fingerprint) == (not begin and not adds)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_sentencepiece_model_gives_its_own_ids(tmp_path: Path, kind: str) -> None:
+    golden = json.loads((Path(__file__).parents[3] / "golden" / "sentencepiece.json").read_text())[kind]
+    (tmp_path / "tokenizer.model").write_bytes(base64.b64decode(golden["model"]))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    (tmp_path / "added_tokens.json").write_text('{"<|turn|>": 420}')
+    found = load_tokenizer(str(tmp_path))
+    assert found.vocabulary == 421 and found.begin == (1,) and found.ends == {2}
+    for text, ids in golden["cases"]:
+        assert found.encode([text.encode()])[0].tolist() == ids
+    assert found.prompt("<|turn|>")[:2] == [1, 420]
+    made = of_tables(str(tmp_path))
+    assert made is not None
+    again = tokenizers.Tokenizer.from_str(made.to_json())
+    assert all(again.encode(text, add_special_tokens=False).ids == ids for text, ids in golden["cases"])
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 40, b"\x0a\xff\xff\xff\x0f", b"\x0a\x02\x15\x00"])
+def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(damage)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge", "folder", "deep"])
+def test_files_of_strangers_are_read_within_bounds(
+    tables: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    folder = write_special(tmp_path / "t", tables, {"tokenizer_config.json": {"chat_template": "{{ 1 }}"}})
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(MOST_TABLES_BYTES + 1)
+    else:
+        path.write_text("[" * 100_000)
+    if kind == "deep" and name == "chat_template.jinja":
+        assert load_tokenizer(str(folder)).vocabulary == 403
+        return
+    with pytest.raises(DataError):
+        load_tokenizer(str(folder))
+    with pytest.raises(DataError):
+        load_chat_encoder(str(folder), "")
 
 
 def test_what_is_no_tokenizer_is_refused_in_one_line(

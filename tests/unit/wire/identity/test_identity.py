@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cryptography import x509
@@ -13,8 +14,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from node.training.text import expanded
 from tests.support.cases import each
-from wire.errors import LinkError, Refused, UserError
+from tests.support.homes import without_home
+from wire.errors import ConfigError, LinkError, Refused, UserError
 from wire.identity.authority import (
     ISSUER_CERTIFICATE_OID,
     CertificateAuthority,
@@ -32,7 +35,13 @@ from wire.identity.credentials import (
     load_or_create_key,
     make_csr,
 )
-from wire.identity.files import create_private, make_private_directory, write_private
+from wire.identity.files import (
+    cache_folder,
+    create_private,
+    make_private_directory,
+    state_folder,
+    write_private,
+)
 from wire.identity.names import (
     is_node_id,
     is_run_id,
@@ -292,6 +301,28 @@ def test_the_default_directory_honours_xdg(monkeypatch: pytest.MonkeyPatch, tmp_
         assert default_directory("run-a", "gpu0") == tmp_path / ".local/state/thinwire/run-a/gpu0"
     monkeypatch.setenv("XDG_STATE_HOME", "/var/state")
     assert default_directory("run-a") == Path("/var/state/thinwire/run-a/node")
+
+
+@pytest.mark.parametrize("home", [None, "", "relative"])
+def test_a_user_without_a_home_is_told_which_variable_to_set(
+    home: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_home(monkeypatch)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    with pytest.raises(UserError, match="HOME or XDG_CACHE_HOME"):
+        cache_folder()
+    with pytest.raises(ConfigError, match=r"data\.path '~/text'.*no home"):
+        expanded("~/text", "data.path")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
+    assert cache_folder() == Path("/var/cache/thinwire")
+
+
+def test_a_user_without_home_variable_has_the_one_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_home(monkeypatch)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_dir="/home/someone"))
+    assert state_folder() == Path("/home/someone/.local/state/thinwire")
+    assert expanded("~/text", "data.path") == Path("/home/someone/text")
 
 
 def test_private_files_are_written_whole_or_not(tmp_path: Path) -> None:

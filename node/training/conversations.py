@@ -1,0 +1,309 @@
+"""Bring conversations, in the forms that people store them in, to the form that a chat template reads.
+
+A row holds `messages` ([{"role", "content"}], OpenAI's form) or `conversations` ([{"from", "value"}],
+ShareGPT's), as a list or as JSON text, with `tools`, `functions`, `documents` and `system` beside it.
+Normalizing is pure: the same row and the same `Forms` give the same conversation.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wire.errors import DataError
+
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+ROLES = {
+    SYSTEM: ("system", "developer"),
+    USER: ("user", "human", "prompter", "customer", "student"),
+    ASSISTANT: (
+        "assistant",
+        "gpt",
+        "model",
+        "bot",
+        "chatbot",
+        "ai",
+        "chatgpt",
+        "bing",
+        "bard",
+        "claude",
+        "llm",
+    ),
+    TOOL: ("tool", "function", "observation", "function_response", "tool_response", "tool_result", "ipython"),
+}
+"""The roles of templates, and the names that people give them."""
+CALLS = ("function_call", "tool_call")
+"""Roles of messages whose content is a call in JSON; the assistant writes it."""
+MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog")
+"""Columns that hold a conversation; the first that does is read."""
+SYSTEMS = ("system", "system_prompt", "system_message")
+"""Columns that hold a system prompt."""
+TRAINED = ("weight", "train", "training", "loss", "trainable")
+"""Keys of a message that say by 0 or false that it has no labels."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that hold its reasoning; templates read the first."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+_ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
+
+Message = dict[str, Any]
+
+
+class Dropped(Exception):
+    """A conversation cannot be trained on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The forms of messages that a template writes as they are meant."""
+
+    roles: tuple[str, ...] = ()
+    """Names that it compares roles with."""
+    objects: bool = True
+    """Arguments of tool calls as objects."""
+    texts: bool = False
+    """Arguments of tool calls as JSON text."""
+    null: bool = False
+    """No content beside tool calls."""
+    plain: bool = True
+    """Content as text."""
+    parts: bool = False
+    """Content as a list of parts."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as a template reads it."""
+
+    messages: list[Message]
+    answers: tuple[int, ...]
+    """Which messages are the assistant's."""
+    trained: tuple[int, ...]
+    """Which of them have labels."""
+    extra: dict[str, Any]
+    """`tools` and `documents`, where the row has them."""
+
+
+def normalized(row: Mapping[str, Any], place: str, forms: Forms) -> Conversation:
+    """The conversation of a row. Raises Dropped, and DataError if the row is no conversation."""
+    try:
+        messages = [dict(one) for one in _messages_of(row, place)]
+        tools = _tools(row)
+        documents = _clean(row.get("documents"))
+        system = next((text for key in SYSTEMS if isinstance(text := row.get(key), str) and text.strip()), "")
+    except RecursionError as error:
+        raise Dropped("deeply nested messages") from error
+    if system and _role(messages[0]) != SYSTEM:
+        messages.insert(0, {"role": SYSTEM, "content": _text(system)})
+    found: list[Message] = []
+    answers, trained = [], []
+    waiting: list[str] = []
+    for message in messages:
+        role = _role(message)
+        counts = _counts(message)
+        if role == ASSISTANT:
+            answers.append(len(found))
+            if counts:
+                trained.append(len(found))
+        found.append(_message(message, role, forms, waiting))
+    if not answers:
+        raise Dropped("no assistant message")
+    if not trained:
+        raise Dropped("no assistant message with a weight")
+    extra = {key: value for key, value in (("tools", tools), ("documents", documents)) if value}
+    return Conversation(found, tuple(answers), tuple(trained), extra)
+
+
+def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
+    columns = [name for name in MESSAGES if name in row]
+    for name in columns:
+        found = row[name]
+        if isinstance(found, str) and found.lstrip().startswith("["):
+            found = _json(found, "messages that are not JSON")
+        if found is None or found == []:
+            continue
+        cleaned = _clean(found)
+        if not isinstance(cleaned, list) or not all(isinstance(one, dict) for one in cleaned):
+            raise DataError(f"{place}: {name} is no list of messages, each with a role and a content")
+        return cleaned
+    if columns:
+        raise Dropped("no messages")
+    raise DataError(
+        f'{place} holds no conversation: expected "messages" with role and content, or "conversations" with '
+        f"from and value, got {', '.join(map(str, row))[:200] or 'an empty row'}"
+    )
+
+
+def _role(message: Message) -> str:
+    """The template's role for a message, or the name as it is if it is no usual one."""
+    given = message.get("role", message.get("from"))
+    if not isinstance(given, str) or not given.strip():
+        raise Dropped("a message without a role")
+    name = given.strip().lower()
+    return ASSISTANT if name in CALLS else _ROLE_OF.get(name, given)
+
+
+def _counts(message: Message) -> bool:
+    """Whether a message has labels."""
+    counts = True
+    for key in TRAINED:
+        value = message.get(key)
+        if value in (0, 1):
+            counts = counts and bool(message.pop(key))
+        elif key == "weight" and value is not None:
+            raise Dropped("a weight other than 0 and 1")
+    return counts
+
+
+def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> Message:
+    """`waiting`: identities of calls that were given one here, and have no answer yet."""
+    given = str(message.pop("role", message.pop("from", "")))
+    content = message.pop("content", message.pop("value", None))
+    calls = message.pop("tool_calls", None)
+    if isinstance(calls, str):
+        calls = _json(calls, "tool calls that are not JSON") if calls.strip() else None
+    calls = list(calls) if isinstance(calls, list) else []
+    legacy = message.pop("function_call", None)
+    if given.strip().lower() in CALLS:
+        legacy, content = content, None
+    if legacy and not calls:
+        calls = list(_legacy_calls(legacy, waiting))
+    if role == TOOL and waiting:
+        message.setdefault("tool_call_id", waiting.pop(0))
+    reasoning = next((message[key] for key in REASONING if key in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    if content is None and role == ASSISTANT and not calls and reasoning is None:
+        raise Dropped("an answer without content")
+    found: Message = {"role": _written_role(given, role, forms), "content": _content(content, role, forms)}
+    if calls:
+        if not (forms.objects or forms.texts):
+            raise Dropped("tool calls that the template leaves out")
+        found["tool_calls"] = [_call(call, forms) for call in calls]
+        if content is None and forms.null:
+            found["content"] = None
+    return {**found, **message}
+
+
+def _written_role(given: str, role: str, forms: Forms) -> str:
+    """The name that the template knows the role by."""
+    names = ROLES.get(role, ())
+    if given in forms.roles or not names:
+        return given
+    return next((name for name in (role, *names) if name in forms.roles), role)
+
+
+def _content(content: Any, role: str, forms: Forms) -> Any:
+    if isinstance(content, dict) and role != TOOL:
+        content = [content]
+    if isinstance(content, list) and (role != TOOL or all(map(_is_part, content))):
+        parts = [one if isinstance(one, dict) else {"type": "text", "text": one} for one in content]
+        texts = [part.get("text") for part in parts if part.get("type", "text") in TEXT_PARTS]
+        if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+            raise Dropped("content other than text")
+        if forms.parts and all(part.get("type") == "text" for part in parts):
+            return parts
+        content = "".join(map(str, texts))
+    elif content is not None and not isinstance(content, str):
+        content = json.dumps(content, ensure_ascii=False)
+    if content is not None and forms.parts and not forms.plain:
+        return [{"type": "text", "text": content}]
+    return content or ""
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, dict) and ("type" in value or "text" in value)
+
+
+def _call(call: Any, forms: Forms) -> Message:
+    """A tool call whose arguments the template can write."""
+    if not isinstance(call, dict):
+        raise Dropped("tool calls that are no objects")
+    inner = call.get("function", call)
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise Dropped("tool calls without a name")
+    arguments = inner.get("arguments", {})
+    if isinstance(arguments, str) and forms.objects and not (forms.texts and arguments.strip()):
+        arguments = _json(arguments, "arguments that are not JSON") if arguments.strip() else {}
+        if not isinstance(arguments, dict):
+            raise Dropped("arguments that are no object")
+    elif not isinstance(arguments, str) and not forms.objects:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    changed = {**inner, "arguments": arguments}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def _legacy_calls(legacy: Any, waiting: list[str]) -> Iterator[Message]:
+    """Calls of `function_call`, of a message or a role, with identities of the nine characters that some
+    templates ask for."""
+    if isinstance(legacy, str):
+        legacy = _json(legacy, "a function call that is not JSON")
+    for call in legacy if isinstance(legacy, list) else [legacy]:
+        inner = call.get("function", call) if isinstance(call, dict) else {}
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            raise Dropped("tool calls without a name")
+        arguments = inner.get("arguments", inner.get("parameters", {}))
+        waiting.append(f"call{len(waiting):05}")
+        function = {"name": inner["name"], "arguments": arguments}
+        yield {"id": waiting[-1], "type": "function", "function": function}
+
+
+def _tools(row: Mapping[str, Any]) -> list[Any]:
+    """Tools as a list of objects, whatever is JSON text among them."""
+    tools = _clean(row.get("tools"))
+    if isinstance(tools, str):
+        tools = _json(tools, "tools that are not JSON") if tools.strip() else None
+    if not tools:
+        functions = _clean(row.get("functions"))
+        if isinstance(functions, str):
+            functions = _json(functions, "tools that are not JSON") if functions.strip() else None
+        tools = [{"type": "function", "function": one} for one in _listed(functions)]
+    return [_tool(tool) for tool in _listed(tools)]
+
+
+def _tool(tool: Any) -> Message:
+    if isinstance(tool, str):
+        tool = _json(tool, "tools that are not JSON")
+    if not isinstance(tool, dict):
+        raise Dropped("tools that are no objects")
+    if isinstance(tool.get("function"), dict | str):
+        return {**tool, "function": _tool(tool["function"])}
+    if isinstance(tool.get("parameters"), str):
+        return {**tool, "parameters": _json(tool["parameters"], "tools that are not JSON")}
+    return tool
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else [value] if value else []
+
+
+def _json(text: str, reason: str) -> Any:
+    try:
+        return _texts(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise Dropped(reason) from error
+
+
+def _clean(value: Any) -> Any:
+    """Without the keys that Arrow filled with None, and with text that UTF-8 can hold."""
+    if isinstance(value, dict):
+        return {str(key): _clean(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    return _texts(value)
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, dict):
+        return {_text(key): _texts(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_texts(item) for item in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise Dropped("values that JSON cannot hold")
+
+
+def _text(text: str) -> str:
+    """Halves of surrogate pairs replaced."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -1,0 +1,129 @@
+"""Read SentencePiece's `tokenizer.model`, for models that have no `tokenizer.json`.
+
+The file is a protobuf, of which this needs the pieces with their scores and kinds, and few settings. What
+changes text before it is cut (a table of characters, white space that is dropped) is refused.
+"""
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from wire.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""SentencePiece writes a space so."""
+NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
+UNIGRAM, BPE = 1, 2
+_ADVICE = "save it as tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+
+
+def sentencepiece_tokenizer(data: bytes, added: Mapping[int, str]) -> "tokenizers.Tokenizer":
+    """A tokenizer with the pieces of a `tokenizer.model`, and with tokens that were added behind them.
+
+    Raises DataError, and ValueError for a damaged file.
+    """
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, normalizers, processors
+
+    pieces: list[tuple[str, float, int]] = []
+    trainer: dict[int, Any] = {}
+    rules: dict[int, Any] = {}
+    for field, value in _fields(data):
+        if field == 1:
+            entry = dict(_fields(value))
+            score = struct.unpack("<f", entry[2])[0] if 2 in entry else 0.0
+            pieces.append((entry[1].decode(), score, entry.get(3, NORMAL)))
+        elif field == 2:
+            trainer = dict(_fields(value))
+        elif field == 3:
+            rules = dict(_fields(value))
+    if not pieces:
+        raise ValueError("it has no pieces")
+    prefixed, squeezed = rules.get(3, 1), rules.get(4, 1)
+    if rules.get(2) or squeezed or trainer.get(3, UNIGRAM) not in (UNIGRAM, BPE):
+        raise DataError(f"a tokenizer.model that changes its text, or is of a kind of its own: {_ADVICE}")
+
+    unknown = next((index for index, (_, _, kind) in enumerate(pieces) if kind == UNKNOWN), None)
+    name = None if unknown is None else pieces[unknown][0]
+    fallback = bool(trainer.get(35, 0))
+    model: Any
+    if trainer.get(3, UNIGRAM) == BPE:
+        vocabulary = {piece: index for index, (piece, _, _) in enumerate(pieces)}
+        merges = _merges(vocabulary, pieces)
+        model = models.BPE(vocabulary, merges, unk_token=name, fuse_unk=True, byte_fallback=fallback)
+    else:
+        scored = [(piece, score) for piece, score, _ in pieces]
+        model = models.Unigram(scored, unk_id=unknown, byte_fallback=fallback)
+    made = tokenizers.Tokenizer(model)
+    before = [normalizers.Prepend(SPACE)] if prefixed else []
+    made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
+    after = [decoders.Strip(content=" ", left=1, right=0)] if prefixed else []
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
+    )
+    for piece, _, kind in pieces:
+        if kind in (UNKNOWN, CONTROL):
+            made.add_special_tokens([AddedToken(piece, normalized=False, special=True)])
+        elif kind == USER:
+            made.add_tokens([AddedToken(piece, normalized=False, special=False)])
+    for index, token in sorted(added.items()):
+        made.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        if made.token_to_id(token) != index:
+            raise DataError(f"a tokenizer.model with an added token {token!r} that is not {index}: {_ADVICE}")
+    # Field 41 is the piece that begins a text; 1 unless it is given, and none if it is negative.
+    begin = trainer.get(41, 1)
+    if begin < len(pieces) and pieces[begin][2] == CONTROL:
+        token = pieces[begin][0]
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{token} $A", special_tokens=[(token, begin)]
+        )
+    return made
+
+
+def _merges(vocabulary: Mapping[str, int], pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
+    """Every way to join two pieces to a third, the best piece first, as SentencePiece joins them."""
+    found = []
+    for piece, score, _ in pieces:
+        pairs = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        found += [(score, pair) for pair in known]
+    found.sort(key=lambda one: one[0], reverse=True)
+    return [pair for _, pair in found]
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Numbers and values of a protobuf message's fields: bytes, or whole numbers. Raises ValueError."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == 0:
+            value: bytes | int
+            value, at = _varint(data, at)
+        elif kind in (1, 2, 5):
+            size = 8 if kind == 1 else 4
+            if kind == 2:
+                size, at = _varint(data, at)
+            value = data[at : at + size]
+            at += size
+            if at > len(data):
+                raise ValueError("it ends within a field")
+        else:
+            raise ValueError("it is no SentencePiece model")
+        yield key >> 3, value
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64 and at < len(data):
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+    raise ValueError("it ends within a number")
