@@ -29,12 +29,12 @@ from node.pipeline.placement import (
 from node.pipeline.routing import source_stage, target_stage
 from node.pipeline.schedule import held_activations
 from node.training.shards import ShardedCorpus, load_data
-from wire.codecs.formats import AqsgdFormat, codec_format
+from wire.codecs.formats import FP32, AqsgdFormat, codec_format
 from wire.errors import DataError
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
 from wire.spec import Direction, TensorKey
 
-TIED_CODEC = "fp32"
+TIED_CODEC = FP32.name
 """Codec of a tied embedding's gradient: shares and sum."""
 
 

@@ -9,12 +9,8 @@ from node.model.units import EMBED, block_name, is_block, unit_parameters
 from node.pipeline.block_times import BlockTimes
 from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.placement import stage_units
+from wire.codecs.formats import codec_format
 
-TRELLIS = "trellis-4.41"
-PACKING_SHARE = {TRELLIS: 0.0163}
-"""How much longer a GPU computes beside packing with it, measured (scripts/results/packing_overhead.json)."""
-CORE_SECONDS = {TRELLIS: 90e-9, "tah": 7.2e-9}
-"""Seconds an element on one core, both ways, measured (scripts/results/rivals.json)."""
 CPUS_DIFFER = 2.0
 """A CPU whose speed is not measured may be this much faster or slower than the table of cards has it."""
 
@@ -25,7 +21,7 @@ def stage_seconds(
     """Forward and backward of a microbatch on each stage, with their packing."""
     model, training, pipeline = config.model, config.training, config.pipeline
     elements = training.microbatch * model.sequence * model.hidden
-    codecs = first_codecs(pipeline)
+    formats = [codec_format(name) for name in first_codecs(pipeline)]
     forward, backward = [], []
     for stage, units in enumerate(stage_units(config, pipeline.stages)):
         machine = machines[stage]
@@ -34,9 +30,9 @@ def stage_seconds(
         packing, slower = 0.0, 1.0
         if machine.on_cpu:
             # Packing has a thread of its own, but a core that computes as well.
-            packing = sum(CORE_SECONDS.get(codec, 5e-9) for codec in codecs) * elements * sides / 4
+            packing = 1e-9 * sum(sum(known.core_nanoseconds) for known in formats) * elements * sides / 4
         else:
-            slower += max(PACKING_SHARE.get(codec, 0.004) for codec in codecs)
+            slower += max(known.GPU_SHARE for known in formats)
         forward.append(slower * computing + packing)
         backward.append(machine.backward_times * (slower * computing + packing))
     return tuple(forward), tuple(backward)

@@ -6,19 +6,12 @@ from typing import Self
 
 from node.analysis.run_view import FlowView, LinkView, RunView
 from node.analysis.step_model import StepModel
+from wire.codecs.formats import codec_format, proposed_names
 
 WORTH = 1.05
 """Least gain worth a sentence."""
 ENOUGH = 1.1
 """Name the first codec on the ladder with this gain: it costs the least precision."""
-LADDER = ("fixed-8", "fixed-6", "trellis-4.41", "trellis-4", "tah")
-"""Codecs to propose, most precise first, as measured on boundary tensors (scripts/results/rivals.json,
-boundary_error.json). On CPUs `trellis-R` packs many times slower than the others; where that costs more than
-it saves, a later one is proposed."""
-LOSSLESS = "trellis-4.41"
-"""Had no measured cost in loss, in the bytes of `tah`."""
-LOSS_FORWARD = {LOSSLESS: "nothing that could be measured", "tah": "1.4 %"}
-"""Measured cost in loss of a codec for activations."""
 HIDDEN = 0.98
 """Packing hides if a step is at most 2 % longer with it."""
 WAYS = {"activation": "forward", "gradient": "backward"}
@@ -72,10 +65,12 @@ def better_codec(
     for flow in (flow for link in links for flow in link.flows):
         if flow.direction in WAYS and flow.bits_per_element > 0:
             flows.setdefault(flow.direction, flow)
-    alone = _best([_with([flow], name, model, codec_bits) for flow in flows.values() for name in LADDER])
+    alone = _best(
+        [_with([flow], name, model, codec_bits) for flow in flows.values() for name in proposed_names()]
+    )
     if len(flows) < 2:
         return alone
-    both = _best([_with(list(flows.values()), name, model, codec_bits) for name in LADDER])
+    both = _best([_with(list(flows.values()), name, model, codec_bits) for name in proposed_names()])
     if both is not None and (alone is None or both.gain >= ENOUGH * alone.gain):
         return both
     return alone
@@ -84,23 +79,27 @@ def better_codec(
 def same_bytes_less_loss(
     links: Sequence[LinkView], models: Sequence[StepModel], codec_bits: Mapping[str, float]
 ) -> str | None:
-    """One sentence where `tah`'s bytes are to be had at no measured cost in loss, and packing hides.
+    """One sentence where a codec with no more bytes and less cost in loss hides its packing.
 
     `models`: of all measured steps, and of parts of them, which must agree.
     """
     flows = [flow for link in links for flow in link.flows if flow.direction == "activation"]
-    present = next((flow for flow in flows if flow.codec == "tah"), None)
-    bits = codec_bits.get(LOSSLESS, 0.0)
-    if present is None or not 0 < bits <= present.bits_per_element:
+    present = next((flow for flow in flows if codec_format(flow.codec).SUCCESSOR), None)
+    if present is None:
         return None
-    codecs = {"activation": ("tah", LOSSLESS)}
+    known = codec_format(present.codec)
+    bits = codec_bits.get(known.SUCCESSOR, 0.0)
+    if not 0 < bits <= present.bits_per_element:
+        return None
+    codecs = {"activation": (known.name, known.SUCCESSOR)}
     gains = [one.gain(one.with_codecs(packing=one.more_packing(codecs))) for one in models]
     if min(gains) < HIDDEN:
         return None
     return (
-        f"`{LOSSLESS}` forward takes the bytes of `tah` ({bits:.2f} and {present.bits_per_element:.2f} bits "
-        "an element), packs beside the rest of a step here and had no measured cost in loss, where `tah` had "
-        f"1.4 to 1.9 %: `thinwire set RUN_DIR pipeline.forward_codec={LOSSLESS}`"
+        f"`{known.SUCCESSOR}` forward takes the bytes of `{known.name}` ({bits:.2f} and "
+        f"{present.bits_per_element:.2f} bits an element), packs beside the rest of a step here and cost "
+        f"{codec_format(known.SUCCESSOR).loss_forward} in loss, where `{known.name}` cost "
+        f"{known.loss_forward}: `thinwire set RUN_DIR pipeline.forward_codec={known.SUCCESSOR}`"
     )
 
 
@@ -130,8 +129,8 @@ def _with(
     change = " and ".join(f"`{codec}` to `{name}` {' and '.join(way)}" for codec, way in ways.items())
     directions = [flow.direction for flow in smaller]
     loss = ""
-    if "activation" in directions and name in LOSS_FORWARD:
-        loss = f" (measured cost in loss, `{name}` forward: {LOSS_FORWARD[name]})"
+    if "activation" in directions and (cost := codec_format(name).loss_forward):
+        loss = f" (measured cost in loss, `{name}` forward: {cost})"
     keys = " ".join(f"pipeline.{WAYS[direction]}_codec={name}" for direction in directions)
     return Remedy.of(change, model, made, f"{loss}: `thinwire set RUN_DIR {keys}`")
 

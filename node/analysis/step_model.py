@@ -9,6 +9,7 @@ from typing import Self
 from node.analysis.run_view import LinkView, RunView
 from node.pipeline.floor import Floor, LinkRate, step_floor
 from node.telemetry.clock import TimeKind
+from wire.codecs.formats import codec_format
 from wire.identity.enrolment import CPU
 
 FULL = 0.85
@@ -156,7 +157,9 @@ class StepModel:
         """
         costs = {}
         for direction, (present, other) in codecs.items():
-            pairs = zip(nanoseconds(present), nanoseconds(other), strict=True)
+            pairs = zip(
+                codec_format(present).core_nanoseconds, codec_format(other).core_nanoseconds, strict=True
+            )
             encode, decode = (max(0.0, after - before) for before, after in pairs)
             costs[direction] = encode, decode
         head_first = self.head_share is not None
@@ -232,7 +235,7 @@ def _slowness(
     """`StepModel.slowness`. Reported packing time is only the part that compute waits for; if even that
     exceeds the expected time, the stage is slower than the measured core."""
     flows = (flow for link in view.links for flow in link.flows if flow.direction in elements)
-    costs = {flow.direction: nanoseconds(flow.codec) for flow in flows}
+    costs = {flow.direction: codec_format(flow.codec).core_nanoseconds for flow in flows}
     head_first = view.head_share is not None and len(view.stages) > 1
     expected = packing_seconds(len(view.stages), chunks, elements, costs, head_first=head_first)
     return tuple(
@@ -263,24 +266,6 @@ def _rates(links: Sequence[LinkView], joints: Sequence[tuple[int, int]]) -> tupl
     return tuple(
         LinkRate(up=rate(low, high), down=rate(high, low), latency=latency(low, high)) for low, high in joints
     )
-
-
-CPU_NANOSECONDS: Mapping[str, tuple[float, float]] = {
-    "fp32": (1.7, 1.7),
-    "bf16": (0.8, 1.1),
-    "fp16": (6.1, 6.9),
-    "fixed": (4.2, 2.0),
-    "tah": (6.3, 2.2),
-    "trellis": (71.3, 18.7),
-}
-"""Nanoseconds to encode and to decode an element on one core, by codec family; the slowest of several
-measurements (scripts/results/codec_speed.json, rivals.json)."""
-
-
-def nanoseconds(codec: str) -> tuple[float, float]:
-    """To encode and to decode an element; unknown codecs count as `fixed`."""
-    family = codec.partition("-")[0]
-    return CPU_NANOSECONDS.get(family, CPU_NANOSECONDS["fixed"])
 
 
 def packing_seconds(

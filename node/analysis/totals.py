@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from node.analysis.explain import Explanation, Flow, explain
-from node.analysis.machine_speed import CPUS_DIFFER, TRELLIS, other_cpus, stage_seconds
+from node.analysis.machine_speed import CPUS_DIFFER, other_cpus, stage_seconds
 from node.analysis.machines import Machine
 from node.analysis.pace import REACHED, StepWork, lines_of, simulated
 from node.config.schema import RunConfig
@@ -17,6 +17,7 @@ from node.pipeline.memory import expected_bytes, stage_bytes
 from node.pipeline.placement import head_first, head_share, stage_units
 from node.pipeline.snapshot_place import NODES, is_url, snapshot_bytes
 from node.pipeline.stage_order import Machines, Work, plan_order
+from wire.codecs.formats import codec_format, known_format
 
 MOST_PASSES = 4
 """Over the same text; more teach little that is new."""
@@ -104,22 +105,24 @@ def totals(explanation: Explanation, machines: Sequence[Machine]) -> Totals:
 
 
 def codec_advice(explanation: Explanation, machines: Sequence[Machine]) -> str | None:
-    """One sentence where the same bytes are to be had at no measured cost in loss, or None.
+    """One sentence where another codec takes the same bytes and costs less loss, or None.
 
-    `tah` stays the default: this says what it costs, and what the other costs in time, on these machines.
+    It says what the two cost in loss, and in time on these machines.
     """
     config = explanation.config
-    if config.pipeline.forward_codec != "tah" or config.pipeline.stages < 2:
+    known = known_format(config.pipeline.forward_codec)
+    if known is None or not known.SUCCESSOR or config.pipeline.stages < 2:
         return None
-    pipeline = replace(config.pipeline, forward_codec=TRELLIS)
+    pipeline = replace(config.pipeline, forward_codec=known.SUCCESSOR)
     other = explain(replace(config, pipeline=pipeline))
     before, after = totals(explanation, machines).seconds, totals(other, machines).seconds
     if after > 1.02 * before:
         return None
     return (
-        f"pipeline.forward_codec = {TRELLIS} takes the same bytes as tah ({_bits(other):.2f} and "
-        f"{_bits(explanation):.2f} bits an element), hides behind the rest of a step here ({after:.3g} s, "
-        f"with tah {before:.3g} s) and had no measured cost in loss, where tah had 1.4 to 1.9 %"
+        f"pipeline.forward_codec = {known.SUCCESSOR} takes the same bytes as {known.name} "
+        f"({_bits(other):.2f} and {_bits(explanation):.2f} bits an element), hides behind the rest of a step "
+        f"here ({after:.3g} s, with {known.name} {before:.3g} s) and cost "
+        f"{codec_format(known.SUCCESSOR).loss_forward} in loss, where {known.name} cost {known.loss_forward}"
     )
 
 

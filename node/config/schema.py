@@ -6,6 +6,10 @@ The docstring below a field is its text in the run file's reference. Units are i
 from dataclasses import dataclass, field
 from typing import Literal
 
+from wire.codecs.formats import known_format
+
+PLANNED = "auto"
+"""In place of a codec's name: the coordinator plans the codecs of each link."""
 Every = int | str
 """Steps, or a length of time as text."""
 MOST_LAYERS = 1024
@@ -335,7 +339,8 @@ class PipelineSection:
     @property
     def remembers(self) -> bool:
         """Whether the forward codec packs changes against a sample cache (AQ-SGD)."""
-        return self.forward_codec.startswith("aqsgd-")
+        known = known_format(self.forward_codec)
+        return known is not None and known.REMEMBERS
 
     @property
     def measures_places(self) -> bool:
@@ -345,7 +350,7 @@ class PipelineSection:
     @property
     def plans_codecs(self) -> bool:
         """Whether the coordinator plans the codecs of links."""
-        return "auto" in (self.forward_codec, self.backward_codec)
+        return PLANNED in (self.forward_codec, self.backward_codec)
 
     @property
     def most_rows(self) -> int:

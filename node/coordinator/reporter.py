@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 
 from node.analysis.explain import framed_bytes
-from node.analysis.remedies import LADDER
 from node.config.schema import RunConfig, TelemetrySection
 from node.coordinator.accounting import Accounting
 from node.coordinator.reports import NO_REPORT, AnyReport, Reported, Reporting, longest_kind, opened
@@ -40,7 +39,7 @@ from node.telemetry.costs import Place, bits_per_element, idle_by_stage, mbit_by
 from node.telemetry.events import Notice, Recovered
 from node.telemetry.format import bytes_text, count_text, duration_text, named
 from node.telemetry.trace_files import TracedSteps, TraceWriter
-from wire.codecs.formats import codec_format, codec_names
+from wire.codecs.formats import FP32, codec_format, codec_names, proposed_names
 from wire.messages import Heartbeat
 from wire.telemetry import StepSpans
 
@@ -113,7 +112,7 @@ class Reporter:
 
     def __init__(self, config: RunConfig, emit: Emit, unreported: StepRecord | None = None) -> None:
         pipeline = config.pipeline
-        codecs = {"fp32", pipeline.forward_codec, pipeline.backward_codec}
+        codecs = {FP32.name, pipeline.forward_codec, pipeline.backward_codec}
         if pipeline.plans_codecs:
             rungs = ladder(pipeline.min_bits)
             codecs.update(rungs, map(of_gradients, rungs))
@@ -433,7 +432,7 @@ def codec_bits(config: RunConfig) -> dict[str, float]:
         return {}
     training, model = config.training, config.model
     shape = (training.microbatch, model.sequence, model.hidden)
-    names = dict.fromkeys((*codec_names(), *LADDER))
+    names = dict.fromkeys((*codec_names(), *proposed_names()))
     return {name: 8 * framed_bytes(codec_format(name).packed_bytes(shape)) / prod(shape) for name in names}
 
 

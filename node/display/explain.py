@@ -19,12 +19,13 @@ from node.analysis.totals import (
 from node.config.schema import RunConfig
 from node.model.storage import KINDS, configured, unit_bytes
 from node.model.units import is_block
-from node.pipeline.codec_ladder import CHEAP, first_codecs, ladder
+from node.pipeline.codec_ladder import first_codecs, ladder
 from node.pipeline.device_memory import Devices
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.pipeline.storage_choice import allowed_storages, kept_bytes, words_of
 from node.run_file.loader import to_fields, toml_value
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
+from wire.codecs.formats import codec_format
 
 UPLOADS_MBIT = (5, 20, 100, 1000)
 """Rates of a machine's line, Mbit/s."""
@@ -104,10 +105,12 @@ def _codec_lines(config: RunConfig) -> list[str]:
     """Between which codecs the coordinator chooses."""
     pipeline = config.pipeline
     rungs = ladder(pipeline.min_bits)
+    first = first_codecs(pipeline)[0]
+    cheap = [name for name in rungs if codec_format(name).family != codec_format(first).family]
     return [
         f"codecs   planned for each link and direction, from {rungs[0]} to {rungs[-1]}, or "
-        f"{' or '.join(CHEAP)} where packing binds; until links are measured, and in the figures below, "
-        f"{first_codecs(pipeline)[0]}"
+        f"{' or '.join(cheap)} where packing binds; until links are measured, and in the figures below, "
+        f"{first}"
     ]
 
 

@@ -1,52 +1,31 @@
-"""The codecs that a plan chooses from, in order of precision, and what packing with them takes a node. Pure.
-
-`trellis-R` and `dither-R` have the least error for their bytes, and take a processor some tens of nanoseconds
-an element. `fixed-6` and `fixed-8` take a tenth of that for a little more bytes and error, so that a slow
-processor need not become the bottleneck. Below 6 bits rounding to nearest leaves too much of a gradient out.
-"""
+"""The codecs that a plan chooses from, in order of precision, and what packing takes a node. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from node.config.schema import PipelineSection
-from wire.codecs.formats import DitherFormat, TrellisFormat
+from wire.codecs.formats import codec_format, planned_names
 from wire.errors import ConfigError
 from wire.telemetry import CodecTime
 
-PLANNED = "auto"
-"""The name of a codec that is planned."""
-RATES = ("2", "2.5", "3", "3.5", "4", "4.41", "5", "6", "7", "8")
-"""Bits an element to choose from: `trellis-R` for activations, `dither-R` for their gradients."""
-CHEAP = {"fixed-6": 5.5, "fixed-8": 7.5}
-"""Codecs of both kinds of tensor that pack fast, and the bits of `trellis` with about their error."""
 FIRST = 4.41
 """Until something is measured, a tensor gets this many bits an element, or the fewest that the run allows."""
-
-
-def precision(rung: str) -> float:
-    """Bits of the `trellis` codec with about this codec's error."""
-    return CHEAP.get(rung) or float(rung.removeprefix(TrellisFormat.PREFIX))
 
 
 def ladder(min_bits: float) -> tuple[str, ...]:
     """The codecs of activations to choose from, the least precise first; `of_gradients` gives those of
     gradients. ConfigError if no rate is left."""
-    rates = [float(rate) for rate in RATES if float(rate) >= min_bits]
-    if not rates:
-        raise ConfigError(f"pipeline.min_bits is {min_bits:g}; it must be at most {RATES[-1]}")
-    rungs = [f"{TrellisFormat.PREFIX}{rate:g}" for rate in rates]
-    cheap = [codec for codec, bits in CHEAP.items() if bits > rates[0]]
-    return tuple(sorted((*rungs, *cheap), key=precision))
+    names = planned_names()
+    allowed = tuple(name for name in names if codec_format(name).precision >= min_bits)
+    if not allowed:
+        most = codec_format(names[-1]).precision
+        raise ConfigError(f"pipeline.min_bits is {min_bits:g}; it must be at most {most:g}")
+    return allowed
 
 
-def of_gradients(rung: str) -> str:
-    """The codec of gradients with this one of activations: at low rates one whose error has no mean."""
-    return rung.replace(TrellisFormat.PREFIX, DitherFormat.PREFIX)
-
-
-def family(codec: str) -> str:
-    """Codecs of one way to pack: what slows one of them slows all."""
-    return codec.partition("-")[0]
+def of_gradients(name: str) -> str:
+    """The codec of gradients that a plan takes with this one of activations."""
+    return codec_format(name).for_gradients
 
 
 def first_codecs(pipeline: PipelineSection) -> tuple[str, str]:
@@ -64,7 +43,7 @@ def to_time(min_bits: float) -> tuple[str, ...]:
         found.append(name)
     by_family: dict[str, list[str]] = {}
     for name in found:
-        by_family.setdefault(family(name), []).append(name)
+        by_family.setdefault(codec_format(name).family, []).append(name)
     return tuple(dict.fromkeys(name for names in by_family.values() for name in (names[0], names[-1])))
 
 
@@ -82,10 +61,14 @@ class PackingTimes:
     def of(self, codec: str) -> tuple[float, float]:
         """Seconds an element to pack and to unpack: as known of the codec of its family with the nearest
         number of bits."""
-        known = [one for one in self.times if family(one.codec) == family(codec)]
+        asked = codec_format(codec)
+        known = [time for time in self.times if codec_format(time.codec).family == asked.family]
         if not known:
             return 0.0, 0.0
-        near = min(known, key=lambda one: (abs(_bits(one.codec) - _bits(codec)), one.codec))
+        near = min(
+            known,
+            key=lambda time: (abs(codec_format(time.codec).precision - asked.precision), time.codec),
+        )
         return self.factor * near.pack, self.factor * near.unpack
 
 
@@ -100,11 +83,3 @@ def slowest_packing(nodes: Sequence[PackingTimes]) -> PackingTimes:
 def _slowest(name: str, times: Iterable[tuple[float, float]]) -> CodecTime:
     pack, unpack = map(max, zip(*times, strict=True))
     return CodecTime(codec=name, pack=pack, unpack=unpack)
-
-
-def _bits(codec: str) -> float:
-    rate = codec.partition("-")[2]
-    try:
-        return float(rate)
-    except ValueError:
-        return 0.0

@@ -35,6 +35,7 @@ from node.pipeline.placement import (
     stage_units,
 )
 from node.pipeline.schedule import held_activations
+from wire.codecs.formats import codec_format
 from wire.errors import RunError
 
 FIXED_BYTES = 256 * 1024 * 1024
@@ -44,7 +45,6 @@ CPU_FIXED_BYTES = 512 * 1024 * 1024
 measured (scripts/results/explained_steps.json)."""
 COMPILING_BYTES = 80 * 1024 * 1024
 """Added where codecs may have to be compiled first."""
-PLAIN_CODECS = ("fp32", "bf16", "fp16")
 """These need nothing compiled."""
 CPU_PROCESS_BYTES = 400_000_000
 """What is expected of a CPU's process with torch and its links, measured as above,"""
@@ -167,7 +167,7 @@ def expected_bytes(config: RunConfig, stages: int, window: int) -> tuple[int, ..
 
 
 def _compiles(config: RunConfig) -> bool:
-    return any(name not in PLAIN_CODECS for name in first_codecs(config.pipeline))
+    return any(codec_format(name).COMPILES for name in first_codecs(config.pipeline))
 
 
 def block_bytes(config: RunConfig, share: Share, storage: Storage, devices: Devices) -> int:

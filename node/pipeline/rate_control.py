@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from node.pipeline.codec_ladder import family, of_gradients, precision
+from node.pipeline.codec_ladder import of_gradients
 from node.pipeline.codec_plan import FREE, CodecPlan, Lines, Way, plan_codecs, seconds_of
 from node.pipeline.step_history import StepHistory
 from wire.codecs.formats import codec_format
@@ -92,8 +92,12 @@ class RateControl:
             sizes = [codec_format(self._rungs[rung]).packed_bytes(lines.shape) for rung in (before, now)]
             if now > before or sizes[1] > sizes[0]:
                 found = True
-                alike = family(self._rungs[now])
-                above = (r for r in range(before + 1, len(self._rungs)) if family(self._rungs[r]) == alike)
+                alike = codec_format(self._rungs[now]).family
+                above = (
+                    r
+                    for r in range(before + 1, len(self._rungs))
+                    if codec_format(self._rungs[r]).family == alike
+                )
                 self._banned.update((way, rung) for rung in (now, *above))
         return found
 
@@ -105,7 +109,7 @@ class RateControl:
 
     def _bits(self, lines: Lines, plan: CodecPlan) -> float:
         """Of precision, over all tensors of a microbatch."""
-        return sum(precision(self._rungs[self._rung(plan, way)]) for way in lines.ways())
+        return sum(codec_format(self._rungs[self._rung(plan, way)]).precision for way in lines.ways())
 
 
 class RateHistory(StepHistory[CodecPlan]):

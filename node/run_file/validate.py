@@ -11,6 +11,7 @@ from node.config.schema import (
     MOST_LAYERS,
     MOST_POSITIONS,
     MOST_SIZE,
+    PLANNED,
     DataSection,
     LoraSection,
     ModelSection,
@@ -23,7 +24,7 @@ from node.config.schema import (
 )
 from node.model.lora_shapes import FORMS, projections
 from node.model.units import CHOICES, FAMILIES
-from node.pipeline.codec_ladder import PLANNED, ladder
+from node.pipeline.codec_ladder import ladder
 from node.pipeline.placement import HEADS, head_first, unplaceable
 from node.pipeline.snapshot_place import KEEPS, is_url
 from node.run_file.addresses import coordinator_problems, dashboard_problems, positive
@@ -33,7 +34,7 @@ from node.telemetry.trace_files import TracedSteps
 from node.training.loss_scale import LEAST, MOST
 from node.training.object_store import wrong_url
 from node.training.schedule import SCHEDULES
-from wire.codecs.formats import codec_format
+from wire.codecs.formats import Carried, codec_format, names_that_carry
 from wire.errors import CodecError, ConfigError, shortened
 from wire.frames import MAX_TENSOR_BYTES
 
@@ -415,7 +416,7 @@ def _local_steps(config: RunConfig) -> Iterator[str]:
     yield from positive({"sync.outer_lr": sync.outer_lr})
     if not 0 <= sync.outer_momentum < 1:
         yield f"sync.outer_momentum must be at least 0 and below 1, got {sync.outer_momentum}"
-    yield from _sync_codec("sync.codec", sync.codec)
+    yield from _codec("sync.codec", sync.codec, Carried.SUMS)
     if wrong or sync.every == 1 or min(pipeline.groups, training.microbatch) < 1:
         return
     if pipeline.groups == 1:
@@ -449,24 +450,15 @@ def _head_first(config: RunConfig) -> bool:
 def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
     if pipeline.plans_codecs:
         yield from _planned_codecs(pipeline)
-    for key in ("forward_codec", "backward_codec"):
-        if getattr(pipeline, key) == PLANNED:
-            continue
-        try:
-            codec_format(getattr(pipeline, key))
-        except ConfigError as error:
-            yield f"pipeline.{key}: {error}"
-    if pipeline.backward_codec.startswith("aqsgd-"):
-        yield (
-            f"pipeline.backward_codec: {pipeline.backward_codec} packs activations alone: "
-            "use fixed-4 to fixed-8 or tah for gradients"
-        )
+    for key, what in (("forward_codec", Carried.ACTIVATIONS), ("backward_codec", Carried.GRADIENTS)):
+        if getattr(pipeline, key) != PLANNED:
+            yield from _codec(f"pipeline.{key}", getattr(pipeline, key), what)
     if pipeline.remembers and pipeline.groups > 1:
         yield (
             f"pipeline.forward_codec: {pipeline.forward_codec} keeps a cache of every sample, which rows do "
             "not share: set pipeline.groups = 1"
         )
-    yield from _sync_codec("pipeline.sync_codec", pipeline.sync_codec)
+    yield from _codec("pipeline.sync_codec", pipeline.sync_codec, Carried.SUMS)
     if pipeline.remembers and shift:
         yield (
             f"pipeline.forward_codec: {pipeline.forward_codec} packs what changed since the same sample was "
@@ -475,17 +467,14 @@ def _codecs(pipeline: PipelineSection, shift: bool) -> Iterator[str]:
     yield from positive({"pipeline.cache_gb": pipeline.cache_gb})
 
 
-def _sync_codec(key: str, name: str) -> Iterator[str]:
+def _codec(key: str, name: str, what: Carried) -> Iterator[str]:
     try:
-        codec_format(name)
+        known = codec_format(name)
     except ConfigError as error:
         yield f"{key}: {error}"
         return
-    if name.startswith(("aqsgd-", "dither-", "tah")):
-        yield (
-            f"{key}: {name} packs tensors between stages alone: "
-            "use fp32, bf16, fixed-4 to fixed-10 or trellis-4 to trellis-10"
-        )
+    if what not in known.CARRIES:
+        yield f"{key}: {name} does not pack {what.words}: use {names_that_carry(what)}"
 
 
 def _planned_codecs(pipeline: PipelineSection) -> Iterator[str]:

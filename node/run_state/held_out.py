@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from node.config.schema import RunConfig
+from wire.codecs.formats import FP32
 
-LOSSLESS = "fp32"
+LOSSLESS = FP32.name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from threading import Lock
 import torch
 
 from node.config.schema import RunConfig
-from node.pipeline.codec_ladder import family
 from node.telemetry.clock import WorkKind
+from wire.codecs.formats import codec_format
 from wire.telemetry import CodecTime, CodecTimes
 
 TOLD_AGAIN = 0.2
@@ -48,9 +48,9 @@ class PackingMeter:
 
     def add(self, kind: WorkKind, codec: str, elements: int, seconds: float) -> None:
         """As `spent`, of a tensor that took so long."""
-        alike = family(codec)
+        alike = codec_format(codec).family
         with self._lock:
-            tried = [one for one in self._tried.values() if family(one.codec) == alike]
+            tried = [one for one in self._tried.values() if codec_format(one.codec).family == alike]
             if tried:
                 times = [one.pack if kind is WorkKind.PACK else one.unpack for one in tried]
                 expected = elements * sum(times) / len(times)
@@ -76,7 +76,7 @@ class PackingMeter:
             self._told = {}
 
     def _slowed(self, one: CodecTime) -> CodecTime:
-        factor = self._factors.get(family(one.codec), 1.0)
+        factor = self._factors.get(codec_format(one.codec).family, 1.0)
         return CodecTime(codec=one.codec, pack=factor * one.pack, unpack=factor * one.unpack)
 
 

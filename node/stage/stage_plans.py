@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from kernels.common.random_bits import mixed
-from node.config.schema import RunConfig
-from node.pipeline.codec_ladder import PLANNED, first_codecs, ladder, of_gradients, to_time
+from node.config.schema import PLANNED, RunConfig
+from node.pipeline.codec_ladder import first_codecs, ladder, of_gradients, to_time
 from node.pipeline.codec_plan import Way
 from node.pipeline.placement import boundaries
 from node.pipeline.routing import source_stage

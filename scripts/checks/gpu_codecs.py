@@ -14,6 +14,7 @@ from scripts.report import one_line
 from wire.codecs import tah as tah_codec
 from wire.codecs.base import Layout
 from wire.codecs.fixed import FixedCodec
+from wire.codecs.formats import FixedFormat
 from wire.codecs.registry import codec
 from wire.errors import CodecError
 from wire.spec import TensorSpec
@@ -108,7 +109,7 @@ def check_fixed(
 ) -> None:
     from kernels.fixed import triton as triton_fixed
 
-    layout: Layout = FixedCodec(width)._layout(tuple(x.shape))
+    layout: Layout = FixedCodec(FixedFormat(width))._layout(tuple(x.shape))
     expected = torch.zeros(layout.nbytes, dtype=torch.uint8)
     sections = fixed.FixedSections(*layout.views(expected))
     exponent = fixed.encode(x, sections, constant=constant)

@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from wire.codecs import tah as tah_codec
 from wire.codecs.fixed import FixedCodec
+from wire.codecs.formats import FixedFormat
 
 GUARD = 256
 POISON = 0xA5
@@ -166,7 +167,7 @@ def calls(
             payload,
             out,
         )
-    layout = FixedCodec(int(name[6:]))._layout(tuple(x.shape))
+    layout = FixedCodec(FixedFormat(int(name[6:])))._layout(tuple(x.shape))
     payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")
     parts = layout.views(payload)
     return (

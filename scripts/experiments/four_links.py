@@ -30,6 +30,7 @@ import torch
 
 from kernels.common.random_bits import mixed
 from node.config.schema import (
+    PLANNED,
     CoordinatorSection,
     DataSection,
     ModelSection,
@@ -41,7 +42,7 @@ from node.config.schema import (
 from node.lab.results import commit, hardware
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
-from node.pipeline.codec_ladder import PLANNED, of_gradients
+from node.pipeline.codec_ladder import of_gradients
 from node.pipeline.rate_control import WATCHED
 from node.telemetry import events
 from node.training.data import Corpus

@@ -17,6 +17,7 @@ from tests.support.operators import check_operators
 from wire.codecs import tah as tah_codec
 from wire.codecs.base import Layout
 from wire.codecs.fixed import FixedCodec
+from wire.codecs.formats import FixedFormat
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
 
@@ -30,7 +31,9 @@ def sections_of(name: str, payload: torch.Tensor, shape: tuple[int, ...]) -> lis
 
 
 def layout_of(name: str, shape: tuple[int, ...]) -> Layout:
-    return tah_codec._layout(shape) if name == "tah" else FixedCodec(int(name[6:]))._layout(shape)
+    return (
+        tah_codec._layout(shape) if name == "tah" else FixedCodec(FixedFormat(int(name[6:])))._layout(shape)
+    )
 
 
 def split(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -143,7 +146,7 @@ def test_fixed_is_the_same_for_any_launch(launch: Launch) -> None:
     from kernels.fixed import triton as triton_fixed
 
     x = sample((600, 256), torch.bfloat16)
-    layout = FixedCodec(6)._layout(tuple(x.shape))
+    layout = FixedCodec(FixedFormat(6))._layout(tuple(x.shape))
     expected = torch.zeros(layout.nbytes, dtype=torch.uint8)
     fixed.encode(x, fixed.FixedSections(*layout.views(expected)), constant=1.0)
     payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")

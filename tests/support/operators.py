@@ -6,6 +6,7 @@ from kernels.fixed import ops as fixed_ops
 from kernels.tah import ops as tah_ops
 from wire.codecs import tah
 from wire.codecs.fixed import FixedCodec
+from wire.codecs.formats import FixedFormat
 from wire.codecs.registry import codec
 
 
@@ -15,7 +16,9 @@ def check_operators(name: str, x: torch.Tensor) -> None:
     Raises torch.testing._internal.optests.OpCheckError.
     """
     layout = (
-        tah._layout(tuple(x.shape)) if name == "tah" else FixedCodec(int(name[6:]))._layout(tuple(x.shape))
+        tah._layout(tuple(x.shape))
+        if name == "tah"
+        else FixedCodec(FixedFormat(int(name[6:])))._layout(tuple(x.shape))
     )
     exponent = torch.zeros(1, dtype=torch.int32, device=x.device)
     sections = [section.clone() for section in layout.views(codec(name).encode(x)[64:])]

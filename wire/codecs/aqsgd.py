@@ -58,9 +58,9 @@ class AqsgdCodec(Codec):
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
-    def __init__(self, bits: int) -> None:
-        super().__init__(AqsgdFormat(bits))
-        self.fixed = FixedCodec(bits)
+    def __init__(self, known: AqsgdFormat) -> None:
+        super().__init__(known)
+        self.fixed = FixedCodec(known.changes)
 
     def of(self, batch: SampleBatch) -> "AqsgdTensorCodec":
         """The codec for one tensor with these samples."""

@@ -34,8 +34,8 @@ class FixedCodec(Codec):
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
-    def __init__(self, bits: int, constant: float = 1.0) -> None:
-        super().__init__(FixedFormat(bits, constant))
+    def __init__(self, known: FixedFormat) -> None:
+        super().__init__(known)
         self._constant = self.parameters.constant
 
     def _layout(self, shape: tuple[int, ...]) -> Layout:

@@ -1,6 +1,8 @@
-"""The format of every codec, by the names that run files use: wire number, parameters, sizes. Without torch.
+"""The format of every codec, by the names that run files use. Without torch.
 
-The coordinator counts bytes and checks names with formats alone; `wire.codecs.base.Codec` does the packing.
+A `Format` states every fact about its codec: wire number, parameters and sizes, what it may carry, whether
+it keeps state, how precise it is, what packing costs, and which class packs (`wire.codecs.base.Codec`). All
+else asks it, so a new codec is declared here and in its own module. The coordinator works with formats alone.
 `trellis-R` and `dither-R` each stand for one codec at every rate R. `aqsgd-b` packs nothing by itself:
 `wire.codecs.aqsgd` makes a codec of it for each tensor.
 """
@@ -9,10 +11,12 @@ import math
 import re
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from enum import Flag, auto
+from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Self
+from typing import ClassVar, Self
 
 from kernels.common.tile_layout import LOW_PLANES, TILE, tiles_per_row
 from wire.errors import CodecError, ConfigError, nearest
@@ -69,11 +73,67 @@ class Parameters:
     constant: float = 0.0
 
 
+class Carried(Flag):
+    """What a codec may pack."""
+
+    ACTIVATIONS = auto()
+    GRADIENTS = auto()
+    """Gradients of activations, between stages."""
+    SUMS = auto()
+    """Gradients of weights and their sums, between rows."""
+    BOUNDARIES = ACTIVATIONS | GRADIENTS
+    ALL = BOUNDARIES | SUMS
+
+    @property
+    def words(self) -> str:
+        """For messages."""
+        return {Carried.ACTIVATIONS: "activations", Carried.GRADIENTS: "gradients of activations"}.get(
+            self, "sums of gradients"
+        )
+
+
 class Format(ABC):
-    """Name, parameters and sizes of one codec. Sizes depend on shape and parameters alone."""
+    """All facts about one codec. Sizes depend on shape and parameters alone."""
 
     name: str
     parameters: Parameters
+    precision: float
+    """Bits an element of the `trellis` codec with about the same error; measured on boundary tensors
+    (scripts/results/boundary_error.json)."""
+    core_nanoseconds: tuple[float, float]
+    """To encode and to decode an element on one core; the slowest of several measurements
+    (scripts/results/codec_speed.json, rivals.json)."""
+
+    IMPLEMENTATION: ClassVar[tuple[str, str]]
+    """The module of `wire.codecs` and the class in it that packs; the class is called with the format."""
+    CARRIES: ClassVar[Carried] = Carried.ALL
+    REMEMBERS: ClassVar[bool] = False
+    """Whether both ends keep a cache of samples."""
+    COMPILES: ClassVar[bool] = True
+    """Whether packing on a CPU compiles loops."""
+    GPU_SHARE: ClassVar[float] = 0.004
+    """How much longer a GPU computes beside packing with it (scripts/results/packing_overhead.json)."""
+    PLANNED: ClassVar[tuple[str, ...]] = ()
+    """Names among which `auto` chooses for activations."""
+    PROPOSED: ClassVar[tuple[str, ...]] = ()
+    """Names that advice proposes where a link limits the speed."""
+    SUCCESSOR: ClassVar[str] = ""
+    """A codec of activations that takes no more bytes and costs less loss, but more compute."""
+
+    @property
+    def family(self) -> str:
+        """Codecs that pack in one way share it: what slows one of them slows all."""
+        return self.name.partition("-")[0]
+
+    @property
+    def for_gradients(self) -> str:
+        """The codec of gradients that belongs to this one of activations, for plans."""
+        return self.name
+
+    @property
+    def loss_forward(self) -> str:
+        """The measured cost in held-out loss as the codec of activations, in words; "" if not measured."""
+        return ""
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a packed tensor, header included. `CodecError` for a shape that cannot be packed."""
@@ -98,8 +158,13 @@ def check_shape(shape: tuple[int, ...]) -> None:
 class RawFormat(Format):
     """Every element in `bits` bits; `number` distinguishes dtypes of the same width."""
 
-    def __init__(self, name: str, number: int, bits: int) -> None:
+    IMPLEMENTATION = ("raw", "RawCodec")
+    COMPILES = False
+
+    def __init__(self, name: str, number: int, bits: int, nanoseconds: tuple[float, float]) -> None:
         self.name = name
+        self.precision = float(bits)
+        self.core_nanoseconds = nanoseconds
         self.parameters = Parameters(codec=number, bits=bits)
 
     def payload_bytes(self, shape: tuple[int, ...]) -> int:
@@ -112,16 +177,27 @@ class FixedFormat(Format):
     NUMBER = 4
     MIN_BITS = 2
     MAX_BITS = 10
+    IMPLEMENTATION = ("fixed", "FixedCodec")
+    # Below 6 bits rounding to nearest leaves too much of a gradient out for a plan to choose it.
+    PLANNED = PROPOSED = ("fixed-6", "fixed-8")
+
+    core_nanoseconds = (4.2, 2.0)
 
     def __init__(self, bits: int, constant: float = 1.0) -> None:
         if not self.MIN_BITS <= bits <= self.MAX_BITS:
-            raise ConfigError(f"fixed-{bits} is no codec: fixed-{self.MIN_BITS} to fixed-{self.MAX_BITS} are")
+            raise ConfigError(f"fixed-{bits} is no codec: {self.range()} are")
         if not 2.0**-64 <= constant <= 2.0**64:
             raise ConfigError(f"constant {constant} of fixed-{bits} must be positive, from 2**-64 to 2**64")
         self.name = f"fixed-{bits}"
+        self.precision = bits - 0.5
         # The header carries the constant in fp32, and both ends compute with that value.
         (rounded,) = struct.unpack("<f", struct.pack("<f", constant))
         self.parameters = Parameters(codec=self.NUMBER, bits=bits, tile=TILE, constant=rounded)
+
+    @classmethod
+    def range(cls) -> str:
+        """The names that there are, for messages."""
+        return f"fixed-{cls.MIN_BITS} to fixed-{cls.MAX_BITS}"
 
     def sections(self, shape: tuple[int, ...]) -> tuple[Section, ...]:
         """Scales; bit-planes, lowest first, a 64-bit word for each tile."""
@@ -143,9 +219,21 @@ class TahFormat(Format):
     """Tiles of a sample that get 4 bits, in ten-thousandths (TAH-Quant, section 3.2)."""
     TAU = 2.0
     """The ratio that makes an outlier tile (section 3.3)."""
+    IMPLEMENTATION = ("tah", "TahCodec")
+    CARRIES = Carried.BOUNDARIES
+    PROPOSED = ("tah",)
+    SUCCESSOR = "trellis-4.41"
 
     name = "tah"
+    precision = 2.9
+    core_nanoseconds = (6.3, 2.2)
+    loss_forward = "1.4 %"
     parameters = Parameters(codec=NUMBER, bits=4, tile=TILE, share=SHARE, tau=TAU)
+
+    @classmethod
+    def range(cls) -> str:
+        """The names that there are, for messages."""
+        return cls.name
 
     def sections(self, shape: tuple[int, ...]) -> tuple[Section, ...]:
         """Scales; zero-points; bit-map; pivots; planes of all tiles; fourth planes of the 4-bit tiles."""
@@ -182,6 +270,16 @@ class TrellisFormat(Format):
     PREFIX = "trellis-"
     MIN_RATE = 2.0
     MAX_RATE = 10.0
+    IMPLEMENTATION = ("trellis", "TrellisCodec")
+    GPU_SHARE = 0.0163
+    # The least error for the bytes; on CPUs it packs many times slower than the others.
+    PLANNED: ClassVar[tuple[str, ...]] = (
+        *("trellis-2", "trellis-2.5", "trellis-3", "trellis-3.5", "trellis-4", "trellis-4.41"),
+        *("trellis-5", "trellis-6", "trellis-7", "trellis-8"),
+    )
+    PROPOSED: ClassVar[tuple[str, ...]] = ("trellis-4", "trellis-4.41")
+
+    core_nanoseconds = (71.3, 18.7)
 
     _RATE = re.compile(r"\d{1,2}(?:\.\d{1,3})?", re.ASCII)
     _RATE_UNIT = 1000
@@ -193,6 +291,7 @@ class TrellisFormat(Format):
         if not self.MIN_RATE * self._RATE_UNIT <= thousandths <= self.MAX_RATE * self._RATE_UNIT:
             raise ConfigError(f"{self.PREFIX}{rate:g} is no codec: {self.range()} are")
         self.name = f"{self.PREFIX}{thousandths / self._RATE_UNIT:g}"
+        self.precision = thousandths / self._RATE_UNIT
         self.parameters = Parameters(codec=self.NUMBER, bits=0, share=thousandths)
 
     @classmethod
@@ -211,6 +310,15 @@ class TrellisFormat(Format):
         """Bits an element."""
         return self.parameters.share / self._RATE_UNIT
 
+    @property
+    def for_gradients(self) -> str:
+        """At low rates gradients need a codec whose error has no mean."""
+        return f"{DitherFormat.PREFIX}{self.rate:g}"
+
+    @property
+    def loss_forward(self) -> str:
+        return "nothing that could be measured" if self.rate == 4.41 else ""
+
     def payload_bytes(self, shape: tuple[int, ...]) -> int:
         rate = self.parameters.share
         at_rate = rate * math.prod(shape) // (8 * self._RATE_UNIT)
@@ -223,6 +331,12 @@ class DitherFormat(TrellisFormat):
 
     NUMBER = 10
     PREFIX = "dither-"
+    IMPLEMENTATION = ("trellis", "DitherCodec")
+    CARRIES = Carried.BOUNDARIES
+    PLANNED: ClassVar[tuple[str, ...]] = ()
+    PROPOSED: ClassVar[tuple[str, ...]] = ()
+
+    loss_forward = ""
 
 
 class AqsgdFormat(Format):
@@ -232,25 +346,35 @@ class AqsgdFormat(Format):
     PREFIX = "aqsgd-"
     MIN_BITS = 2
     MAX_BITS = 8
-    RANGE = f"{PREFIX}{MIN_BITS} to {PREFIX}{MAX_BITS}"
+    IMPLEMENTATION = ("aqsgd", "AqsgdCodec")
+    CARRIES = Carried.ACTIVATIONS
+    REMEMBERS = True
+
+    core_nanoseconds = FixedFormat.core_nanoseconds
 
     def __init__(self, bits: int) -> None:
         if not self.MIN_BITS <= bits <= self.MAX_BITS:
-            raise ConfigError(f"{self.PREFIX}{bits} is no codec: {self.RANGE} are")
+            raise ConfigError(f"{self.PREFIX}{bits} is no codec: {self.range()} are")
         self.name = f"{self.PREFIX}{bits}"
+        self.precision = bits - 0.5
         self.parameters = Parameters(codec=self.NUMBER, bits=bits, tile=TILE, constant=1.0)
-        self._changes = FixedFormat(bits)
+        self.changes = FixedFormat(bits)
+        """How changes of known samples are packed."""
+
+    @classmethod
+    def range(cls) -> str:
+        """The names that there are, for messages."""
+        return f"{cls.PREFIX}{cls.MIN_BITS} to {cls.PREFIX}{cls.MAX_BITS}"
 
     @classmethod
     def named(cls, name: str) -> "AqsgdFormat | None":
         """The format with that name, if it is one of these."""
-        for bits in range(cls.MIN_BITS, cls.MAX_BITS + 1):
-            if name == f"{cls.PREFIX}{bits}":
-                return cls(bits)
-        return None
+        bits = name.removeprefix(cls.PREFIX)
+        known = bits != name and bits.isdecimal() and len(bits) == 1
+        return cls(int(bits)) if known and cls.MIN_BITS <= int(bits) <= cls.MAX_BITS else None
 
     def payload_bytes(self, shape: tuple[int, ...]) -> int:
-        return self._changes.payload_bytes(shape)
+        return self.changes.payload_bytes(shape)
 
     def first_pass_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a packed tensor whose samples are all new, header included."""
@@ -263,14 +387,20 @@ class AqsgdFormat(Format):
         return aligned(2 * math.prod(shape) // shape[0] * samples)
 
 
-FP32 = RawFormat("fp32", 1, 32)
-BF16 = RawFormat("bf16", 2, 16)
-FP16 = RawFormat("fp16", 8, 16)
+class HalfFormat(RawFormat):
+    """`fp16`, scaled by one power of two a tensor."""
 
-WIRE_NUMBERS = (
-    *(raw.parameters.codec for raw in (FP32, BF16, FP16)),
-    *(kind.NUMBER for kind in (FixedFormat, TahFormat, TrellisFormat, AqsgdFormat, DitherFormat)),
+    IMPLEMENTATION = ("raw", "HalfCodec")
+
+
+FP32 = RawFormat("fp32", 1, 32, (1.7, 1.7))
+BF16 = RawFormat("bf16", 2, 16, (0.8, 1.1))
+FP16 = HalfFormat("fp16", 8, 16, (6.1, 6.9))
+
+_KINDS: tuple[type[FixedFormat | TahFormat | TrellisFormat | AqsgdFormat], ...] = (
+    *(FixedFormat, TahFormat, TrellisFormat, AqsgdFormat, DitherFormat),
 )
+WIRE_NUMBERS = (*(raw.parameters.codec for raw in (FP32, BF16, FP16)), *(kind.NUMBER for kind in _KINDS))
 """Every codec's number in the header. A number that was used once is never given to another codec."""
 
 _FORMATS: dict[str, Format] = {
@@ -293,6 +423,39 @@ def codec_names() -> tuple[str, ...]:
     return tuple(_FORMATS)
 
 
+@cache
+def planned_names() -> tuple[str, ...]:
+    """Codecs of activations among which `auto` chooses, the least precise first."""
+    return _by_precision(name for kind in _KINDS for name in kind.PLANNED)
+
+
+@cache
+def proposed_names() -> tuple[str, ...]:
+    """Codecs that advice proposes, the most precise first."""
+    return _by_precision(name for kind in _KINDS for name in kind.PROPOSED)[::-1]
+
+
+def _by_precision(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: codec_format(name).precision))
+
+
+def names_that_carry(what: Carried) -> str:
+    """The codecs that may pack this, with ranges for families, in words for an error."""
+    kinds = [
+        *(raw.name for raw in (FP32, BF16, FP16)),
+        *(kind.range() for kind in _KINDS if what in kind.CARRIES),
+    ]
+    return f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+
+
+def known_format(name: str) -> Format | None:
+    """The format of the codec called `name`, or None where that names no codec, such as `auto`."""
+    try:
+        return codec_format(name)
+    except ConfigError:
+        return None
+
+
 @lru_cache(maxsize=1024)
 def codec_format(name: str) -> Format:
     """The format of the codec called `name`. `ConfigError` for an unknown name."""
@@ -304,9 +467,9 @@ def codec_format(name: str) -> Format:
         if name.startswith(kind.PREFIX):
             raise ConfigError(f"unknown codec {name!r}: {kind.range()} are, with at most three decimals")
     if name.startswith(AqsgdFormat.PREFIX):
-        raise ConfigError(f"unknown codec {name!r}: {AqsgdFormat.RANGE} are")
+        raise ConfigError(f"unknown codec {name!r}: {AqsgdFormat.range()} are")
     if bits := re.fullmatch(r"fixed-([0-9]{1,4})", name):
         closest = max(FixedFormat.MIN_BITS, min(FixedFormat.MAX_BITS, int(bits[1])))
         raise ConfigError(f"unknown codec {name!r}; did you mean 'fixed-{closest}'?")
-    known = *_FORMATS, AqsgdFormat.RANGE, TrellisFormat.range(), DitherFormat.range()
+    known = *_FORMATS, AqsgdFormat.range(), TrellisFormat.range(), DitherFormat.range()
     raise ConfigError(f"unknown codec {name!r}{nearest(name, known)}")

@@ -13,7 +13,7 @@ from kernels.common.tiles import (
     powers_of_two,
 )
 from wire.codecs.base import Codec
-from wire.codecs.formats import FP16, HEADER_BYTES, RawFormat
+from wire.codecs.formats import HEADER_BYTES, RawFormat
 from wire.codecs.header import Header
 from wire.errors import NonFiniteError
 
@@ -22,6 +22,7 @@ _SMALLEST_EXPONENT = -148 - 16
 _LARGEST_EXPONENT = 128 - 16 + 1
 PIECE = 1 << 17
 """Elements converted at a time on a CPU."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class RawCodec(Codec):
@@ -33,9 +34,9 @@ class RawCodec(Codec):
 
     exponents = range(1)
 
-    def __init__(self, known: RawFormat, dtype: torch.dtype) -> None:
+    def __init__(self, known: RawFormat) -> None:
         super().__init__(known)
-        self._dtype = dtype
+        self._dtype = _DTYPES[known.name]
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         elements = payload.view(self._dtype)
@@ -100,9 +101,6 @@ class HalfCodec(RawCodec):
     """
 
     exponents = range(_SMALLEST_EXPONENT, _LARGEST_EXPONENT + 1)
-
-    def __init__(self) -> None:
-        super().__init__(FP16, torch.float16)
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         exponent, finite = _half_exponent(*torch.aminmax(tensor))

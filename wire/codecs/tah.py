@@ -41,9 +41,6 @@ class TahCodec(Codec):
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
-    def __init__(self) -> None:
-        super().__init__(TahFormat())
-
     def _padding_is_clear(self, payload: NDArray[np.uint8], shape: tuple[int, ...]) -> bool:
         layout = _layout(shape)
         scales, _, bit_map, pivots, low_planes, fourth_planes = layout.raw(payload)

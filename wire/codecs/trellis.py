@@ -28,7 +28,7 @@ from kernels.trellis.settings import LANE_BITS, Settings
 from kernels.trellis.tables import DITHERED, FAMILIES
 from wire.codecs import trellis_payload
 from wire.codecs.base import Codec
-from wire.codecs.formats import HEADER_BYTES, DitherFormat, TrellisFormat
+from wire.codecs.formats import HEADER_BYTES, DitherFormat
 from wire.codecs.header import Header
 from wire.codecs.trellis_payload import Payload, Plain, Widths, group_bytes
 from wire.spec import TensorSpec
@@ -58,13 +58,8 @@ class TrellisCodec(Codec):
 
     exponents = range(MIN_EXPONENT, MAX_EXPONENT + 1)
 
-    def __init__(self, rate: float) -> None:
-        self._use(TrellisFormat(rate), None)
-
-    def _use(self, known: TrellisFormat, salt: int | None) -> None:
-        """Be the codec of this format; with a salt, elements have its dither."""
-        super().__init__(known)
-        self._salt = salt
+    _salt: int | None = None
+    """With a salt, elements have its dither."""
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
         if dispatch.has_kernels(tensor.device.type):
@@ -180,12 +175,12 @@ class DitherCodec(TrellisCodec):
 
     draws = True
 
-    def __init__(self, rate: float, salt: int = 0) -> None:
-        self._use(DitherFormat(rate), salt)
-        self._rate = rate
+    def __init__(self, known: DitherFormat, salt: int = 0) -> None:
+        super().__init__(known)
+        self._salt = salt
 
     def salted(self, salt: int) -> Codec:
-        return DitherCodec(self._rate, salt)
+        return DitherCodec(DitherFormat(self.parameters.share / 1000), salt)
 
 
 def first_family(salt: int | None) -> int:

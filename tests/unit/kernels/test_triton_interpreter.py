@@ -19,6 +19,7 @@ from tests.support.cases import each
 from tests.support.interpreter import Interpreted, inside, needs_triton, outside
 from wire.codecs import tah as tah_codec
 from wire.codecs.fixed import FixedCodec
+from wire.codecs.formats import FixedFormat
 from wire.codecs.header import EXPONENT, seal
 from wire.codecs.registry import codec
 from wire.errors import CodecError, NonFiniteError
@@ -200,7 +201,7 @@ def test_fixed_is_the_reference_for_any_launch(
     from kernels.fixed import triton as triton_fixed
 
     x = inputs()[which]
-    layout = FixedCodec(width)._layout(tuple(x.shape))
+    layout = FixedCodec(FixedFormat(width))._layout(tuple(x.shape))
     expected, whole = torch.zeros(layout.nbytes, dtype=torch.uint8), poisoned(layout.nbytes)
     made = whole[GUARD:-GUARD]
     layout.clear_gaps(made)
@@ -263,7 +264,9 @@ def test_impossible_payloads_are_refused_as_by_the_reference(
     which, spec = codec(name), TensorSpec(x.dtype, tuple(x.shape))
     packed = which.encode(x)
     header = which.open(packed.numpy(), spec)
-    layout = tah_codec._layout(spec.shape) if name == "tah" else FixedCodec(8)._layout(spec.shape)
+    layout = (
+        tah_codec._layout(spec.shape) if name == "tah" else FixedCodec(FixedFormat(8))._layout(spec.shape)
+    )
     target = layout.views(packed[64:])[section].view(torch.uint8).view(-1)
     target[: len(value)] = torch.tensor(list(value), dtype=torch.uint8)
     said = []

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from node.analysis.remedies import LADDER, LOSS_FORWARD
-from node.analysis.step_model import CPU_NANOSECONDS
 from node.analysis.view_builder import view
 from node.cli.main import build_parser
 from node.telemetry import events
 from tests.support.paths import ROOT
 from tests.support.run_events import history, started
 from tests.unit.node.analysis.test_bottleneck import GPU, link, on, says, seen, stage
+from wire.codecs.formats import codec_format, proposed_names
 
 
 def results(file: str, key: str) -> list[dict[str, Any]]:
@@ -44,8 +43,10 @@ def test_how_a_codec_is_changed_and_what_it_was_measured_to_cost() -> None:
 
 def test_the_losses_match_the_readmes() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for codec, cost in LOSS_FORWARD.items():
-        assert f"{cost} with `{codec}`" in readme
+    costs = {name: codec_format(name).loss_forward for name in proposed_names()}
+    assert {name for name, cost in costs.items() if cost} == {"tah", "trellis-4.41"}
+    for name, cost in costs.items():
+        assert not cost or f"{cost} with `{name}`" in readme
 
 
 def test_the_commands_that_are_named_exist() -> None:
@@ -69,8 +70,8 @@ def test_codecs_are_named_in_the_order_of_their_errors() -> None:
             errors.setdefault(one["method"], []).append(one["relative_error"])
     for one in results("codec_speed.json", "results"):
         errors.setdefault(one["codec"], [one["relative_error"]])
-    means = [sum(errors[name]) / len(errors[name]) for name in LADDER]
-    assert means == sorted(means), dict(zip(LADDER, means, strict=True))
+    means = [sum(errors[name]) / len(errors[name]) for name in proposed_names()]
+    assert means == sorted(means), dict(zip(proposed_names(), means, strict=True))
 
 
 def test_packing_costs_are_the_measured_ones() -> None:
@@ -82,11 +83,9 @@ def test_packing_costs_are_the_measured_ones() -> None:
         if one["package"] == "thinwire":
             times = (one["encode_nanoseconds_per_element"], one["decode_nanoseconds_per_element"])
             measured.setdefault(one["method"], []).append(times)
-    for family, name in {"fixed": "fixed-8", "trellis": "trellis-4.41"}.items():
-        measured[family] = measured[name]
-    for family, costs in CPU_NANOSECONDS.items():
-        slowest = [max(column) for column in zip(*measured[family], strict=True)]
-        assert costs == pytest.approx(slowest, rel=0.3), family
+    for name in ("fp32", "bf16", "fp16", "fixed-8", "tah", "trellis-4.41"):
+        slowest = [max(column) for column in zip(*measured[name], strict=True)]
+        assert codec_format(name).core_nanoseconds == pytest.approx(slowest, rel=0.3), name
 
 
 def test_trellis_is_not_proposed_where_its_packing_takes_what_it_saves() -> None:

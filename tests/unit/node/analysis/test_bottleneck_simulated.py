@@ -8,11 +8,12 @@ import pytest
 
 from node.analysis.bottleneck import bottleneck
 from node.analysis.run_view import LinkView, RunView
-from node.analysis.step_model import nanoseconds, packing_seconds
+from node.analysis.step_model import packing_seconds
 from node.pipeline.floor import LinkRate, Network
 from node.pipeline.schedule import Kind, schedule
 from node.pipeline.simulation import Timeline, simulate
 from tests.unit.node.analysis.test_bottleneck import BITS, GPU, link, seen, stage
+from wire.codecs.formats import codec_format
 
 MICROBATCHES, WINDOW = 32, 8
 ELEMENTS = 1_000_000
@@ -43,7 +44,7 @@ class Situation:
         if self.device != "cpu":
             return (0.0,) * len(self.blocks)
         codecs = {"activation": self.forward_codec, "gradient": self.backward_codec}
-        costs = {direction: nanoseconds(codec) for direction, codec in codecs.items()}
+        costs = {direction: codec_format(codec).core_nanoseconds for direction, codec in codecs.items()}
         return packing_seconds(len(self.blocks), 1, dict.fromkeys(codecs, ELEMENTS), costs)
 
     def run(self, window: int = WINDOW) -> Timeline:

@@ -88,7 +88,7 @@ def test_the_most_that_is_allowed() -> None:
             {"sync.every": 2, "pipeline.groups": 2, "model.tied": True},
             "sync.every above 1 needs a tied model's head on the first stage: set pipeline.head",
         ),
-        ({"sync.codec": "dither-4"}, "sync.codec: dither-4 packs tensors between stages alone"),
+        ({"sync.codec": "dither-4"}, "sync.codec: dither-4 does not pack sums of gradients"),
         ({"sync.outer_momentum": 1.0}, "sync.outer_momentum must be at least 0 and below 1"),
         ({"audit.rate": 1.5, "pipeline.groups": 2}, "audit.rate (1.5) is a share of steps"),
         (
@@ -97,7 +97,7 @@ def test_the_most_that_is_allowed() -> None:
         ),
         ({"pipeline.replicas": 0}, "pipeline.replicas must be at least 1"),
         ({"pipeline.sync_codec": "fixed-11"}, "pipeline.sync_codec: "),
-        ({"pipeline.sync_codec": "tah"}, "pipeline.sync_codec: tah packs tensors between stages alone"),
+        ({"pipeline.sync_codec": "tah"}, "pipeline.sync_codec: tah does not pack sums of gradients"),
         ({"run.keep_snapshots": 0}, "run.keep_snapshots must be at least 1"),
         ({"model.family": "lama"}, "model.family 'lama' is unknown; did you mean 'llama'?"),
         ({"model.family": "x"}, "known: llama, gpt2"),
@@ -138,8 +138,7 @@ def test_the_most_that_is_allowed() -> None:
         ),
         (
             {"pipeline.backward_codec": "aqsgd-4"},
-            "pipeline.backward_codec: aqsgd-4 packs activations alone: use fixed-4 to fixed-8 or tah for "
-            "gradients",
+            "pipeline.backward_codec: aqsgd-4 does not pack gradients of activations",
         ),
         (
             {"pipeline.forward_codec": "auto"},
@@ -150,7 +149,10 @@ def test_the_most_that_is_allowed() -> None:
             {"pipeline.forward_codec": "auto", "pipeline.backward_codec": "auto", "pipeline.min_bits": 9.0},
             "pipeline.min_bits is 9; it must be at most 8",
         ),
-        ({"pipeline.sync_codec": "dither-4"}, "pipeline.sync_codec: dither-4 packs tensors between stages"),
+        (
+            {"pipeline.sync_codec": "dither-4"},
+            "pipeline.sync_codec: dither-4 does not pack sums of gradients",
+        ),
         ({"pipeline.cache_gb": 0.0}, "pipeline.cache_gb must be a finite number above 0, got 0.0"),
         ({"training.global_batch": 15}, "training.global_batch (15) must be a multiple of"),
         (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from node.coordinator.decisions import record_plan, recorded_codecs
 from node.coordinator.store import Store
-from node.pipeline.codec_ladder import PackingTimes, ladder, of_gradients, precision
+from node.pipeline.codec_ladder import PackingTimes, ladder, of_gradients
 from node.pipeline.codec_plan import CodecPlan, Lines
 from node.pipeline.floor import LinkRate
 from node.pipeline.rate_control import WATCHED, RateHistory
@@ -22,6 +22,7 @@ from node.run_state.epoch import Committed
 from node.run_state.run_plan import Past
 from tests.support.examples import examples
 from tests.support.machine_driver import Driver, of_kind, restore_of, sent
+from wire.codecs.formats import codec_format
 from wire.errors import UserError
 from wire.messages import Begin, Restore
 from wire.telemetry import CodecTime
@@ -176,7 +177,7 @@ def test_no_measurement_of_a_volunteer_takes_bits_of_other_links_or_a_place(
         assert run.epoch.codecs is not None
         plans.append(run.epoch.codecs)
     for names in zip(*((one.activations[2], one.gradients[2]) for one in plans), strict=True):
-        fair, there = (precision(name.replace("dither", "trellis")) for name in names)
+        fair, there = (codec_format(name).precision for name in names)
         assert there >= fair
 
 

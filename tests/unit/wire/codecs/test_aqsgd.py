@@ -5,6 +5,7 @@ import torch
 
 from tests.support.cases import each
 from wire.codecs.aqsgd import AqsgdCodec, SampleBatch
+from wire.codecs.formats import AqsgdFormat
 from wire.codecs.header import HEADER_BYTES, seal
 from wire.codecs.host_copies import HostCopies
 from wire.codecs.registry import codec
@@ -364,4 +365,4 @@ def test_the_name_alone_packs_nothing_and_takes_no_gradients() -> None:
         with pytest.raises(ConfigError, match="aqsgd-2 to aqsgd-8 are"):
             codec(name)
     with pytest.raises(ConfigError, match="aqsgd-9 is no codec"):
-        AqsgdCodec(9)
+        AqsgdCodec(AqsgdFormat(9))

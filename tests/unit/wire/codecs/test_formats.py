@@ -50,7 +50,7 @@ def test_the_first_pass_of_aqsgd() -> None:
     known, shape = codec_format("aqsgd-4"), (3, 5, 70)
     assert isinstance(known, AqsgdFormat)
     batch = SampleBatch(SampleCache(3, shape[1:], since=0), (0, 1, 2), (False,) * 3, 0)
-    packed = AqsgdCodec(4).of(batch).encode(torch.ones(shape))
+    packed = AqsgdCodec(AqsgdFormat(4)).of(batch).encode(torch.ones(shape))
     # 2100 bytes of bf16, up to the next multiple of 16.
     assert packed.numel() == known.first_pass_bytes(shape) == HEADER_BYTES + 2112
 
@@ -64,7 +64,11 @@ def test_a_trellis_format_takes_rates_from_2_to_10_in_thousandths(rate: float) -
         return
     known = TrellisFormat(rate)
     assert known.parameters.share == round(rate * 1000)
-    assert codec_format(known.name).parameters == TrellisCodec(known.rate).parameters == known.parameters
+    assert (
+        codec_format(known.name).parameters
+        == TrellisCodec(TrellisFormat(known.rate)).parameters
+        == known.parameters
+    )
 
 
 @given(constant=st.floats(2.0**-64, 2.0**64))

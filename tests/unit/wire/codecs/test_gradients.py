@@ -5,6 +5,7 @@ import torch
 
 from tests.support.cases import each
 from wire.codecs.fixed import FixedCodec
+from wire.codecs.formats import FixedFormat
 from wire.codecs.header import HEADER_BYTES
 from wire.codecs.registry import codec
 from wire.spec import TensorSpec
@@ -51,11 +52,13 @@ def test_powers_of_two_change_no_code(name: str, exponent: int) -> None:
 @pytest.mark.parametrize("bits", [4, 6, 8, 10])
 def test_a_constant_scale_changes_no_result(bits: int) -> None:
     x = gradients() * 1e-5
-    plain = error(decoded(FixedCodec(bits), x), x)
+    plain = error(decoded(FixedCodec(FixedFormat(bits)), x), x)
     for constant in (1e-3, 3.0, 1e4, 1e6):
-        assert error(decoded(FixedCodec(bits, constant), x), x) == pytest.approx(plain, rel=0.01)
+        assert error(decoded(FixedCodec(FixedFormat(bits, constant)), x), x) == pytest.approx(plain, rel=0.01)
     for constant in (2.0**-20, 2.0**20):
-        assert torch.equal(decoded(FixedCodec(bits, constant), x), decoded(FixedCodec(bits), x))
+        assert torch.equal(
+            decoded(FixedCodec(FixedFormat(bits, constant)), x), decoded(FixedCodec(FixedFormat(bits)), x)
+        )
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -8,6 +8,7 @@ import torch
 from kernels.common import tiles
 from tests.support.cases import each
 from wire.codecs.fixed import FixedCodec
+from wire.codecs.formats import FixedFormat, TahFormat
 from wire.codecs.registry import codec, codec_names
 from wire.codecs.tah import TahCodec, four_bit_tiles
 from wire.errors import CodecError, ConfigError, NonFiniteError
@@ -243,7 +244,7 @@ def test_powers_of_two_pass_through(name: str, exponent: int) -> None:
 
 @pytest.mark.parametrize("constant", [0.1, 3.0, 1024.0])
 def test_constant_of_the_fixed_point_codec(constant: float) -> None:
-    scaled = FixedCodec(8, constant)
+    scaled = FixedCodec(FixedFormat(8, constant))
     x = normal(2, 4, 128)
     packed = scaled.encode(x)
     decoded = scaled.decode(packed, spec_of(x))
@@ -254,26 +255,26 @@ def test_constant_of_the_fixed_point_codec(constant: float) -> None:
 
 def test_a_constant_that_takes_values_beyond_fp32_is_refused() -> None:
     with pytest.raises(NonFiniteError):
-        FixedCodec(8, 1024.0).encode(torch.tensor([1e38]))
+        FixedCodec(FixedFormat(8, 1024.0)).encode(torch.tensor([1e38]))
 
 
 @pytest.mark.parametrize("bits", [1, 11])
 def test_bits_out_of_range_are_refused(bits: int) -> None:
     with pytest.raises(ConfigError, match="fixed-2 to fixed-10"):
-        FixedCodec(bits)
+        FixedCodec(FixedFormat(bits))
 
 
 @pytest.mark.parametrize("constant", [0.0, -1.0, float("inf"), float("nan")])
 def test_scale_constants_out_of_range_are_refused(constant: float) -> None:
     with pytest.raises(ConfigError, match="must be positive"):
-        FixedCodec(8, constant)
+        FixedCodec(FixedFormat(8, constant))
 
 
 @each("tiles_a_sample", range(1, 60))
 def test_exactly_four_fifths_of_each_samples_tiles_get_four_bits(tiles_a_sample: int) -> None:
     x = normal(3, tiles_a_sample, 64, seed=tiles_a_sample)
     assert four_bit_tiles(tiles_a_sample) == round(0.8 * tiles_a_sample)
-    bit_map = TahCodec().encode(x)[64 + 2 * -(-6 * tiles_a_sample // 16) * 16 :]
+    bit_map = TahCodec(TahFormat()).encode(x)[64 + 2 * -(-6 * tiles_a_sample // 16) * 16 :]
     flags = [bool(bit_map[i // 8] >> i % 8 & 1) for i in range(3 * tiles_a_sample)]
     for sample in range(3):
         chosen = flags[sample * tiles_a_sample : (sample + 1) * tiles_a_sample]
@@ -281,7 +282,7 @@ def test_exactly_four_fifths_of_each_samples_tiles_get_four_bits(tiles_a_sample:
 
 
 def test_ties_go_to_the_lower_index() -> None:
-    bit_map = TahCodec().encode(normal(1, 64).repeat(10, 1))[64 + 2 * 32 :]
+    bit_map = TahCodec(TahFormat()).encode(normal(1, 64).repeat(10, 1))[64 + 2 * 32 :]
     assert bit_map[:2].tolist() == [0xFF, 0]
 
 

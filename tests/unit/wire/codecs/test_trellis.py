@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.support.cases import each
 from tests.support.examples import examples
+from wire.codecs.formats import TrellisFormat
 from wire.codecs.header import seal
 from wire.codecs.registry import codec, codec_names
 from wire.codecs.trellis import TrellisCodec
@@ -90,13 +91,13 @@ def test_names_that_are_nearly_right_lead_to_one() -> None:
 @pytest.mark.parametrize("rate", [0.0, 1.99, 10.1, float("nan"), float("inf"), -4.0])
 def test_rates_out_of_range_are_refused(rate: float) -> None:
     with pytest.raises(ConfigError, match="trellis-2 to trellis-10"):
-        TrellisCodec(rate)
+        TrellisCodec(TrellisFormat(rate))
 
 
 @settings(max_examples=examples(300))
 @given(thousandths=st.integers(2000, 10000), elements=st.integers(1, 2**34))
 def test_bytes_never_exceed_the_rate_of_tensors_that_are_not_small(thousandths: int, elements: int) -> None:
-    which = TrellisCodec(thousandths / 1000)
+    which = TrellisCodec(TrellisFormat(thousandths / 1000))
     size = which.packed_bytes(TensorSpec(torch.float32, (-(-elements // 4096), min(elements, 4096))))
     count = -(-elements // 4096) * min(elements, 4096)
     budget = thousandths * count / 8000
@@ -106,7 +107,7 @@ def test_bytes_never_exceed_the_rate_of_tensors_that_are_not_small(thousandths: 
 
 
 def test_one_element_more_never_takes_fewer_bytes() -> None:
-    which = TrellisCodec(3.45)
+    which = TrellisCodec(TrellisFormat(3.45))
     sizes = [which.packed_bytes(TensorSpec(torch.float32, (n,))) for n in range(1, 9000)]
     assert sizes == sorted(sizes)
 
@@ -119,7 +120,7 @@ def test_one_element_more_never_takes_fewer_bytes() -> None:
 @pytest.mark.parametrize("kind", ["activation", "gradient"])
 @pytest.mark.parametrize(("rate", "bar"), [(4.41, 0.065), (3.45, 0.125)])
 def test_real_tensors_stay_within_the_bars(step: str, kind: str, rate: float, bar: float) -> None:
-    which = TrellisCodec(rate)
+    which = TrellisCodec(TrellisFormat(rate))
     tensors = load_file(DATA / f"boundaries-{step}.safetensors")
     for index in range(3):
         x = tensors[f"{kind}.{index}"]
@@ -132,13 +133,15 @@ def test_noise_that_nothing_predicts_comes_near_the_rate_distortion_bound() -> N
     x = normal(1, 512, 512)
     for rate in (3.0, 4.41, 6.5):
         # 2**-R is the bound; a uniform quantizer, ideally coded, takes 1.19 times that.
-        assert relative_error(TrellisCodec(rate), x) <= 1.13 * 2**-rate
+        assert relative_error(TrellisCodec(TrellisFormat(rate)), x) <= 1.13 * 2**-rate
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_more_bits_less_error(dtype: torch.dtype) -> None:
     x = normal(4, 64, 96).to(dtype)
-    errors = [relative_error(TrellisCodec(rate), x) for rate in (2.0, 2.5, 3.0, 4.0, 5.5, 7.0, 8.5)]
+    errors = [
+        relative_error(TrellisCodec(TrellisFormat(rate)), x) for rate in (2.0, 2.5, 3.0, 4.0, 5.5, 7.0, 8.5)
+    ]
     assert errors == sorted(errors, reverse=True)
     assert errors[0] < 0.35 and errors[-1] < 0.006
 
@@ -146,7 +149,7 @@ def test_more_bits_less_error(dtype: torch.dtype) -> None:
 def test_a_tensor_of_low_rank_is_almost_free() -> None:
     x = normal(1, 256, 4) @ normal(4, 256, seed=1) + 0.01 * normal(256, 256, seed=2)
     # A hundredth of what quantizing without prediction could do, and half of it is what is not of low rank.
-    assert relative_error(TrellisCodec(4.41), x) < 0.006
+    assert relative_error(TrellisCodec(TrellisFormat(4.41)), x) < 0.006
 
 
 def test_massive_outlier_channels_do_not_blind_the_others() -> None:
@@ -155,7 +158,7 @@ def test_massive_outlier_channels_do_not_blind_the_others() -> None:
     rest[[17, 300]] = False
     x[..., 17] = 3000 + 20 * x[..., 17]
     x[..., 300] *= 800
-    decoded = round_trip(TrellisCodec(4.41), x)
+    decoded = round_trip(TrellisCodec(TrellisFormat(4.41)), x)
     others = (decoded - x)[..., rest].norm() / x[..., rest].norm()
     assert others < 0.08
 
@@ -163,25 +166,27 @@ def test_massive_outlier_channels_do_not_blind_the_others() -> None:
 def test_single_spikes_are_escaped_not_spread() -> None:
     x = normal(1, 128, 256)
     x[0, 5, 9], x[0, 70, 200] = 900.0, -2500.0
-    decoded = round_trip(TrellisCodec(4.41), x)
+    decoded = round_trip(TrellisCodec(TrellisFormat(4.41)), x)
     assert (decoded - x).abs().max() < 1
     assert ((decoded - x)[0, 100:].norm() / x[0, 100:].norm()) < 0.08
 
 
 def test_silent_rows_cost_their_neighbours_nothing() -> None:
     x = normal(1, 256, 256)
-    dense = relative_error(TrellisCodec(4.41), x)
+    dense = relative_error(TrellisCodec(TrellisFormat(4.41)), x)
     x[0, ::2] = 0
-    assert relative_error(TrellisCodec(4.41), x) < dense / 4
+    assert relative_error(TrellisCodec(TrellisFormat(4.41)), x) < dense / 4
 
 
 @each("rate", [2.0, 4.41, 10.0])
 @each("scale", [1e-44, 1e-38, 1e-30, 1e30, 3e37])
 def test_size_of_the_numbers_does_not_matter(rate: float, scale: float) -> None:
     x = normal(3, 40, 70) * scale
-    plain = relative_error(TrellisCodec(rate), normal(3, 40, 70))
+    plain = relative_error(TrellisCodec(TrellisFormat(rate)), normal(3, 40, 70))
     # Below fp32's normal range the result has fewer digits.
-    assert relative_error(TrellisCodec(rate), x) <= plain * 1.06 + (0.5 if scale == 1e-44 else 1e-6)
+    assert relative_error(TrellisCodec(TrellisFormat(rate)), x) <= plain * 1.06 + (
+        0.5 if scale == 1e-44 else 1e-6
+    )
 
 
 @pytest.mark.parametrize("exponent", [-100, -3, 40, 100])
@@ -197,12 +202,12 @@ def test_powers_of_two_change_the_header_alone(exponent: int) -> None:
 @each("shape", [(1,), (3,), (1, 100), (100, 1), (2, 64, 96)])
 def test_equal_elements(value: float, shape: tuple[int, ...]) -> None:
     x = torch.full(shape, value)
-    assert relative_error(TrellisCodec(4.41), x) < 0.05
+    assert relative_error(TrellisCodec(TrellisFormat(4.41)), x) < 0.05
 
 
 def test_zeros_are_zeros() -> None:
     for x in (torch.zeros(2, 30, 40), -torch.zeros(5), torch.zeros(1, 1, 1, dtype=torch.bfloat16)):
-        assert (round_trip(TrellisCodec(2.0), x) == 0).all()
+        assert (round_trip(TrellisCodec(TrellisFormat(2.0)), x) == 0).all()
 
 
 kinds = st.sampled_from(("normal", "sparse", "cubed", "steep rows", "spikes", "integers", "wide"))
@@ -238,7 +243,7 @@ def test_any_tensor_at_any_rate_fits(
     kind: str, shape: tuple[int, ...], thousandths: int, seed: int, dtype: torch.dtype
 ) -> None:
     x = made(kind, shape, seed).to(dtype)
-    decoded = round_trip(TrellisCodec(thousandths / 1000), x)
+    decoded = round_trip(TrellisCodec(TrellisFormat(thousandths / 1000)), x)
     # Nothing is worse than sending zeros would be.
     assert (decoded.double() - x.double()).norm() <= x.double().norm() * 1.001
 
