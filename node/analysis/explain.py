@@ -12,7 +12,6 @@ from math import ceil, prod
 from node.config.schema import RunConfig
 from node.model.storage import Storage, stored_bytes
 from node.model.units import unit_parameters
-from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.device_memory import Devices
 from node.pipeline.gradient_groups import RowShare, sync_bytes
 from node.pipeline.memory import stage_memory, stage_storages
@@ -290,8 +289,8 @@ def _flows(config: RunConfig) -> tuple[Flow, ...]:
     tied = (model.vocab, model.hidden)
     sent: list[tuple[Direction, int, str, tuple[int, ...], int]] = []
     for direction, name in (
-        (Direction.ACTIVATION, first_codecs(pipeline)[0]),
-        (Direction.GRADIENT, first_codecs(pipeline)[1]),
+        (Direction.ACTIVATION, pipeline.first_codecs[0]),
+        (Direction.GRADIENT, pipeline.first_codecs[1]),
     ):
         for boundary in range(boundaries(config, pipeline.stages)):
             sent.append((direction, boundary, name, hidden, config.microbatches))

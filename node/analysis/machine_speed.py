@@ -7,7 +7,6 @@ from node.analysis.machines import Machine
 from node.config.schema import RunConfig
 from node.model.units import EMBED, block_name, is_block, unit_parameters
 from node.pipeline.block_times import BlockTimes
-from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.placement import stage_units
 from wire.codecs.formats import codec_format
 
@@ -21,7 +20,7 @@ def stage_seconds(
     """Forward and backward of a microbatch on each stage, with their packing."""
     model, training, pipeline = config.model, config.training, config.pipeline
     elements = training.microbatch * model.sequence * model.hidden
-    formats = [codec_format(name) for name in first_codecs(pipeline)]
+    formats = [codec_format(name) for name in pipeline.first_codecs]
     forward, backward = [], []
     for stage, units in enumerate(stage_units(config, pipeline.stages)):
         machine = machines[stage]

@@ -6,10 +6,12 @@ The docstring below a field is its text in the run file's reference. Units are i
 from dataclasses import dataclass, field
 from typing import Literal
 
-from wire.codecs.formats import known_format
+from wire.codecs.formats import codec_format, known_format, ladder
 
 PLANNED = "auto"
 """In place of a codec's name: the coordinator plans the codecs of each link."""
+FIRST_BITS = 4.41
+"""Bits an element of planned codecs until something is measured; or the fewest that the run allows."""
 Every = int | str
 """Steps, or a length of time as text."""
 MOST_LAYERS = 1024
@@ -351,6 +353,14 @@ class PipelineSection:
     def plans_codecs(self) -> bool:
         """Whether the coordinator plans the codecs of links."""
         return PLANNED in (self.forward_codec, self.backward_codec)
+
+    @property
+    def first_codecs(self) -> tuple[str, str]:
+        """Codecs of activations and gradients until others are planned; the run file's if none ever are."""
+        if not self.plans_codecs:
+            return self.forward_codec, self.backward_codec
+        first = ladder(max(FIRST_BITS, self.min_bits))[0]
+        return first, codec_format(first).for_gradients
 
     @property
     def most_rows(self) -> int:

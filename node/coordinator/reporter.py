@@ -19,7 +19,7 @@ from node.coordinator.accounting import Accounting
 from node.coordinator.reports import NO_REPORT, AnyReport, Reported, Reporting, longest_kind, opened
 from node.coordinator.store import StepRecord
 from node.model.units import is_block
-from node.pipeline.codec_ladder import ladder, of_gradients
+from node.pipeline.codec_ladder import of_gradients
 from node.pipeline.placement import stage_units
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.pipeline.storage_choice import words_of_name
@@ -39,7 +39,7 @@ from node.telemetry.costs import Place, bits_per_element, idle_by_stage, mbit_by
 from node.telemetry.events import Notice, Recovered
 from node.telemetry.format import bytes_text, count_text, duration_text, named
 from node.telemetry.trace_files import TracedSteps, TraceWriter
-from wire.codecs.formats import FP32, codec_format, codec_names, proposed_names
+from wire.codecs.formats import FP32, codec_format, codec_names, ladder, proposed_names
 from wire.messages import Heartbeat
 from wire.telemetry import StepSpans
 

@@ -18,14 +18,13 @@ from node.analysis.totals import (
 )
 from node.config.schema import RunConfig
 from node.model.storage import KINDS, configured, unit_bytes
-from node.model.units import is_block
-from node.pipeline.codec_ladder import first_codecs, ladder
+from node.model.units import units_text
 from node.pipeline.device_memory import Devices
 from node.pipeline.snapshot_place import stage_state_bytes
 from node.pipeline.storage_choice import allowed_storages, kept_bytes, words_of
 from node.run_file.loader import to_fields, toml_value
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
-from wire.codecs.formats import codec_format
+from wire.codecs.formats import codec_format, ladder
 
 UPLOADS_MBIT = (5, 20, 100, 1000)
 """Rates of a machine's line, Mbit/s."""
@@ -105,7 +104,7 @@ def _codec_lines(config: RunConfig) -> list[str]:
     """Between which codecs the coordinator chooses."""
     pipeline = config.pipeline
     rungs = ladder(pipeline.min_bits)
-    first = first_codecs(pipeline)[0]
+    first = pipeline.first_codecs[0]
     cheap = [name for name in rungs if codec_format(name).family != codec_format(first).family]
     return [
         f"codecs   planned for each link and direction, from {rungs[0]} to {rungs[-1]}, or "
@@ -219,17 +218,6 @@ def _allowed_lines(config: RunConfig) -> list[str]:
         f"kept, stage {stage} takes",
         *table_lines(["stored", "memory"], rows),
     ]
-
-
-def units_text(units: tuple[str, ...]) -> str:
-    """`embed, 3 blocks, head`."""
-    blocks = sum(is_block(unit) for unit in units)
-    if not blocks:
-        return ", ".join(units)
-    named = [f"{blocks} block{'s' if blocks != 1 else ''}"]
-    return ", ".join([*units[:1], *named] if not is_block(units[0]) else named) + (
-        f", {units[-1]}" if not is_block(units[-1]) else ""
-    )
 
 
 def memory_lines(needs: tuple[StageNeed, ...]) -> list[str]:

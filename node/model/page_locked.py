@@ -1,4 +1,4 @@
-"""Sizes of page-locked host memory. Torch-free.
+"""Sizes of page-locked host memory, and of the pieces in which state is processed. Torch-free.
 
 torch rounds a page-locked tensor up to a power of two, which may nearly double it. What is large is laid in
 pieces.
@@ -7,6 +7,10 @@ pieces.
 LARGEST_PIECE = 1 << 25
 """Bytes: as large as copies take to reach the engine's speed."""
 SMALLEST_PIECE = 1 << 20
+GRADIENT_PIECE = 1 << 22
+"""Elements of a gradient that are processed at a time: for its norm, packing or unpacking."""
+STATE_PIECE = 1 << 24
+"""Elements of a matrix's state that an optimizer which streams it from host memory has at a time."""
 
 
 def page_locked(size: int) -> int:

@@ -225,3 +225,14 @@ def _gpt2_block(model: ModelSection) -> tuple[ParameterSpec, ...]:
         _matrix("down", model.hidden, model.ffn, Initial.RESIDUAL),
         _bias("down", model.hidden),
     )
+
+
+def units_text(units: tuple[str, ...]) -> str:
+    """`embed, 3 blocks, head`."""
+    blocks = sum(is_block(unit) for unit in units)
+    if not blocks:
+        return ", ".join(units)
+    named = [f"{blocks} block{'s' if blocks != 1 else ''}"]
+    return ", ".join([*units[:1], *named] if not is_block(units[0]) else named) + (
+        f", {units[-1]}" if not is_block(units[-1]) else ""
+    )

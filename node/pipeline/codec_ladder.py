@@ -1,39 +1,15 @@
-"""The codecs that a plan chooses from, in order of precision, and what packing takes a node. Pure."""
+"""What packing with the codecs that a plan chooses from takes a node. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from node.config.schema import PipelineSection
-from wire.codecs.formats import codec_format, planned_names
-from wire.errors import ConfigError
+from wire.codecs.formats import codec_format, ladder
 from wire.telemetry import CodecTime
-
-FIRST = 4.41
-"""Until something is measured, a tensor gets this many bits an element, or the fewest that the run allows."""
-
-
-def ladder(min_bits: float) -> tuple[str, ...]:
-    """The codecs of activations to choose from, the least precise first; `of_gradients` gives those of
-    gradients. ConfigError if no rate is left."""
-    names = planned_names()
-    allowed = tuple(name for name in names if codec_format(name).precision >= min_bits)
-    if not allowed:
-        most = codec_format(names[-1]).precision
-        raise ConfigError(f"pipeline.min_bits is {min_bits:g}; it must be at most {most:g}")
-    return allowed
 
 
 def of_gradients(name: str) -> str:
     """The codec of gradients that a plan takes with this one of activations."""
     return codec_format(name).for_gradients
-
-
-def first_codecs(pipeline: PipelineSection) -> tuple[str, str]:
-    """The codecs of activations and gradients until others are planned; the run file's if none ever are."""
-    if not pipeline.plans_codecs:
-        return pipeline.forward_codec, pipeline.backward_codec
-    first = ladder(max(FIRST, pipeline.min_bits))[0]
-    return first, of_gradients(first)
 
 
 def to_time(min_bits: float) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from node.config.schema import PipelineSection
-from node.pipeline.codec_ladder import PackingTimes, first_codecs, of_gradients
+from node.pipeline.codec_ladder import PackingTimes, of_gradients
 from node.pipeline.floor import Network
 from node.pipeline.window_plan import StepMeasures, Windows
 from wire.codecs.formats import codec_format
@@ -51,7 +51,7 @@ class CodecPlan:
     @classmethod
     def first(cls, pipeline: PipelineSection, boundaries: int) -> "CodecPlan":
         """The plan of a run whose links were not measured yet."""
-        there, back = first_codecs(pipeline)
+        there, back = pipeline.first_codecs
         return cls(activations=(there,) * boundaries, gradients=(back,) * boundaries)
 
     @classmethod

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
 from node.model.lora_shapes import WHOLE, largest_projection, targets
-from node.model.page_locked import in_pieces, page_locked
+from node.model.page_locked import GRADIENT_PIECE, STATE_PIECE, in_pieces, page_locked
 from node.model.shard_shapes import frozen_bytes, trained_parameters
 from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, head_piece, kv_width
 from node.model.units import EMBED, HEAD, block_name, is_block
@@ -26,10 +26,6 @@ OWN_ATTENTION = "sm_90"
 """How `Hardware.arithmetic` of cards ends that have our own backward of attention,"""
 OWN_ATTENTION_WIDTHS = (64, 128)
 """for heads so wide."""
-GRADIENT_PIECE = 1 << 22
-"""Elements of a gradient processed at a time: for its norm, packing or unpacking."""
-STATE_PIECE = 1 << 24
-"""Elements of a matrix's moments that an optimizer which streams them from host memory has at a time."""
 WORKSPACES = 2 * (32 << 20) + (1 << 20)
 """Of cuBLAS on a GPU, one for the thread that goes forward and one for autograd's
 (`CUBLAS_WORKSPACE_CONFIG`, `node.stage.machine_info.fix_order`); and numbers and vectors."""

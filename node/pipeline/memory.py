@@ -15,7 +15,6 @@ from node.config.schema import RunConfig
 from node.model.shard_shapes import check_shards
 from node.model.storage import AS_COMPUTED, STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
 from node.model.units import HEAD, is_block
-from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.cpu_work import at_work
 from node.pipeline.device_memory import (
     MULTIPROCESSORS,
@@ -167,7 +166,7 @@ def expected_bytes(config: RunConfig, stages: int, window: int) -> tuple[int, ..
 
 
 def _compiles(config: RunConfig) -> bool:
-    return any(codec_format(name).COMPILES for name in first_codecs(config.pipeline))
+    return any(codec_format(name).COMPILES for name in config.pipeline.first_codecs)
 
 
 def block_bytes(config: RunConfig, share: Share, storage: Storage, devices: Devices) -> int:

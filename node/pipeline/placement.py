@@ -14,7 +14,6 @@ from functools import lru_cache
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.lora_shapes import trained_specs
 from node.model.units import EMBED, HEAD, block_name, check_model, is_block, most_state_bytes, unit_cost
-from node.pipeline.codec_ladder import first_codecs
 from node.pipeline.schedule import Kind, Order, Orders, Window, schedule
 from wire.codecs.formats import FP32, codec_format
 from wire.errors import ConfigError, nearest
@@ -70,7 +69,7 @@ def head_bytes(config: RunConfig) -> tuple[int, int]:
     """Packed bytes a step, both ways together: of one more boundary, and of a tied weight's gradient."""
     model, pipeline = config.model, config.pipeline
     hidden = (config.training.microbatch, model.sequence, model.hidden)
-    both = sum(codec_format(name).packed_bytes(hidden) for name in first_codecs(pipeline))
+    both = sum(codec_format(name).packed_bytes(hidden) for name in pipeline.first_codecs)
     return config.microbatches * both, 2 * FP32.packed_bytes((model.vocab, model.hidden))
 
 

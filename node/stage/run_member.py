@@ -10,9 +10,9 @@ import torch
 
 from node import faults
 from node.config.join_options import OwnerAllows
-from node.display.explain import units_text
 from node.model.lora_shapes import trained_specs
 from node.model.units import state_bytes as unit_bytes
+from node.model.units import units_text
 from node.pipeline.memory_plan import Room
 from node.pipeline.placement import stage_units
 from node.pipeline.routing import Peer

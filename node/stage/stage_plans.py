@@ -4,13 +4,14 @@ from collections.abc import Iterable
 
 from kernels.common.random_bits import mixed
 from node.config.schema import PLANNED, RunConfig
-from node.pipeline.codec_ladder import first_codecs, ladder, of_gradients, to_time
+from node.pipeline.codec_ladder import of_gradients, to_time
 from node.pipeline.codec_plan import Way
 from node.pipeline.placement import boundaries
 from node.pipeline.routing import source_stage
 from node.pipeline.storage_choice import allowed_storages, chosen_config, name_of
 from node.stage.boundary_caches import BoundaryCaches
 from wire.codecs.base import Codec
+from wire.codecs.formats import ladder
 from wire.codecs.registry import codec
 from wire.errors import ProtocolViolationError
 from wire.spec import Direction, TensorKey
@@ -22,7 +23,7 @@ class StageCodecs:
 
     def __init__(self, config: RunConfig, caches: BoundaryCaches | None) -> None:
         """`caches`: those of activations, for a codec with a sample cache."""
-        raw, first = codec("fp32"), first_codecs(config.pipeline)
+        raw, first = codec("fp32"), config.pipeline.first_codecs
         self._config = config
         self._caches = caches
         self._raw = raw

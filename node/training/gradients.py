@@ -22,7 +22,7 @@ from kernels.fp8.ops import accumulate_gradient
 from kernels.fp8.products import weight_gradient
 from kernels.fp8.reference import Draw, Fp8Gradient, pack_gradient, unpack_gradient
 from kernels.fp8.rows import Coded
-from node.pipeline.device_memory import GRADIENT_PIECE
+from node.model.page_locked import GRADIENT_PIECE
 from wire.errors import RunError
 
 MOST_TO_NEAREST = 16

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw as adamw_of
 from kernels.fp8.layout import BLOCK, blocks
 from kernels.fp8.reference import POWER_UNIT, AdamWStep, Fp8Gradient, Moment, unpack_gradient
 from node.model.host_memory import HostMemory
-from node.pipeline.device_memory import STATE_PIECE
+from node.model.page_locked import STATE_PIECE
 
 PIECE = STATE_PIECE
 """Elements; whole blocks."""

@@ -429,6 +429,16 @@ def planned_names() -> tuple[str, ...]:
     return _by_precision(name for kind in _KINDS for name in kind.PLANNED)
 
 
+def ladder(min_bits: float) -> tuple[str, ...]:
+    """Those of `planned_names` with at least this precision. ConfigError if none is left."""
+    names = planned_names()
+    allowed = tuple(name for name in names if codec_format(name).precision >= min_bits)
+    if not allowed:
+        most = codec_format(names[-1]).precision
+        raise ConfigError(f"pipeline.min_bits is {min_bits:g}; it must be at most {most:g}")
+    return allowed
+
+
 @cache
 def proposed_names() -> tuple[str, ...]:
     """Codecs that advice proposes, the most precise first."""

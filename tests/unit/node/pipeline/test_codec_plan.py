@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from node.pipeline.codec_ladder import PackingTimes, ladder, of_gradients
+from node.pipeline.codec_ladder import PackingTimes, of_gradients
 from node.pipeline.codec_plan import (
     FREE,
     PACKING_CAUTION,
@@ -24,7 +24,7 @@ from node.pipeline.schedule import BoundaryTensor, Kind, schedule
 from node.pipeline.simulation import simulate
 from node.pipeline.window_plan import StepMeasures
 from tests.support.examples import examples
-from wire.codecs.formats import codec_format
+from wire.codecs.formats import codec_format, ladder
 from wire.errors import ConfigError
 from wire.spec import Direction
 from wire.telemetry import CodecTime

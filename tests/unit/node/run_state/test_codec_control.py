@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from node.coordinator.decisions import record_plan, recorded_codecs
 from node.coordinator.store import Store
-from node.pipeline.codec_ladder import PackingTimes, ladder, of_gradients
+from node.pipeline.codec_ladder import PackingTimes, of_gradients
 from node.pipeline.codec_plan import CodecPlan, Lines
 from node.pipeline.floor import LinkRate
 from node.pipeline.rate_control import WATCHED, RateHistory
@@ -22,7 +22,7 @@ from node.run_state.epoch import Committed
 from node.run_state.run_plan import Past
 from tests.support.examples import examples
 from tests.support.machine_driver import Driver, of_kind, restore_of, sent
-from wire.codecs.formats import codec_format
+from wire.codecs.formats import codec_format, ladder
 from wire.errors import UserError
 from wire.messages import Begin, Restore
 from wire.telemetry import CodecTime
