@@ -107,7 +107,7 @@ class PlannedStage:
         self._alone_work = again if kept.captured else again - self._input
         self._end_work, self._others_work, self._again_work, self._ends_work = work, others, again, ends
         """Beside what blocks keep: a chunk's last block, others, one that runs again, and the head."""
-        self._state = state_moves(config, devices, share, everything, times)
+        self.state_kinds = state_moves(config, devices, share, everything, times)
         self.columns = self._columns(config, devices, storage, share)
         ways = tuple(self.columns.values())
         self._last = {ways[k] for k in last_columns(ways)}
@@ -288,7 +288,7 @@ class PlannedStage:
 
     def _moved(self, state: Moved) -> list[tuple[StateMove, int]]:
         """Kinds of state that move, and how many parts."""
-        return [(move, count) for move, count in zip(self._state, state, strict=False) if count]
+        return [(move, count) for move, count in zip(self.state_kinds, state, strict=False) if count]
 
     def host_bytes(self, choices: Sequence[Choice], state: Moved) -> int:
         """Host memory that these take."""
@@ -381,11 +381,11 @@ class PlannedStage:
         """For each set of kinds of state, as much as there is host memory for: kinds get what is left by
         those before them, in any order."""
         yield STAYS
-        kinds = len(self._state)
+        kinds = len(self.state_kinds)
         for order in (one for length in range(kinds) for one in permutations(range(1, kinds), length)):
             counts, host = [0] * kinds, self._host
             for kind in (0, *order):
-                move = self._state[kind]
+                move = self.state_kinds[kind]
                 counts[kind] = min(move.most, host // max(1, move.host))
                 host -= counts[kind] * move.host
             if counts[0]:
@@ -437,7 +437,7 @@ class PlannedStage:
             backward=self._backward,
             clocks=self._clocks,
             host=self._host,
-            state=self._state,
+            state=self.state_kinds,
             applying=None if kept.captured else room - kept.applying,
         )
 

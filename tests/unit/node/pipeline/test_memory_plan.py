@@ -67,7 +67,7 @@ def every_way(one: PlannedStage, blocks: int, states: Sequence[Moved] | None = N
         if states is not None:
             yield from (one.plan(choices, state=state) for state in states)
             continue
-        for parts in product(*(range(move.most + 1) for move in one._state)):
+        for parts in product(*(range(move.most + 1) for move in one.state_kinds)):
             if parts[:1] != (0,) or not any(parts):
                 yield one.plan(choices, state=Moved(*parts))
 
@@ -121,12 +121,12 @@ def test_weights_or_gradients_of_some_blocks_move_where_that_adds_the_least_time
     config = replace(config, training=replace(config.training, cuda_graphs=False))
     times = replace(assumed_times(config, HOSTS), out_rate=rate, in_rate=rate)
     (one,) = _stages(config, 2, HOSTS, only=0, times=times)
-    assert [move.most for move in one._state] == [1, 5, 5]
+    assert [move.most for move in one.state_kinds] == [1, 5, 5]
     ways = list(every_way(one, 5))
     least = min(way.memory.total for way in ways)
     assert least_stage_bytes(config, 2, HOSTS)[0] == least
     found = set()
-    most, few = stage_memory(config, 2, HOSTS)[0].total, one._state[0].freed // 2
+    most, few = stage_memory(config, 2, HOSTS)[0].total, one.state_kinds[0].freed // 2
     for budget in (*np.linspace(least, least + few, 10), (least + most) / 2, most):
         plan = plan_stage(config, 2, 0, HOSTS, int(budget), times=times)
         best = min(way.added for way in ways if way.memory.total <= int(budget))
