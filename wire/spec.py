@@ -18,7 +18,7 @@ class Direction(IntEnum):
     # Gradient of a tied embedding: a last stage with the head sends its share to the first, and gets the sum.
     TIED_SHARE = 2
     TIED_SUM = 3
-    # Gradients between the rows of a stage (`node.pipeline.gradient_groups`): a node of the tree of groups to
+    # Gradients between the rows of a stage (`node.schedule.gradient_groups`): a node of the tree of groups to
     # the piece's owner, and the sum of all groups back.
     SYNC_SHARE = 4
     SYNC_SUM = 5

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from node.analysis.compare import RunRecord
+    from node.view.compare import RunRecord
 
 
 def add_parser(commands: Any) -> None:
@@ -19,8 +19,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from node.analysis.compare import compare
     from node.display.compare import comparison_lines
+    from node.view.compare import compare
 
     first, second = args.first, args.second
     names = _names(first.resolve(), second.resolve())
@@ -41,10 +41,10 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
 
 
 def _record(directory: Path, name: str) -> "RunRecord":
-    from node.analysis.compare import record
     from node.cli.run_directory import existing_run_directory
     from node.coordinator.store import Store
     from node.telemetry.history import read_history
+    from node.view.compare import record
 
     with Store.open(existing_run_directory(directory)) as store:
         config = json.loads(store.run().config_json)

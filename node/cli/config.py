@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from node.cli.parser import add_run_file
 
 if TYPE_CHECKING:
-    from node.analysis.machines import Machine
     from node.config.schema import RunConfig
+    from node.view.machines import Machine
 
 MACHINE_HELP = (
     "card of a machine, and its line in Mbit/s: 'rtx 4090,20/100' (up and down), 'cpu,10'; repeat it, in the "
@@ -46,11 +46,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from node.analysis.explain import explain, text_plan
-    from node.analysis.machines import machines_for, parse_machine
+    from node.data.tokenizer import load_tokenizer
     from node.display.explain import explanation_json, explanation_text
     from node.run_file.loader import load_config
-    from node.training.tokenizer import load_tokenizer
+    from node.view.explain import explain, text_plan
+    from node.view.machines import machines_for, parse_machine
     from wire.errors import DataError
 
     given = [parse_machine(text) for text in args.machine]
@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _as_fast_as_here(config: "RunConfig", machines: "tuple[Machine, ...]") -> "tuple[Machine, ...]":
-    from node.analysis.machine_speed import measured_machine
     from node.cli.measured_times import measured_times
     from node.cli.parser import UsageError
+    from node.view.machine_speed import measured_machine
 
     if not any(machine.on_cpu for machine in machines):
         raise UsageError(
@@ -87,12 +87,12 @@ def _as_fast_as_here(config: "RunConfig", machines: "tuple[Machine, ...]") -> "t
 
 
 def run_init(args: argparse.Namespace) -> int:
-    from node.analysis.first_run import first_run, run_file
-    from node.analysis.machines import parse_machine
-    from node.analysis.totals import MOST_PASSES
     from node.cli.parser import UsageError
     from node.display.explain import total_lines
     from node.telemetry.format import count_text
+    from node.view.first_run import first_run, run_file
+    from node.view.machines import parse_machine
+    from node.view.totals import MOST_PASSES
 
     if args.run_file.exists():
         raise UsageError(f"{args.run_file} is there already: give the name of a new file")
@@ -128,10 +128,10 @@ def _copy(name: str, target: Path, machines: list[str]) -> int:
 
 def _text(path: str, tokenizer: str) -> Any:
     """The text as `first_run` takes it, counted unless it is the standard library."""
-    from node.analysis.explain import text_plan
-    from node.analysis.first_run import Text
+    from node.data.tokenizer import load_tokenizer
     from node.run_file.loader import default_config
-    from node.training.tokenizer import load_tokenizer
+    from node.view.explain import text_plan
+    from node.view.first_run import Text
     from wire.errors import DataError
 
     vocabulary = load_tokenizer(tokenizer).vocabulary
@@ -147,8 +147,8 @@ def _text(path: str, tokenizer: str) -> Any:
 
 def _ask() -> "list[Machine]":
     """Ask for the machines, on a terminal."""
-    from node.analysis.machines import CARDS, parse_machine
     from node.cli.parser import UsageError
+    from node.view.machines import CARDS, parse_machine
     from wire.errors import UserError
 
     if not sys.stdin.isatty():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from node.cli.parser import add_run_file
 
 if TYPE_CHECKING:
-    from node.training.preview import Preview
+    from node.data.preview import Preview
 
 MOST_TOKENS = 100_000
 
@@ -25,8 +25,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.parser import UsageError, set_up_logging
+    from node.data.preview import preview
     from node.run_file.loader import load_config
-    from node.training.preview import preview
 
     if not 1 <= args.tokens <= MOST_TOKENS:
         raise UsageError(f"--tokens must be 1 to {MOST_TOKENS:,}, got {args.tokens}")

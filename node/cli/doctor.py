@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     check_devices(args)
     screen = VolunteerScreen(json_lines=args.json)
     with screen.seconds_of("checking this machine" + (" and the token's coordinator" if args.token else "")):
-        from node.parallel.processes import choose_devices
         from node.processes.doctor import Status, checks_json, checks_text, examine, healthy
+        from node.stage.processes import choose_devices
 
         chosen = choose_devices(args.device, args.gpus)
         checks = examine(token=args.token, state_dir=args.state_dir)

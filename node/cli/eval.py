@@ -28,9 +28,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from node.data.samples import samples_of
+    from node.data.shards import load_data
     from node.telemetry.format import NO_LABELS
-    from node.training.samples import samples_of
-    from node.training.shards import load_data
 
     config, _, _ = open_snapshot(args)
     path = config.data.valid if args.text is None else str(args.text.absolute())

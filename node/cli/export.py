@@ -28,13 +28,13 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from node.checkpoints.export import Merge, export
     from node.cli.run_directory import existing_run_directory
+    from node.state.export import Merge, export
 
     directory = existing_run_directory(args.run_dir)
     merge: Merge | None = None
     if args.merge:
-        from node.checkpoints.merging import merged_parameters as merge
+        from node.state.merging import merged_parameters as merge
     step = export(directory, args.out, step=args.step, dtype=args.dtype, merge=merge)
     if args.json:
         sys.stdout.write(json.dumps({"event": "exported", "step": step, "out": str(args.out)}) + "\n")

@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     if args.metrics:
         parse_listen(args.metrics)
     if args.store:
-        from node.training.object_store import wrong_url
+        from node.state.object_store import wrong_url
 
         if (why := wrong_url(args.store)) is not None:
             raise UsageError(f"--store {args.store[:200]} cannot hold snapshots: {why}")
@@ -207,8 +207,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _repository(text: str) -> str:
     """The `owner/name` of a repository. Raises UsageError."""
-    from node.checkpoints.hub import PREFIX, Repository
     from node.cli.parser import UsageError
+    from node.state.hub import PREFIX, Repository
     from wire.errors import ConfigError
 
     try:

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from node.config.schema import RunConfig
-    from node.pipeline.block_times import BlockTimes
+    from node.tuning.block_times import BlockTimes
 
 
 def measured_times(config: "RunConfig", device: str) -> "BlockTimes":
     """Raises UserError where this machine has no such device, or cannot compute a block of the run."""
     from node import program
-    from node.pipeline.block_times import BlockTimes
     from node.run_file.loader import to_json
+    from node.tuning.block_times import BlockTimes
     from wire.errors import UserError
 
     # Only there is torch loaded.

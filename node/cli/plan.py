@@ -11,8 +11,8 @@ from node.cli.measured_times import measured_times
 from node.cli.parser import add_run_file
 
 if TYPE_CHECKING:
-    from node.pipeline.block_times import BlockTimes
-    from node.pipeline.memory_choice import MemoryPlan
+    from node.tuning.block_times import BlockTimes
+    from node.tuning.memory_choice import MemoryPlan
 
 HOST_TIMES = 4
 """Main memory of a machine, in memories of its card."""
@@ -48,11 +48,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from node.pipeline.block_times import assumed_times
-    from node.pipeline.device_memory import Devices
-    from node.pipeline.memory_plan import CURVE_POINTS, Room, frontier, plan_stage
-    from node.pipeline.storage_choice import choose, chosen_config, kept_bytes, remedies, words_of
     from node.run_file.loader import load_config
+    from node.tuning.block_times import assumed_times
+    from node.tuning.device_memory import Devices
+    from node.tuning.memory_plan import CURVE_POINTS, Room, frontier, plan_stage
+    from node.tuning.storage_choice import choose, chosen_config, kept_bytes, remedies, words_of
     from wire.errors import UserError
 
     for option, value in (("--gb", args.gb), ("--host-gb", args.host_gb)):

@@ -27,11 +27,11 @@ class Emit:
 @contextlib.contextmanager
 def emitter(config: "RunConfig", *, json: bool) -> Iterator[Emit]:
     """Write events to status file, history, loggers and screen; restores the terminal at the end."""
-    from node.analysis.checkpoint import refresh
     from node.display.loggers import loggers
     from node.display.render import make_renderer
     from node.display.status import StatusWriter
     from node.telemetry.history import HistoryWriter
+    from node.view.checkpoint import refresh
 
     with (
         contextlib.closing(HistoryWriter(_log.warning, index=refresh)) as history,

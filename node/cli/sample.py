@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name} must be at least {least}, got {value}")
     import numpy as np
 
-    from node.training.chat import load_chat_encoder
-    from node.training.tokenizer import BYTES, load_tokenizer
+    from node.data.chat import load_chat_encoder
+    from node.data.tokenizer import BYTES, load_tokenizer
 
     config, _, _ = open_snapshot(args)
     tokenizer = load_tokenizer(config.data.tokenizer)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from node.config.schema import RunConfig
-    from node.training.whole_model import WholeModel
+    from node.state.whole_model import WholeModel
 
 NEWEST = "newest"
 BEST = "best"
@@ -36,8 +36,8 @@ def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
     from node.cli.run_directory import existing_run_directory
     from node.coordinator.store import Store
     from node.run_file.loader import from_json
-    from node.training.object_store import bring, stored_steps
-    from node.training.snapshot import held_by_nodes, list_snapshots, snapshot_directory
+    from node.state.object_store import bring, stored_steps
+    from node.state.snapshot import held_by_nodes, list_snapshots, snapshot_directory
     from wire.errors import UserError
 
     directory = existing_run_directory(args.run_dir)
@@ -75,8 +75,8 @@ def load_model(args: argparse.Namespace) -> "tuple[int, WholeModel]":
 
     Raises what `open_snapshot` and `build_model` do.
     """
-    from node.training import whole_model  # noqa: F401 - with torch, which takes seconds
-    from node.training.snapshot import is_complete
+    from node.state import whole_model  # noqa: F401 - with torch, which takes seconds
+    from node.state.snapshot import is_complete
     from wire.errors import RunError
 
     tries_left = SNAPSHOT_TRIES
@@ -98,8 +98,8 @@ def build_model(config: "RunConfig", directory: Path, device: str) -> "WholeMode
     """
     import asyncio
 
-    from node.checkpoints.start import read_units
-    from node.training.whole_model import WholeModel
+    from node.state.start import read_units
+    from node.state.whole_model import WholeModel
 
     def frozen(unit: str) -> "Mapping[str, np.ndarray]":
         return asyncio.run(read_units(config.model, [unit]))[unit]

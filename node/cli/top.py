@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from node.analysis.run_view import RunView
     from node.display.watch import HistoryWatch, PageWatch
+    from node.view.run_view import RunView
 
 INTERVAL_SECONDS = 1.0
 OUTAGE_SECONDS = 60.0

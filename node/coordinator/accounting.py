@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from node.coordinator.reports import NO_REPORT, AnyReport, Newest, is_continued, opened
-from node.pipeline.floor import LinkRate
+from node.schedule.floor import LinkRate
 from node.telemetry.costs import Ledger, LinkKey, LinkSums, Place, StageSums
 from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
 from wire.made import made

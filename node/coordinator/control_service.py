@@ -27,7 +27,7 @@ from node.coordinator.session_service import (
 from node.coordinator.sessions import LEAST_PROBE_BYTES, ControlSession, MessageLimits
 from node.coordinator.snapshot_handler import NotDueError, UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
-from node.training.manifest import UnitEntry
+from node.state.manifest import UnitEntry
 from wire.channels import NOT_YET
 from wire.coordinator_messages_proto import coordinator_message_to_proto
 from wire.errors import (

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from node import faults
-from node.checkpoints.weights import CheckpointError
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting, Answers
 from node.coordinator.changes import Changes
@@ -43,11 +42,10 @@ from node.coordinator.store import (
     StepRecord,
     Store,
 )
+from node.data.samples import held_out_samples, packed_parts
+from node.data.shards import TrainingData
 from node.model.labels import BatchPart, are_labels, steps_at_once, to_bytes
 from node.model.units import unit_names
-from node.pipeline.codec_plan import Lines
-from node.pipeline.places import PlacePlan
-from node.pipeline.snapshot_place import is_url, snapshot_place
 from node.run_file.loader import to_json
 from node.run_state.actions import (
     Aborted,
@@ -73,13 +71,15 @@ from node.run_state.epoch import Epoch, Phase
 from node.run_state.held_out import LOSSLESS
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, as_told, run_plan, step_plan
+from node.state.manifest import MANIFEST_NAME, Manifest, UnitEntry
+from node.state.snapshot import Checked, list_snapshots
+from node.state.weights import CheckpointError
 from node.telemetry import events
 from node.telemetry.costs import Place, group_seconds
 from node.telemetry.history import EVICTED
-from node.training.manifest import MANIFEST_NAME, Manifest, UnitEntry
-from node.training.samples import held_out_samples, packed_parts
-from node.training.shards import TrainingData
-from node.training.snapshot import Checked, list_snapshots
+from node.tuning.codec_plan import Lines
+from node.tuning.places import PlacePlan
+from node.tuning.snapshot_place import is_url, snapshot_place
 from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError, WrongLayerError
 from wire.identity.enrolment import Refusal
 from wire.messages import (

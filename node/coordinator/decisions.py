@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 from node.coordinator.database import has_table
 from node.coordinator.store import Store
-from node.pipeline.codec_plan import CodecPlan
-from node.pipeline.places import PlacePlan, SplitHistory
-from node.pipeline.rate_control import RateHistory
-from node.pipeline.storage_choice import StorageHistory, StoragePlan
 from node.run_state.actions import RecordCodecs, RecordStorages
+from node.tuning.codec_plan import CodecPlan
+from node.tuning.places import PlacePlan, SplitHistory
+from node.tuning.rate_control import RateHistory
+from node.tuning.storage_choice import StorageHistory, StoragePlan
 from wire.errors import ConfigError, UserError
 
 # Runs of an earlier version have no such table.

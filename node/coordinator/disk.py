@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from node.analysis.totals import snapshots_need
 from node.config.schema import RunConfig
 from node.telemetry.format import bytes_text
+from node.view.totals import snapshots_need
 from wire.errors import DiskFullError, UserError
 
 Result = TypeVar("Result")

@@ -21,12 +21,12 @@ from node.config.schema import RunConfig
 from node.coordinator.disk import Disk
 from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
-from node.pipeline.placement import most_layer_bytes, stage_units
 from node.run_state.layer_places import LayerPlaces
+from node.schedule.placement import most_layer_bytes, stage_units
+from node.state.manifest import FORMAT, Manifest, SnapshotDamagedError, UnitEntry, weights_sha256
+from node.state.object_store import ObjectStore, run_folder, stored_steps
+from node.state.snapshot import write_errors
 from node.training.loss_scale import ScaleOf, no_scale
-from node.training.manifest import FORMAT, Manifest, SnapshotDamagedError, UnitEntry, weights_sha256
-from node.training.object_store import ObjectStore, run_folder, stored_steps
-from node.training.snapshot import write_errors
 from wire.errors import NotYetError, ProtocolViolationError, RunError, WrongLayerError
 from wire.identity.files import write_private
 from wire.messages import NODES, CoordinatorMessage, HeldLayer, PlacedStage, Prefetch, Retain

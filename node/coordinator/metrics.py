@@ -8,13 +8,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from node.analysis.run_view import RunView
 from node.coordinator.accounting import Accounting
 from node.coordinator.gateways import Gateways
 from node.run_state.actions import AbortKind
 from node.telemetry import events
 from node.telemetry.costs import Ledger, LinkKey, LinkSums, Place
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
+from node.view.run_view import RunView
 from wire.relay import Relay
 from wire.telemetry import LinkReport, Telemetry, is_relayed
 from wire.version import PROTOCOL, VERSION

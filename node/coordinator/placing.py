@@ -14,22 +14,22 @@ from dataclasses import replace
 from node.config.schema import RunConfig
 from node.coordinator.probes import ProbeDesk
 from node.model.units import HEAD, block_name, unit_cost
-from node.pipeline.codec_plan import CodecPlan
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory_plan import least_stage_bytes
-from node.pipeline.placement import block_counts
-from node.pipeline.places import RESTART_SECONDS, Grid, PlacePlan, Volunteer, plan_places
-from node.pipeline.snapshot_place import stage_state_bytes
-from node.pipeline.speeds import LEAST_STEPS, Line, Speeds
-from node.pipeline.stage_order import Work
-from node.pipeline.window_plan import measured
 from node.run_state.epoch import Epoch
 from node.run_state.failures import transfer_seconds
 from node.run_state.membership import Member
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
+from node.schedule.placement import block_counts
 from node.telemetry.costs import Place, row_costs
 from node.telemetry.events import StepCosts
+from node.tuning.codec_plan import CodecPlan
+from node.tuning.device_memory import Devices
+from node.tuning.memory_plan import least_stage_bytes
+from node.tuning.places import RESTART_SECONDS, Grid, PlacePlan, Volunteer, plan_places
+from node.tuning.snapshot_place import stage_state_bytes
+from node.tuning.speeds import LEAST_STEPS, Line, Speeds
+from node.tuning.stage_order import Work
+from node.tuning.window_plan import measured
 from wire.codecs.formats import codec_format
 from wire.messages import BlockTime, CoordinatorMessage, PeerRate
 from wire.telemetry import LinkReport

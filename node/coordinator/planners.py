@@ -13,21 +13,21 @@ from dataclasses import replace
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting
 from node.coordinator.placing import PlacePlanner
-from node.pipeline.codec_ladder import PackingTimes, slowest_packing
-from node.pipeline.codec_plan import Lines
-from node.pipeline.floor import LinkRate
-from node.pipeline.memory import most_held
-from node.pipeline.placement import chunks_of, head_share, hops
-from node.pipeline.places import PlacePlan
-from node.pipeline.schedule import held_activations, schedule
-from node.pipeline.storage_choice import stage_configs
-from node.pipeline.window_plan import StepMeasures, Windows, measured, plan_windows
 from node.run_state.epoch import Epoch
 from node.run_state.membership import Member
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
+from node.schedule.floor import LinkRate
+from node.schedule.placement import chunks_of, head_share, hops
+from node.schedule.schedule import held_activations, schedule
 from node.telemetry.costs import Place, mean_step, row_costs
 from node.telemetry.events import Event, Notice, StepCosts, WindowsPlanned
+from node.tuning.codec_plan import Lines
+from node.tuning.codec_times import PackingTimes, slowest_packing
+from node.tuning.memory import most_held
+from node.tuning.places import PlacePlan
+from node.tuning.storage_choice import stage_configs
+from node.tuning.window_plan import StepMeasures, Windows, measured, plan_windows
 from wire.messages import BlockTime, CoordinatorMessage, PeerRate
 from wire.telemetry import CodecTimes, LinkReport
 

@@ -7,7 +7,7 @@ back. The old files stay beside, as `run.db.damaged`. A coordinator whose databa
 from the newest snapshot.
 
 `recover`: the whole directory is lost. Every node has a small record beside its layers
-(`node.stage.snapshot_cache`): the run's id, its config without paths, the text's fingerprint and the
+(`node.state.snapshot_cache`): the run's id, its config without paths, the text's fingerprint and the
 manifests of the complete snapshots. One such record is enough: nodes that join the recovered run report
 their layers, which are checked by SHA-256. The certificate authority, tokens, members and history are lost;
 a new authority takes their place.
@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from node.analysis.checkpoint import read_view
 from node.config.schema import RunConfig
 from node.coordinator.database import connect
 from node.coordinator.decisions import record_plan
@@ -37,16 +36,17 @@ from node.coordinator.store import (
     StepRecord,
     Store,
 )
-from node.pipeline.codec_plan import CodecPlan
-from node.pipeline.storage_choice import StoragePlan
 from node.run_file.loader import from_json, load_config, to_json, to_toml
 from node.run_state.actions import RecordCodecs, RecordStorages
-from node.stage.snapshot_cache import RECORD_FILE, SnapshotCache
+from node.state.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
+from node.state.object_store import ObjectStore, wrong_url
+from node.state.snapshot import SnapshotWriter, list_snapshots, read_manifest, snapshot_directory
+from node.state.snapshot_cache import RECORD_FILE, SnapshotCache
 from node.telemetry import events
 from node.telemetry.history import evicted_nodes, plans_made, step_done
-from node.training.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
-from node.training.object_store import ObjectStore, wrong_url
-from node.training.snapshot import SnapshotWriter, list_snapshots, read_manifest, snapshot_directory
+from node.tuning.codec_plan import CodecPlan
+from node.tuning.storage_choice import StoragePlan
+from node.view.checkpoint import read_view
 from wire.errors import ConfigError, ProtocolViolationError, RunError, UserError
 from wire.identity.authority import CertificateAuthority
 from wire.identity.enrolment import Hardware

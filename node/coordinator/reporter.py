@@ -13,16 +13,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
-from node.analysis.explain import framed_bytes
 from node.config.schema import RunConfig, TelemetrySection
 from node.coordinator.accounting import Accounting
 from node.coordinator.reports import NO_REPORT, AnyReport, Reported, Reporting, longest_kind, opened
 from node.coordinator.store import StepRecord
 from node.model.units import is_block
-from node.pipeline.codec_ladder import of_gradients
-from node.pipeline.placement import stage_units
-from node.pipeline.snapshot_place import stage_state_bytes
-from node.pipeline.storage_choice import words_of_name
 from node.run_state.actions import (
     Aborted,
     AbortKind,
@@ -34,11 +29,16 @@ from node.run_state.actions import (
     RecordStorages,
 )
 from node.run_state.grid import ONE_ROW
+from node.schedule.placement import stage_units
 from node.telemetry import events
 from node.telemetry.costs import Place, bits_per_element, idle_by_stage, mbit_by_stage
 from node.telemetry.events import Notice, Recovered
 from node.telemetry.format import bytes_text, count_text, duration_text, named
 from node.telemetry.trace_files import TracedSteps, TraceWriter
+from node.tuning.codec_times import of_gradients
+from node.tuning.snapshot_place import stage_state_bytes
+from node.tuning.storage_choice import words_of_name
+from node.view.explain import framed_bytes
 from wire.codecs.formats import FP32, codec_format, codec_names, ladder, proposed_names
 from wire.messages import Heartbeat
 from wire.telemetry import StepSpans

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from node.config.schema import CoordinatorSection, RunConfig
 from node.coordinator.enrolment_service import RateLimit, RateLimits
 from node.model.units import unit_names
-from node.pipeline.device_memory import devices_of
 from node.run_state.stage_assignment import Candidate
 from node.telemetry.events import NodeJoined
 from node.telemetry.trace_files import TracedSteps
+from node.tuning.device_memory import devices_of
 from wire.messages import CoordinatorMessage, Finish, HeartbeatReply, Hello, ShutOut, with_wait
 
 MOST_WAITING = 64

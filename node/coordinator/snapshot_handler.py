@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from node import faults
-from node.checkpoints.export import export
-from node.checkpoints.start import read_units
 from node.config.schema import RunConfig
 from node.coordinator.disk import Disk
 from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
-from node.pipeline.placement import most_layer_bytes, stage_units
-from node.training.loss_scale import ScaleOf, no_scale
-from node.training.manifest import Manifest, SnapshotDamagedError, UnitEntry, unit_file
-from node.training.snapshot import (
+from node.schedule.placement import most_layer_bytes, stage_units
+from node.state.export import export
+from node.state.manifest import Manifest, SnapshotDamagedError, UnitEntry, unit_file
+from node.state.snapshot import (
     Checked,
     SnapshotWriter,
     list_snapshots,
@@ -33,7 +31,9 @@ from node.training.snapshot import (
     set_damaged_aside,
     snapshot_directory,
 )
-from node.training.unit_state import read_tensors, unit_hash, weights_file
+from node.state.start import read_units
+from node.state.unit_state import read_tensors, unit_hash, weights_file
+from node.training.loss_scale import ScaleOf, no_scale
 from wire.errors import ProtocolViolationError, RunError, ThinwireError, WrongLayerError
 from wire.messages import UnitHash
 

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from node.coordinator.database import connect, explained, has_table, rebuilds
-from node.training.manifest import Manifest, UnitEntry
+from node.state.manifest import Manifest, UnitEntry
 from wire.errors import RefusalCode, UserError
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.files import create_private, make_private_directory

@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from node.analysis.run_view import RunView
-from node.analysis.slices import SLICE, Slices, ends_slice, in_turns, whole
-from node.analysis.view_builder import RunViewBuilder
 from node.telemetry.events import Event, finite
+from node.view.run_view import RunView
+from node.view.slices import SLICE, Slices, ends_slice, in_turns, whole
+from node.view.view_builder import RunViewBuilder
 
 Result = TypeVar("Result")
 PAUSE_FACTOR = 19
 """Pause between two views, in times that it takes to make one: views take 1/20 of a core."""
 COLUMNS = ("steps", "times", "values")
-"""Columns of a `node.analysis.run_view.Curve`, equally long."""
+"""Columns of a `node.view.run_view.Curve`, equally long."""
 
 Fields = Mapping[str, Any]
 """A view as `RunView.to_fields` gives it."""

@@ -15,8 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 
-from node.analysis.checkpoint import read_view
-from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import RunConfig
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.ports import Ports, own_hosts
@@ -28,6 +26,8 @@ from node.display.status import COORDINATOR_GONE, coordinator_is_gone
 from node.run_file.addresses import parse_listen
 from node.telemetry import events
 from node.telemetry.history import HistoryTail
+from node.view.checkpoint import read_view
+from node.view.view_builder import RunViewBuilder
 from wire import event_loop
 from wire.errors import RunError
 from wire.identity.authority import CertificateAuthority

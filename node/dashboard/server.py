@@ -21,12 +21,12 @@ from typing import Any
 
 from aiohttp import web
 
-from node.analysis.slices import in_turns
 from node.dashboard.connections import REQUEST_SECONDS, Connections
 from node.dashboard.feed import Feed, json_of, make_patch
 from node.dashboard.operator import ChangeGuard, ChangeRequest, Operator, connection_denied, is_loopback
 from node.run_file.addresses import why_not_bound
 from node.telemetry.metrics import CONTENT_TYPE
+from node.view.slices import in_turns
 from wire.admission import Limits
 from wire.descriptors import raise_limit
 from wire.errors import UserError

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from node.analysis.compare import Comparison
 from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
+from node.view.compare import Comparison
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:

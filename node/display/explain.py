@@ -5,9 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from node.analysis.explain import DeviceNeed, Explanation, HeadPlace, StageNeed, TextPlan
-from node.analysis.machines import PAYLOAD_SHARE, Machine
-from node.analysis.totals import (
+from node.config.schema import RunConfig
+from node.model.storage import KINDS, configured, unit_bytes
+from node.model.units import units_text
+from node.run_file.loader import to_fields, toml_value
+from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
+from node.tuning.device_memory import Devices
+from node.tuning.snapshot_place import stage_state_bytes
+from node.tuning.storage_choice import allowed_storages, kept_bytes, words_of
+from node.view.explain import DeviceNeed, Explanation, HeadPlace, StageNeed, TextPlan
+from node.view.machines import PAYLOAD_SHARE, Machine
+from node.view.totals import (
     MOST_PASSES,
     Totals,
     codec_advice,
@@ -16,14 +24,6 @@ from node.analysis.totals import (
     snapshots_need,
     totals,
 )
-from node.config.schema import RunConfig
-from node.model.storage import KINDS, configured, unit_bytes
-from node.model.units import units_text
-from node.pipeline.device_memory import Devices
-from node.pipeline.snapshot_place import stage_state_bytes
-from node.pipeline.storage_choice import allowed_storages, kept_bytes, words_of
-from node.run_file.loader import to_fields, toml_value
-from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
 from wire.codecs.formats import codec_format, ladder
 
 UPLOADS_MBIT = (5, 20, 100, 1000)

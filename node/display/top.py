@@ -3,7 +3,6 @@
 import textwrap
 from collections import defaultdict
 
-from node.analysis.run_view import HeldOutView, LinkView, RunView, StageView
 from node.telemetry.format import (
     NO_LABELS,
     bytes_text,
@@ -15,6 +14,7 @@ from node.telemetry.format import (
     printable,
     table_lines,
 )
+from node.view.run_view import HeldOutView, LinkView, RunView, StageView
 from wire.telemetry import RELAY, is_relayed
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

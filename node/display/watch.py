@@ -7,11 +7,11 @@ import urllib.parse
 from dataclasses import replace
 from pathlib import Path
 
-from node.analysis.checkpoint import read_view
-from node.analysis.run_view import RunView
-from node.analysis.view_builder import RunViewBuilder
 from node.display.status import COORDINATOR_GONE, coordinator_is_gone
 from node.telemetry.history import HistoryTail
+from node.view.checkpoint import read_view
+from node.view.run_view import RunView
+from node.view.view_builder import RunViewBuilder
 from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
 
 MOST_ANSWER = 16 * 1024 * 1024

@@ -14,7 +14,7 @@ from node.lab.calibration import Calibration
 from node.lab.network import WireBytes
 from node.lab.shape import PAYLOAD_SHARE, Shape
 from node.lab.topology import Wire
-from node.pipeline.floor import Floor, LinkRate, step_floor
+from node.schedule.floor import Floor, LinkRate, step_floor
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import bits_per_element, idle_by_stage
 from node.telemetry.events import StepCosts, WindowsPlanned

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from node.config.schema import RunConfig
+from node.data.documents import read_text
+from node.data.text import SEPARATOR
 from node.lab import namespaces
 from node.lab.archive import keep_run
 from node.lab.calibration import Calibration, calibrate
@@ -37,10 +39,8 @@ from node.lab.profile import Profile
 from node.lab.results import RESULTS_FILE, Results, describe_machine
 from node.lab.support import congestion_control, delay_method
 from node.lab.topology import lay_out
-from node.pipeline.placement import head_share
-from node.pipeline.routing import link_ends
-from node.training.documents import read_text
-from node.training.text import SEPARATOR
+from node.schedule.placement import head_share
+from node.schedule.routing import link_ends
 
 Tell = Callable[[str], None]
 

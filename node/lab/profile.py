@@ -12,7 +12,6 @@ from typing import Any, TypeVar, get_type_hints
 
 from node.config.schema import RunConfig, Window
 from node.lab.shape import Matrix, Shape, read_matrix, uniform
-from node.pipeline.routing import link_ends
 from node.run_file.loader import (
     convert,
     default_config,
@@ -23,6 +22,7 @@ from node.run_file.loader import (
     toml_value,
 )
 from node.run_file.validate import validate
+from node.schedule.routing import link_ends
 from wire.errors import ConfigError, nearest
 
 

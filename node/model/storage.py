@@ -89,7 +89,7 @@ def storages_by_load(
 ) -> tuple[Storage, ...]:
     """How each stage's blocks could keep their activations, from the stages' loads only.
 
-    `node.pipeline.memory.stage_storages` decides, with the rest of a stage's memory in view.
+    `node.tuning.memory.stage_storages` decides, with the rest of a stage's memory in view.
 
     Args:
         loads: the most block activations (microbatches x blocks) that each stage holds at once.

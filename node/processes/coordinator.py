@@ -15,8 +15,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from node.analysis.view_builder import RunViewBuilder
-from node.checkpoints.start import check_weights
 from node.config.schema import RunConfig
 from node.coordinator.changes import SETTABLE
 from node.coordinator.control_service import ControlService
@@ -47,13 +45,10 @@ from node.coordinator.sessions import MessageLimits
 from node.coordinator.store import StepRecord, Store
 from node.dashboard.feed import Feed
 from node.dashboard.pages import listen_address, live_page, reading_past, shares_port
+from node.data.shards import TrainingData, load_data
 from node.display.terminal import ending_signals
 from node.display.top import path_sentences
 from node.model.units import ends_in_blocks
-from node.pipeline.device_memory import devices_of
-from node.pipeline.placement import block_counts, check_cache, head_share, with_head_place
-from node.pipeline.places import SplitHistory
-from node.pipeline.storage_choice import narrowest, remedies
 from node.processes.cycles import rare_full_collections
 from node.processes.locks import run_lock
 from node.run_file.loader import change_config, from_json, to_json, to_toml
@@ -61,13 +56,9 @@ from node.run_state.epoch import PROOF_STEPS, Committed
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate, sharing, stage_needs, useless
 from node.run_state.votes import HISTORY_STEPS, PastStep
-from node.telemetry import events
-from node.telemetry.history import highest_step, history_size
-from node.training.loss_scale import SKIPPED, LossScales, loss_scales
-from node.training.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
-from node.training.schedule import learning_rate
-from node.training.shards import TrainingData, load_data
-from node.training.snapshot import (
+from node.schedule.placement import block_counts, check_cache, head_share, with_head_place
+from node.state.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
+from node.state.snapshot import (
     Checked,
     Tell,
     discard_incomplete,
@@ -77,6 +68,15 @@ from node.training.snapshot import (
     set_damaged_aside,
     snapshot_directory,
 )
+from node.state.start import check_weights
+from node.telemetry import events
+from node.telemetry.history import highest_step, history_size
+from node.training.loss_scale import SKIPPED, LossScales, loss_scales
+from node.training.schedule import learning_rate
+from node.tuning.device_memory import devices_of
+from node.tuning.places import SplitHistory
+from node.tuning.storage_choice import narrowest, remedies
+from node.view.view_builder import RunViewBuilder
 from wire import event_loop
 from wire.descriptors import raise_limit
 from wire.errors import DataError, RunError, UserError

@@ -19,7 +19,6 @@ import torch
 from node.config.join_options import JoinOptions
 from node.display.terminal import ending_signals, say
 from node.display.volunteer import VolunteerScreen
-from node.parallel.processes import DeviceGroup, choose_devices
 from node.processes.doctor import (
     Status,
     check_open_files,
@@ -36,6 +35,7 @@ from node.stage.coordinator_client import CoordinatorClient
 from node.stage.machine_info import describe, fix_order, measure_flops
 from node.stage.node_metrics import serve_metrics
 from node.stage.out_of_memory import MemoryNote, device_memory_text, ran_out
+from node.stage.processes import DeviceGroup, choose_devices
 from node.stage.runtime import NodeRuntime, NodeSettings
 from node.stage.session import IdentityHolder
 from node.stage.stage_model import OneDevice, StageDevices

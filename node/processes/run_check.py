@@ -7,14 +7,14 @@ import torch
 
 from node.config.schema import RunConfig
 from node.model.shard_shapes import check_sizes
-from node.pipeline.device_memory import devices_of
-from node.pipeline.memory import StageMemory, stage_memory
-from node.pipeline.memory_plan import least_stage_bytes
-from node.pipeline.storage_choice import narrowest, remedies
 from node.processes.doctor import Check, Status
 from node.run_file.loader import load_config
 from node.stage.machine_info import describe
 from node.telemetry.format import bytes_text
+from node.tuning.device_memory import devices_of
+from node.tuning.memory import StageMemory, stage_memory
+from node.tuning.memory_plan import least_stage_bytes
+from node.tuning.storage_choice import narrowest, remedies
 from wire.errors import RunError, ThinwireError
 from wire.identity.enrolment import Hardware
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from node.config.schema import Every, RunConfig, Window
+from node.data.text import expanded
 from node.run_file.validate import problems, together, validate
 from node.telemetry.format import parse_duration
-from node.training.text import expanded
 from wire.errors import ConfigError, close_to, nearest, shortened
 
 log = logging.getLogger(__name__)
@@ -355,7 +355,7 @@ def _with_checkpoint(values: Values) -> Values:
     given = dict(values.get("model", {}))
     if not (name := given.pop("from", "")):
         return values
-    from node.checkpoints.start import open_source  # its libraries take long to import
+    from node.state.start import open_source  # its libraries take long to import
 
     source = open_source(name, given)
     data = dict(values.get("data", {}))

@@ -24,15 +24,15 @@ from node.config.schema import (
 )
 from node.model.lora_shapes import FORMS, projections
 from node.model.units import CHOICES, FAMILIES
-from node.pipeline.placement import HEADS, head_first, unplaceable
-from node.pipeline.snapshot_place import KEEPS, is_url
 from node.run_file.addresses import coordinator_problems, dashboard_problems, positive
 from node.run_file.storage_rules import name_problem, storage_problems
+from node.schedule.placement import HEADS, head_first, unplaceable
+from node.state.object_store import wrong_url
 from node.telemetry.format import parse_duration
 from node.telemetry.trace_files import TracedSteps
 from node.training.loss_scale import LEAST, MOST
-from node.training.object_store import wrong_url
 from node.training.schedule import SCHEDULES
+from node.tuning.snapshot_place import KEEPS, is_url
 from wire.codecs.formats import Carried, codec_format, ladder, names_that_carry
 from wire.errors import CodecError, ConfigError, shortened
 from wire.frames import MAX_TENSOR_BYTES

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from node.pipeline.codec_plan import CodecPlan
-from node.pipeline.storage_choice import StoragePlan
 from node.run_state.grid import ONE_ROW, Groups
 from node.telemetry.events import LEFT
+from node.tuning.codec_plan import CodecPlan
+from node.tuning.storage_choice import StoragePlan
 from wire.errors import without_folders
 from wire.messages import Abort, CoordinatorMessage, Finish, UnitHash
 

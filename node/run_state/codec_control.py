@@ -8,11 +8,11 @@ import functools
 from collections.abc import Callable, Sequence
 
 from node.config.schema import RunConfig
-from node.pipeline.codec_plan import CodecPlan, Lines
-from node.pipeline.placement import boundaries
-from node.pipeline.rate_control import RateControl, RateHistory
 from node.run_state.actions import Action, RecordCodecs
 from node.run_state.epoch import Epoch
+from node.schedule.placement import boundaries
+from node.tuning.codec_plan import CodecPlan, Lines
+from node.tuning.rate_control import RateControl, RateHistory
 from wire.codecs.formats import ladder
 
 

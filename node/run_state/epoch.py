@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from node.model.labels import BatchPart
-from node.pipeline.codec_plan import CodecPlan
-from node.pipeline.storage_choice import StoragePlan
 from node.run_state.actions import (
     Action,
     Announce,
@@ -45,6 +43,8 @@ from node.run_state.votes import (
 )
 from node.training.loss_scale import SKIPPED, LossScales
 from node.training.schedule import global_norm
+from node.tuning.codec_plan import CodecPlan
+from node.tuning.storage_choice import StoragePlan
 from wire.messages import (
     Begin,
     Commit,

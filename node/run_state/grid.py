@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from statistics import median
 
-from node.pipeline.gradient_groups import GroupTree
+from node.schedule.gradient_groups import GroupTree
 
 Groups = tuple[tuple[int, ...], ...]
 """The gradient groups of each row."""

@@ -8,7 +8,7 @@ about their disks when they connect and whenever that changes; what counts is th
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from node.training.manifest import UnitEntry, unit_file
+from node.state.manifest import UnitEntry, unit_file
 from wire.messages import HeldLayer
 
 COPIES = 2

@@ -7,24 +7,24 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from node.checkpoints.hub import PREFIX as HUB
 from node.config.schema import RunConfig
 from node.model.units import unit_names
-from node.pipeline.placement import boundaries, chunks_of, head_first, stage_units
-from node.pipeline.places import SplitHistory
-from node.pipeline.rate_control import RateHistory
-from node.pipeline.routing import neighbours
-from node.pipeline.snapshot_place import stage_state_bytes
-from node.pipeline.storage_choice import StorageHistory, remedies
 from node.run_state.codec_control import CodecControl, codec_control, no_codecs
 from node.run_state.epoch import Committed, Neighbours, StepPlan
 from node.run_state.held_out import HeldOutPass, held_out_passes
 from node.run_state.stage_assignment import Remedies, Sharing, StageBytes, sharing, stage_needs
 from node.run_state.storage_control import StorageControl, no_choice, storage_control
 from node.run_state.votes import PastStep, UnitNumbers
+from node.schedule.placement import boundaries, chunks_of, head_first, stage_units
+from node.schedule.routing import neighbours
+from node.state.hub import PREFIX as HUB
 from node.telemetry.format import parse_duration
 from node.training.loss_scale import LossScale, LossScales
 from node.training.schedule import clip_coefficient, learning_rate
+from node.tuning.places import SplitHistory
+from node.tuning.rate_control import RateHistory
+from node.tuning.snapshot_place import stage_state_bytes
+from node.tuning.storage_choice import StorageHistory, remedies
 
 
 @dataclass(frozen=True, kw_only=True)

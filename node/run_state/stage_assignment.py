@@ -6,9 +6,9 @@ from functools import lru_cache
 
 from node.config.schema import RunConfig
 from node.model.shard_shapes import check_sizes
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory_plan import least_stage_bytes
 from node.run_state.grid import by_row, holders_by_stage
+from node.tuning.device_memory import Devices
+from node.tuning.memory_plan import least_stage_bytes
 from wire.errors import RunError
 
 StageBytes = Callable[[int, Devices], Sequence[int]]

@@ -8,9 +8,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from node.config.schema import RunConfig
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory_plan import least_stage_bytes
-from node.pipeline.storage_choice import (
+from node.run_state.actions import Action, RecordStorages, Send
+from node.run_state.epoch import Epoch
+from node.run_state.stage_assignment import StageBytes
+from node.tuning.device_memory import Devices
+from node.tuning.memory_plan import least_stage_bytes
+from node.tuning.storage_choice import (
     StorageHistory,
     StoragePlan,
     chosen_config,
@@ -18,12 +21,9 @@ from node.pipeline.storage_choice import (
     plan_storages,
     storage_named,
 )
-from node.run_state.actions import Action, RecordStorages, Send
-from node.run_state.epoch import Epoch
-from node.run_state.stage_assignment import StageBytes
 
 Choose = Callable[[Sequence[Sequence[Mapping[str, float]]]], StoragePlan]
-"""As `node.pipeline.storage_choice.plan_storages`."""
+"""As `node.tuning.storage_choice.plan_storages`."""
 NeedsOf = Callable[[int, Devices, StoragePlan | None], Sequence[int]]
 """(stages, a node's devices, the plan they have, if it is known) -> bytes of each stage on every device."""
 

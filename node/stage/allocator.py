@@ -3,7 +3,7 @@
 A cap on a process counts what the allocator has reserved, not what tensors take. Of segments of fixed size it
 keeps the rest of each, and a tensor that fits in no single rest needs a new one: plans whose tensors were
 estimated to take 0.1 to 1.9 GB less than the cap ran out (scripts/results/memory_plan.json). Segments that
-grow are mapped in pages (`node.pipeline.device_memory.PAGE`); before the allocator gives up it unmaps every
+grow are mapped in pages (`node.tuning.device_memory.PAGE`); before the allocator gives up it unmaps every
 page that no tensor touches and maps it where it is needed, so that only partly filled pages are lost. The
 plan counts those (`Share.pages`).
 """

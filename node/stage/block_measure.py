@@ -22,13 +22,13 @@ from node.model.chunk import HALVES, Chunk, build_chunk, compute_precision, weig
 from node.model.host_memory import Copy, HostMemory, host_memory
 from node.model.storage import configured, kv_width
 from node.model.units import block_name
-from node.pipeline.block_times import BlockTimes, assumed_times
-from node.pipeline.device_memory import Devices
 from node.run_file.loader import from_json
 from node.stage.machine_info import fix_order
 from node.stage.pack_measure import pack_times
 from node.stage.passes import backward_from
 from node.stage.stopwatch import seconds_of
+from node.tuning.block_times import BlockTimes, assumed_times
+from node.tuning.device_memory import Devices
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from node.config.schema import RunConfig
-from node.pipeline.placement import check_cache
-from node.training.order import SampleOrder
-from node.training.serialization import CACHE_PREFIX
+from node.data.order import SampleOrder
+from node.schedule.placement import check_cache
+from node.state.serialization import CACHE_PREFIX
 from wire.codecs.aqsgd import AqsgdCodec, AqsgdTensorCodec, SampleBatch
 from wire.codecs.registry import codec
 from wire.codecs.sample_cache import SampleCache

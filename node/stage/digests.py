@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 from node.config.schema import RunConfig
-from node.pipeline.gradient_groups import Piece, group_of
+from node.schedule.gradient_groups import Piece, group_of
 from wire.messages import DIGEST_BYTES, BoundaryEnd, GroupDigests
 from wire.spec import Direction, TensorKey
 

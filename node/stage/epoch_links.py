@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from dataclasses import replace
 
 from node.config.schema import RunConfig
-from node.pipeline.gradient_groups import model_pieces
-from node.pipeline.placement import chunks_of, head_first, stage_units
-from node.pipeline.routing import Peer
+from node.schedule.gradient_groups import model_pieces
+from node.schedule.placement import chunks_of, head_first, stage_units
+from node.schedule.routing import Peer
 from node.stage.epoch_task import LinkEvents
 from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder

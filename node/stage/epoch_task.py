@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from node import faults
-from node.pipeline.gradient_groups import RowShare
-from node.pipeline.placement import chunks_of
-from node.pipeline.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
+from node.schedule.gradient_groups import RowShare
+from node.schedule.placement import chunks_of
+from node.schedule.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
 from node.stage.following import State, StateServices, load_state
 from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
@@ -89,7 +89,7 @@ class Services(StateServices, Protocol):
         ...
 
     async def storage_seconds(self, stage: int, stages: int) -> Mapping[str, float]:
-        """As `node.pipeline.storage_choice.storage_seconds`, on this node."""
+        """As `node.tuning.storage_choice.storage_seconds`, on this node."""
         ...
 
     def keep_sums(self, *, wanted: bool) -> None:

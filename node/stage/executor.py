@@ -13,8 +13,8 @@ from torch import Tensor
 from node.config.schema import RunConfig
 from node.model.labels import BatchPart, label_weight
 from node.model.units import unit_names
-from node.pipeline.gradient_groups import RowShare
-from node.pipeline.routing import StageLayout
+from node.schedule.gradient_groups import RowShare
+from node.schedule.routing import StageLayout
 from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
 from node.stage.digests import StepDigests
@@ -34,9 +34,9 @@ from node.stage.step_passes import (
 )
 from node.stage.step_samples import cut_samples, numbered
 from node.stage.tensor_transfer import TensorTransfer, example_tensor
+from node.state.serialization import without_cache
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.overflow import Overflow
-from node.training.serialization import without_cache
 from wire.codecs.base import Codec
 from wire.spec import Direction, TensorKey
 

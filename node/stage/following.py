@@ -14,8 +14,8 @@ from torch import Tensor
 from node import faults
 from node.stage.executor import StageExecutor
 from node.stage.progress import Progress
+from node.state.serialization import as_frozen, deserialize_unit
 from node.training.loss_scale import SKIPPED
-from node.training.serialization import as_frozen, deserialize_unit
 from wire.errors import (
     DeviceLostError,
     NonFiniteError,

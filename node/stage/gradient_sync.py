@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from node.config.schema import RunConfig
-from node.pipeline.gradient_groups import ROOT, Fold, Piece, RowShare, model_pieces, owners, piece_bytes
+from node.schedule.gradient_groups import ROOT, Fold, Piece, RowShare, model_pieces, owners, piece_bytes
 from node.stage.device_transfer import CudaTransfer
 from node.stage.digests import StepDigests
 from node.stage.inbox import StepInterrupted

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from node.pipeline.routing import BETWEEN_ROWS, source_stage, target_stage
+from node.schedule.routing import BETWEEN_ROWS, source_stage, target_stage
 from wire.errors import LinkError, LinkLostError
 from wire.spec import TensorKey
 from wire.stream_receiver import SMALL_BYTES

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from node.stage.snapshot_cache import SnapshotCache
 from node.stage.sums_kept import SumsKept
+from node.state.snapshot_cache import SnapshotCache
 from wire.channels import LinkIdentity, open_channel
 from wire.errors import LinkError, ProtocolViolationError
 from wire.layer_exchange import LayerRequest, NotHeldError, get_layer, yield_to

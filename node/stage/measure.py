@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from node.pipeline.routing import Peer
+from node.schedule.routing import Peer
 from node.stage.allocator import largest_allocated
 from node.telemetry.clock import ClockSync, SpanRing, StageClock, Times, difference
 from node.telemetry.trace_files import TracedSteps

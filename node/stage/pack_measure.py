@@ -11,8 +11,8 @@ from kernels.layers import ops as layers
 from node.config.schema import RunConfig
 from node.model.chunk import HALVES
 from node.model.storage import PACKED, kept_widths
-from node.pipeline.pack_times import PackTime, stored_forms
 from node.stage.stopwatch import seconds_of
+from node.tuning.pack_times import PackTime, stored_forms
 
 EPS = 1e-5
 

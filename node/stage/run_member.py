@@ -13,16 +13,8 @@ from node.config.join_options import OwnerAllows
 from node.model.lora_shapes import trained_specs
 from node.model.units import state_bytes as unit_bytes
 from node.model.units import units_text
-from node.pipeline.memory_plan import Room
-from node.pipeline.placement import stage_units
-from node.pipeline.routing import Peer
-from node.pipeline.storage_choice import (
-    allowed_storages,
-    chosen_config,
-    name_of,
-    storage_seconds,
-    words_of,
-)
+from node.schedule.placement import stage_units
+from node.schedule.routing import Peer
 from node.stage import out_of_memory
 from node.stage.coordinator_client import Batches, CoordinatorClient
 from node.stage.epoch_links import EpochLinks
@@ -35,11 +27,19 @@ from node.stage.measure import NodeMeter
 from node.stage.node_metrics import NodeMetrics
 from node.stage.progress import Progress
 from node.stage.session import Session
-from node.stage.snapshot_cache import SnapshotCache
 from node.stage.snapshot_transfer import SnapshotTransfer
 from node.stage.sums_kept import SumsKept
 from node.stage.watchdog import ComputeThread
+from node.state.snapshot_cache import SnapshotCache
 from node.telemetry.format import bytes_text
+from node.tuning.memory_plan import Room
+from node.tuning.storage_choice import (
+    allowed_storages,
+    chosen_config,
+    name_of,
+    storage_seconds,
+    words_of,
+)
 from wire.errors import MemoryExhaustedError, RunError
 from wire.messages import (
     Abort,

@@ -16,9 +16,6 @@ import torch
 from node import faults
 from node.config.join_options import OwnerAllows
 from node.config.schema import RunConfig
-from node.pipeline.block_times import BlockTimes
-from node.pipeline.device_memory import devices_of
-from node.pipeline.memory_plan import Room, short_of_memory
 from node.run_file.loader import from_json
 from node.stage.block_measure import block_seconds, measured_times
 from node.stage.coordinator_client import CoordinatorClient
@@ -33,13 +30,16 @@ from node.stage.packing_meter import PackingMeter
 from node.stage.progress import LOOK_SECONDS, Progress, Reading, Shows, page_address
 from node.stage.run_member import RunMember
 from node.stage.session import IdentityHolder, Session, renew_certificates, short_reason
-from node.stage.snapshot_cache import SnapshotCache
 from node.stage.snapshot_transfer import check_store
 from node.stage.stage_model import StageDevices
 from node.stage.sums_kept import SumsKept
 from node.stage.watchdog import ComputeThread, StuckError
+from node.state.snapshot_cache import SnapshotCache
 from node.telemetry.clock import TimeKind
 from node.telemetry.trace_files import TracedSteps
+from node.tuning.block_times import BlockTimes
+from node.tuning.device_memory import devices_of
+from node.tuning.memory_plan import Room, short_of_memory
 from wire.errors import DeviceLostError, RunError, first_error
 from wire.identity.enrolment import Hardware, Refusal
 from wire.identity.names import join_address

@@ -12,22 +12,21 @@ import numpy as np
 import torch
 
 from node import faults
-from node.checkpoints.hub import PREFIX as HUB
-from node.checkpoints.hub import Repository
-from node.checkpoints.start import read_units
 from node.config.join_options import OwnerAllows
 from node.config.schema import RunConfig
 from node.model.units import most_state_bytes, parameter_specs, unit_names
-from node.pipeline.placement import most_layer_bytes
-from node.pipeline.snapshot_place import is_url
+from node.schedule.placement import most_layer_bytes
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.following import State
 from node.stage.layer_peers import LayerPeers, LayerPlace
-from node.stage.snapshot_cache import LayerFile, SnapshotCache
-from node.training.manifest import unit_weights_sha256
-from node.training.object_store import ObjectStore, is_below, wrong_url
-from node.training.serialization import deserialize_unit, serialize_unit
-from node.training.unit_state import (
+from node.state.hub import PREFIX as HUB
+from node.state.hub import Repository
+from node.state.manifest import unit_weights_sha256
+from node.state.object_store import ObjectStore, is_below, wrong_url
+from node.state.serialization import deserialize_unit, serialize_unit
+from node.state.snapshot_cache import LayerFile, SnapshotCache
+from node.state.start import read_units
+from node.state.unit_state import (
     PARAMETER_PREFIX,
     check_state,
     parameters_of,
@@ -35,6 +34,7 @@ from node.training.unit_state import (
     unit_hash,
     weights_file,
 )
+from node.tuning.snapshot_place import is_url
 from wire.errors import DataError, LinkError, RunError, ThinwireError, UserError
 from wire.messages import (
     MOST_HELD,

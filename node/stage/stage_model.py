@@ -1,7 +1,7 @@
 """A stage's model: its chunks, their optimizer, and the microbatches between forward and backward.
 
 It knows no schedule and no network; the executor says what to run. `StageModel` runs on one device,
-`node.parallel.group` runs one on each of several devices.
+`node.stage.group` runs one on each of several devices.
 """
 
 import logging
@@ -22,20 +22,20 @@ from node.model.storage import Storage
 from node.model.streamed import Streaming
 from node.model.tensor_rank import TensorRank
 from node.model.units import is_block
-from node.pipeline.memory import stage_storages
-from node.pipeline.memory_choice import MemoryPlan
-from node.pipeline.memory_plan import Room
-from node.pipeline.placement import chunk_units
-from node.pipeline.state_moves import moved_blocks
-from node.pipeline.storage_choice import allowed_storages, chosen_config
+from node.schedule.placement import chunk_units
 from node.stage.allocator import begin_peak, most_allocated
 from node.stage.captured_passes import CapturedPasses, CudaRecorder
 from node.stage.memory_control import MemoryControl, Taken
 from node.stage.out_of_memory import ran_out
 from node.stage.passes import AutogradPasses, ChunkCall, Passes
+from node.state.unit_state import FROZEN_PREFIX
 from node.training.local_steps import LocalSteps
 from node.training.optimizer import StageOptimizer
-from node.training.unit_state import FROZEN_PREFIX
+from node.tuning.memory import stage_storages
+from node.tuning.memory_choice import MemoryPlan
+from node.tuning.memory_plan import Room
+from node.tuning.state_moves import moved_blocks
+from node.tuning.storage_choice import allowed_storages, chosen_config
 
 log = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 
 from kernels.common.random_bits import mixed
 from node.config.schema import PLANNED, RunConfig
-from node.pipeline.codec_ladder import of_gradients, to_time
-from node.pipeline.codec_plan import Way
-from node.pipeline.placement import boundaries
-from node.pipeline.routing import source_stage
-from node.pipeline.storage_choice import allowed_storages, chosen_config, name_of
+from node.schedule.placement import boundaries
+from node.schedule.routing import source_stage
 from node.stage.boundary_caches import BoundaryCaches
+from node.tuning.codec_plan import Way
+from node.tuning.codec_times import of_gradients, to_time
+from node.tuning.storage_choice import allowed_storages, chosen_config, name_of
 from wire.codecs.base import Codec
 from wire.codecs.formats import ladder
 from wire.codecs.registry import codec

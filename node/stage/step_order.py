@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from node.config.schema import RunConfig
-from node.pipeline.gradient_groups import RowShare, microbatches_of, parts_of_group
-from node.pipeline.placement import hops, stage_orders
-from node.pipeline.routing import StageLayout
-from node.pipeline.schedule import Action, Kind, Order, held_activations
+from node.schedule.gradient_groups import RowShare, microbatches_of, parts_of_group
+from node.schedule.placement import hops, stage_orders
+from node.schedule.routing import StageLayout
+from node.schedule.schedule import Action, Kind, Order, held_activations
 from wire.errors import ProtocolViolationError
 from wire.messages import GroupDigests
 

@@ -15,10 +15,10 @@ from node import faults
 from node.config.schema import RunConfig
 from node.model.labels import BatchPart
 from node.model.units import EMBED, HEAD
-from node.pipeline.gradient_groups import RowShare, group_of
-from node.pipeline.routing import StageLayout
-from node.pipeline.schedule import Action, Kind, Order
-from node.pipeline.turns import Turns
+from node.schedule.gradient_groups import RowShare, group_of
+from node.schedule.routing import StageLayout
+from node.schedule.schedule import Action, Kind, Order
+from node.schedule.turns import Turns
 from node.stage.gradient_sync import GradientSync, SyncIO
 from node.stage.stage_model import StageCompute
 from node.stage.step_order import StepOrder

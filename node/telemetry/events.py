@@ -296,7 +296,7 @@ class StepCosts(Event):
 @dataclass(frozen=True, kw_only=True)
 class WindowsPlanned(Event):
     """The windows of a row's links change, no sooner than with the next step. The other fields are the
-    measures that they were planned from (`node.pipeline.window_plan`)."""
+    measures that they were planned from (`node.tuning.window_plan`)."""
 
     event: ClassVar[str] = "windows-planned"
     epoch: int
@@ -396,7 +396,7 @@ class StoragesPlanned(Notice):
     step: int
     """Steps done."""
     storages: tuple[str, ...]
-    """Of each stage, the first one first, as `node.pipeline.storage_choice.name_of` names them."""
+    """Of each stage, the first one first, as `node.tuning.storage_choice.name_of` names them."""
 
 
 @dataclass(frozen=True, kw_only=True)

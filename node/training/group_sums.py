@@ -1,6 +1,6 @@
 """What gradient groups do to a gradient: packing a group's pieces, adding two nodes of the tree, unpacking.
 
-`node.pipeline.gradient_groups` says which pieces and which tree. A node of the tree is its packed form, uint8
+`node.schedule.gradient_groups` says which pieces and which tree. A node of the tree is its packed form, uint8
 on the CPU, so its value is what the code says, wherever it was made.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.fp8.layout import BLOCK
 from kernels.fp8.reference import Fp8Gradient, unpack_gradient
 from node.config.schema import RunConfig
-from node.pipeline.gradient_groups import ROOT, Fold, GroupTree, Piece, model_pieces, piece_format
+from node.schedule.gradient_groups import ROOT, Fold, GroupTree, Piece, model_pieces, piece_format
 from wire.codecs.base import Codec
 from wire.codecs.formats import TrellisFormat
 from wire.codecs.registry import codec

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from node.config.schema import RunConfig
 from node.model.host_memory import HostMemory, host_memory
-from node.pipeline.gradient_groups import SQUARE, SQUARE_COLUMNS, SQUARE_ROWS
+from node.schedule.gradient_groups import SQUARE, SQUARE_COLUMNS, SQUARE_ROWS
 from node.training.optimizer import StageOptimizer
 from node.training.schedule import learning_rate
 

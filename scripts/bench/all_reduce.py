@@ -36,7 +36,7 @@ from node.lab.network import Network
 from node.lab.results import commit, hardware
 from node.lab.shape import uniform
 from node.lab.topology import LAB, Device, lay_out, node_address, node_name
-from node.parallel.fp8_all_reduce import Fp8AllReduce
+from node.stage.fp8_all_reduce import Fp8AllReduce
 from scripts.bench.torchft_all_reduce import Torchft, version
 from scripts.report import RESULTS
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from kernels.attention.ops import attention, attention_backward
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
-from node.pipeline.placement import chunk_units
+from node.schedule.placement import chunk_units
 from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
 from scripts.report import gpu_report

@@ -4,7 +4,7 @@
 
 A model of 124 million parameters with four groups by default; gradients are random. `separately` packs and
 reads back each piece by itself, with a look from the host at each; `together` is
-`node.training.device_sums.DeviceSums`. Both in turn in one run, on the same gradients, and first compared:
+`tests.support.device_sums.DeviceSums`. Both in turn in one run, on the same gradients, and first compared:
 values must be equal to the bit. Seconds are wall time of a whole step's sums, the device waited for.
 `--device cpu` with a small model tries the script without a GPU.
 """
@@ -24,11 +24,11 @@ from torch import Tensor
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.lab.results import commit, hardware
 from node.model.units import parameter_specs, unit_names
-from node.pipeline.gradient_groups import model_pieces
-from node.training.device_sums import DeviceSums, ModelSums
+from node.schedule.gradient_groups import model_pieces
 from node.training.group_sums import GroupSums
 from scripts.experiments.convergence import DevicePacking
 from scripts.report import RESULTS, write
+from tests.support.device_sums import DeviceSums, ModelSums
 
 CODECS = ("fp32", "bf16", "fixed-8", "trellis-4.41")
 

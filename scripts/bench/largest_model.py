@@ -30,15 +30,15 @@ from node.lab.results import commit
 from node.model import chunk
 from node.model.host_memory import PlainHostMemory
 from node.model.units import unit_names, unit_parameters
-from node.pipeline.block_times import assumed_times
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory import FIXED_BYTES
-from node.pipeline.memory_plan import Room, least_stage_bytes
 from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
 from node.stage.block_measure import measured_times
 from node.stage.machine_info import fix_order
 from node.stage.out_of_memory import ran_out
 from node.stage.stage_model import StageModel
+from node.tuning.block_times import assumed_times
+from node.tuning.device_memory import Devices
+from node.tuning.memory import FIXED_BYTES
+from node.tuning.memory_plan import Room, least_stage_bytes
 from scripts.bench.memory_plan import BESIDE, GB, cap, tiled
 
 LLAMA_8B = ModelSection(

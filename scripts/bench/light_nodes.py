@@ -19,9 +19,9 @@ from typing import Any
 
 from node.config.schema import RunConfig
 from node.model.units import unit_names
-from node.pipeline.placement import stage_units
 from node.processes.enrol import enrol
 from node.run_file.loader import from_json
+from node.schedule.placement import stage_units
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.session import Session
 from node.telemetry.clock import TimeKind

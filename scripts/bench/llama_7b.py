@@ -26,7 +26,7 @@ import torch
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.lab.results import commit
 from node.model import chunk
-from node.pipeline.schedule import Kind, one_f_one_b
+from node.schedule.schedule import Kind, one_f_one_b
 from node.stage.allocator import begin_peak, grow_segments, most_allocated
 from node.stage.machine_info import fix_order
 from node.stage.out_of_memory import ran_out

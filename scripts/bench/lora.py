@@ -24,11 +24,11 @@ from node.config.schema import LoraSection, ModelSection, PipelineSection, RunCo
 from node.lab.results import commit
 from node.model.lora_shapes import trained_specs
 from node.model.units import state_bytes, unit_names
-from node.pipeline.device_memory import Devices
-from node.pipeline.gradient_groups import model_pieces
-from node.pipeline.memory import stage_memory
+from node.schedule.gradient_groups import model_pieces
 from node.stage.stage_model import StageModel
 from node.training.group_sums import CodecPacking, PieceSums
+from node.tuning.device_memory import Devices
+from node.tuning.memory import stage_memory
 from scripts.report import RESULTS, version
 
 OUT = RESULTS / "lora.json"

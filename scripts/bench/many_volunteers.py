@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from node.lab.results import commit, hardware
-from node.pipeline.routing import neighbours
 from node.run_state.actions import Action, RecordCommit, RecordPlacement, Send
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, RunPlan
 from node.run_state.stage_assignment import Candidate
+from node.schedule.routing import neighbours
 from scripts.report import RESULTS, write
 from wire.messages import Applied, Placed, Ready, Restore, Telemetry, Vote
 

@@ -23,7 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.coordinator.metrics import RunMetrics
 from node.coordinator.reporter import Reporter
@@ -36,6 +35,7 @@ from node.run_state.epoch import Epoch
 from node.run_state.votes import VoteHistory
 from node.telemetry import events
 from node.telemetry.clock import TimeKind
+from node.view.view_builder import RunViewBuilder
 from scripts.report import RESULTS
 from wire.coordinator_messages_proto import coordinator_message_to_proto
 from wire.messages import Heartbeat

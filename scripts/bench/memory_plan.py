@@ -49,16 +49,16 @@ from node.lab.results import commit
 from node.model import chunk
 from node.model.blocks import Block
 from node.model.units import Initial, ParameterSpec
-from node.pipeline.block_times import BlockTimes
-from node.pipeline.device_memory import Devices, has_own_attention
-from node.pipeline.memory import FIXED_BYTES
-from node.pipeline.memory_choice import Choice, MemoryPlan
-from node.pipeline.memory_plan import Room
-from node.pipeline.storage_choice import choose, chosen_config, words_of
 from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
 from node.stage.block_measure import measured_times
 from node.stage.machine_info import arithmetic, fix_order
 from node.stage.stage_model import StageModel
+from node.tuning.block_times import BlockTimes
+from node.tuning.device_memory import Devices, has_own_attention
+from node.tuning.memory import FIXED_BYTES
+from node.tuning.memory_choice import Choice, MemoryPlan
+from node.tuning.memory_plan import Room
+from node.tuning.storage_choice import choose, chosen_config, words_of
 
 GB = 10**9
 HOST_GB = 48

@@ -37,11 +37,11 @@ from node.config.schema import (
     TelemetrySection,
     TrainingSection,
 )
+from node.data.shards import load_data
 from node.lab.results import commit, processor
 from node.run_file.loader import toml_value
 from node.telemetry.events import Event, JoinLine, StepDone, from_json
-from node.training.reference import ReferenceTrainer
-from node.training.shards import load_data
+from tests.support.reference_trainer import ReferenceTrainer
 
 WARM, STEPS = 30, 150
 """Steps that are not counted, and all steps."""

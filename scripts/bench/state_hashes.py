@@ -25,8 +25,8 @@ import torch
 from node.config.schema import RunConfig
 from node.lab.results import commit, hardware
 from node.model.units import parameter_specs
-from node.pipeline.snapshot_place import stage_state_bytes
 from node.stage.snapshot_transfer import HASHERS, _hash
+from node.tuning.snapshot_place import stage_state_bytes
 from scripts.bench.compute import SHAPES
 from scripts.report import RESULTS, write
 from wire.messages import StateHashes, UnitHash

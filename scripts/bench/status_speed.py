@@ -21,9 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from node.analysis import checkpoint
-from node.analysis.view_builder import RunViewBuilder
-from node.analysis.view_builder import view as view_of
 from node.config.schema import RunConfig, RunSection
 from node.coordinator.database import connect
 from node.coordinator.store import Store
@@ -31,6 +28,9 @@ from node.lab.results import commit, hardware
 from node.run_file.loader import to_json
 from node.telemetry import events, history
 from node.telemetry.clock import TimeKind
+from node.view import checkpoint
+from node.view.view_builder import RunViewBuilder
+from node.view.view_builder import view as view_of
 from scripts.report import RESULTS, write
 
 OUT = RESULTS / "status_speed.json"

@@ -20,10 +20,10 @@ import torch
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.lab.results import commit
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory import stage_memory
-from node.pipeline.memory_plan import Room, least_stage_bytes
 from node.stage.stage_model import StageModel
+from node.tuning.device_memory import Devices
+from node.tuning.memory import stage_memory
+from node.tuning.memory_plan import Room, least_stage_bytes
 from scripts.report import RESULTS, write
 from tests.support.memory_meter import measured
 

@@ -21,8 +21,8 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from node.lab.plots import COLOURS, STYLE
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory_plan import frontier
+from node.tuning.device_memory import Devices
+from node.tuning.memory_plan import frontier
 from scripts.bench.memory_plan import (
     BESIDE,
     FIXED_BYTES,

@@ -9,9 +9,9 @@ import torch
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.lab.results import read_results
 from node.model.units import unit_parameters
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory import stage_bytes
-from node.pipeline.placement import stage_units
+from node.schedule.placement import stage_units
+from node.tuning.device_memory import Devices
+from node.tuning.memory import stage_bytes
 from scripts.docs.losses import CONVERGENCE
 from scripts.docs.markdown import Tables, read_report
 from scripts.docs.memory import STORED_ACTIVATIONS, plain_rows

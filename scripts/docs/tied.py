@@ -1,4 +1,4 @@
-"""Tables of tied models: `node.pipeline.placement` decides where their head is."""
+"""Tables of tied models: `node.schedule.placement` decides where their head is."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 
 from node.config.schema import DataSection
+from node.data.data import Corpus
 from node.lab.results import commit, hardware
 from node.processes.demo import demo_file, run_demo
 from node.run_file.loader import load_config
 from node.telemetry.events import Event, RunFinished, RunSummary, StepDone
-from node.training.data import Corpus
-from node.training.reference import ReferenceTrainer
 from scripts.report import RESULTS
+from tests.support.reference_trainer import ReferenceTrainer
 from wire.version import VERSION
 
 OUT = RESULTS / "codec_loss.json"

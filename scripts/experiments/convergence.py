@@ -46,22 +46,20 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
+from node.data.data import document_starts
 from node.lab.results import commit
 from node.model.chunk import compute_precision
 from node.model.rng import generator
 from node.model.rng import salt as rng_salt
 from node.model.units import unit_names
-from node.pipeline.gradient_groups import parts_of_group
-from node.pipeline.memory import stage_storages
-from node.pipeline.placement import split_units
 from node.run_file.validate import validate
+from node.schedule.gradient_groups import parts_of_group
+from node.schedule.placement import split_units
 from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
 from node.stage.step_passes import put_group_sums, sum_own_tie
-from node.training.data import document_starts
-from node.training.device_sums import DeviceSums
-from node.training.reference import ReferenceTrainer, Step
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
+from node.tuning.memory import stage_storages
 from scripts.experiments.convergence_runs import (
     BLOCKS,
     COMPUTE,
@@ -77,6 +75,8 @@ from scripts.experiments.convergence_runs import (
     Run,
 )
 from scripts.report import RESULTS
+from tests.support.device_sums import DeviceSums
+from tests.support.reference_trainer import ReferenceTrainer, Step
 from wire.codecs.base import Codec
 from wire.codecs.header import EXPONENT
 from wire.codecs.registry import codec
@@ -92,7 +92,7 @@ RUNS_A_GPU = "THINWIRE_RUNS_A_GPU"
 
 
 class Windows:
-    """Fixed windows of the text in a new order each pass; used in place of `node.training.data.Corpus`.
+    """Fixed windows of the text in a new order each pass; used in place of `node.data.data.Corpus`.
 
     A window's position in the text never changes, so AQ-SGD meets the same samples again.
     """

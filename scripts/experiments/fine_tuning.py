@@ -27,9 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from node.checkpoints.adapters import adapter_config, peft_name
-from node.checkpoints.families import read_config, tensors, write_config
-from node.checkpoints.start import read_units
 from node.config.schema import (
     DataSection,
     LoraSection,
@@ -39,15 +36,18 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
+from node.data.shards import TrainingData, load_data
 from node.lab.results import commit, hardware
 from node.model.chunk import compute_precision
 from node.model.units import unit_names
-from node.pipeline.placement import split_units
+from node.schedule.placement import split_units
 from node.stage.machine_info import fix_order
-from node.training.reference import ReferenceTrainer
+from node.state.adapters import adapter_config, peft_name
+from node.state.families import read_config, tensors, write_config
+from node.state.start import read_units
 from node.training.schedule import learning_rate
-from node.training.shards import TrainingData, load_data
 from scripts.report import RESULTS, ROOT, version, write
+from tests.support.reference_trainer import ReferenceTrainer
 from wire.codecs.registry import codec
 from wire.spec import TensorKey, TensorSpec
 
@@ -178,7 +178,7 @@ def make_tokenizer(vocab: int, folder: Path) -> None:
     """Byte-level BPE of the standard library's sources, as `tokenizer.json`."""
     import tokenizers
 
-    from node.training.text import standard_library_files
+    from node.data.text import standard_library_files
 
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

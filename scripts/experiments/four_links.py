@@ -39,13 +39,13 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
+from node.data.data import Corpus
 from node.lab.results import commit, hardware
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
-from node.pipeline.codec_ladder import of_gradients
-from node.pipeline.rate_control import WATCHED
 from node.telemetry import events
-from node.training.data import Corpus
+from node.tuning.codec_times import of_gradients
+from node.tuning.rate_control import WATCHED
 from scripts.experiments.gradient_bias import Quantizer, Way, loss_of
 from scripts.experiments.paced_pipeline import PacedRun, paced_run
 from scripts.experiments.shaped_relay import ShapedRelay

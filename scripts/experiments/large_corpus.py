@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from node.config.schema import DataSection, ModelSection, RunConfig, TrainingSection
+from node.data.text import standard_library_files
+from node.data.tokenizer import load_tokenizer
 from node.lab.results import commit, hardware
-from node.training.text import standard_library_files
-from node.training.tokenizer import load_tokenizer
 from scripts.experiments.fine_tuning import make_tokenizer
 from scripts.report import write
 from tests.support.run_harness import SMALL, Coordinator, Run

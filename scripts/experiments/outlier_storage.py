@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from kernels.blockfloat import reference as blockfloat
 from kernels.blockfloat.layout import packed_bytes
 from node.config.schema import DataSection, ModelSection, RunConfig, RunSection, TrainingSection
+from node.data.data import Corpus
 from node.lab.results import commit, hardware
 from node.model.blocks import Block
-from node.training.data import Corpus
-from node.training.reference import ReferenceTrainer
 from scripts.report import RESULTS, add_boundary_data, boundary_files, write
+from tests.support.reference_trainer import ReferenceTrainer
 
 OUT = RESULTS / "outlier_storage.json"
 Z_SCORE = 3.0

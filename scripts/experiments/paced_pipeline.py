@@ -24,8 +24,8 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
-from node.pipeline.floor import LinkRate, step_floor
 from node.run_file.loader import to_toml
+from node.schedule.floor import LinkRate, step_floor
 from node.telemetry import events
 from scripts.experiments.shaped_relay import ShapedRelay
 from scripts.report import ROOT

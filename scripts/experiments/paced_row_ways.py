@@ -23,9 +23,9 @@ import torch
 
 from node.config.schema import RunConfig
 from node.lab.results import commit, hardware
-from node.pipeline.floor import LinkRate, Network
-from node.pipeline.schedule import Kind, schedule
-from node.pipeline.simulation import simulate
+from node.schedule.floor import LinkRate, Network
+from node.schedule.schedule import Kind, schedule
+from node.schedule.simulation import simulate
 from scripts.experiments.paced_rows import BACKWARD_SECONDS, FORWARD_SECONDS, compare, run_config, throughput
 from scripts.experiments.step_parts import PARTS
 from scripts.report import RESULTS, write

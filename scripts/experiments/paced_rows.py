@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from node.analysis.explain import framed_bytes
 from node.config.schema import (
     CoordinatorSection,
     DataSection,
@@ -41,10 +40,11 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.lab.results import commit, hardware
-from node.pipeline.gradient_groups import RowShare, sync_bytes
-from node.pipeline.placement import stage_units
-from node.pipeline.snapshot_place import snapshot_bytes
+from node.schedule.gradient_groups import RowShare, sync_bytes
+from node.schedule.placement import stage_units
 from node.telemetry import events
+from node.tuning.snapshot_place import snapshot_bytes
+from node.view.explain import framed_bytes
 from scripts.experiments.paced_pipeline import PacedRun, paced_run
 from scripts.experiments.step_parts import step_parts
 from scripts.report import RESULTS, write

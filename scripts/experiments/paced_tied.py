@@ -41,10 +41,10 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.lab.results import commit, hardware
-from node.pipeline.floor import LinkRate, Network, chunk_shares
-from node.pipeline.placement import stage_orders
-from node.pipeline.schedule import Kind
-from node.pipeline.simulation import simulate
+from node.schedule.floor import LinkRate, Network, chunk_shares
+from node.schedule.placement import stage_orders
+from node.schedule.schedule import Kind
+from node.schedule.simulation import simulate
 from node.telemetry import events
 from scripts.experiments.paced_cards import Card, CardTransfer, serve
 from scripts.experiments.paced_pipeline import NODE, paced_run, until

@@ -6,7 +6,7 @@ Each run is a real one: a coordinator and four node processes, with a join line 
 compute are simulated: every link passes a relay (shaped_relay.py) whose rate and delay change during the run,
 and blocks wait for a set time instead of computing, so that four stages fit on two cores and the lower bound
 is known. Steps just after a change are not counted.
-`node.pipeline.floor` gives the lower bound from the frames' bytes, the relay's rate and the compute times.
+`node.schedule.floor` gives the lower bound from the frames' bytes, the relay's rate and the compute times.
 It is computed with the set times and with those measured in the same steps, which are longer if other
 processes use the cores.
 
@@ -36,10 +36,10 @@ import grpc
 import torch
 
 from node.lab.results import commit, hardware
-from node.pipeline.floor import LinkRate, Network
-from node.pipeline.schedule import Kind, schedule
-from node.pipeline.simulation import simulate
-from node.pipeline.window_plan import StepMeasures, plan_windows
+from node.schedule.floor import LinkRate, Network
+from node.schedule.schedule import Kind, schedule
+from node.schedule.simulation import simulate
+from node.tuning.window_plan import StepMeasures, plan_windows
 from scripts.experiments.paced_pipeline import (
     BACKWARD_SECONDS,
     FORWARD_SECONDS,

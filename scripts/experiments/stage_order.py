@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from node.lab.results import commit
-from node.pipeline.stage_order import (
+from node.tuning.stage_order import (
     Machines,
     Matrix,
     StageOrder,

@@ -38,11 +38,11 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
+from node.data.data import Corpus
 from node.lab.results import commit
 from node.model.blocks import LlamaBlock
-from node.training.data import Corpus
-from node.training.reference import ReferenceTrainer
 from scripts.report import RESULTS
+from tests.support.reference_trainer import ReferenceTrainer
 
 OUT = RESULTS / "stored_activations_loss.json"
 WAYS: dict[str, dict[str, str]] = {

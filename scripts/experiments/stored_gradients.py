@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from node.config.schema import DataSection, ModelSection, RunConfig, RunSection, TrainingSection
+from node.data.data import Corpus
 from node.lab.results import commit, hardware
-from node.training.data import Corpus
-from node.training.reference import ReferenceTrainer
 from scripts.report import RESULTS
+from tests.support.reference_trainer import ReferenceTrainer
 
 # Find the other script whether this one is run with `-m` or by its path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -52,16 +52,16 @@ from node.config.schema import (
     SyncSection,
     TrainingSection,
 )
+from node.data.data import Corpus
 from node.lab.results import commit, hardware
 from node.model.units import parameter_specs, unit_names
 from node.run_file.validate import validate
 from node.stage.machine_info import fix_order
-from node.training.data import Corpus
 from node.training.optimizer import StageOptimizer
-from node.training.reference import ReferenceTrainer
 from scripts.experiments.convergence import StageTrainer, Windows, windows
 from scripts.experiments.run_parts import Checkpoints, Parts, Progress, States, deal
 from scripts.report import RESULTS, write
+from tests.support.reference_trainer import ReferenceTrainer
 from wire.version import VERSION
 
 OUT = RESULTS / "sync_loss.json"

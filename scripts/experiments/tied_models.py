@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from node.analysis.explain import explain
 from node.lab.profile import load_profile
 from node.lab.results import RESULTS_FILE, commit, hardware
 from node.telemetry import events
+from node.view.explain import explain
 from scripts.report import RESULTS
 
 OUT = RESULTS / "tied_models.json"

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from node.pipeline.device_memory import PAGE
 from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
 from node.stage.stage_model import StageModel
+from node.tuning.device_memory import PAGE
 from tests.gpu.test_gpu_passes import GPU, run_file, run_step
 
 PIECE = 5 * PAGE

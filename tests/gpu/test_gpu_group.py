@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
-from node.parallel.processes import DeviceGroup, devices
+from node.stage.processes import DeviceGroup, devices
 from node.stage.stage_model import StageModel
 from tests.support.device_groups import closed_at_last
 

@@ -11,15 +11,15 @@ from node.model import offload
 from node.model.chunk import build_chunk, weight_dtype
 from node.model.host_memory import CudaHostMemory
 from node.model.units import unit_names
-from node.pipeline.device_memory import Devices, has_own_attention
-from node.pipeline.memory_choice import Choice
-from node.pipeline.memory_plan import Room, least_stage_bytes
-from node.pipeline.state_moves import Moved
 from node.stage.machine_info import arithmetic
 from node.stage.passes import AutogradPasses
 from node.stage.stage_model import StageModel
 from node.training import host_moments
 from node.training.optimizer import StageOptimizer
+from node.tuning.device_memory import Devices, has_own_attention
+from node.tuning.memory_choice import Choice
+from node.tuning.memory_plan import Room, least_stage_bytes
+from node.tuning.state_moves import Moved
 from tests.gpu.test_gpu_passes import GPU, assert_same, run_file, steps
 from tests.support.passes import CASES, Forced
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, SyncSection
 from node.model import storage
-from node.pipeline.memory_choice import Choice
-from node.pipeline.memory_plan import Room
 from node.stage.captured_passes import CapturedPasses, CudaRecorder, Work
 from node.stage.stage_model import StageModel
+from node.tuning.memory_choice import Choice
+from node.tuning.memory_plan import Room
 from tests.support.passes import CASES, Forced
 
 GPU = torch.device("cuda", 0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from node.config.schema import RunConfig, StorageSection
-from node.parallel.processes import DeviceGroup, devices
+from node.stage.processes import DeviceGroup, devices
 from node.stage.stage_model import StageModel
 from tests.gpu.test_gpu_group import CONFIG, FIRST, NEAR, PACKED, far, losses
 from tests.support.device_groups import closed_at_last

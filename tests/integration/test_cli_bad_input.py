@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from node.checkpoints.families import write_config
 from node.run_file.loader import to_toml
+from node.state.families import write_config
 from node.telemetry.events import JoinLine
 from tests.support.fault_prefork import Prefork
 from tests.support.ports import free_port

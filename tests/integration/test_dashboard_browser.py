@@ -19,7 +19,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.store import Store
 from node.dashboard.feed import Feed
 from node.dashboard.operator import KEY_FILE, ChangeGuard, Operator, OperatorKey
@@ -28,6 +27,7 @@ from node.dashboard.server import Page, serve_page
 from node.display.status import read_status
 from node.telemetry import events
 from node.telemetry.history import read_history
+from node.view.view_builder import RunViewBuilder
 from tests.support.browser import Browser, chromium
 from tests.support.browser import Page as Tab
 from tests.support.fault_prefork import Prefork

@@ -17,7 +17,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator.changes import Changes
 from node.coordinator.look_service import Looks
@@ -31,6 +30,7 @@ from node.dashboard.server import POLICY, Page, serve_page
 from node.run_file.addresses import parse_listen
 from node.run_file.loader import to_json
 from node.telemetry import events
+from node.view.view_builder import RunViewBuilder
 from tests.support import run_events
 from wire.errors import UserError
 from wire.identity.authority import CertificateAuthority

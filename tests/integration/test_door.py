@@ -14,7 +14,6 @@ from unittest.mock import AsyncMock
 import aiohttp
 import pytest
 
-from node.analysis.view_builder import RunViewBuilder
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator.control_service import ControlService
 from node.coordinator.enrolment import EnrolmentHandler
@@ -26,6 +25,7 @@ from node.model.labels import BatchPart
 from node.processes.enrol import enrol
 from node.stage.coordinator_client import CoordinatorClient
 from node.telemetry import events
+from node.view.view_builder import RunViewBuilder
 from tests.support.links import eventually
 from tests.support.pki import RUN_ID, new_authority, new_node
 from tests.unit.node.coordinator.test_bulk_calls import Handler

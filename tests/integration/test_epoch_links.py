@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
-from node.pipeline.routing import Peer
+from node.schedule.routing import Peer
 from node.stage.epoch_links import EpochLinks, dials, outbox_bytes
 from node.stage.session import IdentityHolder
 from tests.support.links import EPOCH, SECONDS, quick

@@ -12,8 +12,8 @@ import pytest
 
 from node.faults import Fault, Kind, Phase
 from node.stage.coordinator_client import CoordinatorClient
+from node.state.snapshot import list_snapshots
 from node.telemetry.events import NodeJoined, NodeLeft, Notice, PlacementMade, StepAborted
-from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
 from tests.support.pki import hello

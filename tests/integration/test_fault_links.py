@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from node.faults import Fault, Kind, Phase
+from node.state.snapshot import list_snapshots
 from node.telemetry.events import NodeJoined, NodeLeft, Notice, PlacementMade, RunFinished, StepAborted
-from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, held, small
 

@@ -12,7 +12,6 @@ import pytest
 
 from node.config.schema import RunConfig
 from node.faults import Fault, Kind, Phase
-from node.pipeline.memory import stage_storages
 from node.telemetry.events import (
     Event,
     NodeJoined,
@@ -22,6 +21,7 @@ from node.telemetry.events import (
     SnapshotStored,
     StepAborted,
 )
+from node.tuning.memory import stage_storages
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, held, small, until_joined
 from tests.support.run_harness import Process, packed

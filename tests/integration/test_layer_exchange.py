@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from node.stage.layer_peers import LayerPeers, LayerPlace, LayersHeld
-from node.stage.snapshot_cache import SnapshotCache
 from node.stage.sums_kept import SumsKept
+from node.state.snapshot_cache import SnapshotCache
 from tests.support.pki import RUN_ID, new_authority, new_node
 from wire import layer_exchange
 from wire.channels import open_channel

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.data.data import Corpus
 from node.model.labels import BatchPart
-from node.pipeline.gradient_groups import microbatches_of, model_pieces, piece_bytes
-from node.pipeline.routing import Peer
+from node.schedule.gradient_groups import microbatches_of, model_pieces, piece_bytes
+from node.schedule.routing import Peer
 from node.stage.coordinator_client import Batches
 from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask, LinkEvents, State
@@ -22,7 +23,6 @@ from node.stage.progress import Progress
 from node.stage.session import IdentityHolder
 from node.stage.stage_model import StageModel
 from node.stage.watchdog import ComputeThread
-from node.training.data import Corpus
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from tests.support.links import SECONDS, quick
 from tests.support.memory_pipeline import corpus, reference_run

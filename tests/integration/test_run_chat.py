@@ -11,12 +11,12 @@ import pytest
 
 from node.cli.main import main
 from node.config.schema import DataSection
+from node.data.samples import held_out_samples
+from node.data.shards import load_data
 from node.telemetry.events import HeldOutLoss
-from node.training.reference import ReferenceTrainer
-from node.training.samples import held_out_samples
-from node.training.shards import load_data
 from tests.support.chat_data import conversations, write_jsonl, write_tokenizer
 from tests.support.fault_prefork import Prefork
+from tests.support.reference_trainer import ReferenceTrainer
 from tests.support.run_harness import SMALL, Run, Still
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from node.coordinator.decisions import record_plan, recorded_codecs
 from node.coordinator.store import Store
-from node.pipeline.codec_plan import CodecPlan
 from node.run_state.actions import RecordCodecs
 from node.telemetry.events import CodecsPlanned, Notice, PlacementMade, StepCosts
+from node.tuning.codec_plan import CodecPlan
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun
 from tests.support.run_harness import SMALL, TINY, Still

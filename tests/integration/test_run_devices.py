@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory import stage_bytes
-from node.pipeline.memory_plan import least_stage_bytes
 from node.telemetry.events import NodeJoined, PlacementMade
+from node.tuning.device_memory import Devices
+from node.tuning.memory import stage_bytes
+from node.tuning.memory_plan import least_stage_bytes
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, Still, assert_near_undisturbed, packed, undisturbed
 from tests.support.terminal import assert_never_silent, volunteer
@@ -33,7 +33,7 @@ def workers(run: Run) -> list[int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"node.parallel.worker" in words:
+        if b"node.stage.worker" in words:
             found.append(pid)
     return found
 

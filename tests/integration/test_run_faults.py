@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from node.faults import Fault, Kind, Phase
-from node.pipeline.placement import head_first
+from node.schedule.placement import head_first
 from node.telemetry.events import NodeLeft, PlacementMade, StepAborted
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small

@@ -10,7 +10,7 @@ from node.cli.main import main
 from node.config.schema import LoraSection, RunConfig
 from node.coordinator.store import Store
 from node.faults import Fault, Kind, Phase
-from node.pipeline.placement import chunk_units
+from node.schedule.placement import chunk_units
 from node.telemetry.events import HeldOutLoss
 from node.telemetry.history import read_history
 from tests.support.fault_prefork import Prefork

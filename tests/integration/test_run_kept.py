@@ -9,7 +9,7 @@ from pathlib import Path
 from node.config.schema import SnapshotsSection
 from node.coordinator.rebuild import newest_record
 from node.model.units import unit_names
-from node.stage.snapshot_cache import RECORD_FILE
+from node.state.snapshot_cache import RECORD_FILE
 from node.telemetry.events import SnapshotStored
 from tests.support.fault_prefork import Prefork
 from tests.support.links import eventually

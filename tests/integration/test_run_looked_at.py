@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from node.analysis.view_builder import view
 from node.telemetry import events
 from node.telemetry.clock import TimeKind
 from node.telemetry.history import read_history
 from node.telemetry.trace import align
 from node.telemetry.trace_files import read_batches
+from node.view.view_builder import view
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Run, Still
 

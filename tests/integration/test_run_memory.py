@@ -11,10 +11,10 @@ from node.config.schema import RunConfig
 from node.display.render import SHORT_ID
 from node.display.watch import PageWatch
 from node.faults import Fault, Kind, Phase
-from node.pipeline.memory import stage_bytes
 from node.stage.out_of_memory import NOTE_FILE
 from node.telemetry.events import NodeJoined, NodeLeft, PlacementMade
 from node.telemetry.format import bytes_text
+from node.tuning.memory import stage_bytes
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
 from tests.support.run_harness import SMALL, Launch, Process, Run, assert_near_undisturbed
@@ -25,7 +25,7 @@ RANK_RUNS_OUT = """
 import os
 import sys
 
-if "node.parallel.worker" in sys.orig_argv and not os.path.exists(MARKER):
+if "node.stage.worker" in sys.orig_argv and not os.path.exists(MARKER):
     import torch
     from node.stage.stage_model import StageModel
 

@@ -16,8 +16,8 @@ import pytest
 
 from node.coordinator.store import Store
 from node.display.status import read_status
+from node.state.snapshot import list_snapshots
 from node.telemetry.events import Notice, RunFinished, StepDone
-from node.training.snapshot import list_snapshots
 from tests.support.fault_prefork import Forked, Prefork
 from tests.support.run_harness import SMALL, TINY, Run, undisturbed
 

@@ -8,8 +8,8 @@ import pytest
 
 from node.coordinator.decisions import record_places, recorded_places, recorded_splits
 from node.coordinator.store import Store
-from node.pipeline.places import Grid, PlacePlan
 from node.telemetry.events import Notice, PlacementMade, RunStarted
+from node.tuning.places import Grid, PlacePlan
 from tests.support.fault_prefork import Prefork
 from tests.support.memory_pipeline import reference_run
 from tests.support.run_harness import SMALL, TINY, Coordinator, Run, Still, undisturbed

@@ -8,10 +8,10 @@ import pytest
 
 from node.config.schema import RunConfig
 from node.coordinator.store import Store
-from node.pipeline.memory import stage_storages
+from node.state.snapshot import list_snapshots, snapshot_directory
 from node.telemetry.events import JoinLine, Notice, PlacementMade, RunFinished, RunStarted, StepDone
 from node.training.schedule import global_norm, learning_rate
-from node.training.snapshot import list_snapshots, snapshot_directory
+from node.tuning.memory import stage_storages
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, TINY, Run, Still, packed
 

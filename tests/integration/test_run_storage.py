@@ -8,9 +8,9 @@ import pytest
 from node.config.schema import StorageSection
 from node.coordinator.decisions import recorded_storages
 from node.coordinator.store import Store
-from node.pipeline.device_memory import Devices
-from node.pipeline.storage_choice import allowed_storages, kept_bytes, words_of_name
 from node.telemetry.events import StoragesPlanned
+from node.tuning.device_memory import Devices
+from node.tuning.storage_choice import allowed_storages, kept_bytes, words_of_name
 from tests.support.fault_prefork import Prefork
 from tests.support.memory_pipeline import MemoryPipeline
 from tests.support.run_harness import SMALL, Run, Still

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from node.config.schema import RunConfig
-from node.parallel import collectives
-from node.parallel.group import Leader
-from node.parallel.processes import DeviceGroup
+from node.stage import collectives
+from node.stage.group import Leader
+from node.stage.processes import DeviceGroup
 from tests.support.paths import python_path
 from tests.support.process import Launch
 

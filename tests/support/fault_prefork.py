@@ -36,7 +36,7 @@ from tests.support.paths import ROOT, python_path
 
 PROGRAMS = (
     "node.cli.main",
-    "node.parallel.worker",
+    "node.stage.worker",
     "tests.support.apart_node",
     "tests.support.hasty",
     "tests.support.impatient_node",
@@ -308,9 +308,9 @@ def _import_everything() -> None:
     import node.cli.main
     import node.cli.run_directory
     import node.display.render
-    import node.parallel.worker
     import node.processes.coordinator
     import node.processes.node
+    import node.stage.worker
     from node.config.schema import RunConfig
     from node.processes import doctor
     from node.run_file import loader

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
-from node.pipeline.gradient_groups import model_pieces
+from node.schedule.gradient_groups import model_pieces
 
 Gradients = Mapping[str, Mapping[str, Tensor]]
 """Flat, by layer unit and parameter."""

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from node.cli.main import main as thinwire
-from node.pipeline.gradient_groups import Piece
+from node.schedule.gradient_groups import Piece
 from node.stage import snapshot_transfer
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.stage_model import StageModel
+from node.state.serialization import deserialize_unit, serialize_unit
+from node.state.unit_state import unit_hash
 from node.training.group_sums import Gradient, PieceSums
-from node.training.serialization import deserialize_unit, serialize_unit
-from node.training.unit_state import unit_hash
 from wire.errors import LinkError, ThinwireError
 from wire.messages import (
     Applied,

@@ -6,9 +6,6 @@ from functools import cache
 from hashlib import sha256
 from typing import TypeVar
 
-from node.pipeline.rate_control import RateHistory
-from node.pipeline.routing import neighbours
-from node.pipeline.storage_choice import StorageHistory
 from node.run_state.actions import Action, OpenSnapshot, RecordPlacement, Send, StepDone, Stop
 from node.run_state.codec_control import CodecControl, no_codecs
 from node.run_state.epoch import Epoch, Phase
@@ -17,6 +14,9 @@ from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, RunPlan
 from node.run_state.stage_assignment import Candidate, StageBytes
 from node.run_state.storage_control import StorageControl, no_choice
+from node.schedule.routing import neighbours
+from node.tuning.rate_control import RateHistory
+from node.tuning.storage_choice import StorageHistory
 from wire.messages import (
     Abort,
     Applied,

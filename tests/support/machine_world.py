@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from node.pipeline.routing import neighbours
 from node.run_state.actions import (
     Aborted,
     Action,
@@ -32,6 +31,7 @@ from node.run_state.newcomers import MOST_STEPS
 from node.run_state.run_plan import RunPlan
 from node.run_state.snapshot_schedule import MAX_ASKED
 from node.run_state.stage_assignment import Candidate
+from node.schedule.routing import neighbours
 from tests.support.machine_nodes import (
     UNITS,
     Disk,

@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 from node.config.schema import RunConfig
+from node.data.data import Corpus
+from node.data.samples import part_of
 from node.model.labels import from_bytes, to_bytes
 from node.model.units import unit_names
-from node.pipeline.gradient_groups import RowShare
-from node.pipeline.memory_plan import Room
-from node.pipeline.routing import BETWEEN_ROWS, source_stage, target_stage
+from node.schedule.gradient_groups import RowShare
+from node.schedule.routing import BETWEEN_ROWS, source_stage, target_stage
 from node.stage.executor import StageExecutor, UnitState
 from node.stage.inbox import Inbox, StepInterrupted
 from node.stage.stage_model import StageModel
 from node.stage.step_order import StepOutcome
+from node.state.manifest import unit_weights_sha256, weights_sha256
 from node.telemetry.clock import StageClock
-from node.training.data import Corpus
 from node.training.loaded_state import PARAMETER
 from node.training.loss_scale import LEAST, SKIPPED, loss_scales
-from node.training.manifest import unit_weights_sha256, weights_sha256
-from node.training.reference import Boundary, ReferenceTrainer, Step
-from node.training.samples import part_of
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
+from node.tuning.memory_plan import Room
 from tests.support.host_memory import LateHostMemory
+from tests.support.reference_trainer import Boundary, ReferenceTrainer, Step
 from wire.codecs.registry import codec
 from wire.spec import Direction, TensorKey, TensorSpec
 

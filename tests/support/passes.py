@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from node.config.schema import LoraSection, RunConfig, StorageSection, TrainingSection
-from node.pipeline.memory_choice import Choice, MemoryPlan
-from node.pipeline.memory_plan import Room
-from node.pipeline.state_moves import STAYS, Moved
+from node.tuning.memory_choice import Choice, MemoryPlan
+from node.tuning.memory_plan import Room
+from node.tuning.state_moves import STAYS, Moved
 
 PLAIN = TrainingSection(global_batch=8, microbatch=2, warmup_steps=0, precision="bfloat16")
 FP8 = replace(PLAIN, gradients="fp8", moments="fp8")

@@ -50,8 +50,8 @@ from node.config.schema import (
 )
 from node.coordinator.store import Store
 from node.faults import VARIABLE, Fault, Kind, Phase, Plan
-from node.pipeline.placement import chunk_units
 from node.run_file.loader import to_toml
+from node.schedule.placement import chunk_units
 from node.telemetry.events import PlacementMade, SnapshotStored, StepDone
 from tests.support.memory_pipeline import TEXT, reference_run
 from tests.support.paths import python_path

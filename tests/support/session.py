@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from node.parallel import processes
+from node.stage import processes
 from tests.support.cases import seed
 from tests.support.examples import FUZZ, examples
 from tests.support.fault_prefork import Prefork

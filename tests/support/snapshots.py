@@ -9,11 +9,11 @@ from torch import Tensor
 
 from node.config.schema import ModelSection, RunConfig
 from node.model.chunk import build_chunk
-from node.pipeline.placement import split_units
-from node.training.manifest import Manifest
+from node.schedule.placement import split_units
+from node.state.manifest import Manifest
+from node.state.serialization import serialize_unit
+from node.state.snapshot import SnapshotWriter
 from node.training.optimizer import StageOptimizer
-from node.training.serialization import serialize_unit
-from node.training.snapshot import SnapshotWriter
 
 MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
 CONFIG = RunConfig(model=MODEL)

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {"kernels": {"kernels"}, "wire": {"wire", "kernels"}, "node": {"node", "wire", "kernels"}}
 OURS = {*MAY_IMPORT, "scripts", "tests"}
 FLOORS = (
-    *("cli", "processes", "lab", "dashboard", "coordinator", "run_state", "parallel"),
-    *("stage", "display", "analysis", "run_file", "checkpoints", "training", "pipeline", "model"),
+    *("cli", "processes", "lab", "dashboard", "display", "coordinator", "stage", "run_state", "view"),
+    *("run_file", "tuning", "state", "training", "data", "schedule", "model"),
     *("telemetry", "config", "faults"),
 )
 """Rooms of `node` from top to bottom: each imports only from rooms below it."""
@@ -252,10 +252,10 @@ def test_no_imports_form_a_circle() -> None:
 @pytest.mark.parametrize(
     ("imports", "found"),
     [
-        ({"node/stage/a.py": "node/parallel/b.py"}, ["node/stage/a.py -> node/parallel/b.py"]),
+        ({"node/view/a.py": "node/stage/b.py"}, ["node/view/a.py -> node/stage/b.py"]),
         ({"node/faults.py": "node/config/schema.py"}, ["node/faults.py -> node/config/schema.py"]),
         ({"node/model/x/a.py": "node/cli/y/b.py"}, ["node/model/x/a.py -> node/cli/y/b.py"]),
-        ({"node/parallel/a.py": "node/stage/b.py", "node/config/a.py": "node/faults.py"}, []),
+        ({"node/stage/a.py": "node/view/b.py", "node/config/a.py": "node/faults.py"}, []),
         ({"node/stage/a.py": "node/stage/b.py", "wire/a.py": "wire/codecs/b.py"}, []),
         ({"scripts/a.py": "node/cli/b.py", "node/stage/a.py": "node/__init__.py"}, []),
     ],
@@ -312,8 +312,8 @@ def test_module_keeps_the_rules(module: Path) -> None:
         ("kernels/sub/a.py", "from ..b import c\nimport torch, numpy", []),
         (
             "wire/a.py",
-            "def f():\n    from node.pipeline.schedule import Kind",
-            ["node.pipeline.schedule.Kind"],
+            "def f():\n    from node.schedule.schedule import Kind",
+            ["node.schedule.schedule.Kind"],
         ),
         ("wire/a.py", "import kernels.pack\nfrom .node import x", []),
         ("node/a.py", "import wire, kernels, node.stage, asyncio, wire.v10", []),

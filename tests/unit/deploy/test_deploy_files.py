@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from node.cli.main import build_parser
+from node.data.token_cache import cache_folder
 from node.run_file.loader import load_config
-from node.training.token_cache import cache_folder
 from tests.support.deploy import (
     COMPOSE,
     DEPLOY,

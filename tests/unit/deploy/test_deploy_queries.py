@@ -11,10 +11,10 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from node.analysis.step_model import FULL, LITTLE
 from node.coordinator.metrics import STATES
 from node.telemetry.clock import TimeKind
 from node.telemetry.metrics import PREFIX, RUN_METRICS, MetricKind
+from node.view.step_model import FULL, LITTLE
 from tests.support.cases import each
 from tests.support.deploy import GRAFANA
 from tests.support.prometheus import Query, queries, variables

@@ -19,7 +19,7 @@ from node.coordinator.sessions import ControlSession
 from node.coordinator.snapshot_handler import UploadPermit
 from node.model.labels import BatchPart
 from node.stage.coordinator_client import CoordinatorClient
-from node.training.manifest import UnitEntry
+from node.state.manifest import UnitEntry
 from tests.support.pki import hello, new_authority, new_node
 from wire.channels import make_server, open_channel
 from wire.coordinator_messages_proto import coordinator_message_to_proto

@@ -30,7 +30,7 @@ from node.coordinator.snapshot_handler import Agreement, NotDueError, UploadPerm
 from node.model.labels import BatchPart
 from node.run_file.loader import default_config
 from node.stage.coordinator_client import CoordinatorClient
-from node.training.manifest import UnitEntry
+from node.state.manifest import UnitEntry
 from tests.support.pki import new_authority, new_node
 from wire.channels import make_server, open_channel
 from wire.errors import RunError

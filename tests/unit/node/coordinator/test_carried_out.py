@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from node.checkpoints.families import tensors
-from node.checkpoints.weights import CheckpointError
 from node.config.schema import (
     DataSection,
     ModelSection,
@@ -28,13 +26,15 @@ from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.relays import RelayOffer
 from node.coordinator.sessions import MOST_WAITING, ControlSession
 from node.coordinator.store import EVICTED_WORDS, PlacedNode, StepOutcome, StepRecord, Store
+from node.data.data import Corpus
 from node.model.labels import BatchPart
-from node.pipeline.placement import stage_units
 from node.run_file.loader import from_json
 from node.run_state.actions import Stop
 from node.run_state.run_plan import Past
+from node.schedule.placement import stage_units
+from node.state.families import tensors
+from node.state.weights import CheckpointError
 from node.telemetry import events
-from node.training.data import Corpus
 from wire.errors import DataError, ProtocolViolationError, RunError, ThinwireError
 from wire.identity.enrolment import Hardware
 from wire.messages import (

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.coordinator.placing import PlacePlanner
-from node.pipeline.places import PlacePlan, SplitHistory
-from node.pipeline.speeds import LEAST_STEPS
 from node.run_state.epoch import Committed, Epoch
 from node.run_state.membership import Member
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
 from node.run_state.votes import VoteHistory
 from node.telemetry.events import StageCost, StepCosts
+from node.tuning.places import PlacePlan, SplitHistory
+from node.tuning.speeds import LEAST_STEPS
 from tests.support.machine_driver import step_plan
 from wire.messages import BlockTime, CoordinatorMessage, PeerRate, ProbePeer
 

@@ -12,14 +12,14 @@ import pytest
 from node.config.schema import PipelineSection, RunConfig, SyncSection
 from node.coordinator import planners
 from node.coordinator.planners import TELLS_SECONDS, CodecPlanner, WindowPlanner, where_shown
-from node.pipeline.codec_plan import Lines
-from node.pipeline.floor import LinkRate
-from node.pipeline.window_plan import StepMeasures, Windows
 from node.run_state.epoch import Epoch
 from node.run_state.grid import ONE_ROW, Groups
 from node.run_state.stage_assignment import Candidate
 from node.run_state.votes import VoteHistory
+from node.schedule.floor import LinkRate
 from node.telemetry.events import Event, LinkCost, StageCost, StepCosts, WindowsPlanned, from_json
+from node.tuning.codec_plan import Lines
+from node.tuning.window_plan import StepMeasures, Windows
 from tests.support.machine_driver import step_plan
 from wire.telemetry import CodecTime, CodecTimes, LinkReport
 

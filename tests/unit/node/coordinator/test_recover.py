@@ -15,13 +15,13 @@ from node.coordinator.rebuild import newest_record
 from node.coordinator.store import Store
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
-from node.pipeline.placement import split_units
-from node.stage.snapshot_cache import SnapshotCache
-from node.training.manifest import FORMAT, Manifest, UnitEntry, unit_file, unit_weights_sha256, weights_sha256
+from node.schedule.placement import split_units
+from node.state.manifest import FORMAT, Manifest, UnitEntry, unit_file, unit_weights_sha256, weights_sha256
+from node.state.serialization import serialize_unit
+from node.state.snapshot import list_snapshots
+from node.state.snapshot_cache import SnapshotCache
+from node.state.unit_state import parameters_of, read_tensors
 from node.training.optimizer import StageOptimizer
-from node.training.serialization import serialize_unit
-from node.training.snapshot import list_snapshots
-from node.training.unit_state import parameters_of, read_tensors
 from wire.errors import UserError
 
 MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=256, sequence=8)

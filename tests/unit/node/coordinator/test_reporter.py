@@ -17,9 +17,9 @@ from node.coordinator.reporter import Reporter
 from node.coordinator.store import StepRecord
 from node.display.render import summary_lines
 from node.model.units import parameter_specs, state_bytes
-from node.pipeline.placement import stage_units
 from node.processes.coordinator import _unreported
 from node.run_state.actions import Aborted, AbortKind, RecordCommit, RecordRestored
+from node.schedule.placement import stage_units
 from node.telemetry import events
 from node.telemetry.costs import bits_per_element, mean_step
 from node.telemetry.format import bytes_text

@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.numpy import load
 
-from node.analysis.totals import snapshots_need
 from node.config.schema import ModelSection, RunConfig
 from node.coordinator import disk as disk_module
 from node.coordinator import snapshot_handler
@@ -30,12 +29,13 @@ from node.coordinator.snapshot_handler import (
 from node.coordinator.store import Store
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
-from node.pipeline.placement import split_units, stage_units
-from node.training.manifest import Manifest
+from node.schedule.placement import split_units, stage_units
+from node.state.manifest import Manifest
+from node.state.serialization import serialize_unit
+from node.state.snapshot import Checked, SnapshotWriter, list_snapshots
+from node.state.unit_state import unit_hash
 from node.training.optimizer import StageOptimizer
-from node.training.serialization import serialize_unit
-from node.training.snapshot import Checked, SnapshotWriter, list_snapshots
-from node.training.unit_state import unit_hash
+from node.view.totals import snapshots_need
 from wire.errors import DiskFullError, ProtocolViolationError, RunError, UserError, WrongLayerError
 from wire.messages import UnitHash
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.analysis import link_views, view_builder
-from node.analysis.run_view import RunView, Series
-from node.analysis.slices import SLICE, Slices, whole
-from node.analysis.view_builder import RunViewBuilder
 from node.dashboard import feed as module
 from node.dashboard.feed import Feed, apply_patch, json_of, make_patch
 from node.telemetry import events
+from node.view import link_views, view_builder
+from node.view.run_view import RunView, Series
+from node.view.slices import SLICE, Slices, whole
+from node.view.view_builder import RunViewBuilder
 from tests.support import run_events
 
 PLAIN = st.recursive(

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from node.analysis.view_builder import RunViewBuilder
 from node.cli.main import main
 from node.config.schema import CoordinatorSection
 from node.coordinator.ports import check_ports
@@ -24,6 +23,7 @@ from node.dashboard.pages import follow
 from node.display.status import COORDINATOR_GONE, STATUS_FILE, RunStatus
 from node.telemetry import events, history
 from node.telemetry.history import Entry, HistoryTail
+from node.view.view_builder import RunViewBuilder
 from tests.support.process import Process
 from tests.support.recorded_run import append, step, write_run
 from wire.errors import UserError

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.analysis.compare import POINTS, RunRecord, compare, record
 from node.cli.main import main
 from node.config.schema import PipelineSection, RunConfig
 from node.coordinator.store import Store
@@ -16,6 +15,7 @@ from node.display.compare import comparison_lines
 from node.run_file.loader import to_json
 from node.telemetry import events
 from node.telemetry.history import Entry, HistoryWriter
+from node.view.compare import POINTS, RunRecord, compare, record
 from tests.support.run_events import costs, done, opening, started, step
 
 

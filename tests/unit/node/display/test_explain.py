@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.analysis.explain import DeviceNeed, Explanation, StageNeed, TextPlan, explain, framed_bytes
 from node.cli.main import main
 from node.config.schema import (
     ModelSection,
@@ -29,12 +28,13 @@ from node.display.explain import (
 from node.model.chunk import build_chunk
 from node.model.storage import stored_bytes
 from node.model.units import unit_names
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory import stage_bytes, stage_memory, stage_storages
-from node.pipeline.placement import split_units, with_head_place
-from node.pipeline.schedule import dependencies, schedule
 from node.run_file.loader import to_json
+from node.schedule.placement import split_units, with_head_place
+from node.schedule.schedule import dependencies, schedule
 from node.telemetry.format import bytes_text
+from node.tuning.device_memory import Devices
+from node.tuning.memory import stage_bytes, stage_memory, stage_storages
+from node.view.explain import DeviceNeed, Explanation, StageNeed, TextPlan, explain, framed_bytes
 from tests.support.cases import each
 from wire.codecs.registry import codec
 from wire.frames import FRAME_BYTES, HEADER_BYTES

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from node.analysis.run_view import RunView
-from node.analysis.view_builder import RunViewBuilder, view
 from node.cli import top
 from node.cli.main import main
 from node.config.schema import RunConfig
@@ -29,6 +27,8 @@ from node.display.top import path_sentences, sparkline, step_line, view_lines
 from node.display.watch import HistoryWatch, PageWatch
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, HistoryWriter
+from node.view.run_view import RunView
+from node.view.view_builder import RunViewBuilder, view
 from tests.support.paths import lock_folders
 from tests.support.run_events import (
     BEGAN,

@@ -7,7 +7,7 @@ import pytest
 from node.lab.plan import SPARE_STEPS, CellKey, plan_runs, planned_steps
 from node.lab.profile import load_profile
 from node.lab.shape import read_matrix
-from node.pipeline.routing import link_ends
+from node.schedule.routing import link_ends
 from wire.errors import ConfigError
 
 LAB = Path(__file__).parents[4] / "deploy" / "lab"

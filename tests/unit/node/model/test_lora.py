@@ -15,7 +15,7 @@ from node.model.lora_shapes import DOWN, UP, projections, trained_specs
 from node.model.shard_shapes import frozen_bytes
 from node.model.units import parameter_specs, state_bytes, unit_names
 from node.run_file.validate import problems
-from node.training.unit_state import expected_layout
+from node.state.unit_state import expected_layout
 from tests.support.huggingface import hf_model, hf_name, hf_transposed
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from torch import Tensor
 from node.config.schema import ModelSection
 from node.model.chunk import Chunk, build_chunk, compute_precision
 from node.model.units import parameter_specs, unit_names
-from node.pipeline.placement import split_units
+from node.schedule.placement import split_units
 from wire.errors import ConfigError
 
 CPU = torch.device("cpu")

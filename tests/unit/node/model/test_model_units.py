@@ -8,7 +8,7 @@ import pytest
 
 from node.config.schema import ModelSection
 from node.model.units import parameter_specs, tied_parameter, unit_cost, unit_names, unit_parameters
-from node.pipeline.placement import split_units
+from node.schedule.placement import split_units
 from wire.errors import ConfigError
 
 LLAMA = ModelSection(layers=6, hidden=64, heads=4, kv_heads=2, ffn=172, vocab=256, sequence=32)
@@ -116,7 +116,7 @@ def test_unknown_unit() -> None:
 
 
 def test_the_coordinators_modules_do_not_import_torch() -> None:
-    modules = ["node.pipeline.placement", "node.model.units"]
-    modules += ["node.model.rng", "node.training.data"]
+    modules = ["node.schedule.placement", "node.model.units"]
+    modules += ["node.model.rng", "node.data.data"]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

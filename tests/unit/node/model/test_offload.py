@@ -11,9 +11,9 @@ from torch import Tensor
 from node.config.schema import ModelSection, RunConfig
 from node.model import offload
 from node.model.host_memory import CudaHostMemory
-from node.pipeline.memory_choice import Choice
-from node.pipeline.state_moves import STAYS, Moved
 from node.stage.stage_model import StageModel
+from node.tuning.memory_choice import Choice
+from node.tuning.state_moves import STAYS, Moved
 from tests.support.host_memory import LateHostMemory
 from tests.support.passes import CASES, Forced
 

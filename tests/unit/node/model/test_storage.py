@@ -20,11 +20,11 @@ from node.model.storage import (
     unit_bytes,
 )
 from node.model.units import is_block
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory import stage_bytes, stage_storages
-from node.pipeline.placement import chunk_units, stage_units
-from node.pipeline.schedule import Kind, schedule
 from node.run_file.validate import problems
+from node.schedule.placement import chunk_units, stage_units
+from node.schedule.schedule import Kind, schedule
+from node.tuning.device_memory import Devices
+from node.tuning.memory import stage_bytes, stage_storages
 from tests.support.cases import each
 from wire.errors import RunError
 

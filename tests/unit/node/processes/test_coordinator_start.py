@@ -15,8 +15,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from node.analysis import checkpoint
-from node.analysis.view_builder import RunViewBuilder, view
 from node.cli.run_output import serve_finished
 from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
 from node.coordinator.coordinator import Coordinator
@@ -25,17 +23,19 @@ from node.dashboard import pages
 from node.dashboard.feed import Feed
 from node.dashboard.pages import reading_past
 from node.model.chunk import build_chunk
-from node.pipeline.placement import split_units
 from node.processes import coordinator as main
 from node.processes.locks import run_lock
 from node.run_file.loader import to_json
 from node.run_state.actions import Stop
 from node.run_state.run_plan import Past
+from node.schedule.placement import split_units
+from node.state.serialization import serialize_unit
+from node.state.snapshot import SnapshotWriter, list_snapshots, read_manifest, snapshot_directory
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, Entry, HistoryWriter, history_size, read_history
 from node.training.optimizer import StageOptimizer
-from node.training.serialization import serialize_unit
-from node.training.snapshot import SnapshotWriter, list_snapshots, read_manifest, snapshot_directory
+from node.view import checkpoint
+from node.view.view_builder import RunViewBuilder, view
 from tests.support.run_events import BEGAN, NODES, done, joined, placed, started, step
 from wire.errors import RunError, UserError
 from wire.identity.names import split_address

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from node.cli.main import main
-from node.parallel.processes import choose_devices
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory import stage_bytes
-from node.pipeline.memory_plan import least_stage_bytes
 from node.processes.doctor import Check, Status
 from node.processes.run_check import check_run, judge_stages
 from node.run_file.loader import load_config
+from node.stage.processes import choose_devices
+from node.tuning.device_memory import Devices
+from node.tuning.memory import stage_bytes
+from node.tuning.memory_plan import least_stage_bytes
 from wire.identity.enrolment import Hardware
 from wire.identity.token import JoinToken
 

@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.checkpoints.byte_tokenizer import byte_pieces
-from node.checkpoints.families import write_config
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.run_file.loader import (
     change_config,
@@ -30,6 +28,8 @@ from node.run_file.loader import (
     toml_value,
     with_absolute_paths,
 )
+from node.state.byte_tokenizer import byte_pieces
+from node.state.families import write_config
 from tests.support.cases import each
 from wire.errors import ConfigError, DataError
 

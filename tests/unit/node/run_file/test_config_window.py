@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory import most_held, stage_bytes
-from node.pipeline.schedule import held_activations, schedule
 from node.run_file.loader import default_config, from_json, load_config, to_json, to_toml
+from node.schedule.schedule import held_activations, schedule
+from node.tuning.device_memory import Devices
+from node.tuning.memory import most_held, stage_bytes
 from wire.errors import ConfigError
 
 GB = 10**9

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from node.coordinator.decisions import record_plan, recorded_codecs
 from node.coordinator.store import Store
-from node.pipeline.codec_ladder import PackingTimes, of_gradients
-from node.pipeline.codec_plan import CodecPlan, Lines
-from node.pipeline.floor import LinkRate
-from node.pipeline.rate_control import WATCHED, RateHistory
-from node.pipeline.window_plan import StepMeasures
 from node.run_state.actions import Action, RecordCodecs, RecordPlacement, Released, Send
 from node.run_state.codec_control import CodecControl
 from node.run_state.epoch import Committed
 from node.run_state.run_plan import Past
+from node.schedule.floor import LinkRate
+from node.tuning.codec_plan import CodecPlan, Lines
+from node.tuning.codec_times import PackingTimes, of_gradients
+from node.tuning.rate_control import WATCHED, RateHistory
+from node.tuning.window_plan import StepMeasures
 from tests.support.examples import examples
 from tests.support.machine_driver import Driver, of_kind, restore_of, sent
 from wire.codecs.formats import codec_format, ladder

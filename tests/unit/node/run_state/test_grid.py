@@ -8,7 +8,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from node.pipeline.gradient_groups import GroupTree
 from node.run_state.grid import (
     GAIN,
     Groups,
@@ -19,6 +18,7 @@ from node.run_state.grid import (
     spare_stages,
 )
 from node.run_state.stage_assignment import Candidate, StageAssigner, assign
+from node.schedule.gradient_groups import GroupTree
 
 
 def nodes(names: str) -> list[Candidate]:

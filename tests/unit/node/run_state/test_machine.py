@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from node.pipeline.device_memory import Devices
 from node.run_state.actions import (
     Action,
     Announce,
@@ -22,6 +21,7 @@ from node.run_state.epoch import Phase
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
+from node.tuning.device_memory import Devices
 from tests.support.machine_driver import (
     UNITS,
     Driver,

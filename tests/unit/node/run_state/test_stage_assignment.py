@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.config.schema import ModelSection, RunConfig, TrainingSection
-from node.pipeline.device_memory import Devices
 from node.run_state import stage_assignment as module
 from node.run_state.stage_assignment import (
     Candidate,
@@ -17,6 +16,7 @@ from node.run_state.stage_assignment import (
     stage_needs,
     useless,
 )
+from node.tuning.device_memory import Devices
 
 
 def nodes(names: str, memory: int = 0) -> list[Candidate]:

@@ -9,9 +9,13 @@ import pytest
 from node.config.schema import StorageSection
 from node.coordinator.decisions import record_plan, recorded_storages
 from node.coordinator.store import Store
-from node.pipeline.device_memory import Devices
-from node.pipeline.memory_plan import least_stage_bytes
-from node.pipeline.storage_choice import (
+from node.run_state.actions import Action, RecordStorages, Send
+from node.run_state.run_plan import Past
+from node.run_state.stage_assignment import StageBytes
+from node.run_state.storage_control import StorageControl, no_choice, storage_control
+from node.tuning.device_memory import Devices
+from node.tuning.memory_plan import least_stage_bytes
+from node.tuning.storage_choice import (
     StorageHistory,
     StoragePlan,
     allowed_storages,
@@ -19,12 +23,8 @@ from node.pipeline.storage_choice import (
     name_of,
     narrowest,
 )
-from node.run_state.actions import Action, RecordStorages, Send
-from node.run_state.run_plan import Past
-from node.run_state.stage_assignment import StageBytes
-from node.run_state.storage_control import StorageControl, no_choice, storage_control
 from tests.support.machine_driver import Driver, of_kind, restore_of
-from tests.unit.node.pipeline.test_memory import run
+from tests.unit.node.tuning.test_memory import run
 from wire.errors import UserError
 
 WIDE, NARROW = "none/none/none/none", "none/8/none/none"

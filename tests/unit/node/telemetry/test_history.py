@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import pytest
 
-from node.analysis.view_builder import RunViewBuilder, view
 from node.telemetry import events, history
 from node.telemetry.history import (
     COSTS_SECONDS,
@@ -19,6 +18,7 @@ from node.telemetry.history import (
     history_size,
     read_history,
 )
+from node.view.view_builder import RunViewBuilder, view
 from tests.support.recorded_run import append
 from tests.support.run_events import BEGAN, NODES, aborted, costs, done, joined, placed, started, step
 from wire.errors import RunError

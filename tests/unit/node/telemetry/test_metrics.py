@@ -12,9 +12,6 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from node.analysis.link_views import NOT_LISTENING
-from node.analysis.run_view import RunView
-from node.analysis.view_builder import RunViewBuilder
 from node.coordinator.accounting import Accounting
 from node.coordinator.gateways import Gateways
 from node.coordinator.metrics import COUNTED, STATES, RunMetrics
@@ -32,6 +29,9 @@ from node.telemetry.metrics import (
     Histogram,
     MetricKind,
 )
+from node.view.link_views import NOT_LISTENING
+from node.view.run_view import RunView
+from node.view.view_builder import RunViewBuilder
 from tests.support.run_events import BEGAN, NODES, aborted, done, joined, opening, step
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals
 from wire.errors import UserError

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from kernels.fp8.reference import Fp8Gradient, unpack_gradient
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.data.data import Corpus
 from node.model.chunk import Chunk, build_chunk, compute_precision, weight_dtype
 from node.model.units import unit_names
-from node.pipeline.placement import split_units
+from node.schedule.placement import split_units
 from node.stage.stage_model import StageModel
+from node.state.serialization import deserialize_unit, serialize_unit
 from node.training import gradients as gradients_module
 from node.training import optimizer as optimizer_module
-from node.training.data import Corpus
 from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, gradient_of
 from node.training.optimizer import StageOptimizer, sum_tied_gradients
-from node.training.reference import ReferenceTrainer
-from node.training.serialization import deserialize_unit, serialize_unit
+from tests.support.reference_trainer import ReferenceTrainer
 from wire.errors import RunError
 
 CPU = torch.device("cpu")

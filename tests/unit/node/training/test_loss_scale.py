@@ -10,8 +10,8 @@ from node.config.schema import TrainingSection
 from node.run_file.validate import problems
 from node.training.loss_scale import LEAST, MOST, LossScale, LossScales, loss_scales
 from node.training.overflow import Overflow
-from node.training.reference import ReferenceTrainer
 from tests.support.memory_pipeline import corpus
+from tests.support.reference_trainer import ReferenceTrainer
 from tests.support.run_harness import SMALL
 
 TRAINING = TrainingSection(precision="float16", loss_scale=8.0, loss_scale_steps=3)

@@ -10,10 +10,10 @@ from torch import Tensor
 from node.config.schema import ModelSection, TrainingSection
 from node.model.chunk import Chunk, build_chunk
 from node.model.units import unit_names
-from node.pipeline.placement import split_units
+from node.schedule.placement import split_units
+from node.state.serialization import deserialize_unit, serialize_unit
 from node.training.gradients import gradient_of
 from node.training.optimizer import StageOptimizer
-from node.training.serialization import deserialize_unit, serialize_unit
 from wire.errors import RunError
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from node.pipeline.memory_choice import Choice
-from node.pipeline.state_moves import STAYS, Moved
+from node.tuning.memory_choice import Choice
+from node.tuning.state_moves import STAYS, Moved
 from scripts.bench.memory_rows import MEASURED, beyond, choice, every_way, parsed
 
 AGAIN = Choice(recomputed=("ffn_input",), moved=("attention", "attention_output"))

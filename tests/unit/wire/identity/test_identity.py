@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from node.training.text import expanded
+from node.data.text import expanded
 from tests.support.cases import each
 from tests.support.homes import without_home
 from wire.errors import ConfigError, LinkError, Refused, UserError

@@ -1,0 +1,798 @@
+"""List training data and read it shard by shard: text, JSONL, parquet, Arrow, token arrays, folders of these.
+
+A source is a file or folder. Its listing names the files, their sizes and a digest of their ends, and alone
+decides how they are cut into shards of about `SHARD_BYTES`: byte ranges of plain files, row groups of
+parquet, record batches of Arrow files (which the `datasets` package saves), whole compressed files, and small
+files together. So the order of a run follows from the seed and the
+listing, before anything is tokenized.
+"""
+
+import io
+import json
+import logging
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from node.config.schema import DataSection
+from node.data.conversations import Dropped
+from node.data.text import (
+    COMPRESSED,
+    JSON_SUFFIXES,
+    SEPARATOR,
+    STDLIB,
+    STDLIB_LIMIT_BYTES,
+    TEXT_SUFFIXES,
+    NotTextError,
+    check_regular,
+    checked_text,
+    content_suffix,
+    expanded,
+    explained,
+    files_below,
+    is_folder,
+    listed,
+    open_content,
+    read_file,
+    report_skipped,
+    standard_library_files,
+    suffix_of,
+    unreadable,
+    without_marks,
+)
+from wire.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 4 << 20
+"""Of text in a shard, about; a first shard is tokenized within seconds."""
+TOKEN_BYTES = 8 << 20
+"""Of token ids in a shard."""
+TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
+PARQUET = ".parquet"
+ARROW = ".arrow"
+TABLES = (PARQUET, ARROW)
+CHAT_COLUMNS = frozenset(("messages", "conversations", "conversation", "dialogue", "dialog")) | frozenset(
+    ("system", "system_prompt", "system_message", "tools", "functions", "documents")
+)
+"""What is read of tables that hold conversations; no other column is converted."""
+MOST_BYTES = 128 << 20
+"""Of a line, a row or a document: a longer one is an error, so that a small compressed file cannot fill the
+memory."""
+MOST_BLANK_BYTES = 16 << 20
+MOST_EXPANSION = 100
+"""A compressed file that is held as a whole may grow to so many times its size, or to `_SURE_BYTES`."""
+LARGE_BYTES = 2_000_000_000
+"""A text source of this size is read in shards unless `[data] order` says otherwise."""
+_SURE_BYTES = 256 << 20
+_ROW_BYTES = 100
+"""What a row takes beside its text, about."""
+SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "eval", "test", "testing"))
+"""Names of the parts of a data set that are not to be mixed."""
+_SPLIT_SHARD = re.compile(f"({'|'.join(sorted(SPLITS))})-[0-9]{{5}}-of-[0-9]{{5}}.*")
+_JSON_BEGINS = re.compile(rb'(?:\[\s*)?\{\s*"(?:[^"\\]|\\.)*"\s*:')
+_SPACE = re.compile(r"[ \t\r\n]*")
+_TEXT_TYPE = re.compile(
+    r"null|(?:dictionary<values=)?(?:large_)?(?:string|binary)(?:_view)?(?:, .*>)?|fixed_size_binary\[.*"
+)
+_KINDS: dict[type, str] = {
+    str: "a text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+_END_BYTES = 1 << 16
+_HEAD_BYTES = 1 << 20
+_TABLE_ROWS = 8
+"""Converted at once: a dictionary may repeat one long text in every row."""
+
+BATCH_DOCUMENTS = 64
+BATCH_BYTES = 4 << 20
+"""Tokenized at once, on all cores, whichever is reached first."""
+
+Row = dict[str, Any]
+Document = Row | bytes | Dropped
+"""A row with fields, a text, or why there is none."""
+Batch = list[tuple[str, Document]]
+"""Documents with their places."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A part of a file: bytes `start` to `stop`, row groups of parquet, or record batches of Arrow."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What is tokenized at a time; `number` counts along the listing."""
+
+    number: int
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file or folder, listed."""
+
+    path: str
+    shards: tuple[Shard, ...]
+    bytes: int
+    skips: bool
+    """Whether files that are not text are skipped with a warning: those of a folder are."""
+    digest: str
+    """Of names, sizes and ends of the files: another listing is another order."""
+    stamps: str
+    """Of when the files were changed: tokens of files that changed in the middle are not used again."""
+
+    @property
+    def is_tokens(self) -> bool:
+        return suffix_of(self.shards[0].extents[0].path) in TOKEN_SUFFIXES
+
+
+def list_source(name: str) -> Source:
+    """List `name`, a file, a folder or `stdlib`.
+
+    A folder's files of other kinds are counted in a warning. Raises DataError, ConfigError.
+    """
+    files, base = _files(name)
+    extents: list[list[Extent]] = []
+    room = 0
+    digest, stamps = sha256(), sha256()
+    total = 0
+    for path in files:
+        try:
+            size = check_regular(path)
+            stamps.update(f"{path.stat().st_mtime_ns} ".encode())
+            with path.open("rb") as file:
+                ends = file.read(_END_BYTES)
+                file.seek(max(0, size - _END_BYTES))
+                ends += file.read(_END_BYTES)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        total += size
+        relative = str(path.relative_to(base)) if base else path.name
+        digest.update(sha256(repr((relative, size)).encode() + ends).digest())
+        for extent in _extents(path, size):
+            small = extent.start == 0 and extent.stop == size < SHARD_BYTES and _is_plain(path)
+            if small and room >= size:
+                extents[-1].append(extent)
+            else:
+                extents.append([extent])
+                room = SHARD_BYTES if small else 0
+            room -= size
+    shards = tuple(Shard(number, tuple(several)) for number, several in enumerate(extents))
+    if not shards:
+        raise DataError(f"no data in {name}: all of its files are empty")
+    return Source(
+        name, shards, total, base is not None or len(files) > 1, digest.hexdigest(), stamps.hexdigest()
+    )
+
+
+def read_rows(shard: Shard, data: DataSection, *, skips: bool) -> Iterator[tuple[str, Document]]:
+    """The documents of a shard with their places for messages: texts as bytes, or with fields as rows.
+
+    Args:
+        data: conversations are in JSON and tables only; of tables, only the columns that are needed are read.
+        skips: leave out files that are not text with a warning.
+
+    Raises:
+        DataError: damaged files, files that are not text, and rows that cannot be read.
+    """
+    chat = data.format == "chat"
+    for extent in shard.extents:
+        suffix = content_suffix(extent.path)
+        if suffix == PARQUET:
+            yield from _parquet_rows(extent, data)
+        elif suffix == ARROW:
+            yield from _arrow_rows(extent, data)
+        elif suffix in JSON_SUFFIXES:
+            yield from _json_rows(extent)
+        elif chat:
+            raise DataError(f"{extent.path}: chat data must be JSONL, JSON, parquet or Arrow")
+        else:
+            yield from _left_out(extent.path, ((str(extent.path), text) for text in _texts(extent)), skips)
+
+
+def read_text(data: DataSection, dropped: Counter[str] | None = None) -> bytes:
+    """All documents of `[data] path`, joined by zero bytes.
+
+    One named file must be text; in a folder, files that are not UTF-8 text are left out with a warning.
+
+    Args:
+        dropped: counts the documents that are left out, by reason.
+
+    Raises:
+        DataError: missing, unreadable, damaged, not text, empty, too large, or rows without the field.
+        ConfigError: a home directory of an unknown user.
+    """
+    if data.path == STDLIB:
+        documents = list(_standard_library())
+    else:
+        dropped = Counter() if dropped is None else dropped
+        path = expanded(data.path, "data.path")
+        if (whole := is_folder(path)) and not (files := _text_files(path)):
+            raise DataError(
+                f"no text files in folder {path}; expected names that end in "
+                f"{', '.join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES))}, with or without "
+                f"{', '.join(sorted(COMPRESSED))}"
+            )
+        documents = list(_whole(files if whole else [path], data, dropped, skips=whole))
+    text = SEPARATOR.join(document for document in documents if document.strip())
+    if not text:
+        reasons = f" (left out: {listed(dropped)})" if dropped else ""
+        raise DataError(
+            f"no text in {data.path}: all of it is empty or skipped{reasons}; set [data] path to text"
+        )
+    return text
+
+
+def _whole(files: list[Path], data: DataSection, dropped: Counter[str], *, skips: bool) -> Iterator[bytes]:
+    """The texts of files, each file that is no rows as one. Raises DataError if they do not fit in memory."""
+    room = LARGE_BYTES if data.order == "auto" else sys.maxsize
+    for path in files:
+        if suffix_of(path) in TABLES:
+            raise DataError(f'{path} is a table: set [data] order to "shards" to read it')
+        rows: Iterator[tuple[str, Document]]
+        if content_suffix(path) in JSON_SUFFIXES:
+            rows = _json_rows(Extent(path, 0, sys.maxsize))
+        else:
+            rows = _left_out(path, _whole_text(path, room), skips)
+        packed = suffix_of(path) in COMPRESSED
+        most = _most_bytes(path, room)
+        for place, row in rows:
+            try:
+                text = text_of(row, place, data)
+            except Dropped as reason:
+                dropped[str(reason)] += 1
+                continue
+            most -= len(text) + _ROW_BYTES
+            if most < 0:
+                raise _too_large(path)
+            room -= len(text) if packed else 0
+            yield text
+
+
+def _whole_text(path: Path, room: int) -> Iterator[tuple[str, bytes]]:
+    most = _most_bytes(path, room)
+    content = bytearray()
+    with explained(path), open_content(path) as file:
+        while piece := file.read(_HEAD_BYTES):
+            content += piece
+            if len(content) > most:
+                raise _too_large(path)
+    _check_no_json(path, bytes(content[:_HEAD_BYTES]))
+    yield str(path), checked_text(path, bytes(content))
+
+
+def _most_bytes(path: Path, room: int) -> int:
+    """How much text a file may hold: what is compressed says nothing of it by its size."""
+    if suffix_of(path) not in COMPRESSED:
+        return sys.maxsize
+    with explained(path):
+        return min(room, max(_SURE_BYTES, MOST_EXPANSION * check_regular(path)))
+
+
+def _too_large(path: Path) -> DataError:
+    return DataError(
+        f'{path} is too large to be held in memory once it is decompressed: set [data] order to "shards", '
+        "which reads it piece by piece, or decompress it"
+    )
+
+
+def _left_out(
+    path: Path, texts: Iterator[tuple[str, Document]], skips: bool
+) -> Iterator[tuple[str, Document]]:
+    """The texts of a file; one that is not text is left out with a warning if it `skips`."""
+    try:
+        yield from texts
+    except NotTextError as error:
+        if not skips:
+            raise
+        logger.warning("skipped: %s", error)
+        yield str(path), Dropped(error.reason)
+
+
+def _standard_library() -> Iterator[bytes]:
+    total = 0
+    for path in standard_library_files():
+        try:
+            document = checked_text(path, path.read_bytes())
+        except NotTextError:
+            continue
+        except OSError as error:
+            raise unreadable(path, error) from error
+        total += len(document)
+        if total > STDLIB_LIMIT_BYTES:
+            return
+        yield document
+
+
+def text_of(row: Document, place: str, data: DataSection) -> bytes:
+    """A document's text in UTF-8. Raises Dropped if it has none, DataError if the field is no text."""
+    if isinstance(row, Dropped):
+        raise row
+    if isinstance(row, bytes):
+        text = row
+    else:
+        field = data.jsonl_field
+        value = row.get(field)
+        if value is None and field in row:
+            raise Dropped("null")
+        if not isinstance(value, str):
+            found = f"it is {_KINDS.get(type(value), 'no text')}" if field in row else f"it has {_names(row)}"
+            raise DataError(
+                f"{place} has no text in field {field!r} ({found}): mend or remove that row, or set [data] "
+                "jsonl_field to the field that holds the text"
+            )
+        # Escapes may stand for zero bytes and halves of surrogate pairs, which a text file cannot contain.
+        text = without_marks(value.encode("utf-8", "replace").replace(SEPARATOR, b" "))
+    if len(text) > MOST_BYTES:
+        raise DataError(f"{place} is a text of over {MOST_BYTES >> 20} MiB: cut it into several")
+    if not text.strip():
+        raise Dropped("empty")
+    return text
+
+
+def _names(names: Iterable[Any]) -> str:
+    """The first names, for messages."""
+    return ", ".join(repr(str(name)[:40]) for name in islice(names, 20)) or "no fields"
+
+
+def batches(rows: Iterator[tuple[str, Document]]) -> Iterator[Batch]:
+    """The same documents, as many at a time as are tokenized at once."""
+    batch: Batch = []
+    size = 0
+    for place, row in rows:
+        batch.append((place, row))
+        size += _size(row)
+        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _size(row: Document) -> int:
+    if isinstance(row, dict):
+        return sum(len(value) for value in row.values() if type(value) is str)
+    return len(row) if isinstance(row, bytes) else 0
+
+
+def is_data(path: Path) -> bool:
+    """Whether this is a file that a folder contributes. Raises DataError for damaged ones."""
+    return _is_text(path) or suffix_of(path) in TABLES
+
+
+def _is_text(path: Path) -> bool:
+    suffix = content_suffix(path)
+    # Settings are .json, too.
+    return suffix in TEXT_SUFFIXES or (suffix in JSON_SUFFIXES and (suffix != ".json" or _has_rows(path)))
+
+
+def _text_files(folder: Path) -> list[Path]:
+    left_out: Counter[str] = Counter()
+    every = list(files_below(folder, left_out=left_out))
+    found = [path for path in every if _is_text(path)]
+    if found:
+        report_skipped(folder, every, found, left_out)
+    return found
+
+
+def _files(name: str) -> tuple[list[Path], Path | None]:
+    if name == STDLIB:
+        return list(standard_library_files()), None
+    path = expanded(name, "data.sources")
+    if not is_folder(path):
+        return [path], None
+    left_out: Counter[str] = Counter()
+    every = list(files_below(path, left_out=left_out))
+    caches = _caches(path, every)
+    found = [file for file in every if file not in caches and is_data(file)]
+    tokens = [file for file in every if suffix_of(file) in TOKEN_SUFFIXES]
+    if tokens and not found:
+        found = tokens
+    if not found:
+        seen = f" (skipped: {listed(left_out)})" if left_out else ""
+        raise DataError(f"no data in folder {path}{seen}; expected text, JSONL, parquet, Arrow, .npy or .bin")
+    report_skipped(path, every, found, left_out)
+    return found, path
+
+
+def _caches(folder: Path, every: list[Path]) -> set[Path]:
+    """Arrow files that the `datasets` package does not read as a data set's rows: what its steps have left.
+
+    Raises DataError for several splits in one folder, of which it reads one at a time.
+    """
+    caches = {path for path in every if path.name.startswith("cache-") and suffix_of(path) == ARROW}
+    splits: dict[Path, set[str]] = {}
+    for path in every:
+        if path.name == "dataset_dict.json":
+            splits.setdefault(path.parent, set()).update(map(str, _settings(path).get("splits") or ()))
+        elif path.name == "state.json" and "_data_files" in (state := _settings(path)):
+            if path.parent.name in SPLITS:
+                splits.setdefault(path.parent.parent, set()).add(path.parent.name)
+            caches |= _beside(path.parent, state, every)
+        elif suffix_of(path) in TABLES and (shard := _SPLIT_SHARD.fullmatch(path.stem)) is not None:
+            splits.setdefault(path.parent, set()).add(shard[1])
+    for place, names in splits.items():
+        if len(names) > 1:
+            raise DataError(
+                f"folder {folder} holds several splits ({', '.join(sorted(names))} in {place}): set [data] "
+                "path, sources or valid to the folder or files of each that you mean"
+            )
+    return caches
+
+
+def _beside(folder: Path, state: Mapping[str, Any], every: list[Path]) -> set[Path]:
+    """Arrow files in a saved data set's folder that its `state.json` does not list."""
+    listed_files = state["_data_files"]
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise DataError(
+            f"the data set in {folder} is saved with an index that picks its rows: save it again after "
+            "flatten_indices()"
+        )
+    try:
+        names = {str(file["filename"]) for file in listed_files}
+    except (TypeError, KeyError):
+        raise DataError(f"{folder / 'state.json'} is damaged: save the data set again") from None
+    there = {path for path in every if path.parent == folder and suffix_of(path) == ARROW}
+    if missing := names - {path.name for path in there}:
+        raise DataError(
+            f"{folder} lacks {_names(sorted(missing))}, which its state.json lists: copy it again"
+        )
+    return {path for path in there if path.name not in names}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_file(path))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}): copy it again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def is_shards_only(path: Path) -> bool:
+    """Whether `path` is a table or token ids, or a folder with such files and no text: not read as a
+    whole."""
+    if not is_folder(path):
+        return suffix_of(path) in (*TABLES, *TOKEN_SUFFIXES)
+    files = list(files_below(path))
+    return not any(map(_is_text, files)) and any(
+        suffix_of(file) in (*TABLES, *TOKEN_SUFFIXES) for file in files
+    )
+
+
+def _is_plain(path: Path) -> bool:
+    return suffix_of(path) not in (*COMPRESSED, *TABLES, *TOKEN_SUFFIXES)
+
+
+def _extents(path: Path, size: int) -> Iterator[Extent]:
+    suffix = suffix_of(path)
+    if size == 0:
+        return
+    if suffix == PARQUET:
+        yield from (Extent(path, group, group + 1) for group in range(_row_groups(path)))
+    elif suffix == ARROW:
+        yield from _arrow_extents(path)
+    elif suffix in TOKEN_SUFFIXES:
+        yield from (
+            Extent(path, start, min(size, start + TOKEN_BYTES)) for start in range(0, size, TOKEN_BYTES)
+        )
+    elif _is_plain(path) and not (suffix in JSON_SUFFIXES and _is_array(_head(path))):
+        yield from (
+            Extent(path, start, min(size, start + SHARD_BYTES)) for start in range(0, size, SHARD_BYTES)
+        )
+    else:
+        yield Extent(path, 0, size)
+
+
+def _head(path: Path) -> bytes:
+    """The first mebibyte of a file's content, without a byte order mark and white space."""
+    with explained(path), open_content(path) as file:
+        return without_marks(file.read(_HEAD_BYTES)).lstrip()
+
+
+def _is_array(head: bytes) -> bool:
+    return head.startswith(b"[")
+
+
+def _has_rows(path: Path) -> bool:
+    """Whether a .json file holds an array of objects, or several objects line by line."""
+    head = _head(path)
+    first, _, rest = head.partition(b"\n")
+    if _is_array(head):
+        return head[1:].lstrip().startswith(b"{")
+    return head.startswith(b"{") and (len(first) == _HEAD_BYTES or (_is_json(first) and bool(rest.strip())))
+
+
+def _is_json(text: bytes) -> bool:
+    """Whether this is an object or array."""
+    try:
+        return isinstance(json.loads(text), dict | list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _check_no_json(path: Path, head: bytes) -> None:
+    """Raise NotTextError for a file that is JSON, or JSON line by line, under another name."""
+    head = without_marks(head).lstrip()
+    if not head.startswith((b"[", b"{")):
+        return
+    lines = [line for line in head.split(b"\n") if line.strip()]
+    whole = len(head) < _HEAD_BYTES // 2
+    # The last line of a head may be cut.
+    by_line = all(map(_is_json, (lines if whole else lines[:-1])[:8] or [b""]))
+    if by_line or (_is_json(head) if whole else _JSON_BEGINS.match(head)):
+        raise NotTextError(
+            path,
+            "holds JSON, not text",
+            "name it .jsonl (an object a line) or .json (an array) to read its rows, or leave it out",
+        )
+
+
+def _lines(extent: Extent) -> Iterator[tuple[int, bytes]]:
+    """Lines that begin inside the extent, each with its number or its offset."""
+    with _opened(extent) as (file, at):
+        number, plain = 0, _is_plain(extent.path)
+        while at < extent.stop and (line := _rest_of_line(file, extent.path)):
+            number += 1
+            yield (number if extent.start == 0 else at), line
+            at += len(line) if plain else 0
+
+
+@contextmanager
+def _opened(extent: Extent) -> Iterator[tuple[IO[bytes], int]]:
+    """The file, at the first line that begins in the extent, and where that is; 0 in compressed files."""
+    with explained(extent.path), open_content(extent.path) as file:
+        at = extent.start
+        if at:
+            file.seek(at - 1)
+            while piece := file.readline(_HEAD_BYTES):
+                if piece.endswith(b"\n"):
+                    break
+            at = file.tell()
+        yield file, at
+
+
+def _rest_of_line(file: IO[bytes], path: Path) -> bytes:
+    line = file.readline(MOST_BYTES + 1)
+    if len(line) > MOST_BYTES:
+        raise DataError(
+            f"{path} has a line of over {MOST_BYTES >> 20} MiB: break it into several, or leave it out"
+        )
+    return line
+
+
+def _json_rows(extent: Extent) -> Iterator[tuple[str, Document]]:
+    head = _head(extent.path)
+    if _is_array(head):
+        rows = _array_rows(extent.path)
+    elif content_suffix(extent.path) == ".json" and not _is_json(head.partition(b"\n")[0]) and b"\n" in head:
+        raise DataError(
+            f"{extent.path} is neither an array of JSON objects nor one object a line: write its rows so"
+        )
+    else:
+        rows = _line_rows(extent)
+    for place, row in rows:
+        if row is None:
+            yield place, Dropped("null")
+        elif isinstance(row, dict):
+            yield place, row
+        else:
+            raise DataError(f"{place} is not a JSON object but {_KINDS[type(row)]}: mend or remove it")
+
+
+def _line_rows(extent: Extent) -> Iterator[tuple[str, Any]]:
+    unit = "line" if extent.start == 0 else "byte"
+    blank = 0
+    for at, line in _lines(extent):
+        if not line.strip():
+            blank += len(line)
+            if blank > MOST_BLANK_BYTES:
+                raise DataError(
+                    f"{extent.path} has over {MOST_BLANK_BYTES >> 20} MiB of empty lines: remove them"
+                )
+            continue
+        place = f"{extent.path} {unit} {at}"
+        try:
+            yield place, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{place} is not JSON ({error}); expected one object") from error
+
+
+def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The elements of a JSON array, read piece by piece."""
+    decoder = json.JSONDecoder()
+    number, text, at = 0, "", 0
+    before = "["
+    with explained(path), open_content(path) as file:
+        stream = io.TextIOWrapper(file, encoding="utf-8-sig")
+        try:
+            while True:
+                at = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+                if at == len(text):
+                    text, at = stream.read(_HEAD_BYTES), 0
+                    if not text:
+                        raise _bad_array(path, number, "the array does not end")
+                elif before:
+                    if text[at] == "]" and before == ",":
+                        break
+                    if text[at] != before:
+                        raise _bad_array(path, number, f"expected {before} or ]")
+                    at, before = at + 1, ""
+                elif text[at] == "]" and number == 0:
+                    break
+                else:
+                    try:
+                        row, end = decoder.raw_decode(text, at)
+                    except (ValueError, RecursionError) as error:
+                        text, at = text[at:], 0
+                        more = stream.read(max(_HEAD_BYTES, len(text)))
+                        if not more or len(text) > MOST_BYTES or not isinstance(error, json.JSONDecodeError):
+                            raise _bad_array(path, number, str(error)) from error
+                        text += more
+                        continue
+                    number += 1
+                    yield f"{path} row {number}", row
+                    at, before = end, ","
+            rest = text[at + 1 :]
+            while not rest.strip():
+                if not (rest := stream.read(_HEAD_BYTES)):
+                    return
+            raise _bad_array(path, number, "something follows the array")
+        except UnicodeDecodeError as error:
+            raise _bad_array(path, number, "it is not UTF-8") from error
+
+
+def _bad_array(path: Path, number: int, what: str) -> DataError:
+    return DataError(
+        f"{path} cannot be read behind row {number} ({what}): an array of JSON objects is expected, each of "
+        f"at most {MOST_BYTES >> 20} MiB"
+    )
+
+
+def _texts(extent: Extent) -> Iterator[bytes]:
+    """The text that begins in the extent: cut where lines begin, in compressed files by size."""
+    _check_no_json(extent.path, _head(extent.path))
+    plain = _is_plain(extent.path)
+    with _opened(extent) as (file, at):
+        while text := file.read(max(0, extent.stop - at) if plain else SHARD_BYTES):
+            if not text.endswith(b"\n"):
+                text += _rest_of_line(file, extent.path)
+            at += len(text)
+            yield checked_text(extent.path, text)
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f'{path} needs the pyarrow package: pip install "thinwire[data]"') from error
+    return pyarrow
+
+
+@contextmanager
+def _table(path: Path, kind: str) -> Iterator[Any]:
+    """pyarrow, for reading a file of this kind. Raises DataError for what it raises, and without it."""
+    pyarrow = _pyarrow(path)
+    try:
+        yield pyarrow
+    except FileNotFoundError as error:
+        raise unreadable(path, error) from error
+    except (OSError, ValueError, OverflowError, MemoryError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} is not {kind}, or damaged ({' '.join(str(error).split())})") from error
+
+
+def _row_groups(path: Path) -> int:
+    with _table(path, "parquet") as pyarrow, pyarrow.parquet.ParquetFile(path) as file:
+        return int(file.num_row_groups)
+
+
+def _parquet_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Document]]:
+    # Column chunks and pages are read bit by bit: a row group may hold a whole data set.
+    with (
+        _table(extent.path, "parquet") as pyarrow,
+        pyarrow.parquet.ParquetFile(extent.path, pre_buffer=False, buffer_size=_HEAD_BYTES) as file,
+    ):
+        columns = _columns(extent.path, file.schema_arrow, data)
+        groups = list(range(extent.start, min(extent.stop, file.num_row_groups)))
+        read = file.iter_batches(
+            batch_size=_TABLE_ROWS, row_groups=groups, columns=columns, use_threads=False
+        )
+        first = 1
+        for batch in read:
+            yield from _table_rows(batch, f"{extent.path} row group {extent.start}", first, data)
+            first += batch.num_rows
+
+
+def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
+    """The columns to read. Raises DataError if there is none that can hold what is wanted."""
+    names = [str(name) for name in schema.names]
+    if data.format == "chat":
+        if columns := [name for name in names if name in CHAT_COLUMNS and names.count(name) == 1]:
+            return columns
+        raise DataError(
+            f'{path} holds no conversations: expected a column "messages" or "conversations", got '
+            f"{_names(names)}"
+        )
+    field = data.jsonl_field
+    texts = [name for name, kind in zip(names, schema.types, strict=True) if _TEXT_TYPE.fullmatch(str(kind))]
+    if names.count(field) == 1 and field in texts:
+        return [field]
+    found = f"its column {field!r} holds {str(schema.types[names.index(field)])[:60]}, not text"
+    if names.count(field) != 1:
+        found = f"it has {names.count(field) or 'no'} columns {field!r}"
+    raise DataError(
+        f"{path}: {found}; set [data] jsonl_field to the one that holds the text"
+        + (f", of {_names(texts)}" if texts else f": there is none of text, but {_names(names)}")
+    )
+
+
+def _table_rows(batch: Any, where: str, first: int, data: DataSection) -> Iterator[tuple[str, Document]]:
+    """Rows of a record batch; `first` is the number of its first."""
+    for number in range(batch.num_rows):
+        place = f"{where} row {first + number}"
+        row: Row = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            if column.type.num_fields and column.slice(number, 1).nbytes > MOST_BYTES:
+                raise DataError(
+                    f"{place} has over {MOST_BYTES >> 20} MiB in column {name!r}: cut it into several"
+                )
+            try:
+                value = column[number].as_py()
+                # Some writers do not mark text as such.
+                row[name] = value.decode() if isinstance(value, bytes) else value
+            except Exception as error:  # of a value that Python cannot hold, or no UTF-8
+                raise DataError(
+                    f"{place}: column {name!r} cannot be read ({error}): mend or remove that row"
+                ) from error
+        yield place, row
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """The record batches of an Arrow file or stream, mapped: those that are skipped are not read."""
+    with _table(path, "an Arrow file") as pyarrow, pyarrow.memory_map(str(path)) as file:
+        try:
+            reader = pyarrow.ipc.open_file(file)
+        except pyarrow.ArrowInvalid:  # as `datasets` writes them, to append to
+            file.seek(0)
+            yield from pyarrow.ipc.open_stream(file)
+            return
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+
+
+def _arrow_extents(path: Path) -> Iterator[Extent]:
+    start = size = number = 0
+    for number, batch in enumerate(_arrow_batches(path), start=1):
+        size += batch.nbytes
+        if size >= SHARD_BYTES:
+            yield Extent(path, start, number)
+            start, size = number, 0
+    if number > start:
+        yield Extent(path, start, number)
+
+
+def _arrow_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Document]]:
+    for number, batch in enumerate(islice(_arrow_batches(extent.path), extent.stop)):
+        if number >= extent.start:
+            columns = _columns(extent.path, batch.schema, data)
+            yield from _table_rows(batch.select(columns), f"{extent.path} batch {number}", 1, data)

@@ -1,0 +1,647 @@
+"""Training data of any size: tokenized in shards beside training, in an order that a seed decides.
+
+Sources are listed (`documents.py`), and their shards permuted for each pass. A shard is tokenized into parts
+of about `PART_TOKENS` tokens, whole documents with an end of text between them. `GROUP_PARTS` parts in a row
+form a group, whose windows are permuted. So sample n of a source is known once the groups before it are
+tokenized, the first after seconds, and is the same whenever it is asked for. Parts stay on disk:
+
+    FOLDER/SHARD.PART.tokens   ids, little endian
+                      .mask    a byte a token: `COUNTS` for the assistant's, `BEGINS` for the first of a
+                               conversation; chat alone
+                      .json    counts and SHA-256; written last
+
+Several sources are mixed by weights: which source a sample comes from is drawn in blocks of `MIX_BLOCK`
+samples.
+"""
+
+import json
+import os
+import threading
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from node.config.schema import DataSection, RunConfig
+from node.data.chat import ChatEncoder, load_chat_encoder
+from node.data.conversations import Dropped
+from node.data.data import Corpus, check_tokens, check_vocabulary, document_starts, end_of_text
+from node.data.documents import (
+    LARGE_BYTES,
+    Batch,
+    Shard,
+    Source,
+    batches,
+    is_shards_only,
+    list_source,
+    read_rows,
+    text_of,
+)
+from node.data.order import Mixture
+from node.data.text import SEPARATOR, STDLIB, expanded, listed, suffix_of
+from node.data.token_cache import BATCH_PIECES, cache_folder, replace_json, sole_writer
+from node.data.tokenizer import Tokenizer, load_tokenizer, pieces_of
+from node.model.labels import IGNORED
+from node.model.rng import generator
+from wire.errors import ConfigError, DataError
+
+COUNTS, BEGINS = 1, 2
+"""Bits of a mask: the token counts as a label; it begins a document."""
+FORMAT = "3"
+"""Raised when files are read, cut or rendered in another way."""
+PART_TOKENS = 1 << 20
+GROUP_PARTS = 4
+GROUPS_AHEAD = 4
+"""Tokenized beyond what training has used."""
+OPEN_PARTS = 64
+MOST_PARTS = 16
+"""Tokenized of a shard to estimate its size."""
+CLOSE_SECONDS = 2.0
+"""For the thread that tokenizes ahead to end; it may be in the middle of a part, which is made again."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens of a shard, mapped from disk."""
+
+    tokens: np.ndarray
+    """[n], unsigned."""
+    mask: np.ndarray | None
+    """[n] of `COUNTS` and `BEGINS`; None if all tokens count and documents end by a token."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a part was made of."""
+
+    tokens: int
+    documents: int
+    """Read, dropped ones included."""
+    labels: int
+    """Tokens that count as labels."""
+    dropped: dict[str, int]
+    """Documents that were left out, by reason."""
+    last: bool
+    """No part of the shard follows."""
+
+
+class TokenizedSource:
+    """A listed source as parts of tokens, made when they are first asked for.
+
+    One thread at a time may ask for counts; `part` is safe for threads.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        data: DataSection,
+        tokenizer: Tokenizer,
+        chat: ChatEncoder | None,
+        vocab: int,
+        folder: Path,
+    ) -> None:
+        self.source = source
+        self._data = data
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._vocab = vocab
+        parts = [
+            FORMAT,
+            source.digest,
+            str(source.skips),
+            tokenizer.fingerprint,
+            data.format,
+            data.jsonl_field,
+            chat.fingerprint if chat else "",
+        ]
+        self.key = sha256(repr(parts).encode()).hexdigest()
+        """Of all that decides on the tokens, but for changes in the middle of large files."""
+        self._folder = folder / sha256(f"{self.key} {source.stamps}".encode()).hexdigest()
+        self._open: OrderedDict[tuple[int, int], Part] = OrderedDict()
+        self._lock = threading.Lock()
+        self._making: tuple[int, int, Iterator[tuple[list[np.ndarray], list[np.ndarray], Counts]]] | None = (
+            None
+        )
+
+    def counts(self, shard: int, part: int) -> Counts | None:
+        """Counts of a part, tokenized now if need be; None if the shard has no such part."""
+        if self.source.is_tokens:
+            return Counts(len(self.part(shard, 0).tokens), 1, 0, {}, True) if part == 0 else None
+        if part and (before := self._counts_on_disk(shard, part - 1)) is not None and before.last:
+            return None
+        found = self._counts_on_disk(shard, part)
+        if found is None:
+            try:
+                with sole_writer(self._folder, "parts"):
+                    found = self._counts_on_disk(shard, part) or self._make(shard, part)
+            except OSError as error:
+                raise DataError(
+                    f"tokens cannot be kept in {self._folder} ({error.strerror}): free some space or set "
+                    "XDG_CACHE_HOME to a folder that can be written"
+                ) from error
+        return found
+
+    def part(self, shard: int, part: int) -> Part:
+        """The tokens of a part that is there. Raises DataError if its file was changed."""
+        key = shard, part
+        with self._lock:
+            found = self._open.get(key)
+            if found is None:
+                tokens = self.source.is_tokens
+                found = self._token_array(self.source.shards[shard]) if tokens else self._map(shard, part)
+                self._open[key] = found
+            self._open.move_to_end(key)
+            while len(self._open) > OPEN_PARTS:
+                self._open.popitem(last=False)
+        return found
+
+    def _name(self, shard: int, part: int, kind: str) -> Path:
+        return self._folder / f"{shard:06}.{part:04}.{kind}"
+
+    def _counts_on_disk(self, shard: int, part: int) -> Counts | None:
+        try:
+            raw = json.loads(self._name(shard, part, "json").read_bytes())
+            return Counts(**{name: raw[name] for name in Counts.__dataclass_fields__})
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def _map(self, shard: int, part: int) -> Part:
+        said = json.loads(self._name(shard, part, "json").read_bytes())
+        path = self._name(shard, part, "tokens")
+        dtype = self._tokenizer.dtype.newbyteorder("<")
+        count = said["tokens"]
+        if count == 0:
+            return Part(np.zeros(0, dtype), None)
+        digest = sha256()
+        try:
+            tokens = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+            digest.update(tokens.data)
+            mask = None
+            if self._chat is not None:
+                mask = np.memmap(self._name(shard, part, "mask"), dtype=np.uint8, mode="r", shape=(count,))
+                digest.update(mask.data)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is damaged ({error}): delete {self._folder}") from error
+        if digest.hexdigest() != said["sha256"]:
+            raise DataError(f"{path} is damaged: delete {self._folder}")
+        # They may be of a run with a larger model.
+        self._check(tokens, str(self.source.path))
+        return Part(tokens, mask)
+
+    def _make(self, shard: int, part: int) -> Counts:
+        """Tokenize the parts of a shard up to this one; parts come in order."""
+        # One that failed cannot go on: asked for again, it begins again and fails with the same error.
+        making, self._making = self._making, None
+        if making is None or making[:2] != (shard, part):
+            skipped = 0
+            for before in range(part):
+                known = self._counts_on_disk(shard, before)
+                if known is None:
+                    raise DataError(f"tokens in {self._folder} were deleted: start the coordinator again")
+                skipped += known.documents
+            making = shard, part, self._tokenize(self.source.shards[shard], skipped)
+        ids, masks, counts = next(making[2])
+        digest = sha256()
+        dtype = self._tokenizer.dtype.newbyteorder("<")
+        for kind, arrays in (("tokens", ids), *((("mask", masks),) if self._chat is not None else ())):
+            with self._name(shard, part, kind).open("wb") as file:
+                for array in arrays:
+                    written = array.astype(dtype if kind == "tokens" else np.uint8, copy=False).tobytes()
+                    digest.update(written)
+                    file.write(written)
+                file.flush()
+                os.fsync(file.fileno())
+        values = {**vars(counts), "sha256": digest.hexdigest()}
+        replace_json(self._name(shard, part, "json"), values)
+        if not counts.last:
+            self._making = shard, part + 1, making[2]
+        return counts
+
+    def _tokenize(
+        self, shard: Shard, skipped: int
+    ) -> Iterator[tuple[list[np.ndarray], list[np.ndarray], Counts]]:
+        """The shard's parts; `skipped` documents were in earlier ones."""
+        ids: list[np.ndarray] = []
+        masks: list[np.ndarray] = []
+        dropped: Counter[str] = Counter()
+        tokens = documents = labels = 0
+        rows = islice(read_rows(shard, self._data, skips=self.source.skips), skipped, None)
+        for batch in batches(rows):
+            if tokens >= PART_TOKENS:
+                yield ids, masks, Counts(tokens, documents, labels, dict(dropped), last=False)
+                ids, masks, dropped = [], [], Counter()
+                tokens = documents = labels = 0
+            documents += len(batch)
+            for encoded, mask, reason in self._encode(batch):
+                if reason:
+                    dropped[reason] += 1
+                    continue
+                ids.append(encoded)
+                tokens += len(encoded)
+                if mask is not None:
+                    masks.append(mask)
+                    labels += int(np.count_nonzero(mask & COUNTS))
+        yield ids, masks, Counts(tokens, documents, labels, dict(dropped), last=True)
+
+    def _encode(self, batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray | None, str]]:
+        """Ids, mask and the reason for dropping of each document; each ends with an end of text."""
+        (end,) = self._tokenizer.encode([SEPARATOR])
+        if self._chat is not None:
+            for place, row in batch:
+                try:
+                    if isinstance(row, Dropped):
+                        raise row
+                    assert isinstance(row, dict), "chat data comes in rows"
+                    ids, mask = self._chat.encode(row, place)
+                except Dropped as reason:
+                    yield end, None, str(reason)
+                    continue
+                self._check(ids, place)
+                bits = np.concatenate([mask, np.zeros(len(end), bool)]).astype(np.uint8) * COUNTS
+                bits[0] |= BEGINS
+                yield np.concatenate([ids, end]), bits, ""
+            return
+        begin = np.array(self._tokenizer.begin, dtype=self._tokenizer.dtype)
+        cut: list[list[bytes] | str] = []
+        for place, row in batch:
+            try:
+                cut.append(list(pieces_of(text_of(row, place, self._data))))
+            except Dropped as reason:
+                cut.append(str(reason))
+        pieces = [piece for found in cut if isinstance(found, list) for piece in found]
+        # Of a long document, its tokens take many times its size until they are packed.
+        encoded = (
+            piece
+            for at in range(0, len(pieces), BATCH_PIECES)
+            for piece in self._tokenizer.encode(pieces[at : at + BATCH_PIECES])
+        )
+        for (place, _), found in zip(batch, cut, strict=True):
+            if isinstance(found, list):
+                ids = np.concatenate([begin, *islice(encoded, len(found)), end])
+                self._check(ids, place)
+                yield ids, None, ""
+            else:
+                yield end, None, found
+
+    def _token_array(self, shard: Shard) -> Part:
+        (extent,) = shard.extents
+        try:
+            if suffix_of(extent.path) == ".npy":
+                whole = np.load(extent.path, mmap_mode="r", allow_pickle=False)
+            else:
+                whole = np.memmap(extent.path, dtype="<u2" if self._vocab <= 1 << 16 else "<u4", mode="r")
+        except Exception as error:  # whatever a damaged header leads to
+            raise DataError(f"{extent.path} is not an array of token ids ({error})") from error
+        if whole.ndim != 1 or whole.dtype.kind not in "ui":
+            raise DataError(
+                f"{extent.path} must be a flat array of integers, got {whole.dtype} {whole.shape}"
+            )
+        # Extents count bytes of the file; headers and rounding only move where shards meet.
+        first, last = (min(len(whole), at // whole.dtype.itemsize) for at in (extent.start, extent.stop))
+        tokens = whole[first:last]
+        if len(tokens) == 0:
+            return Part(np.zeros(0, np.uint32), None)
+        if tokens.min() < 0:
+            raise DataError(f"{extent.path} holds the token {tokens.min()}: ids are not negative")
+        self._check(tokens, str(extent.path))
+        return Part(tokens, None)
+
+    def _check(self, ids: np.ndarray, place: str) -> None:
+        check_tokens(ids, self._vocab, None if self.source.is_tokens else self._tokenizer, place)
+
+
+@dataclass
+class _Group:
+    """Parts whose windows are shuffled together."""
+
+    first: int
+    """Number of its first window in the stream."""
+    places: list[tuple[int, int, int]]
+    """(shard, part, window) in the order of the stream."""
+
+
+class Stream:
+    """The samples of one source in order, endlessly: pass after pass. Safe for threads."""
+
+    def __init__(
+        self, tokenized: TokenizedSource, *, sequence: int, seed: int, name: str, end: int | None = None
+    ) -> None:
+        """`end`: the token that ends a document; None if a sample counts as one."""
+        self.tokenized = tokenized
+        self.end = end
+        self._sequence = sequence
+        self._seed = seed
+        self._name = name
+        self._groups: list[_Group] = []
+        self._end = 0
+        self._walk = self._groups_in_order()
+        self._extending = threading.Lock()
+        self._dropped: Counter[str] = Counter()
+        self.failure: Exception | None = None
+        """What ended the reading, for good: no sample follows those that are ready."""
+
+    def prepare(self, index: int) -> int:
+        """Tokenize up to sample `index`; returns the number of samples that are ready."""
+        while self._end <= index:
+            with self._extending:
+                if self._end <= index:
+                    self._extend()
+        return self._end
+
+    def extend(self) -> None:
+        """Tokenize one more group."""
+        with self._extending:
+            self._extend()
+
+    def _extend(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            group = next(self._walk)
+        except Exception as error:
+            self.failure = error
+            raise
+        self._groups.append(group)
+        self._end = group.first + len(group.places)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Documents left out of the shards that are tokenized so far, by reason; each counts once."""
+        return dict(self._dropped)
+
+    def counts(self) -> list[Counts]:
+        """Counts of the first group's parts."""
+        places = {place[:2] for group in self._groups[:1] for place in group.places}
+        found = [self.tokenized.counts(*place) for place in sorted(places)]
+        return [counts for counts in found if counts is not None]
+
+    def estimated_tokens(self) -> int:
+        """Tokens of the source, from its first shards; too few if these have over `MOST_PARTS`."""
+        shards = sorted({place[0] for group in self._groups[:1] for place in group.places})
+        tokens = 0
+        with self._extending:
+            for shard in shards:
+                for part in range(MOST_PARTS):
+                    if (counts := self.tokenized.counts(shard, part)) is None:
+                        break
+                    tokens += counts.tokens
+        return round(tokens / len(shards) * len(self.tokenized.source.shards)) if shards else 0
+
+    @property
+    def groups(self) -> int:
+        """Groups that are ready."""
+        return len(self._groups)
+
+    def group_of(self, index: int) -> int:
+        """The group that holds a sample which is ready."""
+        return bisect_right(self._groups, index, key=lambda group: group.first) - 1
+
+    def window(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens [sequence + 1] of sample `index`, and their mask."""
+        self.prepare(index)
+        group = self._groups[self.group_of(index)]
+        return self._cut(*group.places[index - group.first])
+
+    def _cut(self, shard: int, number: int, window: int) -> tuple[np.ndarray, np.ndarray | None]:
+        part = self.tokenized.part(shard, number)
+        start = window * self._sequence
+        cut = slice(start, start + self._sequence + 1)
+        return part.tokens[cut], None if part.mask is None else part.mask[cut]
+
+    def in_order(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """As `window`, the first samples in the order of the listing."""
+        parts = self._parts(np.arange(len(self.tokenized.source.shards)), self._dropped)
+        places = ((shard, part, window) for shard, part, count in parts for window in range(count))
+        yield from (self._cut(*place) for place in islice(places, limit))
+
+    def _groups_in_order(self) -> Iterator[_Group]:
+        first = number = 0
+        while True:
+            order = generator(self._seed, step=number, layer=self._name, purpose="shard order").permutation(
+                len(self.tokenized.source.shards)
+            )
+            began = first
+            parts = self._parts(order, self._dropped if number == 0 else Counter())
+            count = 0
+            while several := list(islice(parts, GROUP_PARTS)):
+                places = [
+                    (shard, part, window) for shard, part, windows in several for window in range(windows)
+                ]
+                if places:
+                    random = generator(
+                        self._seed, step=number, microbatch=count, layer=self._name, purpose="window order"
+                    )
+                    yield _Group(first, [places[at] for at in random.permutation(len(places))])
+                    first += len(places)
+                count += 1
+            if first == began:
+                reasons = f" (left out: {listed(self._dropped)})" if self._dropped else ""
+                raise DataError(
+                    f"{self.tokenized.source.path} has no part of {self._sequence + 1} tokens{reasons}: give "
+                    "more text or lower [model] sequence"
+                )
+            number += 1
+
+    def _parts(self, order: np.ndarray, dropped: Counter[str]) -> Iterator[tuple[int, int, int]]:
+        for shard in map(int, order):
+            part = 0
+            while (counts := self.tokenized.counts(shard, part)) is not None:
+                dropped.update(counts.dropped)
+                yield shard, part, max(0, counts.tokens - 1) // self._sequence
+                part += 1
+
+
+class ShardedCorpus:
+    """Batches from streams of shards. Tokenizes ahead on a thread while training goes on."""
+
+    def __init__(
+        self, streams: list[Stream], weights: list[float], *, sequence: int, global_batch: int, seed: int
+    ) -> None:
+        shares = np.array(weights or [1.0] * len(streams))
+        self.streams = streams
+        self.sequence = sequence
+        self.global_batch = global_batch
+        self.weights: np.ndarray = shares / shares.sum()
+        """Each stream's share of samples."""
+        self._mixture = Mixture(self.weights, seed)
+        self._lock = threading.Lock()
+        self._used = {0: 0}
+        self._wake = threading.Event()
+        self._closed = False
+        self._worker: threading.Thread | None = None
+
+    windows = 1
+    """How many samples a pass has is not known; nothing that needs it is allowed with shards."""
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the listing: a resumed run needs the same sources."""
+        keys = [stream.tokenized.key for stream in self.streams]
+        return sha256(repr((keys, self.weights.tolist())).encode()).hexdigest()
+
+    def batch(self, step: int) -> np.ndarray:
+        """Tokens of a step, int64 [global_batch, sequence + 1]. Safe for threads."""
+        return np.stack([tokens for tokens, _ in self._samples(step)]).astype(np.int64)
+
+    def inputs(self, step: int) -> np.ndarray:
+        """Inputs of a step, int64 [global_batch, sequence]."""
+        return self.batch(step)[:, :-1]
+
+    def labels(self, step: int) -> np.ndarray:
+        """Labels of a step, int64 [global_batch, sequence]; `IGNORED` where a token does not count."""
+        rows = []
+        for tokens, mask in self._samples(step):
+            labels = tokens[1:].astype(np.int64)
+            rows.append(labels if mask is None else np.where(mask[1:] & COUNTS, labels, IGNORED))
+        return np.stack(rows)
+
+    def documents(self, step: int) -> np.ndarray:
+        """Where documents begin in the inputs of a step, bool [global_batch, sequence]."""
+        end = self.streams[0].end
+        rows = [
+            starts_in(ids[:-1], None if mask is None else mask[:-1], end) for ids, mask in self._samples(step)
+        ]
+        return np.stack(rows)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Documents left out so far, by reason, of all sources: more come as shards are tokenized."""
+        total: Counter[str] = Counter()
+        for stream in self.streams:
+            total.update(stream.dropped)
+        return dict(total)
+
+    def estimated_tokens(self) -> int:
+        """Tokens of all sources, from the shards that are tokenized."""
+        return sum(stream.estimated_tokens() for stream in self.streams)
+
+    def validation_windows(self, limit: int | None = None) -> np.ndarray:
+        """None are held out: [0, sequence + 1]."""
+        return np.zeros((0, self.sequence + 1), dtype=np.int64)
+
+    def close(self) -> None:
+        """Stop tokenizing ahead."""
+        self._closed = True
+        self._wake.set()
+        if self._worker is not None:
+            self._worker.join(CLOSE_SECONDS)
+
+    def _samples(self, step: int) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        first = step * self.global_batch
+        with self._lock:
+            places = [self._mixture.source_of(sample) for sample in range(first, first + self.global_batch)]
+            for source, index in places:
+                self._used[source] = max(self._used.get(source, 0), index)
+            if self._worker is None and not self._closed:
+                self._worker = threading.Thread(target=self._tokenize_ahead, name="tokenizer", daemon=True)
+                self._worker.start()
+        self._wake.set()
+        # Also what comes only later: training up to there would be for nothing.
+        for stream in self.streams:
+            if stream.failure is not None:
+                raise stream.failure
+        return [self.streams[source].window(index) for source, index in places]
+
+    def _tokenize_ahead(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            for source, used in dict(self._used).items():
+                stream = self.streams[source]
+                try:
+                    stream.prepare(used)
+                    while not self._closed and stream.groups - stream.group_of(used) <= GROUPS_AHEAD:
+                        stream.extend()
+                except Exception:  # the stream keeps it for the next reader, whatever it is
+                    return
+
+
+TrainingData = Corpus | ShardedCorpus
+
+
+def load_data(config: RunConfig, tell: Tell = lambda _: None, folder: Path | None = None) -> TrainingData:
+    """The training data of a run file, whole or in shards.
+
+    Args:
+        tell: receives progress lines of a long tokenizing.
+        folder: for tokens; `cache_folder` by default.
+
+    Raises:
+        DataError: missing, unreadable, empty or too short; one line that says what to do.
+        ConfigError: the tokenizer has more tokens than the model's vocabulary.
+    """
+    data, sequence, seed = config.data, config.model.sequence, config.run.seed
+    batch = config.training.global_batch
+    if not in_shards(data):
+        return Corpus.load(
+            data,
+            sequence=sequence,
+            global_batch=batch,
+            seed=seed,
+            vocab=config.model.vocab,
+            fixed=bool(config.model.from_),
+            tell=tell,
+        )
+    streams = [
+        open_stream(config, name, str(number), folder)
+        for number, name in enumerate(data.sources or (data.path,))
+    ]
+    corpus = ShardedCorpus(streams, list(data.weights), sequence=sequence, global_batch=batch, seed=seed)
+    for stream in streams:
+        stream.prepare(0)
+        tell(
+            f"{stream.tokenized.source.path}: {len(stream.tokenized.source.shards)} shards, the first "
+            f"{stream.groups * GROUP_PARTS} tokenized; the rest beside training"
+        )
+    return corpus
+
+
+def starts_in(tokens: np.ndarray, mask: np.ndarray | None, end: int | None) -> np.ndarray:
+    """Where documents begin in a sample, bool [n]: by its mask, or after each `end`; it begins one itself."""
+    starts: np.ndarray = document_starts(tokens[None], None if mask is not None else end)[0]
+    if mask is not None:
+        starts |= (mask & BEGINS) != 0
+    return starts
+
+
+def open_stream(config: RunConfig, path: str, name: str, folder: Path | None = None) -> Stream:
+    """The samples of one source; `name` tells its order from those of others. Raises as `load_data`."""
+    data, vocab = config.data, config.model.vocab
+    tokenizer = load_tokenizer(data.tokenizer)
+    chat = load_chat_encoder(data.tokenizer, data.chat_template) if data.format == "chat" else None
+    source = list_source(path)
+    if not source.is_tokens:
+        check_vocabulary(tokenizer, data, vocab, bool(config.model.from_))
+    if source.is_tokens and chat is not None:
+        raise ConfigError(f'{path} holds token ids, and data.format = "chat" needs conversations')
+    tokenized = TokenizedSource(source, data, tokenizer, chat, vocab, folder or cache_folder() / "shards")
+    apart = data.separate_documents and chat is None
+    end = end_of_text(tokenizer, data) if apart else None
+    return Stream(tokenized, sequence=config.model.sequence, seed=config.run.seed, name=name, end=end)
+
+
+def in_shards(data: DataSection) -> bool:
+    """Whether `[data]` is read in shards, as `order` says, or by what its sources are. Raises ConfigError."""
+    if data.order != "auto":
+        return data.order == "shards"
+    if data.sources or data.format == "chat":
+        return True
+    if data.path == STDLIB:
+        return False
+    path = expanded(data.path, "data.path")
+    return is_shards_only(path) or _text_bytes(path) >= LARGE_BYTES
+
+
+def _text_bytes(path: Path) -> int:
+    try:
+        if path.is_dir():
+            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return path.stat().st_size
+    except OSError:
+        return 0  # reading it reports the error

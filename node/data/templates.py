@@ -1,0 +1,531 @@
+"""Render chat templates, in a process of their own: they come with models from anywhere.
+
+A template is a program. The sandbox keeps it from files and from Python's insides, and the process keeps it
+from time and memory: the system ends it at `LIMIT_SECONDS` of computing for a conversation, and refuses it
+more than `LIMIT_BYTES`. `ChatTemplate` starts the process and asks it, a line of JSON for a conversation;
+`Template` is what answers there.
+
+Which text is the assistant's: what the template marks by `{% generation %}`. A template without marks is
+rendered up to each message: what the assistant's message adds to the prompt is the assistant's. A template
+that rewrites earlier messages once later ones follow is rendered once more, with a character that no text
+has at both ends of each message; they show where a message lies in the whole rendering.
+"""
+
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from node import program
+from node.data.conversations import (
+    ASSISTANT,
+    SYSTEM,
+    TOOL,
+    USER,
+    Conversation,
+    Dropped,
+    Forms,
+    Message,
+)
+from wire.errors import DataError
+
+LIMIT_SECONDS = 10.0
+"""Of computing for one conversation; usual ones take less than a thousandth."""
+LIMIT_BYTES = 2 << 30
+LIMIT_CHARACTERS = 64 << 20
+"""Of a rendered conversation."""
+_MARKS = re.compile("[\U000f0000-\U000ffffd]")
+"""Private characters of Unicode, by which messages are found again."""
+_MOST_MESSAGES = 0x7FFF
+"""Two marks each."""
+_LOST = "an answer lost where the template rewrites earlier messages"
+
+Span = tuple[int, int]
+"""From a character to another."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, and the parts of it that the assistant wrote."""
+
+    text: str
+    assistant: tuple[Span, ...]
+
+
+class TemplateError(Exception):
+    """The template cannot be used for any conversation; the message says why."""
+
+
+class ChatTemplate:
+    """A template in a process of its own. Safe for threads."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
+        """
+        Args:
+            tokens: `bos_token`, `eos_token` and the like, which templates refer to.
+            where: the template's place for messages.
+
+        Raises:
+            DataError: it cannot be read, or does not end.
+        """
+        try:
+            import jinja2
+        except ImportError as error:
+            raise DataError('chat data needs the jinja2 package: pip install "thinwire[data]"') from error
+        self.version = jinja2.__version__
+        self._where = where
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [*program("data.templates"), str(LIMIT_SECONDS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the parent's to handle
+        )
+        weakref.finalize(self, _end, self._process)
+        answer = self._ask({"source": source, "tokens": dict(tokens)})
+        self.forms = Forms(**{**answer["forms"], "roles": tuple(answer["forms"]["roles"])})
+        self.turn_end: str = answer["turn_end"]
+        """What the template writes after an answer."""
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """The conversation as text, with the assistant's spans. Raises Dropped, DataError."""
+        answer = self._ask(asdict(conversation))
+        return Rendered(answer["text"], tuple((start, stop) for start, stop in answer["spans"]))
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """The conversation up to where the assistant's next message begins. Raises Dropped, DataError."""
+        return str(self._ask({"prompt": list(messages)})["text"])
+
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            line = json.dumps(question).encode() + b"\n"
+        except RecursionError as error:
+            raise Dropped("deeply nested messages") from error
+        assert self._process.stdin is not None and self._process.stdout is not None, "pipes"
+        try:
+            with self._lock:
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+                answer = self._process.stdout.readline()
+        except (BrokenPipeError, ValueError):
+            answer = b""
+        found: dict[str, Any] = json.loads(answer) if answer.endswith(b"\n") else {"error": self._ending()}
+        if "dropped" in found:
+            raise Dropped(found["dropped"])
+        if "error" in found:
+            raise DataError(f"the chat template in {self._where} {found['error']}")
+        return found
+
+    def _ending(self) -> str:
+        if self._process.wait() == -signal.SIGPROF:
+            return f"takes more than {LIMIT_SECONDS:g} s for a conversation"
+        return "ended the process that renders it"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+class Template:
+    """A compiled template."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        import jinja2
+        import jinja2.ext
+        import jinja2.sandbox
+        from jinja2 import nodes
+
+        self._tokens = dict(tokens)
+        self._spans: list[tuple[int, str]] = []
+        self._blocks: list[str] = []
+        self.marked = False
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[self._generation_tag(), "jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        try:
+            self._template = environment.from_string(source)
+            compared = environment.parse(source).find_all(nodes.Compare)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"cannot be read: {_line(error)}") from error
+        except RecursionError as error:
+            raise TemplateError("is nested too deeply") from error
+        constants = (constant.value for one in compared for constant in one.find_all(nodes.Const))
+        self._roles = tuple(dict.fromkeys(value for value in constants if isinstance(value, str)))
+        self.forms, self.turn_end = self._probe()
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """The conversation as text, with the spans of the messages that have labels.
+
+        Raises Dropped, TemplateError.
+        """
+        messages, extra = conversation.messages, conversation.extra
+        text = self._text(messages, extra)
+        if self.marked:
+            return Rendered(text, tuple(self._generated(conversation, text)))
+        whole: _Marked | None = None
+        found = []
+        for index in conversation.trained:
+            # Of a first message, nothing tells what stands before it from what it says.
+            before = self._try(messages[:index], extra, prompt=True) if index else None
+            after = self._try(messages[: index + 1], extra) if before is not None else None
+            if (
+                after is not None
+                and before is not None
+                and text.startswith(after)
+                and after.startswith(before)
+            ):
+                found.append((len(before), len(after)))
+                continue
+            whole = whole or self._mark(conversation, len(messages))
+            if whole.text != text:
+                raise Dropped(_LOST)
+            found.append(self._found(conversation, whole, index))
+        return Rendered(text, tuple(found))
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """The conversation up to where the assistant's next message begins. Raises Dropped,
+        TemplateError."""
+        return self._text(messages, {}, prompt=True)
+
+    def _generated(self, conversation: Conversation, text: str) -> list[Span]:
+        """The spans that the template marks, without those of answers that have no labels."""
+        if any(not text.startswith(part, start) for start, part in self._spans):
+            raise Dropped("generation marks within a macro")
+        spans = [(start, start + len(part)) for start, part in self._spans]
+        if conversation.trained == conversation.answers:
+            return spans
+        if len(spans) != len(conversation.answers):
+            raise Dropped("weights where generation marks are not one an answer")
+        numbered = zip(conversation.answers, spans, strict=True)
+        return [span for index, span in numbered if index in conversation.trained]
+
+    def _text(self, messages: Sequence[Message], extra: Mapping[str, Any], *, prompt: bool = False) -> str:
+        self._spans.clear()
+        self._blocks.clear()
+        values = {**self._tokens, "tools": None, "documents": None, **extra}
+        values.update(messages=list(messages), add_generation_prompt=prompt)
+        size = 0
+        try:
+            for block in self._template.generate(values):
+                self._blocks.append(block)
+                size += len(block)
+                if size > LIMIT_CHARACTERS:
+                    raise TemplateError(f"writes more than {LIMIT_CHARACTERS} characters for a conversation")
+        except (TemplateError, MemoryError):
+            raise
+        except RecursionError as error:
+            raise TemplateError("calls itself without end") from error
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise Dropped(f"the template refuses it: {_line(error)}") from error
+        return "".join(self._blocks)
+
+    def _try(
+        self, messages: Sequence[Message], extra: Mapping[str, Any], *, prompt: bool = False
+    ) -> str | None:
+        try:
+            return self._text(messages, extra, prompt=prompt)
+        except Dropped:
+            return None
+
+    def _mark(self, conversation: Conversation, count: int, *, prompt: bool = False) -> "_Marked":
+        """A rendering of the first messages, marked. Raises Dropped."""
+        if count > _MOST_MESSAGES:
+            raise Dropped("too many messages")
+        marked = [
+            _with_marks(message, index, answer=index in conversation.answers)
+            for index, message in enumerate(conversation.messages[:count])
+        ]
+        return _Marked.of(self._text(marked, conversation.extra, prompt=prompt))
+
+    def _found(self, conversation: Conversation, whole: "_Marked", index: int) -> Span:
+        """Where an answer lies in a rendering that does not continue the one up to it.
+
+        What stands between it and its neighbours is taken from the conversation up to the answer and with it,
+        and must stand in the whole as well. Raises Dropped.
+        """
+        begin, end = map(chr, _marks_of(index))
+        last = whole.places.get(end)
+        if last is None:
+            raise Dropped(_LOST)
+        first = whole.places.get(begin)
+        anchor = last if first is None else first
+        others = {place: mark for mark, place in whole.places.items() if mark not in (begin, end)}
+        floor = max((place for place in others if place <= anchor), default=0)
+        ceiling = min((place for place in others if place > last), default=len(whole.text))
+
+        start = first
+        opening = self._tail(conversation, index, others.get(floor, ""), prompt=True)
+        if opening is not None and whole.text.startswith(opening, floor):
+            start = floor + len(opening)
+        else:
+            asked = self._try(conversation.messages, conversation.extra, prompt=True) or ""
+            opening = asked[len(whole.text) :] if asked.startswith(whole.text) else ""
+            place = whole.text.rfind(opening, floor, anchor) if opening else -1
+            start = place + len(opening) if place >= 0 else first
+        if start is None or start > anchor:
+            raise Dropped(_LOST)
+
+        closing = self._tail(conversation, index + 1, end)
+        closing = self.turn_end if closing is None else closing
+        stop = last + _shared(whole.text[last:ceiling], closing)
+        if closing and stop == last:
+            raise Dropped(_LOST)
+        return start, stop
+
+    def _tail(self, conversation: Conversation, count: int, mark: str, *, prompt: bool = False) -> str | None:
+        """What follows the mark when the first messages alone are rendered; None if it is not the last."""
+        if not count or not mark:
+            return None
+        try:
+            found = self._mark(conversation, count, prompt=prompt)
+        except Dropped:
+            return None
+        return found.tail if found.last == mark else None
+
+    def _probe(self) -> tuple[Forms, str]:
+        """Try the forms that messages have: which come out as they are meant, and what ends an answer."""
+        asked = {"role": USER, "content": "probe0"}
+        system = {"role": SYSTEM, "content": "probe1"}
+        tool = {"type": "function", "function": {"name": "probe3", "description": "", "parameters": {}}}
+        result = {"role": TOOL, "name": "probe3", "tool_call_id": "call00000", "content": "7"}
+
+        def answer(content: Any, **more: Any) -> Message:
+            return {"role": ASSISTANT, "content": content, **more}
+
+        def written(*messages: Message, **extra: Any) -> str | None:
+            found = self._try([asked, *messages], extra)
+            return self._try([system, asked, *messages], extra) if found is None else found
+
+        def call(arguments: Any, content: str | None) -> str | None:
+            function = {"name": "probe3", "arguments": arguments}
+            message = answer(
+                content, tool_calls=[{"id": "call00000", "type": "function", "function": function}]
+            )
+            found = written(message, tools=[tool])
+            return written(message, result, answer("probe2"), tools=[tool]) if found is None else found
+
+        objects = [call({"probe4": "probe5"}, content) for content in ("", None)]
+        texts = [call('{"probe4": "probe5"}', content) for content in ("", None)]
+        as_object = [text is not None and "probe4" in text and "'probe4'" not in text for text in objects]
+        as_text = [text is not None and '"probe4"' in text for text in texts]
+        empty, null = objects if any(as_object) else texts
+        plain = written(answer("probe2")) or ""
+        parts = written(answer([{"type": "text", "text": "probe2"}])) or ""
+        forms = Forms(
+            roles=self._roles,
+            # What is refused here may do with other messages.
+            objects=any(as_object) or all(text is None for text in (*objects, *texts)),
+            texts=any(as_text),
+            null=(as_object[1] or as_text[1]) and (null or "").count("None") == (empty or "").count("None"),
+            plain="probe2" in plain or "probe2" not in parts,
+            parts="probe2" in parts and "'text'" not in parts and '"text"' not in parts,
+        )
+        shown = plain if "probe2" in plain else parts
+        return forms, shown.rpartition("probe2")[2] if "probe2" in shown else ""
+
+    def _generation_tag(self) -> Any:
+        """A Jinja extension for `{% generation %}` that keeps each such block's place and text.
+
+        The template is rendered block by block, so that a block knows where it starts.
+        """
+        from jinja2 import nodes
+        from jinja2.ext import Extension
+
+        template = self
+
+        class GenerationTag(Extension):
+            tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+            def parse(self, parser: Any) -> Any:
+                template.marked = True
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return nodes.CallBlock(self.call_method("_span"), [], [], body).set_lineno(line)
+
+            def _span(self, caller: Callable[[], str]) -> str:
+                text = str(caller())
+                template._spans.append((sum(map(len, template._blocks)), text))
+                return text
+
+        return GenerationTag
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A rendering of marked messages."""
+
+    text: str
+    """Without the marks."""
+    places: dict[str, int]
+    """Where each mark stood in it; a mark that came twice is left out."""
+    last: str
+    """The last mark, or empty."""
+    tail: str
+    """What follows it."""
+
+    @classmethod
+    def of(cls, rendered: str) -> "_Marked":
+        pieces: list[str] = []
+        places: dict[str, int] = {}
+        twice = set()
+        start = size = 0
+        last = ""
+        for found in _MARKS.finditer(rendered):
+            pieces.append(rendered[start : found.start()])
+            size += len(pieces[-1])
+            start = found.end()
+            last = found.group()
+            if last in places:
+                twice.add(last)
+            places[last] = size
+        tail = rendered[start:]
+        kept = {mark: place for mark, place in places.items() if mark not in twice}
+        return cls("".join([*pieces, tail]), kept, last, tail)
+
+
+def _marks_of(index: int) -> tuple[int, int]:
+    return 0xF0000 + 2 * index, 0xF0001 + 2 * index
+
+
+def _with_marks(message: Message, index: int, *, answer: bool) -> Message:
+    """The message with marks around what the assistant says, or one amid what others do.
+
+    They stand inside white space, which templates trim, and not at the edges of others' texts, which
+    templates compare.
+    """
+    begin, end = map(chr, _marks_of(index))
+    if _MARKS.search(json.dumps(message, ensure_ascii=False)):
+        raise Dropped("private characters where the template rewrites messages")
+    content = message.get("content")
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
+    spoken = [at for at, text in enumerate(texts) if text.strip()]
+    calls = message.get("tool_calls", []) if answer else []
+    if spoken and not answer:
+        text = texts[spoken[0]]
+        middle = len(text) - len(text.lstrip()) + len(text.strip()) // 2
+        texts[spoken[0]] = text[:middle] + begin + text[middle:]
+    elif spoken:
+        # Thoughts are what templates take out.
+        text = texts[spoken[0]].rpartition("</think>")[2]
+        text = text if text.strip() else texts[spoken[0]]
+        before = texts[spoken[0]].removesuffix(text) + text[: len(text) - len(text.lstrip())]
+        texts[spoken[0]] = before + begin + text.lstrip()
+        if not calls:
+            text = texts[spoken[-1]]
+            texts[spoken[-1]] = text.rstrip() + end + text[len(text.rstrip()) :]
+    marked = dict(message)
+    if calls:
+        named = [_renamed(call, "", end if call is calls[-1] else "") for call in calls]
+        marked["tool_calls"] = named if spoken else [_renamed(named[0], begin, ""), *named[1:]]
+    if isinstance(content, str):
+        marked["content"] = texts[0]
+    elif content:
+        marked["content"] = [{**part, "text": text} for part, text in zip(content, texts, strict=True)]
+    return marked
+
+
+def _renamed(call: Message, before: str, after: str) -> Message:
+    """A tool call with more in its name."""
+    inner = call.get("function", call)
+    changed = {**inner, "name": f"{before}{inner['name']}{after}"}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def _shared(text: str, tail: str) -> int:
+    """Characters with which both begin, without half a token where they part."""
+    length = next(
+        (at for at, (ours, theirs) in enumerate(zip(text, tail, strict=False)) if ours != theirs), None
+    )
+    if length is None:
+        length = min(len(text), len(tail))
+    return length if length == len(tail) else len(text[:length].rstrip("<|["))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> str:
+    raise ValueError(message)
+
+
+def _now(form: str) -> str:
+    """A fixed day: a run's tokens must not depend on when they are made."""
+    return datetime(2025, 1, 1).strftime(form)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:100] or type(error).__name__
+
+
+def _answers(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    """The process's answers to the first line, which has the template, and to those with conversations."""
+    template: Template | None = None
+    for line in lines:
+        try:
+            given = json.loads(line)
+            if template is None:
+                template = Template(given["source"], given["tokens"])
+                yield {"forms": asdict(template.forms), "turn_end": template.turn_end}
+            elif "prompt" in given:
+                yield {"text": template.prompt(given["prompt"])}
+            else:
+                given.update(answers=tuple(given["answers"]), trained=tuple(given["trained"]))
+                rendered = template.render(Conversation(**given))
+                yield {"text": rendered.text, "spans": rendered.assistant}
+        except Dropped as reason:
+            yield {"dropped": str(reason)}
+        except TemplateError as error:
+            yield {"error": str(error)}
+        except RecursionError:
+            yield {"dropped": "deeply nested messages"}
+        except MemoryError:
+            yield {"error": f"takes more than {LIMIT_BYTES >> 30} GiB for a conversation"}
+
+
+def _lines(seconds: float) -> Iterator[bytes]:
+    """Questions; while one is answered, the clock of the limit runs."""
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        yield line
+
+
+def main(seconds: float) -> None:
+    """Answer until the parent closes the pipe."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+    for answer in _answers(_lines(seconds)):
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

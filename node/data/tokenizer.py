@@ -1,0 +1,385 @@
+"""Text into token ids: bytes as they are, or byte-pair encoding with the user's own tables.
+
+`[data] tokenizer` is `bytes`, or names tables of byte-level BPE as GPT-2 has them: a folder that holds
+`tokenizer.json`, `vocab.json` and `merges.txt`, `encoder.json` and `vocab.bpe`, or SentencePiece's
+`tokenizer.model`; or one of these files. The BPE itself is the `tokenizers` package, which only the
+coordinator needs.
+"""
+
+import json
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from node.data.sentencepiece import sentencepiece_tokenizer
+from node.data.text import SEPARATOR, expanded, read_small
+from wire.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+logger = logging.getLogger(__name__)
+
+BYTES = "bytes"
+PIECE_BYTES = 128 * 1024
+"""Documents are encoded in pieces of about this size, each ending at a word's end."""
+END_OF_TEXT = "<|endoftext|>"
+"""Stands between documents, if the vocabulary has it."""
+
+MOST_TABLES_BYTES = 128 << 20
+"""Of one file: the largest that are published have a third of it."""
+
+_BREAK = re.compile(rb"[ \n]")
+_FAST = "tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
+SENTENCEPIECE = "tokenizer.model"
+_TABLES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+_EXTRA = 'pip install "thinwire[bpe]"'
+
+
+class Tokenizer(ABC):
+    """Token ids of a text. The same text gives the same ids, whatever was encoded before."""
+
+    vocabulary: int
+    """Ids lie below this."""
+    fingerprint: str
+    """Changes whenever the same text might give other ids."""
+    begin: tuple[int, ...] = ()
+    """Ids that stand before each text."""
+    ends: frozenset[int]
+    """Each of these ids ends a text."""
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The narrowest for the vocabulary."""
+        return np.min_scalar_type(self.vocabulary - 1)
+
+    @abstractmethod
+    def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each piece of `pieces_of`, `[n]` of `dtype`."""
+
+    @abstractmethod
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text to continue: special tokens in it are special, and `begin` comes first unless it
+        is written there."""
+
+    @abstractmethod
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of ids `[n]`, special tokens included."""
+
+
+class ByteTokenizer(Tokenizer):
+    """A token a byte."""
+
+    vocabulary = 256
+    fingerprint = BYTES
+    ends = frozenset(SEPARATOR)
+
+    def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
+
+    def prompt(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: np.ndarray) -> str:
+        return ids.astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class BpeTokenizer(Tokenizer):
+    """Byte-pair encoding. Text that looks like a special token is encoded as the text that it is."""
+
+    def __init__(self, bpe: "tokenizers.Tokenizer", tables: Sequence[bytes], folder: Path) -> None:
+        """`folder` says which tokens begin and end a text. Raises DataError."""
+        import tokenizers
+
+        self._bpe = bpe
+        self._bpe.encode_special_tokens = True
+        self._bpe.no_truncation()
+        self._bpe.no_padding()
+        self.vocabulary = 1 + max(bpe.get_vocab().values(), default=0)
+        self.begin = _begin(bpe, folder)
+        default = bpe.token_to_id(END_OF_TEXT)
+        known = _known_ends(bpe, folder)
+        template = _template_text(folder)
+        # A chat tokenizer's end of text may be what ends a turn.
+        apart = [end for end in known if (bpe.id_to_token(end) or "") not in template]
+        ends = [*apart, *([] if default is None else [default]), *known]
+        # Tables without an end of text may still know the zero byte.
+        between = ends[:1] or bpe.encode("\0", add_special_tokens=False).ids
+        if not between:
+            raise DataError(
+                f"the tokenizer in {folder} has no end of text to put between documents: name one of its "
+                "tokens as eos_token in tokenizer_config.json"
+            )
+        if not ends:
+            _say_no_end(str(folder))
+        self._between = np.array(between, dtype=self.dtype)
+        self.ends = frozenset([*ends, *(between if len(between) == 1 else ())])
+        parts = [BPE_FORMAT.encode(), tokenizers.__version__.encode(), *tables]
+        if self.begin or between != [default]:
+            parts.append(repr((self.begin, between)).encode())
+        self.fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
+
+    def encode(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
+        texts = [piece for piece in pieces if piece != SEPARATOR]
+        encoded = iter(
+            self._bpe.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        )
+        return [
+            self._between if piece == SEPARATOR else np.array(next(encoded).ids, dtype=self.dtype)
+            for piece in pieces
+        ]
+
+    def prompt(self, text: str) -> list[int]:
+        self._bpe.encode_special_tokens = False
+        try:
+            ids = tuple(self._bpe.encode(text, add_special_tokens=False).ids)
+            return list(ids if self.begin and ids[: len(self.begin)] == self.begin else self.begin + ids)
+        finally:
+            self._bpe.encode_special_tokens = True
+
+    def to_json(self) -> str:
+        """As a `tokenizer.json`."""
+        return str(self._bpe.to_str(pretty=True))
+
+    @property
+    def end_of_text(self) -> str:
+        """`END_OF_TEXT` if the vocabulary has it, else empty."""
+        return END_OF_TEXT if self._bpe.token_to_id(END_OF_TEXT) is not None else ""
+
+    def decode(self, ids: np.ndarray) -> str:
+        return str(self._bpe.decode(ids.tolist(), skip_special_tokens=False))
+
+
+BPE_FORMAT = "1"
+"""Raised when pieces are cut in another way."""
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `[data] tokenizer` names.
+
+    Raises:
+        DataError: no such tables, damaged ones, or the package that reads them is not installed.
+        ConfigError: a home directory of an unknown user.
+    """
+    if name == BYTES:
+        return ByteTokenizer()
+    path = expanded(name, "data.tokenizer")
+    try:
+        if not path.exists():
+            raise DataError(
+                f"no tokenizer {name!r}: set [data] tokenizer to {BYTES}, or to a folder or file with GPT-2 "
+                "style tables (tokenizer.json, vocab.json and merges.txt, or encoder.json and vocab.bpe)"
+            )
+        found = tokenizer_files(path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+    tables = [read_bounded(file) for file in found]
+    bpe = parsed_tokenizer(found, tables)
+    with _one_line(path):
+        made = BpeTokenizer(bpe, tables, found[0].parent)
+        _check_bytes(made, path)
+    return made
+
+
+def parsed_tokenizer(files: Sequence[Path], tables: Sequence[bytes]) -> "tokenizers.Tokenizer":
+    """A tokenizer of the files of `tokenizer_files`, which hold `tables`. Raises DataError."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError(
+            f"[data] tokenizer {files[0]} needs the tokenizers package on the coordinator's machine: {_EXTRA}"
+        ) from error
+    with _one_line(files[0]):
+        if files[0].suffix == ".model":
+            return sentencepiece_tokenizer(tables[0], _added_tokens(files[0].parent))
+        if len(files) == 1:
+            return tokenizers.Tokenizer.from_str(tables[0].decode())
+        bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = tokenizers.decoders.ByteLevel()
+        return bpe
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """What is wrong with tables comes as bare Exception from the package, or as a panic of its Rust."""
+    try:
+        yield
+    except DataError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"the tokenizer in {path} cannot be read ({reason}); copy its files again") from error
+
+
+def of_tables(name: str) -> BpeTokenizer | None:
+    """The tokenizer if `name` names tables of another kind on this machine; None for a `tokenizer.json`.
+
+    Raises as `load_tokenizer`.
+    """
+    path = expanded(name, "data.tokenizer")
+    if not path.exists():
+        return None
+    files = tokenizer_files(path)
+    if len(files) == 1 and files[0].suffix != ".model":
+        return None
+    made = load_tokenizer(name)
+    return made if isinstance(made, BpeTokenizer) else None
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """`bos_token`, `eos_token` and the like of a tokenizer's folder, by `tokenizer_config.json`, else by
+    `special_tokens_map.json`.
+
+    Raises DataError if one cannot be read.
+    """
+    found = {}
+    for file in ("special_tokens_map.json", _SETTINGS):
+        for name, value in json_object(folder / file).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
+    return found
+
+
+def _added_tokens(folder: Path) -> dict[int, str]:
+    """Tokens behind the pieces of a `tokenizer.model`, by id. Raises DataError."""
+    found = {}
+    for token, index in json_object(folder / "added_tokens.json").items():
+        if type(index) is int:
+            found[index] = token
+    decoder = json_object(folder / _SETTINGS).get("added_tokens_decoder")
+    for index, value in decoder.items() if isinstance(decoder, dict) else ():
+        if index.isdecimal() and isinstance(value, dict) and isinstance(value.get("content"), str):
+            found[int(index)] = value["content"]
+    return found
+
+
+def _begin(bpe: "tokenizers.Tokenizer", folder: Path) -> tuple[int, ...]:
+    """The ids before a text: as `add_bos_token` says, else as the tables do. Raises DataError."""
+    adds = json_object(folder / _SETTINGS).get("add_bos_token")
+    if isinstance(adds, bool):
+        token = bpe.token_to_id(special_tokens(folder).get("bos_token", ""))
+        return (token,) if adds and token is not None else ()
+    plain, whole = (bpe.encode("a", add_special_tokens=special).ids for special in (False, True))
+    starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+    return tuple(whole[: next(starts, 0)])
+
+
+def _known_ends(bpe: "tokenizers.Tokenizer", folder: Path) -> list[int]:
+    """The ids that end a text, by the tokenizer's and the model's files in `folder`. Raises DataError."""
+    named = bpe.token_to_id(special_tokens(folder).get("eos_token", ""))
+    found = [] if named is None else [named]
+    for file in ("config.json", "generation_config.json"):
+        values = json_object(folder / file)
+        inner = values.get("text_config")
+        for level in (values, inner if isinstance(inner, dict) else {}):
+            ids = level.get("eos_token_id")
+            found += [end for end in (ids if isinstance(ids, list) else [ids]) if type(end) is int]
+    return [end for end in dict.fromkeys(found) if 0 <= end < 1 << 32 and bpe.id_to_token(end) is not None]
+
+
+def _template_text(folder: Path) -> str:
+    """The chat template of a folder, or empty. Raises DataError."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return read_bounded(path).decode(errors="replace")
+    return json.dumps(json_object(folder / _SETTINGS).get("chat_template", ""), ensure_ascii=False)
+
+
+@cache
+def _say_no_end(folder: str) -> None:
+    logger.warning(
+        "the tokenizer in %s names no end of text: a zero byte stands between documents; eos_token in "
+        "tokenizer_config.json would name one",
+        folder,
+    )
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a file; empty without the file. Raises DataError if it cannot be read."""
+    if not path.exists():
+        return {}
+    try:
+        raw = json.loads(read_bounded(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read ({error}); copy it again") from error
+    return raw if isinstance(raw, dict) else {}
+
+
+def read_bounded(path: Path) -> bytes:
+    """A file of a tokenizer. Raises DataError if it is none, no regular file or too large."""
+    try:
+        return read_small(path, MOST_TABLES_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+
+
+def pieces_of(text: bytes) -> Iterator[bytes]:
+    """Documents of `read_text`, cut, and `SEPARATOR` between documents.
+
+    Where a piece ends depends on the text alone: behind at least `PIECE_BYTES`, before a space or a line's
+    end that stands between two characters which are no white space. GPT-2's rules break there anyway, so the
+    tokens are those of the whole document; with other rules a token begins there all the same.
+    """
+    start = 0
+    while True:
+        end = text.find(SEPARATOR, start)
+        stop = len(text) if end < 0 else end
+        while start < stop:
+            cut = _cut(text, start + PIECE_BYTES, stop)
+            yield text[start:cut]
+            start = cut
+        if end < 0:
+            return
+        yield SEPARATOR
+        start = end + 1
+
+
+def _cut(text: bytes, start: int, stop: int) -> int:
+    for found in _BREAK.finditer(text, start, stop):
+        position = found.start()
+        # Four bytes hold any character.
+        before = text[max(0, position - 4) : position].decode(errors="ignore")[-1:]
+        after = text[position + 1 : min(stop, position + 5)].decode(errors="ignore")[:1]
+        if before and after and not before.isspace() and not after.isspace():
+            return position
+    return stop
+
+
+def tokenizer_files(path: Path) -> list[Path]:
+    """The one or two files of a tokenizer. Raises DataError."""
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir():
+        choices: list[tuple[str, ...]] = [(_FAST,), *_TABLES, (SENTENCEPIECE,)]
+    else:
+        choices = [pair for pair in _TABLES if path.name in pair] or [(path.name,)]
+    for names in choices:
+        files = [folder / name for name in names]
+        if all(file.is_file() for file in files):
+            return files
+    expected = " or ".join(" and ".join(names) for names in choices)
+    raise DataError(f"no tokenizer in {folder}: expected {expected}")
+
+
+def _check_bytes(tokenizer: BpeTokenizer, path: Path) -> None:
+    """Tables that do not know every byte drop text without a word."""
+    text = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F600]))
+    (ids,) = tokenizer.encode([text.encode()])
+    # Decoders of SentencePiece's kind drop the space that they put before a text.
+    if tokenizer.decode(ids).strip() != text.strip():
+        raise DataError(
+            f"the tokenizer in {path} does not give back every text that it encodes: byte-level BPE tables, "
+            "as GPT-2 has them, are needed"
+        )

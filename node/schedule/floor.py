@@ -1,0 +1,280 @@
+"""The physical floor of a step: the least time in which its compute and its bytes can be done. Pure.
+
+Every resource of a pipeline (a stage's compute, a direction of a link, a direction of a node's network
+interface) serves each microbatch for a known time, one at a time. No schedule, however wide its window, can
+begin at a resource before the first microbatch has reached it, nor end before the last one has left it and
+gone the rest of its way. So a step takes at least, for every resource,
+
+    fill (to the resource) + microbatches x time a microbatch + drain (from it to the end of the step)
+
+and the largest of these is the floor (design section 5: max(compute, bytes over the busiest link direction /
+its rate) a microbatch, with the fill and drain that nobody can avoid).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRate:
+    """What a wire carries: one link between two stages, or one node's network interface.
+
+    Bytes are those of the frames, so rates are those that payloads reach, without Ethernet, IP and TCP
+    headers (0.956 of the nominal rate with 1500-byte packets).
+    """
+
+    up: float = math.inf
+    """Bytes a second: on a link from the lower stage to the higher, on an interface out of the node."""
+    down: float = math.inf
+    """Bytes a second the other way."""
+    latency: float = 0.0
+    """Seconds one way. Of an interface: added to every tensor that passes it."""
+    full_duplex: bool = True
+    """Both directions at once; otherwise they take turns."""
+
+
+class ResourceKind(StrEnum):
+    """What can be the bottleneck."""
+
+    COMPUTE = "compute"
+    LINK = "link"
+    INTERFACE = "interface"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resource:
+    """One thing that serves one microbatch at a time."""
+
+    kind: ResourceKind
+    stage: int
+    """The stage that computes, that owns the interface, or that sends over the link."""
+    peer_stage: int = -1
+    """The stage that receives over the link; -1 otherwise."""
+    direction: str = ""
+    """Of a link or an interface: `up`, `down`, or `both` where they share; as in `LinkRate`."""
+
+    def __str__(self) -> str:
+        match self.kind:
+            case ResourceKind.COMPUTE:
+                return f"compute of stage {self.stage}"
+            case ResourceKind.LINK if self.direction == "both":
+                return f"link between {self.stage} and {self.peer_stage}"
+            case ResourceKind.LINK:
+                return f"link {self.stage} to {self.peer_stage}"
+            case _:
+                word = {"up": "upload", "down": "download", "both": "interface"}[self.direction]
+                return f"{word} of stage {self.stage}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """What a tensor does to the network on its way: its parts serve it at once, as bytes stream through."""
+
+    seconds: Mapping[Resource, float]
+    """For which it occupies each part."""
+    latency: float
+    """From the end of the slowest part's service to its arrival."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a resource must do in a step."""
+
+    resource: Resource
+    microbatch_seconds: float
+    """For which it serves each microbatch."""
+    fill_seconds: float
+    """Before the first microbatch can be at it."""
+    drain_seconds: float
+    """From its last microbatch to the end of the step."""
+
+    def seconds(self, microbatches: int) -> float:
+        """No step of so many microbatches can be shorter, because of this resource alone."""
+        return self.fill_seconds + microbatches * self.microbatch_seconds + self.drain_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """The least time of a step, and what makes it so."""
+
+    seconds: float
+    """Of the whole step."""
+    binds: Resource
+    """The resource that no schedule can relieve."""
+    microbatch_seconds: float
+    """For which `binds` serves each microbatch; the rest of `seconds` is fill, drain and what follows."""
+    loads: tuple[Load, ...]
+    """Every resource that does anything, the one that binds first, then by seconds a microbatch."""
+
+    def share(self, measured_seconds: float) -> float:
+        """The floor over a measured step: 1 is perfect."""
+        return self.seconds / measured_seconds
+
+
+def step_floor(
+    *,
+    microbatches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    activation_bytes: float = 0.0,
+    gradient_bytes: float = 0.0,
+    links: Sequence[LinkRate] = (),
+    interfaces: Sequence[LinkRate] = (),
+    chunks: int = 1,
+    head_share: float | None = None,
+    after_seconds: float = 0.0,
+) -> Floor:
+    """The floor of one step.
+
+    Args:
+        microbatches: of the step, at least 1.
+        forward: seconds of one microbatch's forward on each stage, over all its chunks; encoding and decoding
+            too, where they are not hidden.
+        backward: the same for backward.
+        activation_bytes: a microbatch's packed activation at one boundary, frames included.
+        gradient_bytes: the same of its gradient.
+        links: `links[i]` joins stage i and stage i + 1; with `chunks` above 1 or a `head_share`, and three
+            stages or more, a last one joins the last stage (`up`: from it) and the first. Empty: links cost
+            nothing.
+        interfaces: each stage's network interface, which all its links share. Empty: none limits.
+        chunks: model chunks a stage (`node.schedule.schedule`).
+        head_share: the share of the first stage's time that the head takes there; None: the last chunk
+            has it.
+        after_seconds: what every step needs behind its last backward: the vote's and the commit's way, the
+            optimizer.
+
+    Raises ValueError for sizes that do not agree, negative times and rates that are not above 0.
+    """
+    stages = len(forward)
+    ring = (chunks > 1 or head_share is not None) and stages > 2
+    joints = max(0, stages - 1) + ring
+    if stages == 0 or len(backward) != stages or microbatches < 1 or chunks < 1:
+        raise ValueError("give forward and backward for every stage, and at least 1 microbatch and chunk")
+    if links and len(links) != joints:
+        raise ValueError(f"{len(links)} links given; {stages} stages with {chunks} chunks have {joints}")
+    if interfaces and len(interfaces) != stages:
+        raise ValueError(f"{len(interfaces)} interfaces given for {stages} stages")
+    if min(*forward, *backward, activation_bytes, gradient_bytes, after_seconds) < 0:
+        raise ValueError("times and bytes cannot be negative")
+    if any(min(r.up, r.down) <= 0 or r.latency < 0 for r in (*links, *interfaces)):
+        raise ValueError("rates must be above 0 and latencies not below")
+
+    visits = _Visits(Network(stages, links, interfaces))
+    hops = stages * chunks + (head_share is not None)
+    shares = chunk_shares(stages, chunks, head_share)
+    for hop in range(hops):
+        visits.compute(hop % stages, forward[hop % stages] * shares[hop])
+        if hop < hops - 1:
+            visits.transfer(hop % stages, (hop + 1) % stages, activation_bytes)
+    for hop in reversed(range(hops)):
+        visits.compute(hop % stages, backward[hop % stages] * shares[hop])
+        if hop > 0:
+            visits.transfer(hop % stages, (hop - 1) % stages, gradient_bytes)
+    loads = visits.loads()
+    first = max(loads, key=lambda load: load.seconds(microbatches))
+    rest = sorted((x for x in loads if x is not first), key=lambda x: -x.microbatch_seconds)
+    return Floor(
+        seconds=first.seconds(microbatches) + after_seconds,
+        binds=first.resource,
+        microbatch_seconds=first.microbatch_seconds,
+        loads=(first, *rest),
+    )
+
+
+def chunk_shares(stages: int, chunks: int, head_share: float | None = None) -> tuple[float, ...]:
+    """The share of its stage's time that each global chunk takes, the head's own chunk last if it has one."""
+    if head_share is None:
+        return (1 / chunks,) * (stages * chunks)
+    blocks = ((1 - head_share) / chunks, *((1 / chunks,) * (stages - 1)))
+    return (*(blocks * chunks), head_share)
+
+
+class Network:
+    """The links between stages and the interfaces of their nodes: what a tensor occupies on its way."""
+
+    def __init__(self, stages: int, links: Sequence[LinkRate], interfaces: Sequence[LinkRate] = ()) -> None:
+        """As `step_floor` takes them."""
+        self._stages = stages
+        self._links = links
+        self._interfaces = interfaces
+
+    def passage(self, source: int, target: int, size: float) -> Passage:
+        """Of `size` bytes between two stages that a link joins."""
+        # The last stage's link to the first is named from the last; two stages have only one link.
+        closing = {source, target} == {0, self._stages - 1} and self._stages > 2
+        low, high = (max(source, target), min(source, target)) if closing else sorted((source, target))
+        seconds: dict[Resource, float] = {}
+        latency = 0.0
+        if self._links:
+            link = self._links[low]
+            upward = source == low
+            if link.full_duplex:
+                direction = "up" if upward else "down"
+                way = Resource(kind=ResourceKind.LINK, stage=source, peer_stage=target, direction=direction)
+            else:
+                way = Resource(kind=ResourceKind.LINK, stage=low, peer_stage=high, direction="both")
+            seconds[way] = size / (link.up if upward else link.down)
+            latency += link.latency
+        if self._interfaces:
+            for stage, direction in ((source, "up"), (target, "down")):
+                interface = self._interfaces[stage]
+                shared = direction if interface.full_duplex else "both"
+                resource = Resource(kind=ResourceKind.INTERFACE, stage=stage, direction=shared)
+                seconds[resource] = size / (interface.up if direction == "up" else interface.down)
+                latency += interface.latency
+        return Passage(seconds=seconds, latency=latency)
+
+
+@dataclass
+class _Visit:
+    """A microbatch at a resource: `begin` and `end` count from the start of its way through the pipeline."""
+
+    begin: float
+    seconds: float
+    end: float
+
+
+class _Visits:
+    """One microbatch's way there and back, alone in the pipeline: where it is served, from when, how long."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._now = 0.0
+        self._by_resource: dict[Resource, list[_Visit]] = {}
+
+    def compute(self, stage: int, seconds: float) -> None:
+        self._serve({Resource(kind=ResourceKind.COMPUTE, stage=stage): seconds}, 0.0)
+
+    def transfer(self, source: int, target: int, size: float) -> None:
+        if source != target:
+            passage = self._network.passage(source, target, size)
+            self._serve(passage.seconds, passage.latency)
+
+    def _serve(self, served: Mapping[Resource, float], latency: float) -> None:
+        for resource, seconds in served.items():
+            if seconds > 0:
+                visit = _Visit(self._now, seconds, self._now + seconds)
+                self._by_resource.setdefault(resource, []).append(visit)
+        self._now += max(served.values(), default=0.0) + latency
+
+    def loads(self) -> list[Load]:
+        if not self._by_resource:
+            return [
+                Load(
+                    resource=Resource(kind=ResourceKind.COMPUTE, stage=0),
+                    microbatch_seconds=0.0,
+                    fill_seconds=self._now,
+                    drain_seconds=0.0,
+                )
+            ]
+        return [
+            Load(
+                resource=resource,
+                microbatch_seconds=sum(visit.seconds for visit in visits),
+                fill_seconds=min(visit.begin for visit in visits),
+                drain_seconds=self._now - max(visit.end for visit in visits),
+            )
+            for resource, visits in self._by_resource.items()
+        ]

@@ -1,0 +1,287 @@
+"""Which layer units each chunk and stage holds, for any number of stages. Torch-free.
+
+A chunk is a contiguous run of units. The first also holds "embed", the last also holds "head", and every
+chunk holds at least one block.
+
+With the head on the first stage (`head_first`) it is a chunk of its own behind all others. Then the first
+chunk may be the embedding alone, because its stage also computes the head.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig
+from node.model.lora_shapes import trained_specs
+from node.model.units import EMBED, HEAD, block_name, check_model, is_block, most_state_bytes, unit_cost
+from node.schedule.schedule import Kind, Order, Orders, Window, schedule
+from wire.codecs.formats import FP32, codec_format
+from wire.errors import ConfigError, nearest
+
+HEADS = ("auto", "first", "last")
+"""Values of `pipeline.head`."""
+PLACEMENTS = ("order", "measured")
+"""Values of `pipeline.placement`."""
+
+
+def unplaceable(pipeline: PipelineSection, head_is_first: bool) -> Iterator[str]:
+    """Why nodes cannot get their stages as `pipeline.placement` says."""
+    if pipeline.placement not in PLACEMENTS:
+        yield f"pipeline.placement {pipeline.placement!r} is unknown{nearest(pipeline.placement, PLACEMENTS)}"
+    if not pipeline.measures_places:
+        return
+    if pipeline.chunks > 1 or head_is_first:
+        yield (
+            'pipeline.placement = "measured" plans a line of stages: set pipeline.chunks = 1, and for a tied '
+            'model pipeline.head = "last"'
+        )
+    if pipeline.remembers:
+        yield (
+            f'pipeline.placement = "measured" moves boundaries, and {pipeline.forward_codec} remembers what '
+            "crossed each: use a codec without a memory"
+        )
+
+
+def head_first(config: RunConfig, stages: int) -> bool:
+    """Whether the head is on the first stage when `stages` nodes share the model.
+
+    Only a tied model whose weights are trained gains by it. With `auto` it follows from bytes a step: those
+    of one more boundary, by the run's codecs, or of the tied weight's gradient both ways.
+    """
+    if stages < 2 or not config.sums_tied_gradients:
+        return False
+    if config.pipeline.head != "auto":
+        return config.pipeline.head == "first"
+    boundary, exchange = head_bytes(config)
+    return boundary <= exchange
+
+
+def with_head_place(config: RunConfig) -> RunConfig:
+    """`config` with `pipeline.head` as decided for its number of stages, so that a run keeps it whatever else
+    changes."""
+    if config.pipeline.stages < 2:
+        return config
+    first = head_first(config, config.pipeline.stages)
+    return replace(config, pipeline=replace(config.pipeline, head="first" if first else "last"))
+
+
+def head_bytes(config: RunConfig) -> tuple[int, int]:
+    """Packed bytes a step, both ways together: of one more boundary, and of a tied weight's gradient."""
+    model, pipeline = config.model, config.pipeline
+    hidden = (config.training.microbatch, model.sequence, model.hidden)
+    both = sum(codec_format(name).packed_bytes(hidden) for name in pipeline.first_codecs)
+    return config.microbatches * both, 2 * FP32.packed_bytes((model.vocab, model.hidden))
+
+
+def head_share(config: RunConfig, stages: int) -> float | None:
+    """The share of the first stage's compute that the head takes there; None if the head is elsewhere."""
+    if not head_first(config, stages):
+        return None
+    whole = sum(unit_cost(config.model, unit) for unit in stage_units(config, stages)[0])
+    return unit_cost(config.model, HEAD) / whole
+
+
+def split_units(
+    model: ModelSection, chunks: int, split: tuple[int, ...] = (), *, head_with: int = 0
+) -> tuple[tuple[str, ...], ...]:
+    """Units of each chunk, in pipeline order.
+
+    Args:
+        chunks: stages times chunks a stage.
+        split: blocks of each chunk; empty splits so that the costliest chunk costs least.
+        head_with: stages whose first also computes the head, as one more chunk; 0: the last chunk holds it.
+
+    Raises:
+        ConfigError: more chunks than blocks, or a split that does not fit.
+    """
+    check_model(model)
+    if chunks < 1:
+        raise ConfigError(f"[pipeline] asks for {chunks} chunks; it must be at least 1")
+    if chunks > model.layers:
+        raise ConfigError(
+            f"[pipeline] asks for {chunks} chunks (stages x chunks) but [model] layers is {model.layers}; "
+            "each chunk needs a block: lower stages or chunks, or raise layers"
+        )
+    counts = split or (
+        _split_with_head(model, chunks, head_with) if head_with else _even_split(model, chunks)
+    )
+    if len(counts) != chunks:
+        raise ConfigError(
+            f"[pipeline] split has {len(counts)} numbers; stages x chunks needs {chunks}, one for each chunk"
+        )
+    if min(counts[1:], default=1) < 1 or counts[0] < (0 if head_with else 1):
+        raise ConfigError(f"[pipeline] split holds {min(counts)}; each chunk needs at least one block")
+    if sum(counts) != model.layers:
+        raise ConfigError(
+            f"[pipeline] split sums to {sum(counts)} blocks but [model] layers is {model.layers}; "
+            "make them equal"
+        )
+
+    names = [block_name(index) for index in range(model.layers)]
+    first = 0
+    runs: list[tuple[str, ...]] = []
+    for chunk, count in enumerate(counts):
+        embed = (EMBED,) if chunk == 0 else ()
+        head = (HEAD,) if chunk == chunks - 1 and not head_with else ()
+        runs.append((*embed, *names[first : first + count], *head))
+        first += count
+    return (*runs, (HEAD,)) if head_with else tuple(runs)
+
+
+def _even_split(model: ModelSection, chunks: int) -> tuple[int, ...]:
+    """Blocks of each chunk: each block goes to the cheapest chunk so far, of equals to the later one, because
+    earlier stages hold more microbatches. Optimal, as all blocks cost the same.
+    """
+    block = unit_cost(model, block_name(0))
+    fixed = [0.0] * chunks
+    fixed[0] += unit_cost(model, EMBED)
+    fixed[-1] += unit_cost(model, HEAD)
+    counts = [1] * chunks
+    for _ in range(model.layers - chunks):
+        cheapest = min(range(chunks), key=lambda chunk: (fixed[chunk] + counts[chunk] * block, -chunk))
+        counts[cheapest] += 1
+    return tuple(counts)
+
+
+def _split_with_head(model: ModelSection, chunks: int, stages: int) -> tuple[int, ...]:
+    """As `_even_split`, with the head on the first of the stages: the costliest stage costs least.
+
+    The first chunk begins without a block. Among a stage's chunks the next block goes to the smallest.
+    """
+    block = unit_cost(model, block_name(0))
+    costs = [0.0] * stages
+    costs[0] = unit_cost(model, EMBED) + unit_cost(model, HEAD)
+    counts = [0] + [1] * (chunks - 1)
+    for chunk, count in enumerate(counts):
+        costs[chunk % stages] += count * block
+    for _ in range(model.layers - sum(counts)):
+        cheapest = min(range(chunks), key=lambda chunk: (costs[chunk % stages], counts[chunk], -chunk))
+        counts[cheapest] += 1
+        costs[cheapest % stages] += block
+    return tuple(counts)
+
+
+REMEMBERED_BYTES = 2
+"""Bytes an element of a sample cache: bf16."""
+
+
+def chunks_of(config: RunConfig, stages: int) -> int:
+    """Chunks a stage when `stages` nodes share the model; a single stage has one."""
+    return config.pipeline.chunks if stages > 1 else 1
+
+
+@lru_cache(maxsize=64)
+def chunk_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
+    """The layer units of each global chunk when `stages` nodes share the model; chunk j is on stage j mod
+    `stages`."""
+    # The run file's split holds only for the number of stages it was written for.
+    split = config.pipeline.split if stages == config.pipeline.stages else ()
+    head_with = stages if head_first(config, stages) else 0
+    return split_units(config.model, stages * chunks_of(config, stages), split, head_with=head_with)
+
+
+def stage_orders(
+    config: RunConfig, stages: int, window: Window | None = None, microbatches: int = 0
+) -> Orders:
+    """The order of every stage; `window` defaults to the run file's, `microbatches` to all of a step."""
+    width = config.pipeline.first_window if window is None else window
+    chunks = chunks_of(config, stages)
+    count = microbatches or config.microbatches
+    return schedule(stages, chunks, count, width, head_first=head_first(config, stages))
+
+
+def boundaries(config: RunConfig, stages: int) -> int:
+    """Boundaries between chunks, those within a stage included."""
+    return len(chunk_units(config, stages)) - 1
+
+
+def hops(config: RunConfig, stages: int) -> int:
+    """Links on a microbatch's way once through the stages, the one to the head included."""
+    return stages - 1 + head_first(config, stages)
+
+
+@lru_cache(maxsize=64)
+def held_blocks(config: RunConfig, stages: int, *, apart: bool = False) -> tuple[int, ...]:
+    """The most block activations that each stage holds at once, over its order in the schedule.
+
+    Args:
+        apart: chunks do not reuse each other's memory: sum their peaks.
+    """
+    counts = [sum(map(is_block, units)) for units in chunk_units(config, stages)]
+    held = []
+    for stage, order in enumerate(stage_orders(config, stages)):
+        own = counts[stage::stages]
+        parts = [of_chunk(order, chunk) for chunk in range(len(own))] if apart else [order]
+        held.append(sum(_peak_blocks(part, own) for part in parts))
+    return tuple(held)
+
+
+def of_chunk(order: Order, chunk: int) -> Order:
+    """A stage's actions on one of its chunks, in order."""
+    return tuple(action for action in order if action.chunk == chunk)
+
+
+def _peak_blocks(order: Order, counts: Sequence[int]) -> int:
+    held = peak = 0
+    for action in order:
+        held += counts[action.chunk] if action.kind is Kind.FORWARD else -counts[action.chunk]
+        peak = max(peak, held)
+    return peak
+
+
+def stage_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
+    """The layer units of each stage when `stages` nodes share the model."""
+    chunks = chunk_units(config, stages)
+    return tuple(tuple(unit for chunk in chunks[stage::stages] for unit in chunk) for stage in range(stages))
+
+
+def block_counts(config: RunConfig, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage when `stages` nodes share the model."""
+    return tuple(sum(map(is_block, units)) for units in stage_units(config, stages))
+
+
+def boundary_cache_bytes(config: RunConfig, windows: int) -> int:
+    """The largest sample cache of one end of a boundary, in bytes; 0 unless the forward codec has one.
+
+    Args:
+        windows: samples of one pass over the text.
+    """
+    if not config.pipeline.remembers:
+        return 0
+    model = config.model
+    # Values, the number of each sample, and its checksum.
+    return windows * (REMEMBERED_BYTES * model.sequence * model.hidden + 8 + 4)
+
+
+def most_layer_bytes(config: RunConfig, unit: str, windows: int) -> int:
+    """The most bytes that a unit's snapshot file may have, its boundary's sample cache included.
+
+    Args:
+        windows: samples of one pass over the text.
+    """
+    trained = trained_specs(config.model, config.lora, unit)
+    return most_state_bytes(trained) + boundary_cache_bytes(config, windows)
+
+
+def stage_cache_bytes(config: RunConfig, stages: int, windows: int) -> tuple[int, ...]:
+    """The largest sample caches of each stage, in bytes, first stage first."""
+    ends = [0] * stages
+    for boundary in range(boundaries(config, stages)):
+        ends[boundary % stages] += 1
+        ends[(boundary + 1) % stages] += 1
+    one = boundary_cache_bytes(config, windows)
+    return tuple(count * one for count in ends)
+
+
+def check_cache(config: RunConfig, windows: int) -> None:
+    """Raises ConfigError if a stage's sample caches may exceed `pipeline.cache_gb`."""
+    pipeline, model = config.pipeline, config.model
+    for stages in range(pipeline.min_stages or pipeline.stages, pipeline.stages + 1):
+        most = max(stage_cache_bytes(config, stages, windows))
+        if most > pipeline.cache_gb * 1e9:
+            raise ConfigError(
+                f"pipeline.forward_codec {pipeline.forward_codec} would keep {most / 1e9:.3g} GB of "
+                f"activations at one of {stages} stages ({windows} samples of {model.sequence} x "
+                f"{model.hidden}), and pipeline.cache_gb allows {pipeline.cache_gb:g}: raise it, use "
+                "less text, or a codec without a memory"
+            )

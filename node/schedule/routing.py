@@ -1,0 +1,151 @@
+"""Which stage sends a tensor to which, and a stage's units and boundaries. Pure.
+
+Global chunk j lives on stage j mod n, and boundary j is between the chunks j and j + 1. So with more than one
+chunk a stage, or the head on the first stage, the last stage feeds the first.
+"""
+
+from typing import NamedTuple
+
+from node.config.schema import RunConfig
+from node.schedule.placement import chunk_units, chunks_of, head_first
+from node.schedule.schedule import Action, Kind, dependencies
+from wire.spec import Direction, TensorKey
+
+
+class Peer(NamedTuple):
+    """A place in the grid of rows and stages, at the other end of a link."""
+
+    replica: int
+    stage: int
+
+
+BETWEEN_ROWS = -1
+"""In place of a stage: the tensor stays in its stage and goes to another row."""
+
+
+def source_stage(key: TensorKey, stages: int) -> int:
+    """The stage that sends the tensor, or `BETWEEN_ROWS`."""
+    match key.direction:
+        case Direction.ACTIVATION | Direction.HELD_OUT:
+            return key.boundary % stages
+        case Direction.GRADIENT:
+            return (key.boundary + 1) % stages
+        case Direction.TIED_SHARE:
+            return stages - 1
+        case Direction.TIED_SUM:
+            return 0
+        case Direction.SYNC_SHARE | Direction.SYNC_SUM:
+            return BETWEEN_ROWS
+
+
+def target_stage(key: TensorKey, stages: int) -> int:
+    """The stage that receives the tensor, or `BETWEEN_ROWS`."""
+    match key.direction:
+        case Direction.ACTIVATION | Direction.HELD_OUT:
+            return (key.boundary + 1) % stages
+        case Direction.GRADIENT:
+            return key.boundary % stages
+        case Direction.TIED_SHARE:
+            return 0
+        case Direction.TIED_SUM:
+            return stages - 1
+        case Direction.SYNC_SHARE | Direction.SYNC_SUM:
+            return BETWEEN_ROWS
+
+
+def neighbours(stage: int, stages: int, chunks: int, tied: bool) -> tuple[int, ...]:
+    """The stages that `stage` has a link with, in ascending order."""
+    found = {stage - 1, stage + 1} & set(range(stages))
+    if (chunks > 1 or tied) and stages > 1:
+        # The ring closes: the last stage's output, or the tied gradient, goes to the first.
+        if stage == 0:
+            found.add(stages - 1)
+        if stage == stages - 1:
+            found.add(0)
+    return tuple(sorted(found - {stage}))
+
+
+def link_ends(config: RunConfig) -> tuple[tuple[int, int], ...]:
+    """The stages at both ends of each link of a row, in pipeline order.
+
+    The link that closes the ring is the last, if there is one, and begins at the last stage.
+    """
+    stages = config.pipeline.stages
+    ends = [(stage, stage + 1) for stage in range(stages - 1)]
+    closes = stages > 2 and (config.pipeline.chunks > 1 or config.sums_tied_gradients)
+    return (*ends, (stages - 1, 0)) if closes else tuple(ends)
+
+
+class StageLayout:
+    """Stage `stage` of `stages`, with `chunks` model chunks, and one more for a head on the first stage."""
+
+    def __init__(self, config: RunConfig, stage: int, stages: int) -> None:
+        self.stage = stage
+        self.stages = stages
+        self.head_first = head_first(config, stages)
+        self._units = chunk_units(config, stages)
+        self.last_chunk = len(self._units) - 1
+        """The global chunk that the loss comes from."""
+        self._own = range(stage, len(self._units), stages)
+        self.chunks = len(self._own)
+        self.interleaved = chunks_of(config, stages) > 1
+        """Whether tensors arrive in another order than that in which they are needed."""
+        self._microbatches = config.microbatches
+        self._held_out = config.microbatches * (1 + config.validation_passes)
+        """Microbatches from `_microbatches` on are held-out ones, pass after pass."""
+        self.exchanges_tie = config.sums_tied_gradients and stages > 1 and not self.head_first
+        """Whether the gradient of a tied weight crosses the link between the last stage and the first."""
+        self.sums_tie_alone = config.sums_tied_gradients and self.is_first and self.has_loss
+        """Whether this stage has both copies of a tied weight that is trained."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this stage computes the loss, from labels."""
+        return self.last_chunk in self._own
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Layer units of this stage, in model order within each chunk."""
+        return tuple(unit for chunk in self._own for unit in self._units[chunk])
+
+    def chunk_units(self, chunk: int) -> tuple[str, ...]:
+        """Layer units of one of the stage's chunks, which are numbered from 0."""
+        return tuple(self._units[self._own[chunk]])
+
+    @property
+    def boundaries(self) -> dict[int, str]:
+        """The boundaries of this stage by number, and the layer unit before each."""
+        ends = {chunk - 1 for chunk in self._own} | set(self._own)
+        return {index: self._units[index][-1] for index in sorted(ends) if 0 <= index < self.last_chunk}
+
+    def global_chunk(self, action: Action) -> int:
+        """The number in the whole model of the chunk that an action of this stage runs."""
+        return action.chunk * self.stages + self.stage
+
+    def receives(self, key: TensorKey) -> bool:
+        """Whether this stage receives a tensor with this key."""
+        if target_stage(key, self.stages) != self.stage:
+            return False
+        if key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM):
+            # One a step, without microbatch or boundary. Every accepted key may be given a buffer as large as
+            # the embedding.
+            return self.exchanges_tie and key.microbatch == 0 and key.boundary == 0
+        most = self._held_out if key.direction is Direction.ACTIVATION else self._microbatches
+        return 0 <= key.boundary < self.last_chunk and 0 <= key.microbatch < most
+
+    def needed(self, epoch: int, step: int, action: Action) -> TensorKey | None:
+        """The tensor that an action of this stage waits for."""
+        chunks = (self.last_chunk + 1) // self.stages
+        tensor = dependencies(action, self.stage, self.stages, chunks, head_first=self.head_first).needs
+        if tensor is None:
+            return None
+        direction = Direction.ACTIVATION if tensor.kind is Kind.FORWARD else Direction.GRADIENT
+        return TensorKey(epoch, step, tensor.microbatch, tensor.boundary, direction)

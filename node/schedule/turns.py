@@ -1,0 +1,81 @@
+"""Choose a stage's next action: its order, but an action may run early while the next one waits. Pure.
+
+An order fixes the sequence of forwards, the sequence of backwards, and how many microbatches a stage may hold
+between the two. How the two sequences interleave does not change the result. So while the next action waits
+for a tensor, the next action of the other kind may run: slow forwards do not hold up gradients, nor the
+reverse. A head on the first stage is a third sequence: of each microbatch its forward, and at once its
+backward, for which all stages wait.
+
+Every action still comes after a fixed set of others: the one before in its sequence, the maker of its tensor,
+for a backward its forward, for a forward the backward that frees its memory. The order itself satisfies all
+of these, so there is no circle and no deadlock.
+"""
+
+from collections.abc import Callable, Sequence
+
+from node.schedule.schedule import Kind, Order, held_activations
+
+_HEAD = 2
+"""Number of the head's sequence, behind forwards and backwards."""
+
+
+class Turns:
+    """What a stage may do next, and what it has begun. Actions are named by their index in the order.
+
+    Args:
+        swap: whether actions may run early. Only if each neighbour's tensors come in the order in which they
+            are needed, as with one chunk a stage; otherwise a needed tensor may wait behind others.
+    """
+
+    def __init__(self, order: Order, *, swap: bool) -> None:
+        kinds = [action.kind if action.chunk == 0 else None for action in order]
+        found = [[p for p, kind in enumerate(kinds) if kind is of] for of in (*Kind, None)]
+        # Forwards, backwards, the head's actions.
+        self._sequences = found if swap else [list(range(len(order)))]
+        self._begun = [0] * len(self._sequences)
+        self._most_held = held_activations(tuple(action for action in order if action.chunk == 0))
+
+    @property
+    def left(self) -> int:
+        """Actions that have not begun."""
+        return sum(map(len, self._sequences)) - sum(self._begun)
+
+    @property
+    def choices(self) -> Sequence[int]:
+        """What may run once its tensor has arrived: the order's next action, then what may run early."""
+        return [place for place, _ in self._places()]
+
+    def upcoming(self, count: int) -> Sequence[int]:
+        """The next `count` actions of the order, and what may run early."""
+        soonest = sorted(place for one, begun in self._pairs() for place in one[begun : begun + count])
+        return list(dict.fromkeys((*soonest[:count], *self.choices)))
+
+    def begin(self, ready: Callable[[int], bool]) -> int | None:
+        """Take the turn of the first of `choices` that is ready; None when all of them wait."""
+        for place, sequence in self._places():
+            if ready(place):
+                self._begun[sequence] += 1
+                return place
+        return None
+
+    def _places(self) -> Sequence[tuple[int, int]]:
+        """Each of `choices`, and the number of its sequence."""
+        if len(self._begun) > 1 and self._begun[_HEAD] % 2:
+            return [(self._sequences[_HEAD][self._begun[_HEAD]], _HEAD)]
+        places = [(one[b], s) for s, (one, b) in enumerate(self._pairs()) if b < len(one)]
+        if len(places) < 2:
+            return places
+        first, _ = min(places)
+        return sorted((place, s) for place, s in places if place == first or self._may_begin(s))
+
+    def _may_begin(self, sequence: int) -> bool:
+        """Whether memory, or the forward of a backward, lets this sequence's next action run early."""
+        if sequence == _HEAD:
+            return True
+        # The k-th backward is of the k-th forward.
+        held = self._begun[0] - self._begun[1]
+        return held < self._most_held if sequence == 0 else held > 0
+
+    def _pairs(self) -> Sequence[tuple[list[int], int]]:
+        """Each sequence, and how many of its actions have begun."""
+        return list(zip(self._sequences, self._begun, strict=True))

@@ -1,0 +1,101 @@
+"""The tokenizer `bytes` in files that other programs read: a token a byte, its id the byte's value.
+
+`tokenizer.json` is for transformers and vLLM. llama.cpp's converter knows tables of byte-pair encodings by a
+hash of published ones alone, but takes any SentencePiece model, so the same vocabulary is in
+`tokenizer.model` too, where it looks first for all families but GPT-2 and OLMo 2.
+"""
+
+import struct
+from typing import Any
+
+from node.data.sentencepiece import SPACE
+
+BYTE_SETTINGS: dict[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    # Else llama.cpp puts a space and token 1 before every text.
+    "add_prefix_space": False,
+    "add_bos_token": False,
+}
+"""`tokenizer_config.json`."""
+_NORMAL, _UNKNOWN, _BYTE = 1, 2, 6
+_BPE = 2
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """`tokenizer.json`."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    # GPT-2's alphabet: printable bytes stand for themselves, others for characters from 256 on.
+    letters = {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + index) for index, byte in enumerate(others)
+    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {letters[byte]: byte for byte in range(256)},
+            "merges": [],
+        },
+    }
+
+
+def byte_pieces() -> bytes:
+    """`tokenizer.model`: SentencePiece's ModelProto without merges, whose pieces fall back to bytes.
+
+    Piece 32 is the space. SentencePiece requires a byte 32 and an unknown piece besides: they come last,
+    where a model with a vocabulary of 256 has no tokens. The character that stands for a space cannot be told
+    from one.
+    """
+    pieces = [(f"<0x{byte:02X}>", _BYTE) for byte in range(256)]
+    pieces += [pieces[32], ("<unk>", _UNKNOWN)]
+    pieces[32] = SPACE, _NORMAL
+    written = [
+        _message(1, _text(1, piece) + _float(2, 0.0) + _number(3, kind))  # pieces
+        for piece, kind in pieces
+    ]
+    # model_type, vocab_size, byte_fallback, and the ids of the unknown piece and of pieces that are not here.
+    trainer = _number(3, _BPE) + _number(4, len(pieces)) + _number(35, 1) + _number(40, len(pieces) - 1)
+    trainer += b"".join(_number(field, -1) for field in (41, 42, 43))
+    # Neither a space before the text, nor fewer spaces in it, and spaces written as above.
+    normalizer = _text(1, "identity") + _number(3, 0) + _number(4, 0) + _number(5, 1)
+    return b"".join(written) + _message(2, trainer) + _message(3, normalizer)
+
+
+def _varint(value: int) -> bytes:
+    """As protobuf's base 128; negative numbers as 64 bits in two's complement."""
+    value &= (1 << 64) - 1
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _float(field: int, value: float) -> bytes:
+    return _varint(field << 3 | 5) + struct.pack("<f", value)
+
+
+def _message(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+def _text(field: int, value: str) -> bytes:
+    return _message(field, value.encode())

@@ -1,0 +1,404 @@
+"""Writes a snapshot as a Hugging Face folder, for transformers, vLLM and llama.cpp's converter. Torch-free.
+
+    OUT/config.json  generation_config.json  README.md  tokenizer files
+        model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json
+
+It reads the run directory only, so it works while the run is on. The folder is written under a temporary name
+and renamed.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from node.config.schema import (
+    DataSection,
+    LoraSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
+from node.data.chat import load_chat_encoder
+from node.data.text import expanded
+from node.data.tokenizer import SENTENCEPIECE, json_object, load_tokenizer, of_tables, special_tokens
+from node.model.lora_shapes import trained_specs
+from node.model.units import EMBED, HEAD
+from node.state.adapters import ADAPTER_WEIGHTS, adapter_config, peft_name
+from node.state.byte_tokenizer import BYTE_SETTINGS, byte_pieces, byte_tokenizer
+from node.state.card import model_card
+from node.state.families import FileTensor, tensors, write_config
+from node.state.hub import INDEX, SINGLE
+from node.state.manifest import Manifest
+from node.state.object_store import bring, stored_steps
+from node.state.snapshot import (
+    held_by_nodes,
+    is_complete,
+    list_snapshots,
+    read_manifest,
+    read_unit,
+    snapshot_directory,
+)
+from node.state.start import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    OTHER_FILES,
+    TOKENIZER,
+    original_file,
+    small_file,
+)
+from node.state.unit_state import parameters_of, read_tensors
+from wire.errors import RunError, UserError
+
+DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
+SHARD_BYTES = 4 << 30
+"""Longest safetensors file, unless one tensor is longer."""
+BYTES = "bytes"
+SETTINGS = "tokenizer_config.json"
+PATH_KEYS = frozenset(("name_or_path", "tokenizer_file", "special_tokens_map_file"))
+"""Of `SETTINGS`: transformers writes paths there, and reads none of them."""
+GENERATION = "generation_config.json"
+SNAPSHOT_TRIES = 5
+"""Snapshots that may be removed while they are read, one after the other."""
+
+Arrays = Callable[[str], Mapping[str, np.ndarray]]
+"""A unit's weights by name, float32."""
+Merge = Callable[[RunConfig, str, Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+"""A unit's whole weights, of its adapters."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    unit: str
+    parameter: str
+    tensor: FileTensor
+
+
+def export(
+    run_directory: Path, out: Path, *, step: int | None = None, dtype: str = "", merge: Merge | None = None
+) -> int:
+    """Write a snapshot of a run as a Hugging Face folder; returns the snapshot's step.
+
+    A run with adapters gives a folder in PEFT's format (`node.state.adapters`). A run that is on
+    removes old snapshots: without a `step` the next newest is written then.
+
+    Args:
+        merge: of a run with adapters, write the whole model as this makes it (`node.state.merging`).
+        step: the newest complete snapshot's by default.
+        dtype: one of `DTYPES`; by default the checkpoint's that the run started from, else float32.
+
+    Raises:
+        UserError: no such snapshot, `out` is in use or cannot be written, or no family has this model.
+        RunError: the snapshot is damaged, or was pruned meanwhile.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is in use: name a new folder")
+    tries_left = SNAPSHOT_TRIES
+    while True:
+        found, directory = _snapshot(run_directory, step)
+        tries_left -= 1
+        try:
+            _export(run_directory, directory, out, dtype, merge)
+        except RunError:
+            if not tries_left or step is not None or is_complete(directory):
+                raise
+        else:
+            return found
+
+
+def _snapshot(run_directory: Path, step: int | None) -> tuple[int, Path]:
+    """The step and the folder of a complete snapshot."""
+    snapshots = run_directory / "snapshots"
+    here = list_snapshots(snapshots)
+    complete = sorted({*here, *stored_steps(run_directory)})
+    if not complete:
+        hint = held_by_nodes(run_directory) or ": wait for run.snapshot_every steps"
+        raise UserError(f"{run_directory} has no complete snapshot yet{hint}")
+    step = complete[-1] if step is None else step
+    if step not in complete:
+        raise UserError(
+            f"{run_directory} has no snapshot of step {step}; it has {', '.join(map(str, complete))}"
+            f"{held_by_nodes(run_directory)}"
+        )
+    return step, snapshot_directory(snapshots, step) if step in here else bring(run_directory, step)
+
+
+def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: Merge | None) -> None:
+    manifest = read_manifest(directory)
+    config = _with_paths(_config(manifest), run_directory)
+    model, adapters = config.model, config.lora.rank > 0
+    if merge is not None and not adapters:
+        raise UserError(
+            "--merge is for runs with adapters ([lora]); this one trained the whole model: leave it out"
+        )
+    original = _original(model)
+    dtype = dtype or _dtype_of(original)
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write_tokenizer(config, partial)
+        template = expanded(config.data.chat_template, "data.chat_template")
+        if config.data.chat_template and template.is_file():
+            shutil.copyfile(template, partial / "chat_template.jinja")
+        if adapters and merge is None:
+            entries = list(_adapter_entries(config, manifest))
+            _write_file(partial / ADAPTER_WEIGHTS, entries, dtype, lambda unit: _parameters(directory, unit))
+            _write_json(partial / ADAPTER_CONFIG, adapter_config(config))
+        else:
+
+            def arrays(unit: str) -> dict[str, np.ndarray]:
+                kept = _parameters(directory, unit)
+                return kept if merge is None else merge(config, unit, kept)
+
+            model = replace(model, tied=model.tied and _is_one_matrix(arrays))
+            _write_weights(list(_entries(model, manifest)), dtype, arrays, partial)
+            described = write_config(model, dtype, original)
+            _write_json(partial / CONFIG, described)
+            if not (partial / GENERATION).exists():
+                tokens = {key: value for key, value in described.items() if key.endswith("_token_id")}
+                _write_json(partial / GENERATION, tokens)
+        _write_ends(config, partial / GENERATION)
+        library = "peft" if adapters and merge is None else "transformers"
+        card = model_card(run_directory, manifest, config, dtype, library)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        if out.exists():
+            out.rmdir()
+        partial.replace(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; name another folder") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+# ---- weights
+
+
+def _write_weights(entries: Sequence[_Entry], dtype: str, arrays: Arrays, out: Path) -> None:
+    shards = list(_shards(iter(entries), DTYPES[dtype][1]))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards, start=1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        total += _write_file(out / name, shard, dtype, arrays)
+        weight_map |= {entry.tensor.name: name for entry in shard}
+    if len(shards) > 1:
+        _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_file(path: Path, entries: Sequence[_Entry], dtype: str, arrays: Arrays) -> int:
+    """Write one safetensors file; returns the bytes of its tensors."""
+    kind, width = DTYPES[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        size = width * prod(entry.tensor.shape)
+        header[entry.tensor.name] = {
+            "dtype": kind,
+            "shape": list(entry.tensor.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        unit = ""
+        found: Mapping[str, np.ndarray] = {}
+        for entry in entries:
+            if entry.unit != unit:
+                unit, found = entry.unit, arrays(entry.unit)
+            array = found[entry.parameter]
+            file.write(_encoded(array.T if entry.tensor.transposed else array, dtype))
+        file.flush()
+        os.fsync(file.fileno())
+    return end
+
+
+def _parameters(directory: Path, unit: str) -> dict[str, np.ndarray]:
+    """A unit's weights in a snapshot."""
+    return parameters_of(read_tensors(read_unit(directory, unit)))
+
+
+def _is_one_matrix(arrays: Arrays) -> bool:
+    """Whether a tied model's embedding and head are the same, to the bit: one of them stands in the file."""
+    names = ((EMBED, "tokens.weight"), (HEAD, "output.weight"))
+    return len({sha256(np.ascontiguousarray(arrays(unit)[name]).data).digest() for unit, name in names}) == 1
+
+
+def _adapter_entries(config: RunConfig, manifest: Manifest) -> Iterator[_Entry]:
+    for unit in manifest.units:
+        for spec in trained_specs(config.model, config.lora, unit.unit):
+            tensor = FileTensor(peft_name(config, unit.unit, spec.name), spec.shape)
+            yield _Entry(unit.unit, spec.name, tensor)
+
+
+def _entries(model: ModelSection, manifest: Manifest) -> Iterator[_Entry]:
+    for unit in manifest.units:
+        for name, tensor in tensors(model, unit.unit).items():
+            # A tied head is the embedding, which stands in the file once.
+            if not (model.tied and unit.unit == HEAD and name == "output.weight"):
+                yield _Entry(unit.unit, name, tensor)
+
+
+def _shards(entries: Iterator[_Entry], width: int) -> Iterator[list[_Entry]]:
+    shard: list[_Entry] = []
+    size = 0
+    for entry in entries:
+        length = width * prod(entry.tensor.shape)
+        if shard and size + length > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(entry)
+        size += length
+    yield shard
+
+
+def _encoded(array: np.ndarray, dtype: str) -> bytes:
+    """A float32 array as little-endian bytes of `dtype`, rounded to nearest even."""
+    values = np.ascontiguousarray(array, dtype="<f4")
+    if dtype == "float32":
+        return values.tobytes()
+    if dtype == "float16":
+        return values.astype("<f2").tobytes()
+    bits = values.view("<u4")
+    return bytes(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes())
+
+
+# ---- the other files
+
+
+def _config(manifest: Manifest) -> RunConfig:
+    """What a manifest says of the run; snapshots from before adapters have none."""
+
+    def fields(section: str, known: type | None = None) -> dict[str, Any]:
+        given = manifest.config.get(section, {})
+        return {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in given.items()
+            # What only the card shows may have other keys than today's.
+            if known is None or key in {field.name for field in dataclasses.fields(known)}
+        }
+
+    return RunConfig(
+        run=RunSection(**fields("run")),
+        model=ModelSection(**fields("model")),
+        lora=LoraSection(**fields("lora")),
+        data=DataSection(**fields("data", DataSection)),
+        training=TrainingSection(**fields("training", TrainingSection)),
+        pipeline=PipelineSection(**fields("pipeline", PipelineSection)),
+    )
+
+
+def _with_paths(config: RunConfig, run_directory: Path) -> RunConfig:
+    """`config` with the run file's paths: manifests that nodes have seen hold names alone."""
+    try:
+        given = tomllib.loads((run_directory / "run.toml").read_text(encoding="utf-8"))
+        paths = [given["model"]["from"], *(given["data"][key] for key in ("tokenizer", "chat_template"))]
+    except (OSError, ValueError, KeyError, TypeError):
+        return config
+    names = (config.model.from_, config.data.tokenizer, config.data.chat_template)
+    source, tokenizer, template = (
+        path if isinstance(path, str) and Path(path).name == name else name
+        for path, name in zip(paths, names, strict=True)
+    )
+    return replace(
+        config,
+        model=replace(config.model, from_=source),
+        data=replace(config.data, tokenizer=tokenizer, chat_template=template),
+    )
+
+
+def _original(model: ModelSection) -> dict[str, Any] | None:
+    found = original_file(model.from_, CONFIG)
+    return None if found is None else _object(found)
+
+
+def _dtype_of(original: Mapping[str, Any] | None) -> str:
+    given = (original or {}).get("torch_dtype") or (original or {}).get("dtype")
+    return given if isinstance(given, str) and given in DTYPES else "float32"
+
+
+def _write_tokenizer(config: RunConfig, out: Path) -> None:
+    """The run's tokenizer as a `tokenizer.json` with what belongs to it.
+
+    If it is not on this machine, the one of the checkpoint that the run started from.
+    """
+    name, start = config.data.tokenizer, config.model.from_
+    if name == BYTES:
+        _write_json(out / TOKENIZER, byte_tokenizer())
+        _write_json(out / SETTINGS, BYTE_SETTINGS)
+        (out / SENTENCEPIECE).write_bytes(byte_pieces())
+        return
+    path = expanded(name, "data.tokenizer")
+    folder = path if path.is_dir() else path.parent
+    if (tables := of_tables(name)) is not None:
+        (out / TOKENIZER).write_text(tables.to_json(), encoding="utf-8")
+        end = {"eos_token": tables.end_of_text} if tables.end_of_text else {}
+        template = json_object(folder / SETTINGS).get("chat_template")
+        named = {**end, **special_tokens(folder), **({"chat_template": template} if template else {})}
+        _write_json(out / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
+        if (folder / "chat_template.jinja").is_file():
+            shutil.copyfile(folder / "chat_template.jinja", out / "chat_template.jinja")
+        return
+    for file in (TOKENIZER, *OTHER_FILES):
+        data = small_file(path if file == TOKENIZER and path.is_file() else folder / file)
+        data = original_file(start, file) if data is None else data
+        if data is not None:
+            (out / file).write_bytes(_without_paths(data) if file == SETTINGS else data)
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    """A JSON object; empty if it is none."""
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _without_paths(data: bytes) -> bytes:
+    """The settings of a tokenizer without keys that hold where it lay on the machine that saved it."""
+    values = _object(data)
+    if not values.keys() & PATH_KEYS:
+        return data
+    kept = {key: value for key, value in values.items() if key not in PATH_KEYS}
+    return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _write_ends(config: RunConfig, path: Path) -> None:
+    """Complete the ids at which a text ends: the tokenizer's if there are none, and after a run on
+    conversations the token that ends an answer, which comes first. Without the file or the tokenizer it stays
+    as it is."""
+    if not path.exists():
+        return
+    given = json_object(path)
+    known = given.get("eos_token_id")
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    data = config.data
+    try:
+        if not ends:
+            ends = sorted(load_tokenizer(data.tokenizer).ends)
+        if data.format == "chat":
+            turn_ends = load_chat_encoder(str(path.parent), "").turn_ends
+            ends = [*turn_ends, *(end for end in ends if end not in turn_ends)]
+    except UserError:
+        return
+    _write_json(path, {**given, "eos_token_id": ends[0] if len(ends) == 1 else ends or None})
+
+
+def _write_json(path: Path, values: Mapping[str, Any] | Sequence[Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

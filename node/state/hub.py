@@ -1,0 +1,341 @@
+"""Checkpoints on the hub: `hf://owner/name@revision`, through `huggingface_hub` and HTTP range requests.
+
+`huggingface_hub` resolves revisions, finds tokens and cached files, and so honours HF_HOME, HF_ENDPOINT and
+HF_TOKEN. It has no call for a byte range of a file, so ranges are requested here. A revision is pinned to its
+commit, and a broken connection goes on where it was. Of a file in the cache nothing is requested.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from wire.errors import ConfigError, DataError
+from wire.pacing import Backoff
+
+if TYPE_CHECKING:
+    # Every node imports this module, few ask a hub.
+    import aiohttp
+
+PREFIX = "hf://"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ATTEMPTS = 6
+"""Attempts without progress before a request fails."""
+MOST_PAUSE_SECONDS = 60.0
+"""The longest `Retry-After` that is obeyed."""
+_NAME = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+_CACHED = re.compile(r"/models--([\w.-]+--[\w.-]+)/snapshots/([0-9a-f]{40})/?$")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_AGAIN = {408, 429, 500, 502, 503, 504}
+_BUSY = {429, 503}
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A model on the hub at a revision."""
+
+    name: str
+    revision: str
+    token: bool = True
+    """Whether the hub gets the token of this machine's user."""
+
+    @classmethod
+    def parse(cls, text: str, *, token: bool = True) -> "Repository":
+        """Read `hf://owner/name@revision`. Raises ConfigError."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"model.from {text!r}: expected a folder or hf://owner/name@revision")
+        return cls(match[1], match[2] or "main", token)
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.name}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file's size, and its SHA-256 in hex if the hub knows it."""
+
+    size: int
+    sha256: str
+
+
+class HubUnreachableError(DataError):
+    """The hub does not answer, or not as a hub does."""
+
+
+class HubBusyError(HubUnreachableError):
+    """The hub asks to wait `pause` seconds."""
+
+    def __init__(self, message: str, pause: float) -> None:
+        super().__init__(message)
+        self.pause = pause
+
+
+def resolve(repository: Repository) -> Repository:
+    """The repository at the commit that its revision names: the cache's if the hub cannot be reached.
+
+    Raises DataError.
+    """
+    if is_pinned(repository):
+        return repository
+    try:
+        return pin(repository)[0]
+    except HubUnreachableError:
+        known = cached_file(repository, "config.json")
+        if known is None or not _COMMIT.fullmatch(known.parent.name):
+            raise
+        return replace(repository, revision=known.parent.name)
+
+
+def hub_repository(source: str) -> Repository | None:
+    """The repository that a `model.from` names, also where it is a folder of the hub's cache; else None."""
+    if source.startswith(PREFIX):
+        return Repository.parse(source)
+    match = _CACHED.search(source)
+    return Repository(match[1].replace("--", "/", 1), match[2]) if match else None
+
+
+def pin(repository: Repository) -> tuple[Repository, dict[str, FileInfo]]:
+    """The repository at the commit that its revision names, and its files. Raises DataError."""
+    hub = _library()
+    with _one_line(repository):
+        info = hub.HfApi().model_info(
+            repository.name,
+            revision=repository.revision,
+            files_metadata=True,
+            timeout=30.0,
+            token=None if repository.token else False,
+        )
+    files = {
+        file.rfilename: FileInfo(file.size or 0, (file.lfs or {}).get("sha256", ""))
+        for file in info.siblings or ()
+    }
+    return replace(repository, revision=str(info.sha)), files
+
+
+def download(repository: Repository, name: str, *, required: bool = True) -> Path | None:
+    """A small file in the hub's cache, downloaded if it is not there. Raises DataError."""
+    hub = _library()
+    cached = hub.try_to_load_from_cache(repository.name, name, revision=repository.revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    if cached is not None and not required:
+        return None  # the hub has said that there is none
+    try:
+        with _one_line(repository):
+            return Path(
+                hub.hf_hub_download(
+                    repository.name,
+                    name,
+                    revision=repository.revision,
+                    token=None if repository.token else False,
+                )
+            )
+    except DataError:
+        if required:
+            raise
+        return None
+
+
+def cached_file(repository: Repository, name: str) -> Path | None:
+    """A file of this revision in the hub's cache on this machine, or None."""
+    try:
+        found = _library().try_to_load_from_cache(repository.name, name, revision=repository.revision)
+    except DataError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+class HubFiles:
+    """`node.state.weights.Files` of a pinned repository: from the cache, else by range requests."""
+
+    def __init__(self, repository: Repository, session: "aiohttp.ClientSession") -> None:
+        self.where = str(repository)
+        self.fetched = 0
+        """Bytes that came over the network."""
+        self._repository = repository
+        self._session = session
+        self._files: dict[str, FileInfo] | None = None
+        """What the hub lists; None until it is asked."""
+
+    async def size(self, name: str) -> int | None:
+        if (cached := await self._cached(name)) is not None:
+            return cached.stat().st_size
+        if self._files is None:
+            if name == SINGLE and await self._cached(INDEX) is not None:
+                return None  # the cache has the weights in several files
+            self._files = await self._listed()
+        info = self._files.get(name)
+        return None if info is None else info.size
+
+    def digest(self, name: str) -> str:
+        if self._files is not None and name in self._files:
+            return self._files[name].sha256
+        # The cache names a large file by its SHA-256.
+        cached = cached_file(self._repository, name)
+        blob = cached.resolve().name if cached is not None else ""
+        return blob if _SHA256.fullmatch(blob) else ""
+
+    async def _listed(self) -> dict[str, FileInfo]:
+        """The hub's list of files; a busy hub is asked again."""
+        backoff = Backoff(0.5, 8.0)
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return (await asyncio.to_thread(pin, self._repository))[1]
+            except HubBusyError as error:
+                await asyncio.sleep(max(error.pause, backoff.advance()))
+        return (await asyncio.to_thread(pin, self._repository))[1]
+
+    async def _cached(self, name: str) -> Path | None:
+        return await asyncio.to_thread(cached_file, self._repository, name)
+
+    async def read(self, name: str, start: int, end: int) -> bytes:
+        import aiohttp
+
+        if (cached := await self._cached(name)) is not None:
+            return await asyncio.to_thread(_read_range, cached, start, end)
+        url = _library().hf_hub_url(self._repository.name, name, revision=self._repository.revision)
+        data, backoff, failures = bytearray(), Backoff(0.5, 8.0), 0
+        while True:
+            before = len(data)
+            pause = 0.0
+            try:
+                pause = await self._request(url, name, start, end, data)
+                reason = "it asks to wait"
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                reason = str(error) or type(error).__name__
+            if len(data) == end - start:
+                return bytes(data)
+            failures = 0 if len(data) > before else failures + 1
+            if failures >= ATTEMPTS:
+                raise DataError(
+                    f"{self.where}/{name} cannot be fetched: {reason}; check the network and start again"
+                )
+            if len(data) > before:
+                backoff.reset()
+            await asyncio.sleep(max(pause, backoff.advance()))
+
+    async def _request(self, url: str, name: str, start: int, end: int, data: bytearray) -> float:
+        """Append bytes from where `data` ends; returns the pause that a busy server asks for."""
+        first = start + len(data)
+        headers = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
+        async with self._session.get(url, headers=headers | self._authorization()) as response:
+            if response.status in _AGAIN:
+                return _pause(response.headers)
+            if response.status in (401, 403):
+                raise DataError(
+                    f"{self.where} may not be read (HTTP {response.status}): accept the model's terms on its "
+                    f"page and {_with_token(self._repository)}"
+                )
+            if response.status == 404:
+                raise DataError(f"{self.where} has no file {name}")
+            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            if response.status != 206 or found is None or int(found[1]) != first:
+                raise DataError(f"{self.where}/{name}: the server does not answer range requests")
+            if found[3] != "*" and int(found[3]) != (size := await self.size(name)):
+                raise DataError(f"{self.where}/{name} has {found[3]} bytes, expected {size}: it changed")
+            async for piece in response.content.iter_chunked(1 << 18):
+                taken = piece[: end - start - len(data)]
+                data += taken
+                self.fetched += len(taken)
+        return 0.0
+
+    def _authorization(self) -> dict[str, str]:
+        token = _library().get_token() if self._repository.token else None
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+@asynccontextmanager
+async def hub_files(repository: Repository) -> AsyncIterator[HubFiles]:
+    """The files of a repository at the commit that its revision names."""
+    import aiohttp
+
+    repository = await asyncio.to_thread(resolve, repository)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=60.0)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+        yield HubFiles(repository, session)
+
+
+def is_pinned(repository: Repository) -> bool:
+    """Whether the revision is a commit."""
+    return _COMMIT.fullmatch(repository.revision) is not None
+
+
+def _read_range(path: Path, start: int, end: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(end - start)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) != end - start:
+        raise DataError(f"{path} is truncated: {start + len(data)} of {end} bytes")
+    return data
+
+
+def _pause(headers: Mapping[str, str]) -> float:
+    """The seconds that a busy server asks for, up to `MOST_PAUSE_SECONDS`."""
+    given = headers.get("Retry-After", "")
+    return min(float(given), MOST_PAUSE_SECONDS) if given.isdecimal() else 0.0
+
+
+def _library() -> ModuleType:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise DataError(
+            'models of the hub need the huggingface_hub package: pip install "thinwire[hub]"'
+        ) from error
+    return huggingface_hub
+
+
+@contextmanager
+def _one_line(repository: Repository) -> Iterator[None]:
+    """Raises DataError in one line for what `huggingface_hub` raises."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise DataError(
+            f"{repository} is gated: accept its terms on its page and {_with_token(repository)}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise _forbidden(repository) from error
+    except errors.RevisionNotFoundError as error:
+        raise DataError(f"{repository.name} has no revision {repository.revision}") from error
+    except errors.EntryNotFoundError as error:
+        raise DataError(f"{repository} lacks a file: {str(error).splitlines()[0]}") from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        response = getattr(error, "response", None)
+        status = getattr(response, "status_code", 0)
+        if status in (401, 403):
+            raise _forbidden(repository) from error
+        if response is not None and status in _BUSY:
+            pause = _pause(response.headers)
+            raise HubBusyError(
+                f"{repository} cannot be read now: the hub is busy (HTTP {status}); start again in "
+                f"{max(pause, 1.0):.0f} s",
+                pause,
+            ) from error
+        raise HubUnreachableError(
+            f"{repository} cannot be reached ({str(error).splitlines()[0]}): check the network, HF_ENDPOINT"
+        ) from error
+
+
+def _forbidden(repository: Repository) -> DataError:
+    return DataError(f"{repository} is not there or is private: check the name, or {_with_token(repository)}")
+
+
+def _with_token(repository: Repository) -> str:
+    """What to do so that the hub gets a token."""
+    if repository.token:
+        return "set HF_TOKEN to your token"
+    return f"set HF_TOKEN to your token and join with --hub {repository.name}"

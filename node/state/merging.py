@@ -1,0 +1,44 @@
+"""Adapters merged into the weights of a whole model.
+
+Merged weights are those that training computed with: what `[lora] base` unpacks to, plus the adapters. With
+torch, which the rest of an export does without, because the base is packed again.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from node.config.schema import RunConfig
+from node.model.chunk import initial_weight
+from node.model.lora import FrozenWeight, merged
+from node.model.lora_shapes import DOWN, UP, WHOLE
+from node.model.units import is_block, parameter_specs
+from node.state.start import read_units
+
+
+def merged_parameters(
+    config: RunConfig, unit: str, adapters: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """A unit's whole weights, float32, by the names of `parameter_specs`.
+
+    Raises DataError if the checkpoint that the run started from cannot be read.
+    """
+    model, lora = config.model, config.lora
+    if model.from_:
+        whole = asyncio.run(read_units(model, [unit]))[unit]
+    else:
+        specs = parameter_specs(model, unit)
+        whole = {spec.name: initial_weight(model, unit, spec, config.run.seed) for spec in specs}
+    found: dict[str, np.ndarray] = {}
+    for name, array in whole.items():
+        path, values = name.removesuffix(".weight"), torch.from_numpy(np.ascontiguousarray(array))
+        if values.ndim == 2:
+            form = lora.base if is_block(unit) else WHOLE if lora.base == WHOLE else "bf16"
+            values = FrozenWeight(values, form).dense(torch.float32)
+        if f"{path}.{UP}" in adapters:
+            down, up = (torch.from_numpy(adapters[f"{path}.{kind}"]) for kind in (DOWN, UP))
+            values = merged(values, down, up, lora)
+        found[name] = values.numpy()
+    return found

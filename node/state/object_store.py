@@ -1,0 +1,196 @@
+"""Snapshots in an object store, through fsspec: S3, GCS, or a folder that all machines have.
+
+    URL/RUN_ID/run.json                       what `thinwire recover` needs of the run
+    URL/RUN_ID/step-00000100/UNIT.safetensors
+
+Nodes write and read layers there themselves, with the credentials of their own environment: nothing of size
+passes through the coordinator, and no credential is sent to anybody. A layer counts once its SHA-256 is on
+record at the coordinator, so one that is half written or was changed in the store is never used.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from node.state.manifest import MANIFEST_NAME, Manifest, unit_file
+from wire.errors import RunError, UserError
+
+RECORD_FILE = "run.json"
+_EXTRAS = {"s3": "s3fs"}
+"""By scheme, the package that fsspec needs beside itself and that `thinwire[store]` brings."""
+_FOLDERS = ("file", "local")
+"""Schemes of a folder on this machine."""
+_PORTS = {"http": 80, "https": 443, "webdav": 443, "ftp": 21, "sftp": 22, "ssh": 22, "smb": 445}
+"""By scheme whose addresses begin with a host, which has no case, its usual port."""
+_NOT_PLAIN = frozenset("%\\*[]#~")
+"""What a store's library may read as another character, a pattern or a home directory."""
+
+
+def wrong_url(url: str) -> str | None:
+    """Why this cannot be an object store's address, or None. Opens no connection.
+
+    Only plain addresses can be compared with what a machine's owner allows: a store's library resolves dots,
+    decodes escapes, expands patterns and chains addresses by "::".
+    """
+    scheme, _, rest = url.partition("://")
+    if not rest.strip("/") or "?" in url or "@" in rest:
+        return "expected SCHEME://BUCKET/FOLDER, without credentials"
+    dots = any(part and not part.strip(" .") for part in rest.split("/"))
+    if dots or "::" in url or not url.isprintable() or not _NOT_PLAIN.isdisjoint(url):
+        return "expected a plain path: no . or .. as a folder, no backslash, ::, %, *, [, ], # or ~"
+    if scheme in _FOLDERS and not rest.startswith("/"):
+        return f"expected an absolute path, as in {scheme}:///FOLDER"
+    if importlib.util.find_spec("fsspec") is None:
+        return "fsspec is not installed: install thinwire[store]"
+    if scheme in _EXTRAS and importlib.util.find_spec(_EXTRAS[scheme]) is None:
+        return f"{_EXTRAS[scheme]} is not installed: install thinwire[store]"
+    known = importlib.import_module("fsspec").available_protocols()
+    return None if scheme in known else f"fsspec knows no {scheme!r}: it knows {', '.join(sorted(known))}"
+
+
+def is_below(url: str, allowed: str) -> bool:
+    """Whether `url` is the address `allowed` or one below it, in the same store. False if either is wrong.
+
+    Folders of this machine are compared where their symbolic links lead.
+    """
+    if wrong_url(url) is not None or wrong_url(allowed) is not None:
+        return False
+    parts, within = _parts(url), _parts(allowed)
+    return parts[: len(within)] == within
+
+
+def _parts(url: str) -> list[str]:
+    scheme, _, rest = url.partition("://")
+    if scheme in _FOLDERS:
+        rest = os.path.realpath(rest)
+    first, *folders = rest.rstrip("/").split("/")
+    if scheme in _PORTS:
+        first = first.lower().removesuffix(f":{_PORTS[scheme]}")
+    return [scheme, first, *folders]
+
+
+def run_folder(url: str, run_id: str) -> str:
+    """A run's folder in the store that `snapshots.keep` names."""
+    return f"{url.rstrip('/')}/{run_id}"
+
+
+class ObjectStore:
+    """One run's part of a store. Every call blocks: use `asyncio.to_thread`."""
+
+    def __init__(self, url: str) -> None:
+        """`url` is the run's own folder, as `run_folder` gives it. Raises UserError if it cannot be one."""
+        if (why := wrong_url(url)) is not None:
+            raise UserError(f"{url} cannot hold snapshots: {why}")
+        self.url = url.rstrip("/")
+        self._is_folder = url.partition("://")[0] in _FOLDERS
+        fsspec: Any = importlib.import_module("fsspec")
+        with self._errors(self.url):
+            self._files, self._root = fsspec.core.url_to_fs(self.url)
+
+    def put(self, step: int, unit: str, data: bytes) -> None:
+        """Store a layer unit's file; it is there as a whole or not at all. Raises RunError."""
+        self._put(f"{self._step(step)}/{unit_file(unit)}", data)
+
+    def get(self, step: int, unit: str, size: int) -> bytes:
+        """A layer unit's file, at most `size` bytes of it. Raises RunError; the hash is the caller's to
+        check."""
+        path = f"{self._step(step)}/{unit_file(unit)}"
+        with self._errors(path):
+            self._refuse_link(path)
+            with self._files.open(path, "rb") as file:
+                return bytes(file.read(size))
+
+    def put_record(self, text: str) -> None:
+        """Store what `thinwire recover` needs. Raises RunError."""
+        self._put(f"{self._root}/{RECORD_FILE}", text.encode())
+
+    def record(self) -> bytes:
+        """What `put_record` stored last. Raises RunError."""
+        path = f"{self._root}/{RECORD_FILE}"
+        with self._errors(path):
+            self._refuse_link(path)
+            return bytes(self._files.cat_file(path))
+
+    def drop(self, step: int) -> None:
+        """Remove a snapshot, if it is there. Raises RunError."""
+        path = self._step(step)
+        with self._errors(path):
+            self._refuse_link(path)
+            if self._files.exists(path):
+                self._files.rm(path, recursive=True)
+
+    # ---- inside
+
+    def _step(self, step: int) -> str:
+        return f"{self._root}/step-{step:08d}"
+
+    def _put(self, path: str, data: bytes) -> None:
+        with self._errors(path):
+            if self._is_folder:
+                # An object store shows whole objects alone; a folder needs a rename for that.
+                for name in (path, f"{path}.part"):
+                    self._refuse_link(name)
+                self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._files.pipe_file(f"{path}.part", data)
+                self._files.mv(f"{path}.part", path)
+            else:
+                self._files.pipe_file(path, data)
+
+    def _refuse_link(self, path: str) -> None:
+        """Raises OSError if a symbolic link below the run's folder leads out of it."""
+        if self._is_folder and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self._root)):
+            raise PermissionError(f"a symbolic link leads out of {self._root}: remove it")
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # each store's library has errors of its own
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            raise RunError(
+                f"{what.rpartition('/')[2]} in the object store {self.url}: {said}; check that the store can "
+                "be reached and that this machine's environment has the credentials for it"
+            ) from error
+
+
+# ---- on the machine that has the run directory
+
+
+def stored_steps(run_directory: Path) -> dict[int, str]:
+    """The run's snapshots in an object store: by step, the folder there. The coordinator keeps the list."""
+    found = {}
+    for path in sorted((run_directory / "kept").glob("step-*.url")):
+        if path.with_suffix(".json").is_file():
+            found[int(path.stem.partition("-")[2])] = path.read_text().strip()
+    return found
+
+
+def bring(run_directory: Path, step: int) -> Path:
+    """Fetch a snapshot from the store into `fetched` of the run directory, unless it is there; its folder.
+
+    Raises RunError.
+    """
+    name = f"step-{step:08d}"
+    kept = run_directory / "kept" / f"{name}.json"
+    directory = run_directory / "fetched" / name
+    if (directory / MANIFEST_NAME).is_file():
+        return directory
+    try:
+        manifest = Manifest.from_json(kept.read_bytes(), str(kept))
+        store = ObjectStore(stored_steps(run_directory)[step])
+        directory.mkdir(parents=True, exist_ok=True)
+        for entry in manifest.units:
+            data = store.get(step, entry.unit, entry.bytes + 1)
+            if sha256(data).hexdigest() != entry.sha256:
+                raise RunError(f"layer {entry.unit} of step {step} is damaged in {store.url}")
+            (directory / entry.file).write_bytes(data)
+        # Last: with a manifest a folder is complete.
+        (directory / MANIFEST_NAME).write_text(manifest.to_json())
+    except OSError as error:
+        raise RunError(f"{directory} cannot be written ({error.strerror}): make room there") from error
+    return directory

@@ -1,0 +1,54 @@
+"""A layer unit's state as bytes, in the safetensors format: what nodes send, receive and snapshots store."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from node.state.snapshot import read_unit
+from node.state.unit_state import CACHE_PREFIX as CACHE_PREFIX
+from node.state.unit_state import FROZEN_PREFIX, PARAMETER_PREFIX
+from wire.errors import RunError
+
+
+def serialize_unit(tensors: Mapping[str, Tensor]) -> bytes:
+    """The same tensors give the same bytes, in whatever order they come.
+
+    Args:
+        tensors: CPU tensors by name, as from `StageOptimizer.unit_state`.
+    """
+    return save({name: tensors[name].contiguous() for name in sorted(tensors)})
+
+
+def deserialize_unit(data: bytes) -> dict[str, Tensor]:
+    """CPU tensors by name. Sizes are checked against the data before anything is allocated; no code runs.
+
+    Raises:
+        RunError: not a safetensors file, or a damaged one.
+    """
+    try:
+        return load(data)
+    except (SafetensorError, KeyError) as error:
+        # KeyError: a dtype that this torch does not have.
+        raise RunError(f"unit state of {len(data)} bytes cannot be read ({error}); fetch it again") from error
+
+
+def without_cache(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A unit's weights and optimizer state alone, without the activations remembered behind it."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(CACHE_PREFIX)}
+
+
+def as_frozen(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A unit's weights under the names of frozen ones."""
+    return {f"{FROZEN_PREFIX}{name.removeprefix(PARAMETER_PREFIX)}": value for name, value in weights.items()}
+
+
+def load_unit(directory: Path, unit: str) -> dict[str, Tensor]:
+    """A unit's weights and optimizer state from a complete snapshot, after checking the file's SHA-256.
+
+    Raises:
+        RunError: see `node.state.snapshot.read_unit`.
+    """
+    return without_cache(deserialize_unit(read_unit(directory, unit)))

@@ -1,0 +1,448 @@
+"""Snapshots on disk: one safetensors file a layer unit, and a manifest; writing and checking. Torch-free.
+
+    SNAPSHOTS/step-00000100/embed.safetensors
+                            block.0000.safetensors ...
+                            head.safetensors
+                            manifest.json             written last: a snapshot without one is incomplete
+                            manifest.json.damaged     its name after a file was found damaged
+
+Each file is written under a temporary name, synced and renamed. All calls here read, hash or write whole
+files: call them from a thread, never on the event loop.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+from typing import BinaryIO
+
+from node import faults
+from node.config.schema import RunConfig
+from node.model.units import unit_names
+from node.state.manifest import (
+    DAMAGED_NAME,
+    FORMAT,
+    MANIFEST_NAME,
+    Manifest,
+    SnapshotDamagedError,
+    UnitEntry,
+    unit_file,
+    unit_weights_sha256,
+    weights_sha256,
+)
+from node.state.unit_state import check_state, parameters_of, read_tensors
+from node.telemetry.format import bytes_text
+from node.training.loss_scale import ScaleOf, no_scale
+from wire.descriptors import EXHAUSTED, when_there_are_some
+from wire.errors import DiskFullError, ProtocolViolationError, RunError
+
+MOMENT_SECONDS = 2.0
+"""A check that takes longer reports what it does."""
+_CHUNK_BYTES = 1 << 20
+
+Tell = Callable[[str], None]
+_STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
+
+
+def snapshot_directory(root: Path, step: int) -> Path:
+    """Where the snapshot taken after `step` optimizer steps lives."""
+    return root / f"step-{step:08d}"
+
+
+def list_snapshots(root: Path) -> tuple[int, ...]:
+    """Steps of the complete snapshots, oldest first."""
+    return tuple(step for step, directory in _step_directories(root) if is_complete(directory))
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether a snapshot is there whole. One that is removed loses its manifest first."""
+    return (directory / MANIFEST_NAME).is_file()
+
+
+def held_by_nodes(run_directory: Path) -> str:
+    """How to fetch a snapshot that is not here; empty if nodes hold none."""
+    kept = sorted((run_directory / "kept").glob("step-*.json"))
+    held = [path for path in kept if not path.with_suffix(".url").is_file()]
+    if not held:
+        return ""
+    step = int(held[-1].stem.partition("-")[2])
+    return (
+        f"; the run's nodes hold that of step {step}: stop the run and go on with `thinwire resume "
+        f"{run_directory} snapshots.keep=coordinator`, then the next one comes here"
+    )
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a complete snapshot.
+
+    Raises:
+        SnapshotDamagedError: it is torn, or the disk has lost it.
+        RunError: there is none, or it is of another format.
+    """
+    try:
+        text = when_there_are_some((directory / MANIFEST_NAME).read_bytes)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise SnapshotDamagedError(
+                f"cannot read the manifest of {directory} ({error.strerror})"
+            ) from error
+        raise RunError(f"no complete snapshot in {directory} ({error.strerror}); use an older one") from error
+    return Manifest.from_json(text, str(directory))
+
+
+def read_unit(directory: Path, unit: str) -> bytes:
+    """A unit's file from a complete snapshot, after checking its SHA-256.
+
+    Raises:
+        SnapshotDamagedError: the file is missing, unreadable or not what the manifest says.
+        RunError: there is no such unit or complete snapshot, or this user may not read it.
+    """
+    entry = read_manifest(directory).entry(unit)
+    path = directory / entry.file
+    with reading(path):
+        data = when_there_are_some(path.read_bytes)
+    if len(data) != entry.bytes or sha256(data).hexdigest() != entry.sha256:
+        raise damaged(path)
+    return data
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Read a unit's file inside; raises what `read_unit` does."""
+    try:
+        yield
+    except PermissionError as error:
+        raise RunError(f"cannot read {path} ({error.strerror}); make it readable for this user") from error
+    except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise RunError(f"cannot read {path} ({error.strerror}); raise this process's limits") from error
+        raise SnapshotDamagedError(f"cannot read {path} ({error.strerror})") from error
+
+
+def damaged(path: Path) -> SnapshotDamagedError:
+    """The error for a unit's file that differs from its manifest."""
+    return SnapshotDamagedError(f"{path} is damaged: its SHA-256 is not the manifest's")
+
+
+def set_aside(directory: Path) -> None:
+    """Rename a damaged snapshot's manifest, so that it no longer counts; its files stay until pruned.
+
+    Raises:
+        RunError: its manifest cannot be renamed.
+    """
+    manifest = directory / MANIFEST_NAME
+    try:
+        manifest.rename(directory / DAMAGED_NAME)
+        _sync_directory(directory)
+    except OSError as error:
+        raise RunError(f"cannot rename {manifest} ({error.strerror}); check its permissions") from error
+
+
+def prune(root: Path, keep: int, pinned: int | None = None) -> tuple[int, ...]:
+    """Remove all but the newest `keep` complete snapshots (at least one stays) and that of step `pinned`.
+    Returns the steps removed.
+
+    Damaged snapshots older than all of these are removed too.
+    """
+    complete = list_snapshots(root)
+    older = complete[: -max(1, keep)]
+    removed = tuple(step for step in older if step != pinned)
+    for step, directory in _step_directories(root):
+        if complete and step < complete[len(older)] and _is_aside(directory):
+            _remove(directory)
+    for step in removed:
+        directory = snapshot_directory(root, step)
+        # The manifest first: an interrupted removal leaves an incomplete snapshot, not a damaged one.
+        _remove(directory / MANIFEST_NAME)
+        _remove(directory)
+    return removed
+
+
+def discard_incomplete(root: Path, below: int | None = None) -> tuple[int, ...]:
+    """Remove incomplete snapshots, of steps below `below` if given. Returns their steps."""
+    complete = set(list_snapshots(root))
+    removed = []
+    for step, directory in _step_directories(root):
+        if below is not None and step >= below:
+            break
+        if step in complete or _is_aside(directory):
+            for leftover in directory.glob(".*.tmp"):
+                _remove(leftover)
+        else:
+            _remove(directory)
+            removed.append(step)
+    return tuple(removed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """The result of checking a run's snapshots."""
+
+    whole: int
+    """The step of the newest undamaged one; 0 if there is none."""
+    damaged: tuple[tuple[int, str], ...]
+    """Step of each newer one, newest first, and what is damaged."""
+
+    def news(self) -> str:
+        """A line about those that were set aside."""
+        found = "; ".join(what for _, what in self.damaged)
+        steps = ", ".join(str(step) for step, _ in self.damaged)
+        which = f"the snapshot of step {steps} is" if len(self.damaged) == 1 else f"the snapshots {steps} are"
+        aside = f"{which} set aside (as {DAMAGED_NAME})"
+        return f"{found}: {aside}, and the newest that is whole is that of step {self.whole}"
+
+
+def set_damaged_aside(root: Path, tell: Tell = lambda _: None) -> Checked:
+    """Find the newest undamaged snapshot of a run and set newer ones aside.
+
+    If all are damaged they stay: without any snapshot the run would start from the beginning.
+
+    Args:
+        tell: receives a line about what is being checked, if that takes long.
+
+    Raises:
+        RunError: a file may not be read or renamed, or another version wrote it.
+    """
+    found: list[tuple[int, str]] = []
+    for step in reversed(list_snapshots(root)):
+        try:
+            check_snapshot(snapshot_directory(root, step), tell)
+        except SnapshotDamagedError as error:
+            found.append((step, error.what))
+            continue
+        for other, _ in found:
+            set_aside(snapshot_directory(root, other))
+        return Checked(whole=step, damaged=tuple(found))
+    return Checked(whole=0, damaged=tuple(found))
+
+
+def check_snapshot(directory: Path, tell: Tell = lambda _: None) -> None:
+    """Compare every file of a complete snapshot with its manifest.
+
+    Raises:
+        SnapshotDamagedError: at the first that is missing, unreadable or another.
+        RunError: a file may not be read, or another version wrote it.
+    """
+    manifest = read_manifest(directory)
+    began, told = time.monotonic(), False
+    for entry in manifest.units:
+        path, digest, size = directory / entry.file, sha256(), 0
+        with reading(path), _opened(path) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+                if not told and time.monotonic() - began > MOMENT_SECONDS:
+                    tell(f"checking the snapshot of step {manifest.step}: {bytes_text(manifest.total_bytes)}")
+                    told = True
+        if size != entry.bytes or digest.hexdigest() != entry.sha256:
+            raise damaged(path)
+
+
+def _opened(path: Path) -> BinaryIO:
+    return when_there_are_some(lambda: path.open("rb"))
+
+
+class SnapshotWriter:
+    """Collects the units of snapshots as stages upload them; the last one completes a snapshot.
+
+    Units may come in any order, from several threads, and for several steps at once. Before a step is
+    uploaded again call `discard`, so that no snapshot mixes units of two attempts at it.
+    """
+
+    def __init__(
+        self, root: Path, config: RunConfig, run_id: str, windows: int = 1, scale_of: ScaleOf = no_scale
+    ) -> None:
+        """
+        Args:
+            windows: samples of one pass over the text.
+            scale_of: of the loss.
+        """
+        self._root = root
+        self._scale_of = scale_of
+        self._run = config
+        self._windows = windows
+        # Through JSON, so that a manifest equals itself read back: tuples become lists.
+        self._config = json.loads(json.dumps(asdict(config)))
+        self._run_id = run_id
+        self._units = unit_names(config.model)
+        self._entries: dict[int, dict[str, UnitEntry]] = {}
+        self._lock = Lock()
+
+    def put(self, step: int, unit: str, data: bytes, digest: str) -> Manifest | None:
+        """Store one unit; a repeated upload replaces the earlier one.
+
+        Args:
+            step: optimizer steps taken.
+            data: from `serialize_unit`.
+            digest: its SHA-256 in hex, as the sender computed it.
+
+        Returns:
+            The manifest, once all units of the step are stored; else None.
+
+        Raises:
+            ProtocolViolationError: damaged in transfer, or unusable for a resume; nothing is stored.
+            RunError: the disk is full or cannot be written; no partial file is left.
+        """
+        entry = self._check(unit, data, digest)
+        directory = snapshot_directory(self._root, step)
+        with self._lock:
+            if (directory / MANIFEST_NAME).exists():
+                manifest = read_manifest(directory)
+                if manifest.entry(unit) == entry:
+                    return manifest
+                raise ProtocolViolationError(
+                    f"upload of unit {unit} differs from the complete snapshot in {directory}; refused"
+                )
+            _write(directory / entry.file, data, step)
+            entries = self._entries.setdefault(step, {})
+            entries[unit] = entry
+            if len(entries) < len(self._units):
+                return None
+            manifest = self._manifest(step, entries)
+            _write(directory / MANIFEST_NAME, manifest.to_json().encode(), step)
+            # All files of one that was damaged are written again.
+            (directory / DAMAGED_NAME).unlink(missing_ok=True)
+            del self._entries[step]
+            return manifest
+
+    def discard(self, step: int, *, remove: bool = False) -> None:
+        """Forget the units of a step whose snapshot is not complete; with `remove` also from disk.
+
+        Raises:
+            RunError: they cannot be removed.
+        """
+        with self._lock:
+            self._entries.pop(step, None)
+            directory = snapshot_directory(self._root, step)
+            if remove and directory.is_dir() and not is_complete(directory) and not _is_aside(directory):
+                _remove(directory)
+
+    def discard_below(self, step: int) -> None:
+        """Drop incomplete snapshots of lower steps, also from disk.
+
+        Raises:
+            RunError: they cannot be removed.
+        """
+        with self._lock:
+            self._entries = {other: entries for other, entries in self._entries.items() if other >= step}
+            discard_incomplete(self._root, below=step)
+
+    def missing(self, step: int) -> tuple[str, ...]:
+        """Units of a step's snapshot that have not come yet, in model order."""
+        with self._lock:
+            return tuple(unit for unit in self._units if unit not in self._entries.get(step, {}))
+
+    def _manifest(self, step: int, entries: dict[str, UnitEntry]) -> Manifest:
+        units = tuple(entries[unit] for unit in self._units)
+        return Manifest(
+            format=FORMAT,
+            run_id=self._run_id,
+            step=step,
+            config=self._config,
+            units=units,
+            weights_sha256=weights_sha256(entry.weights_sha256 for entry in units),
+            loss_scale=self._scale_of(step),
+        )
+
+    def _check(self, unit: str, data: bytes, digest: str) -> UnitEntry:
+        if unit not in self._units:
+            raise ProtocolViolationError(f"upload of unit {unit!r}, which this model does not have; refused")
+        if sha256(data).hexdigest() != digest:
+            raise ProtocolViolationError(f"upload of unit {unit} was damaged on the way; send it again")
+        try:
+            tensors = read_tensors(data)
+        except RunError as error:
+            raise ProtocolViolationError(f"upload of unit {unit} refused: {error}") from error
+        try:
+            check_state(self._run, self._windows, unit, tensors)
+        except RunError as error:
+            raise ProtocolViolationError(
+                f"upload of unit {unit} does not fit this model ({error}); refused"
+            ) from error
+        return UnitEntry(
+            unit=unit,
+            file=unit_file(unit),
+            bytes=len(data),
+            sha256=digest,
+            weights_sha256=unit_weights_sha256(parameters_of(tensors)),
+        )
+
+
+def _step_directories(root: Path) -> list[tuple[int, Path]]:
+    if not root.is_dir():
+        return []
+    found = when_there_are_some(lambda: list(root.iterdir()))
+    matches = ((_STEP_DIRECTORY.fullmatch(path.name), path) for path in found if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _is_aside(directory: Path) -> bool:
+    return (directory / DAMAGED_NAME).exists() and not (directory / MANIFEST_NAME).exists()
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        raise RunError(f"cannot remove {path} ({error.strerror}); check its permissions") from error
+
+
+def _write(path: Path, data: bytes, step: int) -> None:
+    """Make `path` hold `data`, atomically and durably; make its directory if needed."""
+    with write_errors(path, len(data)):
+        when_there_are_some(lambda: _write_file(path, data, step))
+
+
+def _write_file(path: Path, data: bytes, step: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            faults.write_snapshot_file(step)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        faults.rename_snapshot_file(step)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    # The rename, and the directory itself if it is new.
+    _sync_directory(path.parent)
+    _sync_directory(path.parent.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def write_errors(path: Path, size: int) -> Iterator[None]:
+    """While a file of `size` bytes is written: OSError becomes DiskFullError, or another RunError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(
+                f"disk full: {path.name} needs {size} bytes in {path.parent}; free some space"
+            ) from error
+        raise RunError(
+            f"cannot write {path} ({error.strerror}); check that the run directory can be written"
+        ) from error

@@ -1,0 +1,180 @@
+"""Starts a run from a checkpoint: fills `[model]` from `config.json` and reads units' weights. Torch-free."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from node.config.schema import ModelSection
+from node.data.text import expanded, read_small
+from node.data.tokenizer import MOST_TABLES_BYTES, SENTENCEPIECE, load_tokenizer, tokenizer_files
+from node.model.units import unit_names
+from node.state.families import read_config
+from node.state.hub import PREFIX, Repository, cached_file, download, hub_files, resolve
+from node.state.weights import Checkpoint, FolderFiles, Weights
+from wire.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+OTHER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Small files that an export passes on."""
+ADAPTER_CONFIG = "adapter_config.json"
+MOST_CONFIG_BYTES = 4 << 20
+OTHER_TABLES = ("vocab.json", "merges.txt", SENTENCEPIECE)
+"""Of a tokenizer without `TOKENIZER`."""
+PADDING = 1024
+"""Rows that a model may have beyond its tokens are fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a run file's `model.from` stands for."""
+
+    name: str
+    """The same, with a hub's revision pinned to a commit."""
+    model: dict[str, Any]
+    """Keys of `[model]`."""
+    tokenizer: str
+    """The folder of the tokenizer; empty if the checkpoint has none."""
+
+
+def open_source(name: str, given: Mapping[str, Any]) -> Source:
+    """Look at a checkpoint.
+
+    Args:
+        given: keys of `[model]` that the run file sets; they may only agree, except `sequence`.
+
+    Raises ConfigError or DataError in one line.
+    """
+    if name.startswith(PREFIX):
+        repository = resolve(Repository.parse(name))
+        name = str(repository)
+        path = download(repository, CONFIG)
+        tables = download(repository, TOKENIZER, required=False)
+        for other in (ADAPTER_CONFIG, *OTHER_FILES, *(OTHER_TABLES if tables is None else ())):
+            download(repository, other, required=False)
+        assert path is not None, "a required file"
+    else:
+        path = _folder(name) / CONFIG
+    if (path.parent / ADAPTER_CONFIG).exists():
+        raise ConfigError(
+            f"{name} holds adapters ({ADAPTER_CONFIG}), which transformers loads on another model: merge "
+            "them and save the whole model (merge_and_unload), or take that file out"
+        )
+    found = read_config(_read_json(path), str(path), given.get("sequence"))
+    if found["tied"] and _heads_differ(ModelSection(**found, from_=name)):
+        log.warning(
+            "%s: tie_word_embeddings is true, but the head in the file is not the embedding: it is trained "
+            "as a head of its own, as transformers loads it",
+            path,
+        )
+        found["tied"] = False
+    for key, value in given.items():
+        if key in found and key != "sequence" and value != found[key]:
+            raise ConfigError(
+                f"model.{key} is {value!r}, but {path} says {found[key]!r}: leave it out of the run file"
+            )
+    return Source(name=name, model=found, tokenizer=_tokenizer(path.parent, found["vocab"]))
+
+
+def _tokenizer(folder: Path, vocab: int) -> str:
+    """The folder if it has a tokenizer. Raises DataError for one with other rows than the model."""
+    try:
+        files = tokenizer_files(folder)
+    except DataError:
+        return ""
+    if files[0].name == SENTENCEPIECE and not 0 <= vocab - load_tokenizer(str(folder)).vocabulary < PADDING:
+        raise DataError(
+            f"{files[0]} has {load_tokenizer(str(folder)).vocabulary} tokens and the model {vocab}: put the "
+            f"model's own {TOKENIZER} beside it, or name the model's tokenizer in data.tokenizer"
+        )
+    return str(folder)
+
+
+def _heads_differ(model: ModelSection) -> bool:
+    """Whether a tied model's file has a head that is another matrix than its embedding."""
+
+    async def differ() -> bool:
+        async with _opened(model) as checkpoint:
+            return await checkpoint.heads_differ(model)
+
+    try:
+        return asyncio.run(differ())
+    except DataError:
+        return False  # `check_weights` says what is wrong, before a run starts
+
+
+def original_file(name: str, file: str) -> bytes | None:
+    """A small file of the checkpoint that a run started from, if it is on this machine. Raises DataError."""
+    if not name:
+        return None
+    path = cached_file(Repository.parse(name), file) if name.startswith(PREFIX) else _folder(name) / file
+    return None if path is None else small_file(path)
+
+
+def small_file(path: Path) -> bytes | None:
+    """A file that belongs to a model or its tokenizer; None without it. Raises DataError."""
+    try:
+        return read_small(path, MOST_TABLES_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+async def read_units(model: ModelSection, units: Sequence[str], *, token: bool = True) -> Weights:
+    """The weights of these units from `model.from_`. Raises DataError in one line.
+
+    `token`: whether the hub gets the token of this machine's user.
+    """
+    async with _opened(model, token) as checkpoint:
+        return await checkpoint.read(model, units)
+
+
+async def check_weights(model: ModelSection) -> None:
+    """Whether `model.from_` has every tensor of the model, in its shape and whole, by headers alone.
+
+    Raises DataError in one line.
+    """
+    async with _opened(model) as checkpoint:
+        await checkpoint.check(model, unit_names(model))
+
+
+@asynccontextmanager
+async def _opened(model: ModelSection, token: bool = True) -> AsyncIterator[Checkpoint]:
+    if not model.from_.startswith(PREFIX):
+        yield Checkpoint(FolderFiles(_folder(model.from_)))
+        return
+    async with hub_files(Repository.parse(model.from_, token=token)) as files:
+        yield Checkpoint(files)
+
+
+def _folder(name: str) -> Path:
+    return expanded(name, "model.from")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(read_small(path, MOST_CONFIG_BYTES))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"no {CONFIG} in {path.parent}: model.from needs a Hugging Face model folder"
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}): copy it again") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path} must be a JSON object")
+    return values

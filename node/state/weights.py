@@ -1,0 +1,348 @@
+"""Reads the tensors of a Hugging Face checkpoint by byte ranges, only those that are needed. Torch-free.
+
+A safetensors file starts with 8 bytes of header length and a JSON header with each tensor's dtype, shape and
+byte range. A checkpoint is one such file or an index of several. Nothing is unpickled. All sizes are checked
+before anything is loaded, so an error leaves nothing half loaded.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+import numpy as np
+
+from node.config.schema import ModelSection
+from node.data.text import check_link
+from node.model.units import EMBED
+from node.state.families import OUTPUT, FileTensor, tensors
+from node.state.hub import INDEX, SINGLE
+from wire.errors import DataError
+
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+PIECE_BYTES = 32 << 20
+"""Longest single read."""
+MOST_HEADER_BYTES = 16 << 20
+"""Of all headers and the index of a checkpoint together: the largest models have a tenth of it."""
+MOST_TENSORS = 100_000
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+_PREFIXES = ("transformer.", "model.")
+"""Checkpoints of a base model, saved without its head, have no such prefixes."""
+
+Weights = dict[str, dict[str, np.ndarray]]
+"""float32 parameters by unit and name."""
+
+
+class CheckpointError(DataError):
+    """What a checkpoint's files hold is wrong: to read them again would not help."""
+
+
+class Files(Protocol):
+    """A checkpoint's files."""
+
+    where: str
+    """Names the checkpoint in messages."""
+
+    async def size(self, name: str) -> int | None:
+        """Bytes of a file; None if there is no such file."""
+        ...
+
+    async def read(self, name: str, start: int, end: int) -> bytes:
+        """Exactly the bytes `start` to `end` of a file. Raises DataError."""
+        ...
+
+    def digest(self, name: str) -> str:
+        """The file's SHA-256 in hex; empty if it is not known."""
+        ...
+
+
+class FolderFiles:
+    """`Files` of a folder on disk."""
+
+    def __init__(self, folder: Path, digests: Mapping[str, str] | None = None) -> None:
+        self.where = str(folder)
+        self._folder = folder
+        self._digests = digests or {}
+
+    async def size(self, name: str) -> int | None:
+        path = self._folder / name
+        check_link(path)
+        return path.stat().st_size if path.is_file() else None
+
+    async def read(self, name: str, start: int, end: int) -> bytes:
+        def work() -> bytes:
+            with (self._folder / name).open("rb") as file:
+                file.seek(start)
+                return file.read(end - start)
+
+        try:
+            data = await asyncio.to_thread(work)
+        except OSError as error:
+            raise DataError(f"cannot read {self._folder / name}: {error.strerror}") from error
+        if len(data) != end - start:
+            raise DataError(f"{self._folder / name} is truncated: {start + len(data)} of {end} bytes")
+        return data
+
+    def digest(self, name: str) -> str:
+        return self._digests.get(name, "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is."""
+
+    tensor: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class Checkpoint:
+    """One checkpoint; headers are read once."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._map: dict[str, str] | None = None
+        self._headers: dict[str, tuple[bytes, dict[str, _Place]]] = {}
+        self._json_left = MOST_HEADER_BYTES
+        self._tensors_left = MOST_TENSORS
+
+    async def read(self, model: ModelSection, units: Sequence[str]) -> Weights:
+        """The parameters of these units.
+
+        Raises CheckpointError in one line for a missing tensor, another shape or dtype, infinities and NaNs,
+        a truncated file or, where a file is read as a whole, another SHA-256; DataError for what cannot be
+        read.
+        """
+        wanted: list[tuple[str, str, FileTensor, _Place]] = []
+        for unit in units:
+            for name, tensor in tensors(model, unit).items():
+                wanted.append((unit, name, tensor, await self._find(model, unit, tensor)))
+        found = await self._read_places({place for *_, place in wanted})
+        weights: Weights = {unit: {} for unit in units}
+        for unit, name, tensor, place in wanted:
+            array = _float32(found[place], place)
+            if not np.isfinite(array).all():
+                count = array.size - np.count_nonzero(np.isfinite(array))
+                raise CheckpointError(
+                    f"{self._files.where}/{place.file}: tensor {place.tensor} holds {count:,} infinities or "
+                    f"NaNs among {array.size:,} values: copy the file again, or take another checkpoint"
+                )
+            if tensor.first_rows:
+                array = array[: tensor.shape[0]]
+            weights[unit][name] = np.ascontiguousarray(array.T if tensor.transposed else array)
+        return weights
+
+    async def check(self, model: ModelSection, units: Sequence[str]) -> None:
+        """Look for every tensor of these units by the files' headers alone. Raises as `read`."""
+        for unit in units:
+            for tensor in tensors(model, unit).values():
+                await self._find(model, unit, tensor)
+
+    async def heads_differ(self, model: ModelSection) -> bool:
+        """Whether the file of a tied model has an embedding and a head that are not one matrix. Raises as
+        `read`."""
+        self._map = self._map or await self._weight_map()
+        embed = tensors(model, EMBED)["tokens.weight"]
+        names = [_present(self._map, name) for name in (embed.name, OUTPUT)]
+        if None in names:
+            return False
+        places = [await self._place(name, embed) for name in names if name is not None]
+        first, second = places
+        if first.dtype != second.dtype:
+            return True  # rounded once more, it may be another matrix; transformers keeps both
+        for start in range(0, first.end - first.start, PIECE_BYTES):
+            stop = min(first.end - first.start, start + PIECE_BYTES)
+            one, other = [
+                await self._files.read(place.file, place.start + start, place.start + stop)
+                for place in places
+            ]
+            if one != other:
+                return True
+        return False
+
+    async def _find(self, model: ModelSection, unit: str, tensor: FileTensor) -> _Place:
+        self._map = self._map or await self._weight_map()
+        names = [tensor.name]
+        if model.tied and tensor.name in (OUTPUT, tensors(model, EMBED)["tokens.weight"].name):
+            # Both are one weight, whichever of the two names it has; both units read the same.
+            names = [tensors(model, EMBED)["tokens.weight"].name, OUTPUT]
+        name = next((found for name in names if (found := _present(self._map, name)) is not None), None)
+        if name is None:
+            hint = ""
+            if tensor.name == OUTPUT:
+                hint = (
+                    ": save it with its head (from the class that ends in ForCausalLM or LMHeadModel), or, "
+                    "if its head is the embedding, set tie_word_embeddings to true in config.json"
+                )
+            raise CheckpointError(
+                f"{self._files.where} has no tensor {tensor.name}, which unit {unit} needs{hint}"
+            )
+        return await self._place(name, tensor)
+
+    async def _place(self, name: str, tensor: FileTensor) -> _Place:
+        """Where a tensor that the weight map has is, its shape and dtype checked."""
+        assert self._map is not None, "its name is from there"
+        where = self._files.where
+        place = (await self._header(self._map[name]))[1].get(name)
+        if place is None:
+            raise CheckpointError(f"{where}/{self._map[name]} lacks tensor {name}, which {INDEX} puts there")
+        shape = place.shape
+        if tensor.first_rows and len(shape) == 2 and shape[0] >= tensor.shape[0]:
+            shape = (tensor.shape[0], *shape[1:])
+        if shape != tensor.shape:
+            raise CheckpointError(
+                f"{where}: tensor {name} has shape {list(place.shape)}, expected {list(tensor.shape)}"
+            )
+        if place.dtype not in _DTYPES:
+            raise CheckpointError(f"{where}: tensor {name} is {place.dtype}; expected {', '.join(_DTYPES)}")
+        return place
+
+    async def _weight_map(self) -> dict[str, str]:
+        """The file of each tensor: the one whole file, else by the index, as transformers looks for them."""
+        files = self._files
+        if await files.size(SINGLE) is not None:
+            return dict.fromkeys((await self._header(SINGLE))[1], SINGLE)
+        if (size := await files.size(INDEX)) is not None:
+            where = f"{files.where}/{INDEX}"
+            self._count_json(size, where)
+            data = await files.read(INDEX, 0, size)
+            self._count_tensors(data.count(b".safetensors"), where)
+            values = _json(data, where).get("weight_map")
+            if not isinstance(values, dict) or not all(
+                isinstance(name, str) and PurePosixPath(name).name == name for name in values.values()
+            ):
+                raise CheckpointError(f"{where} has no weight_map of tensors to files")
+            return values
+        for name in PICKLED:
+            if await files.size(name) is not None:
+                raise CheckpointError(
+                    f"{files.where} has only pickled weights ({name}), which are not read because they can "
+                    "run code: load them with transformers and save them with save_pretrained, which writes "
+                    "safetensors"
+                )
+        raise CheckpointError(f"{files.where} has neither {SINGLE} nor {INDEX}")
+
+    def _count_json(self, size: int, where: str) -> None:
+        self._json_left -= size
+        if self._json_left < 0:
+            raise CheckpointError(
+                f"{where} has {size:,} bytes of JSON; with the checkpoint's other headers that is more than "
+                f"{MOST_HEADER_BYTES:,}, which no model has"
+            )
+
+    def _count_tensors(self, count: int, where: str) -> None:
+        self._tensors_left -= count
+        if self._tensors_left < 0:
+            raise CheckpointError(f"{where} names more than {MOST_TENSORS:,} tensors, which no model has")
+
+    async def _header(self, name: str) -> tuple[bytes, dict[str, _Place]]:
+        """A file's first bytes, up to its data, and its tensors."""
+        if name not in self._headers:
+            self._headers[name] = await self._read_header(name)
+        return self._headers[name]
+
+    async def _read_header(self, name: str) -> tuple[bytes, dict[str, _Place]]:
+        where = f"{self._files.where}/{name}"
+        size = await self._files.size(name)
+        if size is None:
+            raise CheckpointError(f"{where} is missing")
+        if size < 8:
+            raise CheckpointError(f"{where} is truncated: {size} bytes")
+        first = await self._files.read(name, 0, 8)
+        length = int.from_bytes(first, "little")
+        if not 2 <= length <= size - 8:
+            raise CheckpointError(
+                f"{where} is truncated or no safetensors file: a header of {length} bytes in {size}"
+            )
+        self._count_json(length, where)
+        text = await self._files.read(name, 8, 8 + length)
+        self._count_tensors(text.count(b'"data_offsets"'), where)
+        places: dict[str, _Place] = {}
+        for tensor, entry in _json(text, where).items():
+            if tensor == "__metadata__":
+                continue
+            try:
+                dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            except (TypeError, KeyError, ValueError):
+                dtype, shape, start, end = None, (), None, None
+            numbers = (*shape, start, end)
+            if type(dtype) is not str or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+                raise CheckpointError(
+                    f"{where} is no safetensors file: its header is damaged at {tensor[:100]}"
+                )
+            width = _DTYPES.get(dtype)
+            if start > end or (width and (len(shape) > 8 or end - start != width * prod(shape))):
+                raise CheckpointError(
+                    f"{where} is damaged: {tensor[:100]} has {end - start} bytes for {list(shape[:8])} "
+                    f"{dtype[:20]}"
+                )
+            if (last := 8 + length + end) > size:
+                raise CheckpointError(f"{where} is truncated: {tensor[:100]} ends at byte {last} of {size}")
+            places[tensor] = _Place(tensor, name, dtype, shape, 8 + length + start, last)
+        return first + text, places
+
+    async def _read_places(self, places: set[_Place]) -> dict[_Place, bytes]:
+        """Every tensor's bytes, file by file in ascending order; neighbours are read together."""
+        found: dict[_Place, bytes] = {}
+        ordered = sorted(places, key=lambda place: (place.file, place.start))
+        for name in dict.fromkeys(place.file for place in ordered):
+            own = [place for place in ordered if place.file == name]
+            head, every = await self._header(name)
+            digest = sha256(head)
+            for run in _runs(own):
+                data = bytearray()
+                for start in range(run[0].start, run[-1].end, PIECE_BYTES):
+                    data += await self._files.read(name, start, min(run[-1].end, start + PIECE_BYTES))
+                digest.update(data)
+                for place in run:
+                    first = place.start - run[0].start
+                    found[place] = bytes(memoryview(data)[first : first + place.end - place.start])
+            expected = self._files.digest(name)
+            if expected and set(own) == set(every.values()) and digest.hexdigest() != expected:
+                raise CheckpointError(
+                    f"{self._files.where}/{name} is damaged: its SHA-256 is {digest.hexdigest()}, "
+                    f"expected {expected}"
+                )
+        return found
+
+
+def _present(weight_map: Mapping[str, str], name: str) -> str | None:
+    """The name that a tensor has in a checkpoint, with or without its prefix; None if it is not there."""
+    shorter = [name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)]
+    return next((one for one in (name, *shorter) if one in weight_map), None)
+
+
+def _runs(places: Sequence[_Place]) -> list[list[_Place]]:
+    """Tensors of one file that follow each other without a gap."""
+    runs: list[list[_Place]] = []
+    for place in places:
+        if runs and runs[-1][-1].end == place.start:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
+
+
+def _float32(data: bytes, place: _Place) -> np.ndarray:
+    if place.dtype == "BF16":
+        values = (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = np.frombuffer(data, dtype="<f4" if place.dtype == "F32" else "<f2").astype(np.float32)
+    return values.reshape(place.shape)
+
+
+def _json(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is damaged: its JSON cannot be read ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where} is damaged: a JSON object is expected")
+    return values

@@ -1,0 +1,388 @@
+"""Plan a codec for each link and direction: the most precise that hides behind compute. Pure.
+
+Each boundary tensor occupies its link's direction, and the processors that pack and unpack it, for times
+that its codec sets. The *pace* is the time a microbatch that no plan can beat: the slowest stage's compute
+or packing, or the slowest direction. Every other direction may take as long as the pace for free, so it gets
+the most precise codec that fits: then one slow line costs the others no precision, and no slow processor
+holds up the run to save bytes that its lines would have carried. A step also has a *ramp*: the first
+microbatch's way to the last stage and its gradient's way back, with every tensor packed, sent and unpacked
+while others wait. Of few microbatches that is much of a step, so precision may lengthen a step by `FREE` at
+most.
+
+A plan holds for an epoch; `node.tuning.rate_control` decides when another is worth one.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from node.config.schema import PipelineSection
+from node.schedule.floor import Network
+from node.tuning.codec_times import PackingTimes, of_gradients
+from node.tuning.window_plan import StepMeasures, Windows
+from wire.codecs.formats import codec_format
+from wire.errors import ConfigError
+from wire.spec import Direction
+
+CAUTION = 1.1
+"""Count on transfers this much longer than measured."""
+PACKING_CAUTION = 1.5
+"""Count on packing this much longer than measured: it shares its node's cores with compute."""
+FREE = 0.02
+"""A step may take this much longer for more precision."""
+SLOWER, PACES = 0.05, 21
+"""Paces that are tried: the least, and so much slower each, up to twice the least."""
+HALVINGS = 30
+"""Of the interval in which the pace is looked for."""
+
+Way = tuple[int, Direction]
+"""A boundary's number, and the kind of tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecPlan:
+    """The codecs of an epoch, by boundary, the first boundary first."""
+
+    activations: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+    @classmethod
+    def first(cls, pipeline: PipelineSection, boundaries: int) -> "CodecPlan":
+        """The plan of a run whose links were not measured yet."""
+        there, back = pipeline.first_codecs
+        return cls(activations=(there,) * boundaries, gradients=(back,) * boundaries)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CodecPlan":
+        """Raises ConfigError for what `to_json` does not write."""
+        try:
+            given = json.loads(text)
+            plan = cls(activations=tuple(given["activations"]), gradients=tuple(given["gradients"]))
+            for name in (*plan.activations, *plan.gradients):
+                codec_format(name)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"a recorded plan of codecs cannot be read ({error})") from None
+        return plan
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def boundaries(self) -> int:
+        return len(self.activations)
+
+    def name(self, way: Way) -> str:
+        """The codec of a tensor. KeyError for a kind that crosses no boundary."""
+        boundary, direction = way
+        return {Direction.ACTIVATION: self.activations, Direction.GRADIENT: self.gradients}[direction][
+            boundary
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """What crosses a pipeline's links."""
+
+    measures: StepMeasures
+    """Times and rates. Its bytes do not count."""
+    chunks: int
+    shape: tuple[int, ...]
+    """Of a boundary tensor."""
+    windows: Windows
+    """The widest that stages have memory for, as `node.schedule.schedule.schedule` takes them."""
+    microbatches: float = math.inf
+    """Of a step, in one row. Of infinitely many the ramp is nothing."""
+    microbatch_seconds: float = math.inf
+    """Of the newest steps, by the coordinator's clock: no stage computes for longer."""
+    packing: tuple[PackingTimes, ...] = ()
+    """Of each stage; empty where packing is free."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.measures.forward)
+
+    @property
+    def boundaries(self) -> int:
+        return self.stages * self.chunks - 1 + (self.measures.head_share is not None)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of the slowest stage, a microbatch."""
+        measures = self.measures
+        # The thread that computes also waits for the one that packs: with another codec it may not.
+        waited = measures.packing or (0.0,) * self.stages
+        stages = zip(measures.forward, measures.backward, waited, strict=True)
+        return min(self.microbatch_seconds, max(there + back - packing for there, back, packing in stages))
+
+    def ends(self, way: Way) -> tuple[int, int]:
+        """The stage that sends, and the one that receives."""
+        boundary, direction = way
+        low, high = boundary % self.stages, (boundary + 1) % self.stages
+        return (low, high) if direction is Direction.ACTIVATION else (high, low)
+
+    def ways(self) -> list[Way]:
+        """Everything that crosses a link, by boundary."""
+        kinds = (Direction.ACTIVATION, Direction.GRADIENT)
+        return [(j, kind) for j in range(self.boundaries) for kind in kinds if self.stages > 1]
+
+    def transfer(self, way: Way, codec: str) -> tuple[float, float]:
+        """Seconds for which one tensor occupies its link, and its latency, both with `CAUTION`."""
+        if (known := self._transfers.get((way, codec))) is not None:
+            return known
+        network = Network(self.stages, self.measures.links)
+        passage = network.passage(*self.ends(way), codec_format(codec).packed_bytes(self.shape))
+        seconds = max(passage.seconds.values(), default=0.0)
+        found = self._transfers[way, codec] = CAUTION * seconds, CAUTION * passage.latency
+        return found
+
+    @cached_property
+    def _transfers(self) -> dict[tuple[Way, str], tuple[float, float]]:
+        """Results of `transfer`: a search asks for each of them hundreds of times."""
+        return {}
+
+    def busy(self, codecs: Mapping[Way, str]) -> dict[tuple[int, int], float]:
+        """Seconds a microbatch that each direction of a link is occupied."""
+        found: dict[tuple[int, int], float] = {}
+        for way, codec in codecs.items():
+            ends = self.ends(way)
+            found[ends] = found.get(ends, 0.0) + self.transfer(way, codec)[0]
+        return found
+
+    def packs(self, codecs: Mapping[Way, str]) -> tuple[float, ...]:
+        """Seconds a microbatch that each stage packs and unpacks, beside its compute."""
+        found = [0.0] * self.stages
+        if self.packing:
+            for way, codec in codecs.items():
+                source, target = self.ends(way)
+                found[source] += self.packing_of(way, codec, source)[0]
+                found[target] += self.packing_of(way, codec, target)[1]
+        return tuple(found)
+
+    def packing_of(self, way: Way, codec: str, stage: int) -> tuple[float, float]:
+        """Seconds that a stage packs one tensor, and unpacks it, both with `PACKING_CAUTION`."""
+        if not self.packing:
+            return 0.0, 0.0
+        kind = way[1]
+        if (known := self._packings.get((kind, codec, stage))) is not None:
+            return known
+        elements = PACKING_CAUTION * math.prod(self.shape)
+        pack, unpack = self.packing[stage].of(of_gradients(codec) if kind is Direction.GRADIENT else codec)
+        found = self._packings[kind, codec, stage] = elements * pack, elements * unpack
+        return found
+
+    @cached_property
+    def _packings(self) -> dict[tuple[Direction, str, int], tuple[float, float]]:
+        """Results of `packing_of`, likewise."""
+        return {}
+
+    def believed(self, plan: CodecPlan) -> "Lines":
+        """With times of packing that the steps with this plan allow: no stage packed for longer than they
+        took."""
+        spent = self.packs({way: plan.name(way) for way in self.ways()})
+        return replace(
+            self,
+            packing=tuple(
+                replace(one, factor=one.factor * self.microbatch_seconds / seconds)
+                if seconds > self.microbatch_seconds
+                else one
+                for one, seconds in zip(self.packing, spent if self.packing else (), strict=True)
+            ),
+        )
+
+    def pace(self, codecs: Mapping[Way, str]) -> float:
+        """The least seconds a microbatch takes with these codecs: of compute, of packing, or of the busiest
+        direction."""
+        return max((self.compute_seconds, *self.busy(codecs).values(), *self.packs(codecs)))
+
+    def ramp(self, codecs: Mapping[Way, str]) -> float:
+        """A microbatch's share of the ramp's packing and transfers, seconds."""
+        if math.isinf(self.microbatches):
+            return 0.0
+        whole = 0.0
+        for way, codec in codecs.items():
+            source, target = self.ends(way)
+            whole += sum(self.transfer(way, codec))
+            whole += self.packing_of(way, codec, source)[0] + self.packing_of(way, codec, target)[1]
+        return whole / self.microbatches
+
+    def seconds(self, codecs: Mapping[Way, str]) -> float:
+        """A microbatch's share of a step, less the ramp's compute, which codecs do not change."""
+        return self.pace(codecs) + self.ramp(codecs)
+
+    def round_trip(self, boundary: int, codecs: Mapping[Way, str]) -> float:
+        """Seconds from sending an activation until the gradient could be back, without compute."""
+        there, back = (
+            self.transfer((boundary, kind), codecs[boundary, kind])
+            for kind in (Direction.ACTIVATION, Direction.GRADIENT)
+        )
+        return sum(there) + sum(back)
+
+    def window(self, boundary: int) -> int:
+        """Extra microbatches that may be on their way over this boundary."""
+        if self.chunks > 1:
+            return max(self.windows, default=0)
+        return self.windows[boundary] if boundary < len(self.windows) else 0
+
+
+def seconds_of(lines: Lines, plan: CodecPlan) -> float:
+    """A microbatch's share of a step with these codecs, as `Lines.seconds` has it."""
+    return lines.seconds({way: plan.name(way) for way in lines.ways()})
+
+
+def plan_codecs(
+    lines: Lines, rungs: Sequence[str], may: Callable[[Way, int], bool] = lambda way, rung: True
+) -> CodecPlan:
+    """For each direction the most precise codec that costs at most `FREE` of a step; where even the best one
+    costs time, that.
+
+    Args:
+        rungs: codecs to choose from, the least precise first.
+        may: whether a tensor may have this rung; at least one for each.
+    """
+    found = _Choice(lines, rungs, may).best() if lines.ways() else {}
+    return CodecPlan(
+        activations=tuple(codec for (_, kind), codec in found.items() if kind is Direction.ACTIVATION),
+        gradients=tuple(
+            of_gradients(codec) for (_, kind), codec in found.items() if kind is Direction.GRADIENT
+        ),
+    )
+
+
+class _Choice:
+    """A search for one plan. All tensors of a direction rise together, so that none pays for the others."""
+
+    def __init__(self, lines: Lines, rungs: Sequence[str], may: Callable[[Way, int], bool]) -> None:
+        self._lines = lines
+        self._rungs = rungs
+        self._allowed = {way: [r for r in range(len(rungs)) if may(way, r)] for way in lines.ways()}
+        self._directions: dict[tuple[int, int], list[Way]] = {}
+        for way in self._allowed:
+            self._directions.setdefault(lines.ends(way), []).append(way)
+
+    def best(self) -> dict[Way, str]:
+        """The codec of each tensor."""
+        allowed, chosen = self._shortest(*self._fastest())
+        chosen = self._covered(self._raised(chosen, allowed), allowed)
+        return {way: self._rungs[chosen[way]] for way in self._allowed}
+
+    def _fastest(self) -> tuple[float, dict[Way, int]]:
+        """The pace, and a plan that has it."""
+        lines = self._lines
+        least = [min(self._wire(ways, rung) for rung in range(len(self._rungs))) for ways in self._ways()]
+        low = max((lines.compute_seconds, *least))
+        if (found := self._within(low)) is not None:
+            return low, found
+        # Packing binds: what packs fastest is a plan, and the pace lies between.
+        found = {way: rung for ways in self._ways() for way, rung in self._cheapest(ways, math.inf).items()}
+        high = lines.pace(self._names(found))
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if (better := self._within(middle)) is None:
+                low = middle
+            else:
+                high, found = middle, better
+        return high, found
+
+    def _shortest(self, least: float, fastest: dict[Way, int]) -> tuple[float, dict[Way, int]]:
+        """The pace and the plan of the shortest step: at a slower pace than the least, codecs that pack in
+        less time may fit, and make its ramp shorter. With few microbatches the ramp is most of the step, and
+        one codec for all tensors may take less than a plan for any of these paces."""
+        lines, found = self._lines, [(least, fastest)]
+        if not math.isinf(lines.microbatches):
+            for slower in range(1, PACES):
+                pace = least * (1 + SLOWER * slower)
+                if (plan := self._within(pace)) is not None:
+                    found.append((pace, plan))
+            for rung in range(len(self._rungs)):
+                plan = {way: self._of(way, rung) for way in self._allowed}
+                found.append((lines.pace(self._names(plan)), plan))
+        return min(found, key=lambda one: one[0] + lines.ramp(self._names(one[1])))
+
+    def _within(self, seconds: float) -> dict[Way, int] | None:
+        """A plan that takes no longer, by what packs fastest of what the lines carry; None without one."""
+        found: dict[Way, int] = {}
+        for ways in self._ways():
+            found.update(self._cheapest(ways, seconds))
+        return found if len(found) == len(self._allowed) and self._packs(found, seconds) else None
+
+    def _cheapest(self, ways: Sequence[Way], seconds: float) -> dict[Way, int]:
+        """Of one direction, the rungs that take least to pack within `seconds` on the line; the fewest bytes
+        among equals."""
+        fitting = [rung for rung in range(len(self._rungs)) if self._wire(ways, rung) <= seconds]
+        if not fitting:
+            return {}
+        rung = min(fitting, key=lambda rung: (self._packing(ways, rung), self._wire(ways, rung)))
+        return {way: self._of(way, rung) for way in ways}
+
+    def _raised(self, chosen: dict[Way, int], allowed: float) -> dict[Way, int]:
+        """As precise as costs at most `FREE` of a step, the least precise direction first."""
+        most_ramp = (1 + FREE) * (allowed + self._lines.ramp(self._names(chosen))) - allowed
+        open_ = list(self._ways())
+        while open_:
+            ways = min(open_, key=lambda ways: max(chosen[way] for way in ways))
+            for rung in range(1 + min(chosen[way] for way in ways), len(self._rungs)):
+                higher = chosen | {way: max(chosen[way], self._of(way, rung)) for way in ways}
+                if higher != chosen and self._fits(higher, ways, allowed, most_ramp):
+                    chosen = higher
+                    break
+            else:
+                open_.remove(ways)
+        return chosen
+
+    def _covered(self, chosen: dict[Way, int], allowed: float) -> dict[Way, int]:
+        """With fewer bytes where the window does not cover the round trip, the slower way first."""
+        lines = self._lines
+        for boundary in range(lines.boundaries):
+            pair = [(boundary, kind) for kind in (Direction.ACTIVATION, Direction.GRADIENT)]
+            most = max(lines.window(boundary) * allowed, allowed)
+            while lines.round_trip(boundary, self._names(chosen)) > most:
+                lower = {way: rung for way in pair if (rung := self._lower(way, chosen, allowed)) is not None}
+                if not lower:
+                    break
+                slower = max(lower, key=lambda way: lines.transfer(way, self._rungs[chosen[way]])[0])
+                chosen = chosen | {slower: lower[slower]}
+        return chosen
+
+    def _lower(self, way: Way, chosen: Mapping[Way, int], allowed: float) -> int | None:
+        """The most precise rung of fewer bytes that packing has time for."""
+        now = self._bytes(chosen[way])
+        fewer = [rung for rung in self._allowed[way] if self._bytes(rung) < now]
+        return next((r for r in reversed(fewer) if self._packs({**chosen, way: r}, allowed)), None)
+
+    def _fits(self, chosen: Mapping[Way, int], ways: Sequence[Way], allowed: float, most_ramp: float) -> bool:
+        """Whether a plan within `allowed` still is, after a change of these tensors, and its ramp within
+        `most_ramp`."""
+        wire = sum(self._lines.transfer(way, self._rungs[chosen[way]])[0] for way in ways)
+        in_time = wire <= allowed and self._packs(chosen, allowed)
+        return in_time and self._lines.ramp(self._names(chosen)) <= most_ramp
+
+    def _packs(self, chosen: Mapping[Way, int], allowed: float) -> bool:
+        return max(self._lines.packs(self._names(chosen))) <= allowed
+
+    def _wire(self, ways: Sequence[Way], rung: int) -> float:
+        return sum(self._lines.transfer(way, self._rungs[self._of(way, rung)])[0] for way in ways)
+
+    def _packing(self, ways: Sequence[Way], rung: int) -> float:
+        """Seconds a microbatch, of both ends."""
+        source, target = self._lines.ends(ways[0])
+        codecs = [(way, self._rungs[self._of(way, rung)]) for way in ways]
+        return sum(
+            self._lines.packing_of(way, codec, source)[0] + self._lines.packing_of(way, codec, target)[1]
+            for way, codec in codecs
+        )
+
+    def _of(self, way: Way, rung: int) -> int:
+        """The rung of a tensor where its direction has this one: the highest up to it that it may have."""
+        allowed = self._allowed[way]
+        return max((one for one in allowed if one <= rung), default=allowed[0])
+
+    def _bytes(self, rung: int) -> int:
+        return codec_format(self._rungs[rung]).packed_bytes(self._lines.shape)
+
+    def _names(self, chosen: Mapping[Way, int]) -> dict[Way, str]:
+        return {way: self._rungs[rung] for way, rung in chosen.items()}
+
+    def _ways(self) -> Iterator[list[Way]]:
+        return iter(self._directions.values())

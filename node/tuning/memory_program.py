@@ -1,0 +1,431 @@
+"""The least time that fits in a memory, as a mixed-integer program over counts of blocks. Torch-free.
+
+Adacc (Chen et al. 2025, equations 4 to 8) chooses for each tensor of one block and repeats that for all. Here
+a *column* is one way to treat the tensors of a block, by kind, and the program counts how many blocks of each
+chunk take it: identical blocks are one variable. Beyond Adacc it moves tensors to host memory, bounds the
+peak where backward begins and where the first block runs again, and bounds copies by the engines' time: in
+all, and between use and use (`node.tuning.copy_waits`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from node.tuning.copy_waits import CopyClock, Waits
+
+ENOUGH = 2e-3
+"""Of an optimum: a plan may be worse by this share."""
+MOST_NODES = 250
+"""Of the search tree; twice as many find nothing that adds 0.1 % less. A limit of time would let the
+processes of one node find different plans."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One way to treat a block, of one microbatch."""
+
+    kept: int
+    """Bytes on the device between forward and backward, in tensors."""
+    pages: int = 0
+    """What a GPU's allocator holds beside them."""
+    moved: int
+    """Bytes that wait in host memory,"""
+    host: int
+    """and what they take there."""
+    seconds: float
+    """That it adds to forward and backward."""
+    slowing: float = 0.0
+    """That its copies add to what they run beside."""
+    working: int
+    """Bytes that its backward takes beyond a block's with everything kept, without tensors that come back."""
+    left: int = 0
+    """What stays on the device where the first block's tensors move: the chunks' inputs."""
+    again: bool
+    """It runs the whole block again; such blocks come first in a chunk."""
+
+    @property
+    def there(self) -> int:
+        """Bytes on the device between forward and backward."""
+        return self.kept + self.pages
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateMove:
+    """One kind of state that may be in host memory. Bytes are those of one device."""
+
+    most: int
+    """Parts that can move: blocks, or 1 for all of it."""
+    freed: int
+    """That a part frees on the device."""
+    there: int = 0
+    """On the device as soon as a part has moved: parts at work, and on their way."""
+    applying: int = 0
+    """That the optimizer's step then takes more, or less, beside the state."""
+    host: int
+    """That a part takes in host memory."""
+    seconds: float
+    """A microbatch's share of the copies of a part for norms and the optimizer's step; nothing hides them."""
+    forward_in: int = 0
+    """Of a part, what a microbatch's forward brings in beside compute,"""
+    backward_in: int = 0
+    """and its backward,"""
+    backward_out: int = 0
+    """and what backward sends out."""
+    slowing: float = 0.0
+    """That copies of a part add to a microbatch's passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One stage. Bytes are those of one device."""
+
+    columns: tuple[Column, ...]
+    blocks: tuple[int, ...]
+    """Of each chunk."""
+    held: tuple[int, ...]
+    """Microbatches of each chunk between forward and backward, at most."""
+    room_end: int
+    """For what blocks keep and add to their work: memory less all else, the last block of a chunk at work
+    too."""
+    room_others: int
+    """The same while one before it is at work."""
+    room_again: int
+    """The same while a block runs again,"""
+    room_alone: int
+    """and while one does that is its chunk's only one."""
+    room_head: int | None = None
+    """For what blocks keep while the head is at work, if there is one."""
+    room_casting: tuple[int, int] = (0, 0)
+    """The same in forward, where each block of a chunk that runs again holds `casts` bytes until it is over:
+    in the last block, and in one that runs again."""
+    casts: int = 0
+    room_ending: int | None = None
+    """The same at the end of a microbatch's backward, whose blocks in the first chunk keep nothing more."""
+    apart: bool
+    """Nothing that later blocks of a chunk kept is free when an earlier one runs again (CUDA graphs)."""
+    forward: float
+    """Seconds of the stage's blocks for one microbatch,"""
+    backward: float
+    clocks: tuple[CopyClock, ...]
+    """Of each chunk."""
+    host: int = 0
+    """Bytes of host memory."""
+    state: tuple[StateMove, ...] = ()
+    """Kinds that may move; those after the first only with all of it."""
+    applying: int | None = None
+    """Room that the optimizer's step leaves beside the state; below 0 it does not fit. None where it counts
+    in `room`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """A solution."""
+
+    blocks: tuple[tuple[int, ...], ...]
+    """Of each chunk, how many take each column."""
+    state: tuple[int, ...]
+    """Of each kind of state, how many parts move."""
+
+
+def solve(program: Program) -> Counts | None:
+    """The counts that add the least time in the memory there is, or None if nothing fits."""
+    # Loading it takes a while, and most nodes keep everything.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    chunks, columns, states = len(program.blocks), program.columns, len(program.state)
+    width = len(columns)
+    unit = float(max(1, *(column.there + column.moved for column in columns)))
+    second = max(program.forward, 1e-12)
+    # Variables: counts by chunk and column; whether a column is used; whether a chunk runs any block again;
+    # whether state of a kind moves, and how many parts; the most that comes back, is worked on or is left;
+    # what forward and backward wait for copies.
+    used = chunks * width
+    runs_again = used + width
+    moves = runs_again + chunks
+    state = moves + states
+    coming, working, left, waits_forward, waits_back = range(state + states, state + states + 5)
+    between = [_BetweenUses(program, chunk) for chunk in range(chunks)]
+    count = waits_back + 1
+    # Which column the last block of a chunk takes, if it is one of these.
+    last = [] if program.apart else last_columns(columns)
+    ends = [{k: count + chunk * len(last) + n for n, k in enumerate(last)} for chunk in range(chunks)]
+    count += chunks * len(last)
+    last_ones = range(waits_back + 1, count)
+    # For each chunk, while its last block computes: the bytes that come back to the device, and those that
+    # this block needs beside them.
+    at_end = [(count + 2 * chunk, count + 2 * chunk + 1) for chunk in range(chunks)]
+    count += 2 * chunks
+    for each in between:
+        count = each.number(count)
+    rows: list[tuple[dict[int, float], float, float]] = []
+
+    def limit(terms: dict[int, float], most: float) -> None:
+        rows.append((terms, -np.inf, most))
+
+    for chunk, blocks in enumerate(program.blocks):
+        own = range(chunk * width, (chunk + 1) * width)
+        rows.append((dict.fromkeys(own, 1.0), blocks, blocks))
+        again = {chunk * width + k: 1.0 for k in range(width) if columns[k].again}
+        limit(again | {runs_again + chunk: -float(blocks)}, 0)
+    total = sum(program.blocks)
+    for k, column in enumerate(columns):
+        limit({chunk * width + k: 1.0 for chunk in range(chunks)} | {used + k: -float(total)}, 0)
+        # The block at work, and the next one's tensors on their way.
+        limit({used + k: 2 * column.moved / unit, coming: -1.0}, 0)
+        limit({used + k: column.working / unit, working: -1.0}, 0)
+        limit({used + k: column.left / unit, left: -1.0}, 0)
+    held = {
+        chunk * width + k: program.held[chunk] * column.there / unit
+        for chunk in range(chunks)
+        for k, column in enumerate(columns)
+    }
+    freed = {state + k: -one.freed / unit for k, one in enumerate(program.state)}
+    freed |= {moves + k: one.there / unit for k, one in enumerate(program.state)}
+    applying = {moves + k: (one.there + one.applying) / unit for k, one in enumerate(program.state)}
+    # Where the step's memory is not that of the passes, it comes on top of theirs.
+    first = held | freed | (applying if program.applying is None else {}) | {left: 1.0}
+    passes = first | {coming: 1.0, working: 1.0}
+    most_coming = 2.0 * max(column.moved for column in columns) / unit
+    most_working = max(column.working for column in columns) / unit
+    for chunk, end in enumerate(ends):
+        if not program.blocks[chunk]:
+            continue
+        limit(dict.fromkeys(end.values(), 1.0), 1.0)
+        leaving = {chunk * width + k: -1.0 for k, column in enumerate(columns) if not stays(column)}
+        for k, at in end.items():
+            limit({at: 1.0, chunk * width + k: -1.0}, 0)
+            if not stays(columns[k]):
+                # Only where none stays, and then the one that has least to move (`spread`).
+                limit(leaving | {at: float(program.blocks[chunk])}, 0)
+                least = columns[k].moved, -k
+                less = [used + n for n, one in enumerate(columns) if _moves(one) and (one.moved, -n) < least]
+                limit(dict.fromkeys(less, 1.0) | {at: float(len(less))}, float(len(less)))
+        comes, works = at_end[chunk]
+        limit({coming: 1.0, comes: -1.0} | {at: -most_coming for at in end.values()}, 0)
+        # Those of one block, and its own if it moves.
+        limit({coming: 0.5, comes: -1.0} | {at: columns[k].moved / unit for k, at in end.items()}, 0)
+        limit({at: columns[k].working / unit for k, at in end.items()} | {works: -1.0}, 0)
+        limit({working: 1.0, works: -1.0} | {at: -most_working for at in end.values()}, 0)
+        limit(first | {comes: 1.0, works: 1.0}, program.room_end / unit)
+        if program.blocks[chunk] > 1:
+            gone = {at: -columns[k].there / unit for k, at in end.items()}
+            limit(passes | gone, program.room_others / unit)
+        if program.room_head is not None:
+            limit(first | {comes: 1.0}, program.room_head / unit)
+    if any(column.again for column in columns):
+        rooms = [program.room_again, program.room_alone, program.room_end, program.room_others]
+        rooms += program.room_casting if program.casts else ()
+        much = (sum(program.held) * total + 4) * 2.0 + (max(rooms) - min(rooms)) / unit + most_working
+        for chunk in range(chunks):
+            later = {
+                chunk * width + k: held[chunk * width + k] - (0.0 if program.apart else column.there / unit)
+                for k, column in enumerate(columns)
+                if not column.again
+            }
+            room = (program.room_again if program.blocks[chunk] > 1 else program.room_alone) / unit
+            limit(passes | later | {runs_again + chunk: much}, room + much)
+            if program.casts:
+                casts = {
+                    chunk * width + k: held[chunk * width + k] + program.casts / unit
+                    for k, column in enumerate(columns)
+                    if column.again
+                }
+                in_last, in_again = (room / unit for room in program.room_casting)
+                limit(passes | casts, in_last)
+                limit(passes | later | casts | {runs_again + chunk: much}, in_again + much)
+    if program.room_ending is not None:
+        others = {k: held[k] - column.there / unit for k, column in enumerate(columns)}
+        limit(held | others | freed, program.room_ending / unit)
+    for k, one in enumerate(program.state):
+        limit({state + k: 1.0, moves + k: -float(one.most)}, 0)
+        limit({moves + k: 1.0, state + k: -1.0}, 0)
+        limit({moves + k: 1.0, moves: -1.0} if k else {}, 0)
+    if program.applying is not None:
+        limit(freed | applying, program.applying / unit)
+    host = {
+        chunk * width + k: program.held[chunk] * column.host / unit
+        for chunk in range(chunks)
+        for k, column in enumerate(columns)
+    }
+    host |= {state + k: one.host / unit for k, one in enumerate(program.state)}
+    limit(host, program.host / unit)
+    places = [(chunk * width + k, column) for chunk in range(chunks) for k, column in enumerate(columns)]
+    parts = [(state + k, one) for k, one in enumerate(program.state)]
+    out_rate, in_rate = (rate * second for rate in (program.clocks[0].out_rate, program.clocks[0].in_rate))
+    # Both engines copy at a time; what is computed again hides copies too.
+    forward_out = {at: column.moved / out_rate for at, column in places}
+    forward_in = {at: one.forward_in / in_rate for at, one in parts}
+    back_in = {at: column.moved / in_rate - column.seconds / second for at, column in places}
+    back_in |= {at: one.backward_in / in_rate for at, one in parts}
+    back_out = {at: -column.seconds / second for at, column in places}
+    back_out |= {at: one.backward_out / out_rate for at, one in parts}
+    limit(forward_out | {waits_forward: -1.0}, program.forward / second)
+    limit(forward_in | {waits_forward: -1.0}, program.forward / second)
+    limit(back_in | {waits_back: -1.0}, program.backward / second)
+    limit(back_out | {waits_back: -1.0}, program.backward / second)
+    for each in between:
+        rows += each.rows(second)
+    for waits, own_waits in (
+        (waits_forward, [each.forward for each in between if each.matters]),
+        (waits_back, [each.backward for each in between if each.matters]),
+    ):
+        limit(dict.fromkeys(own_waits, 1.0) | {waits: -1.0}, 0)
+    cost = np.zeros(count)
+    for chunk in range(chunks):
+        for k, column in enumerate(columns):
+            cost[chunk * width + k] = (column.seconds + column.slowing) / second
+    cost[state : state + states] = [(one.seconds + one.slowing) / second for one in program.state]
+    cost[[waits_forward, waits_back]] = 1.0
+    matrix = np.zeros((len(rows), count))
+    for number, (terms, _, _) in enumerate(rows):
+        for at, value in terms.items():
+            matrix[number, at] = value
+    whole = np.ones(count)
+    whole[coming:] = 0
+    high = np.full(count, np.inf)
+    high[used:state] = 1
+    high[state : state + states] = [one.most for one in program.state]
+    whole[last_ones], high[last_ones] = 1, 1
+    for each in between:
+        whole[list(each.yes_or_no)] = 1
+        high[[*each.yes_or_no, *each.last.values()]] = 1
+    found = milp(
+        cost,
+        constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
+        integrality=whole,
+        bounds=Bounds(0, high),
+        options={"mip_rel_gap": ENOUGH, "node_limit": MOST_NODES},
+    )
+    if found.x is None:
+        return None
+    counts = [round(value) for value in found.x[:used]]
+    return Counts(
+        blocks=tuple(tuple(counts[chunk * width : (chunk + 1) * width]) for chunk in range(chunks)),
+        state=tuple(round(value) for value in found.x[state:coming]),
+    )
+
+
+class _BetweenUses:
+    """Variables and rows that say how long one chunk's passes wait, as `CopyClock.waits` does: which window
+    its blocks have, and which column its last block takes if all of them move."""
+
+    def __init__(self, program: Program, chunk: int) -> None:
+        columns = program.columns
+        self._clock, self._blocks = program.clocks[chunk], program.blocks[chunk]
+        self._columns = {chunk * len(columns) + k: column for k, column in enumerate(columns)}
+        self._again = [at for at, column in self._columns.items() if column.again and column.moved]
+        self._moving = [at for at, column in self._columns.items() if not column.again and column.moved]
+        sizes = [self._columns[at].moved for at in self._moving]
+        self._windows = self._clock.windows(sizes, self._blocks)
+        self.matters = bool(self._again or self._moving)
+        self.forward = self.backward = -1
+        """Variables: seconds that the passes wait."""
+        self._none = self._end = -1
+        self._of_window: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        """By the variable of a column: whether the last block takes it, where all move."""
+        self.yes_or_no: tuple[int, ...] = ()
+
+    def number(self, first: int) -> int:
+        """Take variables from `first` on; returns the next free one."""
+        if not self.matters:
+            return first
+        self.forward, self.backward, self._none, self._end = range(first, first + 4)
+        self._of_window = {window: first + 4 + k for k, window in enumerate(self._windows)}
+        first += 4 + len(self._windows)
+        self.last = {at: first + k for k, at in enumerate((*self._moving, *self._again))}
+        chosen = [self._none, self._end, *self._of_window.values()]
+        # What a block that runs again has of its place follows only where that is 0 or 1.
+        self.yes_or_no = (*chosen, *(self.last[at] for at in self._again))
+        return first + len(self.last)
+
+    def rows(self, second: float) -> list[tuple[dict[int, float], float, float]]:
+        """Seconds are counted in `second`."""
+        if not self.matters:
+            return []
+        blocks, least = float(self._blocks), -np.inf
+        found: list[tuple[dict[int, float], float, float]] = []
+        ways = (self._none, self._end, *self._of_window.values())
+        found.append((dict.fromkeys(ways, 1.0), 1.0, 1.0))
+        # Nothing moves, but inputs of blocks that run again below one that does not move.
+        found.append((dict.fromkeys(self._moving, 1.0) | {self._none: blocks}, least, blocks))
+        found.append((dict.fromkeys(self._again, 1.0) | {self._none: 1.0}, least, blocks))
+        # Between two that move, and behind the last, there is a window's number of blocks.
+        runs_again = {at: 1.0 for at, column in self._columns.items() if column.again}
+        for window, chosen in self._of_window.items():
+            much = window * blocks + 1
+            terms = runs_again | dict.fromkeys(self._moving, float(window)) | {chosen: much}
+            found.append((terms, least, blocks - 1 + much))
+        found.append((dict.fromkeys(self.last.values(), 1.0) | {self._end: -1.0}, 0.0, 0.0))
+        for at, last in self.last.items():
+            found.append(({last: blocks if at in self._again else 1.0, at: -1.0}, least, 0.0))
+        for pick, waits in ((_forward, self.forward), (_backward, self.backward)):
+            again = {at: pick(self._clock.again(self._columns[at].moved)) / second for at in self._again}
+            found.append((again | {waits: -1.0}, least, 0.0))
+            for window, chosen in ((1, self._end), *self._of_window.items()):
+                moving = {
+                    at: pick(self._clock.within(self._columns[at].moved, window)) / second
+                    for at in self._moving
+                }
+                much = blocks * max(moving.values(), default=0.0)
+                terms = again | moving | {waits: -1.0, chosen: much}
+                if chosen == self._end:
+                    for at, last in self.last.items():
+                        own = self._clock.last(self._columns[at].moved, again=at in self._again)
+                        terms[last] = pick(own) / second
+                found.append((terms, least, much))
+        return found
+
+
+def _forward(waits: Waits) -> float:
+    return waits.forward
+
+
+def _backward(waits: Waits) -> float:
+    return waits.backward
+
+
+def spread(columns: Sequence[Column], counts: Sequence[int], others: int | None = None) -> list[int]:
+    """A chunk's columns in the order of its blocks: those that run again first, and of the others those that
+    move spread evenly, so that copies of one have the compute of several to hide behind. The last block moves
+    only if all do, and of these it has the least to move; of those that stay it leaves the most room.
+
+    Args:
+        others: bytes that other blocks take at work beyond the last one with everything kept; by default
+            those that their columns add.
+    """
+    moving = sorted(
+        (k for k, column in enumerate(columns) for _ in range(counts[k]) if _moves(column)),
+        key=lambda k: (-columns[k].moved, k),
+    )
+    staying = [k for k, column in enumerate(columns) for _ in range(counts[k]) if stays(column)]
+    again = [k for k, column in enumerate(columns) for _ in range(counts[k]) if column.again]
+    again.sort(key=lambda k: -columns[k].moved)
+    if staying:
+        # Last is the one with which the peak is least (`solve`): it works beside all that is kept, the others
+        # when what it kept of the microbatch is gone.
+        used = [column.working for column, n in zip(columns, counts, strict=True) if n]
+        most = max(used) if others is None else others
+        last = min(set(staying), key=lambda k: (max(columns[k].working, most - columns[k].there), k))
+        staying.remove(last)
+        staying.append(last)
+    blocks, left = len(moving) + len(staying), iter(staying)
+    places = {number * blocks // len(moving): k for number, k in enumerate(moving)}
+    return again + [places[at] if at in places else next(left) for at in range(blocks)]
+
+
+def last_columns(columns: Sequence[Column]) -> list[int]:
+    """Those that count apart as a chunk's last block: that stay, and those that move too where blocks that
+    stay do so in one way, as they do where all is packed. Else there would be many times as many."""
+    staying = [k for k, column in enumerate(columns) if stays(column)]
+    return staying if len(staying) > 1 else [k for k, column in enumerate(columns) if not column.again]
+
+
+def stays(column: Column) -> bool:
+    """What a block keeps is on the device until its backward."""
+    return not column.again and column.moved == 0
+
+
+def _moves(column: Column) -> bool:
+    return not column.again and column.moved > 0

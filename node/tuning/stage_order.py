@@ -1,0 +1,418 @@
+"""Plan which node hosts which stage, and how many blocks each gets, from measured speeds and lines. Pure.
+
+A pipeline's pace is what its slowest part takes for a microbatch: a stage's compute, or a tensor on its line.
+So nodes that share a slow line should not be neighbours, and a slow node should get few blocks. Of orders
+with the same pace, the best is the one whose lines add least to a step's fill and drain.
+
+Up to `EXACT` nodes the pace is exact: which orders keep a pace follows from a dynamic program over subsets of
+nodes (Held and Karp's for shortest paths, without lines and stages that are too slow), and the best pace from
+a bisection over the few that there can be. For more nodes a search starts from greedy chains. Both improve
+what they find by the whole step's floor. Up to `EVERY` nodes the floor itself is the least: branch and bound
+from that order on. `rows_of` makes several rows of many nodes.
+
+A plan believes what was measured. `pays` asks for a tenth of the step, and that the move pays back, before a
+stage moves.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from node.schedule.floor import LinkRate, step_floor
+from wire.errors import ConfigError
+
+EXACT = 12
+"""Nodes for which every order counts."""
+EVERY = 8
+"""Nodes of which no order has a shorter step than the planned one."""
+GAIN = 0.10
+"""Stages move only for a step this much shorter,"""
+PAYBACK_STEPS = 200
+"""that saves within so many steps, or within those left, what the move takes."""
+_NO_WAY = math.inf
+
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """What was measured of n nodes, in one order."""
+
+    block_seconds: tuple[float, ...]
+    """A block forward and backward, a microbatch."""
+    most_blocks: tuple[int, ...]
+    """That fit in memory."""
+    rate: Matrix
+    """[n, n] bytes a second from one node to another; the diagonal does not count."""
+    latency: Matrix
+    """[n, n] seconds one way."""
+
+    @property
+    def count(self) -> int:
+        return len(self.block_seconds)
+
+    def only(self, chosen: Sequence[int]) -> "Machines":
+        """These alone, in this order."""
+        square = np.ix_(chosen, chosen)
+        return Machines(
+            block_seconds=tuple(self.block_seconds[one] for one in chosen),
+            most_blocks=tuple(self.most_blocks[one] for one in chosen),
+            rate=self.rate[square],
+            latency=self.latency[square],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a pipeline computes and sends for a microbatch."""
+
+    stages: int
+    blocks: int
+    activation_bytes: float
+    gradient_bytes: float
+    microbatches: int
+    head_blocks: float = 0.0
+    """What the head adds to the last stage, in blocks."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stages <= self.blocks:
+            raise ConfigError(f"{self.blocks} blocks cannot be {self.stages} stages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOrder:
+    """A row: which node hosts each stage, by its number in `Machines`, and each stage's blocks."""
+
+    nodes: tuple[int, ...]
+    split: tuple[int, ...]
+
+
+class _Lines:
+    """The lines of all pairs: what a tensor takes on the slower of the two directions that a link has, and
+    what the link adds to fill and drain."""
+
+    def __init__(self, machines: Machines, work: Work) -> None:
+        with np.errstate(divide="ignore"):
+            there = work.activation_bytes / machines.rate
+            back = work.gradient_bytes / machines.rate.T
+        self.busy: Matrix = np.maximum(there, back)
+        self.fill: Matrix = there + back + machines.latency + machines.latency.T
+        for matrix in (self.busy, self.fill):
+            np.fill_diagonal(matrix, _NO_WAY)
+
+
+def split_by_speed(machines: Machines, nodes: Sequence[int], work: Work) -> tuple[int, ...] | None:
+    """Blocks of each stage so that the slowest is as fast as can be; None if they do not fit.
+
+    Giving each block to the stage that is then done first has the least maximum.
+    """
+    counts = [1] * len(nodes)
+    extra = [0.0] * (len(nodes) - 1) + [work.head_blocks]
+    if any(machines.most_blocks[node] < 1 for node in nodes):
+        return None
+    for _ in range(work.blocks - len(nodes)):
+        able = [k for k, node in enumerate(nodes) if counts[k] < machines.most_blocks[node]]
+        if not able:
+            return None
+        stage = min(able, key=lambda k: (machines.block_seconds[nodes[k]] * (counts[k] + 1 + extra[k]), k))
+        counts[stage] += 1
+    return tuple(counts)
+
+
+def step_seconds(machines: Machines, order: StageOrder, work: Work) -> float:
+    """The floor of a step (`node.schedule.floor`); a block's backward takes twice its forward."""
+    blocks = [count + (0.0, work.head_blocks)[k == work.stages - 1] for k, count in enumerate(order.split)]
+    seconds = [machines.block_seconds[node] * count for node, count in zip(order.nodes, blocks, strict=True)]
+    return step_floor(
+        microbatches=work.microbatches,
+        forward=[one / 3 for one in seconds],
+        backward=[2 * one / 3 for one in seconds],
+        activation_bytes=work.activation_bytes,
+        gradient_bytes=work.gradient_bytes,
+        links=[
+            LinkRate(
+                up=float(machines.rate[a, b]),
+                down=float(machines.rate[b, a]),
+                latency=float(machines.latency[a, b] + machines.latency[b, a]) / 2,
+            )
+            for a, b in pairwise(order.nodes)
+        ],
+    ).seconds
+
+
+def plan_order(machines: Machines, work: Work) -> StageOrder | None:
+    """The best row of `work.stages` of these nodes; None if no row fits."""
+    if machines.count < work.stages:
+        return None
+    search = _Search(machines, work)
+    if machines.count > EXACT:
+        return search.best_of(search.greedy(first) for first in range(machines.count))
+    nodes = _Exact(machines, work).nodes()
+    best = None if nodes is None else search.best_of((nodes, nodes[::-1]))
+    return best if best is None or machines.count > EVERY else search.least(best)
+
+
+def pays(now: float, then: float, *, move_seconds: float, steps_left: int, gain: float = GAIN) -> bool:
+    """Whether to move from a step of `now` seconds to one of `then`, which takes `move_seconds` to begin."""
+    saved = now - then
+    return saved >= gain * now and saved * min(steps_left, PAYBACK_STEPS) > move_seconds
+
+
+def rows_of(machines: Machines, work: Work, rows: int) -> list[StageOrder]:
+    """Up to `rows` rows of different nodes. Each takes the best that is left, the first the best of all, and
+    then rows exchange nodes while that makes the slowest one faster.
+    """
+    left = list(range(machines.count))
+    found: list[StageOrder] = []
+    while len(found) < rows:
+        order = plan_order(machines.only(left), work)
+        if order is None:
+            break
+        nodes = tuple(left[one] for one in order.nodes)
+        found.append(StageOrder(nodes=nodes, split=order.split))
+        left = [one for one in left if one not in nodes]
+    return _evened(machines, work, found)
+
+
+def _evened(machines: Machines, work: Work, rows: list[StageOrder]) -> list[StageOrder]:
+    """Rows that have exchanged nodes while the slowest gains and the other stays faster than that was."""
+    if len(rows) < 2:
+        return rows
+    seconds = [step_seconds(machines, row, work) for row in rows]
+    for _ in range(4 * len(rows)):
+        worst = max(range(len(rows)), key=lambda row: seconds[row])
+        if (better := _exchange(machines, work, rows, seconds, worst)) is None:
+            break
+        other, changed = better
+        for row, order in zip((worst, other), changed, strict=True):
+            rows[row], seconds[row] = order, step_seconds(machines, order, work)
+    return rows
+
+
+def _exchange(
+    machines: Machines, work: Work, rows: list[StageOrder], seconds: list[float], worst: int
+) -> tuple[int, tuple[StageOrder, StageOrder]] | None:
+    """One exchange that makes the slower of two rows faster by a thousandth, if there is one."""
+    limit = seconds[worst] * (1 - 1e-3)
+    for other in sorted(range(len(rows)), key=lambda row: seconds[row]):
+        if other == worst:
+            continue
+        for here in rows[worst].nodes:
+            for there in rows[other].nodes:
+                # In each other's places: to order both rows anew for every pair would take minutes.
+                sets = [
+                    tuple(there if one == here else one for one in rows[worst].nodes),
+                    tuple(here if one == there else one for one in rows[other].nodes),
+                ]
+                made = []
+                for nodes in sets:
+                    split = split_by_speed(machines, nodes, work)
+                    if split is None:
+                        break
+                    row = StageOrder(nodes=nodes, split=split)
+                    if step_seconds(machines, row, work) > limit:
+                        break
+                    made.append(row)
+                if len(made) == len(sets):
+                    return other, (made[0], made[1])
+    return None
+
+
+class _Exact:
+    """Every order, by a dynamic program over subsets."""
+
+    def __init__(self, machines: Machines, work: Work) -> None:
+        self._machines = machines
+        self._work = work
+        self._lines = _Lines(machines, work)
+
+    def nodes(self) -> tuple[int, ...] | None:
+        """Of the best pace, in the order of the least fill; None if no row fits."""
+        low, high = 0, len(self._paces) - 1
+        if self._order(self._paces[high]) is None:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if self._order(self._paces[middle]) is None:
+                low = middle + 1
+            else:
+                high = middle
+        nodes = self._order(self._paces[high])
+        assert nodes is not None, "this pace was found to be possible"
+        return nodes
+
+    @cached_property
+    def _paces(self) -> list[float]:
+        """All that a pace can be: a line's time, or a stage's with some number of blocks."""
+        work, machines = self._work, self._machines
+        counts = np.arange(1, work.blocks + 1)
+        stages = np.outer(machines.block_seconds, np.concatenate((counts, counts + work.head_blocks)))
+        lines = self._lines.busy[np.isfinite(self._lines.busy)]
+        return sorted({float(one) for one in (*stages.ravel(), *lines)})
+
+    def _order(self, pace: float) -> tuple[int, ...] | None:
+        """The order of least fill that keeps this pace; None if there is none."""
+        machines, work = self._machines, self._work
+        n, stages = machines.count, work.stages
+
+        def room(node: int, extra: float) -> int:
+            most = math.floor(pace / machines.block_seconds[node] * (1 + 1e-12) - extra)
+            return min(most, machines.most_blocks[node], work.blocks)
+
+        inner = [room(node, 0.0) for node in range(n)]
+        last = [room(node, work.head_blocks) for node in range(n)]
+        ways = np.where(self._lines.busy <= pace, self._lines.fill, _NO_WAY)
+        usable = np.array([one >= 1 for one in inner])
+        # cost[subset, node]: the least fill of a chain through a subset that ends at a node.
+        cost = np.full((1 << n, n), _NO_WAY)
+        before = np.full((1 << n, n), -1, dtype=np.int8)
+        best, end = _NO_WAY, (0, -1)
+        sizes = [subset.bit_count() for subset in range(1 << n)]
+        for node in range(n):
+            if usable[node] or (stages == 1 and last[node] >= 1):
+                cost[1 << node, node] = 0.0
+        for subset in range(1, 1 << n):
+            here = cost[subset]
+            if sizes[subset] > stages or not np.isfinite(here).any():
+                continue
+            if sizes[subset] == stages:
+                whole = sum(inner[node] for node in range(n) if subset >> node & 1)
+                for node in np.flatnonzero(np.isfinite(here)).tolist():
+                    enough = last[node] >= 1 and whole - inner[node] + last[node] >= work.blocks
+                    if enough and here[node] < best:
+                        best, end = float(here[node]), (subset, node)
+                continue
+            longer = here[:, None] + ways
+            nearest = longer.argmin(0)
+            for node in range(n):
+                if subset >> node & 1:
+                    continue
+                # A node that has room as the last stage alone can still end the chain.
+                if not usable[node] and not (sizes[subset] == stages - 1 and last[node] >= 1):
+                    continue
+                value = longer[nearest[node], node]
+                grown = subset | 1 << node
+                if value < cost[grown, node]:
+                    cost[grown, node], before[grown, node] = value, nearest[node]
+        subset, node = end
+        if node < 0:
+            return None
+        chain = []
+        while node >= 0:
+            chain.append(node)
+            subset, node = subset ^ 1 << node, int(before[subset, node])
+        return tuple(reversed(chain))
+
+
+class _Search:
+    """Improves some chains by the whole step, in which it counts where the slowest stage is: all before it is
+    fill and drain of its work."""
+
+    STARTS = 4
+    TRIES = 1000
+    """Orders that are tried from each start."""
+    FEW = 16
+    """With no more stages than this any two change places; else only those around the place that binds."""
+
+    def __init__(self, machines: Machines, work: Work) -> None:
+        self._machines = machines
+        self._work = work
+        self._lines = _Lines(machines, work)
+
+    def best_of(self, starts: Iterable[tuple[int, ...]]) -> StageOrder | None:
+        """The best of these rows, improved; None if none of them fits."""
+        known = [order for nodes in starts if (order := self._with_split(nodes)) is not None]
+        best = sorted(known, key=self._value)[: self.STARTS]
+        return min(map(self._improved, best), key=self._value, default=None)
+
+    def least(self, best: StageOrder) -> StageOrder:
+        """The order of the shortest step of all, `best` if none is shorter. Chains that cannot be shorter are
+        left out: a step takes at least all that its links add to fill and drain, all blocks on the fastest
+        node, and another microbatch on its slowest line for each but the first."""
+        lines, work, machines = self._lines, self._work, self._machines
+        compute = work.blocks * min(machines.block_seconds)
+        value = self._value(best)
+
+        def extend(chain: tuple[int, ...], fill: float, busy: float) -> None:
+            nonlocal best, value
+            if len(chain) == work.stages:
+                order = self._with_split(chain)
+                if order is not None and (found := self._value(order)) < value:
+                    best, value = order, found
+                return
+            for node in range(machines.count):
+                if node in chain:
+                    continue
+                longer, slowest = fill, busy
+                if chain:
+                    longer += float(lines.fill[chain[-1], node])
+                    slowest = max(busy, float(lines.busy[chain[-1], node]))
+                if compute + longer + (work.microbatches - 1) * slowest < value:
+                    extend((*chain, node), longer, slowest)
+
+        extend((), 0.0, 0.0)
+        return best
+
+    def _with_split(self, nodes: Sequence[int]) -> StageOrder | None:
+        split = split_by_speed(self._machines, nodes, self._work)
+        return None if split is None else StageOrder(nodes=tuple(nodes), split=split)
+
+    def _value(self, order: StageOrder) -> float:
+        return step_seconds(self._machines, order, self._work)
+
+    def greedy(self, first: int) -> tuple[int, ...]:
+        """From a node on, always to the one that is nearest and fast."""
+        work, lines, machines = self._work, self._lines, self._machines
+        even = work.blocks / work.stages
+        speed = np.array(machines.block_seconds) * even
+        chain, left = [first], set(range(machines.count)) - {first}
+        while len(chain) < work.stages:
+            here = chain[-1]
+            busy = np.maximum(lines.busy[here], speed)
+            node = min(left, key=lambda one: (busy[one], lines.fill[here, one], one))
+            chain.append(node)
+            left.remove(node)
+        return tuple(chain)
+
+    def _improved(self, order: StageOrder) -> StageOrder:
+        """Reverse, move and replace around the place that binds, while that helps."""
+        value, tries = self._value(order), 0
+        better = True
+        while better and tries < self.TRIES:
+            better = False
+            for nodes in self._neighbours(order.nodes):
+                tries += 1
+                other = self._with_split(nodes)
+                if other is not None and (found := self._value(other)) < value * (1 - 1e-9):
+                    order, value, better = other, found, True
+                    break
+        return order
+
+    def _neighbours(self, nodes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Orders that differ where this one's slowest line or stage is, and reversals of its parts."""
+        lines, work = self._lines, self._work
+        n = len(nodes)
+        links = [float(lines.busy[a, b]) for a, b in pairwise(nodes)]
+        weak = max(range(n - 1), key=lambda k: links[k]) if n > 1 else 0
+        slow = max(range(n), key=lambda k: self._machines.block_seconds[nodes[k]])
+        spares = [one for one in range(self._machines.count) if one not in nodes]
+        spares.sort(key=lambda one: self._machines.block_seconds[one])
+        found = []
+        around = range(n) if n <= self.FEW else dict.fromkeys((weak, min(weak + 1, n - 1), slow))
+        for place in around:
+            found += [(*nodes[:place], one, *nodes[place + 1 :]) for one in spares]
+            for other in range(n):
+                swapped = list(nodes)
+                swapped[place], swapped[other] = swapped[other], swapped[place]
+                found.append(tuple(swapped))
+                rest = [*nodes[:place], *nodes[place + 1 :]]
+                found.append((*rest[:other], nodes[place], *rest[other:]))
+        for a in range(n):
+            found += [(*nodes[:a], *reversed(nodes[a:b]), *nodes[b:]) for b in range(a + 2, n + 1)]
+        assert work.stages == n, "a row has all stages"
+        return [one for one in found if one != nodes]

@@ -1,0 +1,318 @@
+"""Plan the window (microbatches in flight on each link) from the measured times of a step. Pure.
+
+The plan simulates the schedule (`node.schedule.simulation`) with the measured times, for windows of growing
+width. Too narrow, and stages wait for round trips; too wide, and they waste memory, and in an interleaved
+schedule delay gradients. The smallest window within `TOLERANCE` of the best step time wins; then each link's
+is lowered while that holds. A narrow window can lower a link's measured rate, so no window is narrower than
+the round trip needs. Real steps are less even than simulated ones, so each link gets `MARGIN` more where
+memory allows.
+
+A node's links share its line, so the simulation has the most that each line was seen to carry. Where every
+link has a line of its own, nodes receive from both sides at once and the most is the sum: then it limits
+nothing. Where a line is shared and full, a window beyond what fills it only makes its queue longer, with
+activations in front of gradients: its links get no margin, but the window that would do for all. It is kept
+while it is no wider than if links had no rate: on a full line a measured rate is a share of it, which
+connections divide differently from step to step.
+
+A step's result does not depend on its window, so a plan may come late or be lost with the coordinator.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from node.schedule.floor import LinkRate, Network, Resource, ResourceKind, chunk_shares
+from node.schedule.schedule import Kind, held_activations, schedule
+from node.schedule.simulation import Timeline, simulate
+from node.telemetry.clock import TimeKind
+from node.telemetry.events import StepCosts
+from wire.telemetry import LinkReport
+
+TOLERANCE = 0.01
+"""A narrower window is taken when its step is at most this much longer than the best one's."""
+KEEP = 0.02
+"""A window that is in use stays when its step is at most this much longer than the plan's."""
+CAUTION = 1.1
+"""Plan with round trips and transfers this much longer than measured: a window one too narrow costs far more
+than one too wide."""
+MARGIN = 1
+"""Extra microbatches in flight on a link beyond what an undisturbed step needs, to make up for delays. Not
+with interleaved chunks, where a wide window costs more than memory."""
+SAME = 3
+"""So many window widths in a row with one step time, to the last bit: no schedule waits for the window."""
+MOST_SIMULATED = 96
+"""Microbatches; a longer step is as busy in its middle."""
+
+Windows = tuple[int, ...]
+"""Extra microbatches in flight on each link, the first link first; empty for a single stage. With the head on
+the first stage the last one is that of the link from the last stage to the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeasures:
+    """What one step was measured to take."""
+
+    forward: tuple[float, ...]
+    """Seconds of a microbatch's forward on each stage, over all its chunks, with half of its packing."""
+    backward: tuple[float, ...]
+    activation_bytes: float
+    """A packed activation, frames included; 0 without neighbours."""
+    gradient_bytes: float
+    links: tuple[LinkRate, ...]
+    """As `node.schedule.floor.step_floor` takes them."""
+    head_share: float | None = None
+    """As `node.schedule.floor.step_floor` takes it."""
+    packing: tuple[float, ...] = ()
+    """Of `forward` and `backward` together, what each stage's compute waited for packing; empty: nothing."""
+    lines: tuple[LinkRate, ...] = ()
+    """What each stage's machine sends and receives at most, over all its links; empty: no limit."""
+
+
+def measured(
+    costs: StepCosts,
+    link_report: Callable[[int, int], LinkReport | None],
+    chunks: int,
+    microbatches: int,
+    head_share: float | None = None,
+    line_of: Callable[[int], LinkRate] = lambda stage: LinkRate(),
+) -> StepMeasures | None:
+    """The measured times of a step; None if it was aborted or a stage sent no report.
+
+    Args:
+        link_report: the newest report of (source, target), if there is one.
+        microbatches: of the step.
+        head_share: as in `StepMeasures`.
+        line_of: the most that a stage's machine was seen to send and receive.
+    """
+    stages = len(costs.stages)
+    spent = [stage.seconds for stage in costs.stages]
+    forward = [seconds.get(TimeKind.FORWARD, 0.0) for seconds in spent]
+    backward = [seconds.get(TimeKind.BACKWARD, 0.0) for seconds in spent]
+    if costs.aborted or stages == 0 or min(forward) <= 0 or min(backward) <= 0 or costs.seconds <= 0:
+        return None
+    packing = [seconds.get(TimeKind.ENCODE, 0.0) + seconds.get(TimeKind.DECODE, 0.0) for seconds in spent]
+    crossings = microbatches * (stages * chunks - 1 + (head_share is not None))
+
+    def tensor_bytes(direction: str) -> float:
+        flows = (flow for link in costs.links for flow in link.flows if flow.direction == direction)
+        return sum(flow.bytes for flow in flows) / crossings if stages > 1 else 0.0
+
+    def link(low: int, high: int) -> LinkRate:
+        up, down = link_report(low, high), link_report(high, low)
+        round_trips = [report.least_rtt_seconds for report in (up, down) if report is not None]
+        return LinkRate(
+            up=up.capacity if up is not None and up.capacity > 0 else math.inf,
+            down=down.capacity if down is not None and down.capacity > 0 else math.inf,
+            latency=min(round_trips, default=0.0) / 2,
+        )
+
+    joints = [(stage, stage + 1) for stage in range(stages - 1)]
+    if (chunks > 1 or head_share is not None) and stages > 2:
+        joints.append((stages - 1, 0))
+    links = tuple(link(low, high) for low, high in joints)
+
+    def line(stage: int) -> LinkRate:
+        """At least what one of its links carries, and what all carried in this step."""
+        ends = [(one.up, one.down) for one, (low, _) in zip(links, joints, strict=True) if low == stage]
+        ends += [(one.down, one.up) for one, (_, high) in zip(links, joints, strict=True) if high == stage]
+        sent = sum(one.bytes for one in costs.links if one.source == stage) / costs.seconds
+        received = sum(one.bytes for one in costs.links if one.target == stage) / costs.seconds
+        seen = line_of(stage)
+        return LinkRate(
+            up=max(seen.up, sent, *(up for up, _ in ends if up < math.inf)),
+            down=max(seen.down, received, *(down for _, down in ends if down < math.inf)),
+        )
+
+    return StepMeasures(
+        forward=tuple((x + y / 2) / microbatches for x, y in zip(forward, packing, strict=True)),
+        backward=tuple((x + y / 2) / microbatches for x, y in zip(backward, packing, strict=True)),
+        activation_bytes=tensor_bytes("activation"),
+        gradient_bytes=tensor_bytes("gradient"),
+        links=links,
+        head_share=head_share,
+        packing=tuple(one / microbatches for one in packing),
+        lines=tuple(map(line, range(stages))),
+    )
+
+
+def plan_windows(
+    measures: StepMeasures,
+    *,
+    chunks: int,
+    microbatches: int,
+    most_held: Sequence[int],
+    current: Windows,
+) -> Windows:
+    """The windows to use from the next step on.
+
+    Args:
+        most_held: chunk activations that each stage has memory for. Window 0 is the least, even if it does
+            not fit: the placement was made for it.
+        current: the windows in use, kept when they are as good and fit.
+    """
+    stages = len(measures.forward)
+    if stages == 1:
+        return ()
+    head_first = measures.head_share is not None
+    links = stages - 1 + head_first
+
+    def fits(windows: Windows) -> bool:
+        orders = schedule(stages, chunks, microbatches, windows, head_first=head_first)
+        return all(held_activations(o) <= most for o, most in zip(orders, most_held, strict=True))
+
+    simulated = min(microbatches, MOST_SIMULATED)
+    even = [(width,) * links for width in _widths(simulated)]
+    allowed = [even[0], *(windows for windows in even[1:] if fits(windows))]
+    steps = _Steps(measures, allowed, chunks=chunks, microbatches=simulated)
+    good = len(current) == links and fits(current) and steps.near_best(current, KEEP)
+    if chunks > 1:
+        return current if good else steps.smallest_even()
+    fast = _Steps(_with_fast_links(measures), allowed, chunks=chunks, microbatches=simulated)
+
+    def suits(windows: Windows) -> bool:
+        return fits(windows) and steps.near_best(windows)
+
+    found = _raised(steps.smallest(), fast.smallest(), suits)
+    full = steps.full_lines(found)
+    of_full = [bool(full & {link, (link + 1) % stages}) for link in range(links)]
+
+    def on_full(least: Windows, width: Windows) -> Windows:
+        """Links of full lines have the width that all need, if they need any and it is no margin more."""
+        ways = zip(least, width, of_full, strict=True)
+        return tuple(min(all_, one + MARGIN) if shares and one else one for one, all_, shares in ways)
+
+    if suits(of_all := on_full(found, steps.smallest_even())):
+        found = of_all
+    kept = on_full(found, fast.smallest_even())
+    near = all(
+        least <= now <= (max(least, widest) if shares else least + 2 * MARGIN)
+        for now, least, widest, shares in zip(current, found, kept, of_full, strict=False)
+        if least
+    )
+    wanted = tuple(
+        least if shares or not least else least + MARGIN for least, shares in zip(found, of_full, strict=True)
+    )
+    return current if good and near else _raised(found, wanted, suits)
+
+
+class _Steps:
+    """Simulated step times by window, at measured rates with `CAUTION`; says which windows suffice.
+
+    Args:
+        allowed: even windows, the smallest first.
+    """
+
+    def __init__(
+        self, measures: StepMeasures, allowed: Sequence[Windows], *, chunks: int, microbatches: int
+    ) -> None:
+        self._measures = measures
+        self._allowed = allowed
+        self._chunks = chunks
+        self._microbatches = microbatches
+        links = [
+            LinkRate(
+                up=link.up / CAUTION,
+                down=link.down / CAUTION,
+                latency=link.latency * CAUTION,
+                full_duplex=link.full_duplex,
+            )
+            for link in measures.links
+        ]
+        lines = [LinkRate(up=line.up / CAUTION, down=line.down / CAUTION) for line in measures.lines]
+        self._network = Network(len(measures.forward), links, lines)
+        self._known: dict[Windows, Timeline] = {}
+        self._enough = self._best() * (1 + TOLERANCE)
+
+    def near_best(self, windows: Windows, beyond: float = 0.0) -> bool:
+        """Whether a step takes at most `TOLERANCE` plus `beyond` longer than with the best allowed window."""
+        return self._seconds(windows) <= self._enough * (1 + beyond)
+
+    def smallest_even(self) -> Windows:
+        return next(filter(self.near_best, self._allowed))
+
+    def smallest(self) -> Windows:
+        """The same, then each link's lowered, the last link's first: all stages before it hold less by it."""
+        windows = self.smallest_even()
+        for link in reversed(range(len(windows))):
+            while windows[link] > 0:
+                lower = (*windows[:link], windows[link] - 1, *windows[link + 1 :])
+                if not self.near_best(lower):
+                    break
+                windows = lower
+        return windows
+
+    def full_lines(self, windows: Windows) -> frozenset[int]:
+        """Stages whose line carries for longer than any stage computes."""
+        step = self._timeline(windows)
+        computes = max(step.busy)
+        return frozenset(
+            part.stage
+            for part, busy in step.link_busy.items()
+            if isinstance(part, Resource) and part.kind is ResourceKind.INTERFACE and busy >= computes
+        )
+
+    def _best(self) -> float:
+        """The least step time. Once wider windows change nothing, no wider ones are tried."""
+        least, newest, same = math.inf, math.nan, 1
+        for windows in self._allowed:
+            seconds = self._seconds(windows)
+            least, same, newest = min(least, seconds), same + 1 if seconds == newest else 1, seconds
+            if same == SAME:
+                break
+        return least
+
+    def _seconds(self, windows: Windows) -> float:
+        return self._timeline(windows).total
+
+    def _timeline(self, windows: Windows) -> Timeline:
+        if windows not in self._known:
+            measures, chunks = self._measures, self._chunks
+            stages, share = len(measures.forward), measures.head_share
+            shares = chunk_shares(stages, chunks, share)
+            self._known[windows] = simulate(
+                schedule(stages, chunks, self._microbatches, windows, head_first=share is not None),
+                lambda chunk, _: measures.forward[chunk % stages] * shares[chunk],
+                lambda chunk, _: measures.backward[chunk % stages] * shares[chunk],
+                network=self._network,
+                sizes={
+                    Kind.FORWARD: measures.activation_bytes,
+                    Kind.BACKWARD: measures.gradient_bytes,
+                },
+                swap=chunks == 1,
+            )
+        return self._known[windows]
+
+
+def _with_fast_links(measures: StepMeasures) -> StepMeasures:
+    """The same with links as fast as can be, so that windows are what round trips alone ask for.
+
+    A window that is too narrow for the round trip leaves the link idle, and TCP, which then never has more
+    than a few tensors to carry, does not find its rate: it is measured as slow as the window makes it, and a
+    plan by that rate alone would keep the window narrow. Lines stay as they were seen: the most of many
+    moments is no mean, and grows with the window as long as the line has room.
+    """
+    return replace(
+        measures, links=tuple(replace(link, up=math.inf, down=math.inf) for link in measures.links)
+    )
+
+
+def _widths(microbatches: int) -> list[int]:
+    """Every width up to 8, then a quarter more each time; wider than all microbatches is no wider."""
+    widths = [0]
+    while widths[-1] < microbatches:
+        widths.append(max(widths[-1] + 1, widths[-1] * 5 // 4))
+    return [width for width in widths if width <= microbatches]
+
+
+def _raised(windows: Windows, wanted: Windows, suits: Callable[[Windows], bool]) -> Windows:
+    """Each link's window raised to what is wanted, the last link's first, or to the widest below that suits.
+
+    Not every wider window does: an order of work that one link's window changes can make another stage wait.
+    """
+    for link in reversed(range(len(windows))):
+        for width in range(wanted[link], windows[link], -1):
+            wider = (*windows[:link], width, *windows[link + 1 :])
+            if suits(wider):
+                windows = wider
+                break
+    return windows

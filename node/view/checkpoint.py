@@ -1,0 +1,104 @@
+"""Read a run's view from its history without reading the whole history.
+
+`history-view.json` holds a view builder's state and the position up to which it has seen the history. It is a
+cache: every reader goes on from it, and whoever has read `SAVE_BYTES` more writes a new one. The writer of
+the history does so during the run (`refresh`), so readers parse little more than `INDEX_BYTES` of events, or
+`INDEX_TIMES` the checkpoint's size.
+"""
+
+import contextlib
+import json
+import os
+import threading
+from hashlib import sha256
+from pathlib import Path
+
+from node.telemetry.events import read_value
+from node.telemetry.history import INDEX_BYTES, Cancelled, first_line, history_size, read_whole_lines
+from node.view.view_builder import BuilderState, RunViewBuilder
+from wire.errors import ProtocolViolationError
+from wire.version import VERSION
+
+CHECKPOINT_FILE = "history-view.json"
+SAVE_BYTES = INDEX_BYTES
+PROGRESS_BYTES = 64 << 20
+"""A long history without a checkpoint gets one each so many bytes, in case its reader is stopped."""
+
+
+def read_view(
+    directory: Path, end: int | None = None, cancelled: Cancelled = lambda: False
+) -> tuple[RunViewBuilder, int]:
+    """The run in `directory` after its history, and the position up to which it was read. RunError.
+
+    An unfinished last line is not read.
+
+    Args:
+        end: stop at lines that begin at this position or later.
+        cancelled: asked between lines; true returns what was read so far.
+    """
+    builder, position = _load(directory, end)
+    saved = position
+    for after, entry in read_whole_lines(directory, position, end):
+        if cancelled():
+            break
+        if entry is not None:
+            builder.apply(entry.event, entry.at)
+        position = after
+        if position - saved >= PROGRESS_BYTES:
+            _save(directory, builder, position)
+            saved = position
+    if position - saved >= SAVE_BYTES:
+        _save(directory, builder, position)
+    return builder, position
+
+
+def refresh(directory: Path, cancelled: Cancelled) -> int:
+    """Bring the checkpoint up to the end of the history; gives its bytes, 0 if there is none. RunError."""
+    read_view(directory, cancelled=cancelled)
+    with contextlib.suppress(OSError):
+        return (directory / CHECKPOINT_FILE).stat().st_size
+    return 0
+
+
+def _load(directory: Path, end: int | None) -> tuple[RunViewBuilder, int]:
+    """The builder and its position in the checkpoint; a new one at 0 if none can be used."""
+    try:
+        raw = json.loads((directory / CHECKPOINT_FILE).read_bytes())
+        position = raw["position"]
+        usable = (
+            type(position) is int
+            and 0 <= position <= (history_size(directory) if end is None else end)
+            and (raw["version"], raw["head"]) == (VERSION, _head(directory))
+        )
+        if usable:
+            state: BuilderState = read_value(raw["state"], BuilderState, "state")
+            return RunViewBuilder.restored(state), position
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, ProtocolViolationError):
+        pass  # no checkpoint, or one that is damaged: the history has everything
+    return RunViewBuilder(), 0
+
+
+def _save(directory: Path, builder: RunViewBuilder, position: int) -> None:
+    """Best effort: the directory may be read-only, or its disk full."""
+    fields = {
+        "version": VERSION,
+        "head": _head(directory),
+        "position": position,
+        "state": builder.state(),
+    }
+    partial = directory / f"{CHECKPOINT_FILE}.{os.getpid()}-{threading.get_ident()}.partial"
+    try:
+        # Whole, not piece by piece into the file: that would be many times slower, beside the run's steps.
+        text = json.dumps(fields, separators=(",", ":"), default=vars)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        partial.replace(directory / CHECKPOINT_FILE)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _head(directory: Path) -> str:
+    """A digest of the history's first line: another run's history has another."""
+    return sha256(first_line(directory)).hexdigest()

@@ -1,0 +1,347 @@
+"""Work out a run file before anything starts: stages, memory, bytes a step on each link, the text.
+
+Bytes are counted with the code that a run uses: codec sizes, frame headers, the split and the schedule. They
+are what links write as frames; gRPC, TLS and acknowledgements come on top.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import ceil, prod
+
+from node.config.schema import RunConfig
+from node.data.shards import ShardedCorpus, load_data
+from node.model.storage import Storage, stored_bytes
+from node.model.units import unit_parameters
+from node.schedule.gradient_groups import RowShare, sync_bytes
+from node.schedule.placement import (
+    boundaries,
+    boundary_cache_bytes,
+    check_cache,
+    head_bytes,
+    head_first,
+    stage_cache_bytes,
+    stage_orders,
+    stage_units,
+)
+from node.schedule.routing import source_stage, target_stage
+from node.schedule.schedule import held_activations
+from node.tuning.device_memory import Devices
+from node.tuning.memory import stage_memory, stage_storages
+from wire.codecs.formats import FP32, AqsgdFormat, codec_format
+from wire.errors import DataError
+from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
+from wire.spec import Direction, TensorKey
+
+TIED_CODEC = FP32.name
+"""Codec of a tied embedding's gradient: shares and sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCache:
+    """What `aqsgd-b` caches once it has seen every sample, bytes."""
+
+    stages: tuple[int, ...]
+    """RAM of each stage; a snapshot in transfer holds a copy of half of it."""
+    snapshot: int
+    """Added to a snapshot: each boundary once."""
+    first_pass_bits: float
+    """Bits an element of the first pass, header included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPlan:
+    """The text as a run sees it. If it cannot be read, all numbers are 0 and `problem` says why."""
+
+    tokens: int = 0
+    """To train on."""
+    held_out: int = 0
+    samples: int = 0
+    """In one pass."""
+    passes: float = 0.0
+    """Passes over the text in all steps."""
+    sample_cache: SampleCache | None = None
+    estimated: bool = False
+    """Read in shards: the numbers are estimated from the first ones."""
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What one stage holds."""
+
+    stage: int
+    units: tuple[str, ...]
+    """Layer units, chunk after chunk."""
+    parameters: int
+    held_activations: int
+    """Most chunk activations that the schedule holds at once."""
+    storage: Storage
+    """How its blocks keep activations for backward."""
+    stored: dict[str, int] | None
+    """Bytes that a block keeps for a microbatch, by kind of tensor; None where autograd decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceNeed:
+    """Bytes on one kind of device."""
+
+    total: int
+    state: int
+    """Weights, gradients, the optimizer's moments and a codec's sample cache."""
+    kept: int
+    """Activations between forward and backward, for all microbatches that the schedule holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageNeed:
+    """Memory that one stage needs, by the device its node computes on."""
+
+    gpu: DeviceNeed
+    cpu: DeviceNeed
+    """RAM also holds snapshot copies and the reference kernels' temporaries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """All tensors of one kind that one stage sends to another in a step."""
+
+    sender: int
+    receiver: int
+    what: str
+    """`activation`, `gradient`, `tied_share` or `tied_sum`."""
+    codec: str
+    tensors: int
+    elements: int
+    bytes: int
+    """In frames: payload, codec header and frame headers."""
+    bytes_fp32: int
+    """The same elements at 4 bytes."""
+    bytes_bf16: int
+    """The same elements at 2 bytes."""
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * self.bytes / self.elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkDirection:
+    """Everything that one stage sends to another in a step."""
+
+    sender: int
+    receiver: int
+    bytes: int
+    bytes_fp32: int
+    bytes_bf16: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPlace:
+    """Where a tied model's head is (`pipeline.head`), and what either place sends, both ways together."""
+
+    first: bool
+    """On the first stage, with the embedding; else on the last."""
+    boundary_bytes: int
+    """A step's hidden states to the first stage, and their gradients back."""
+    exchange_bytes: int
+    """The tied weight's gradient from the last stage to the first, and the sum back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A run file, worked out."""
+
+    config: RunConfig
+    microbatches: int
+    tokens_per_step: int
+    parameters: int
+    """Of all stages, including the copy that a tied head has."""
+    head: HeadPlace | None
+    """For a tied model that several stages train."""
+    stages: tuple[StagePlan, ...]
+    memory: tuple[StageNeed, ...]
+    flows: tuple[Flow, ...]
+    text: TextPlan | None = None
+    """None if it was not asked for."""
+
+    @property
+    def sync_bytes(self) -> dict[int, int]:
+        """With gradient groups, by number of rows: bytes that the busiest node sends to others in an exact
+        step."""
+        return self._sync_bytes(of_round=False)
+
+    @property
+    def round_bytes(self) -> dict[int, int]:
+        """The same of a step that is a round of local steps."""
+        return self._sync_bytes(of_round=True)
+
+    def _sync_bytes(self, *, of_round: bool) -> dict[int, int]:
+        config = self.config
+        columns = stage_units(config, config.pipeline.stages)
+        found = {}
+        for rows in range(2, config.pipeline.most_rows + 1):
+            bounds = [-(-config.pipeline.groups * row // rows) for row in range(rows + 1)]
+            runs = [range(first, end) for first, end in pairwise(bounds)]
+            shares = [RowShare(config, row, runs) for row in range(rows)]
+            found[rows] = max(
+                sync_bytes(config, units, share, of_round=of_round) for units in columns for share in shares
+            )
+        return found
+
+    @property
+    def directions(self) -> tuple[LinkDirection, ...]:
+        """The flows added up by sender and receiver: the two directions of a link carry data at once."""
+        pairs = dict.fromkeys((flow.sender, flow.receiver) for flow in self.flows)
+        return tuple(self._direction(*pair) for pair in pairs)
+
+    @property
+    def busiest(self) -> LinkDirection | None:
+        """The direction that carries the most bytes; None for a run without links."""
+        return max(self.directions, key=lambda direction: direction.bytes, default=None)
+
+    def _direction(self, sender: int, receiver: int) -> LinkDirection:
+        flows = [flow for flow in self.flows if (flow.sender, flow.receiver) == (sender, receiver)]
+        return LinkDirection(
+            sender=sender,
+            receiver=receiver,
+            bytes=sum(flow.bytes for flow in flows),
+            bytes_fp32=sum(flow.bytes_fp32 for flow in flows),
+            bytes_bf16=sum(flow.bytes_bf16 for flow in flows),
+        )
+
+
+def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
+    """Work out a valid config. Raises ConfigError where parts of it do not fit."""
+    if text is not None and text.samples:
+        check_cache(config, text.samples)
+    pipeline, model, training = config.pipeline, config.model, config.training
+    orders = stage_orders(config, pipeline.stages)
+    stages = []
+    storages = stage_storages(config, pipeline.stages)
+    for stage, units in enumerate(stage_units(config, pipeline.stages)):
+        storage = storages[stage]
+        stages.append(
+            StagePlan(
+                stage=stage,
+                units=units,
+                parameters=sum(unit_parameters(model, unit) for unit in units),
+                held_activations=held_activations(orders[stage]),
+                storage=storage,
+                stored=None if storage.is_off else asdict(stored_bytes(model, training, storage)),
+            )
+        )
+    return Explanation(
+        config=config,
+        microbatches=config.microbatches,
+        tokens_per_step=training.global_batch * model.sequence,
+        parameters=sum(plan.parameters for plan in stages),
+        head=_head_place(config),
+        stages=tuple(stages),
+        memory=_memory_needs(config, text.samples if text is not None else 0),
+        flows=_flows(config),
+        text=text,
+    )
+
+
+def text_plan(config: RunConfig, tell: Callable[[str], None]) -> TextPlan:
+    """Read the run's text, if it is on this machine. Raises ConfigError for tokens beyond the vocabulary."""
+    training = config.training
+    try:
+        corpus = load_data(config, tell)
+    except DataError as error:
+        return TextPlan(problem=str(error))
+    if isinstance(corpus, ShardedCorpus):
+        tokens = corpus.estimated_tokens()
+        samples = max(1, tokens // config.model.sequence)
+        return TextPlan(
+            tokens=tokens,
+            samples=samples,
+            passes=config.run.steps * training.global_batch / samples,
+            estimated=True,
+        )
+    return TextPlan(
+        tokens=len(corpus.training),
+        held_out=len(corpus.validation),
+        samples=corpus.windows,
+        passes=config.run.steps * training.global_batch / corpus.windows,
+        sample_cache=_sample_cache(config, corpus.windows),
+    )
+
+
+def _head_place(config: RunConfig) -> HeadPlace | None:
+    stages = config.pipeline.stages
+    if stages < 2 or not config.sums_tied_gradients:
+        return None
+    boundary, exchange = head_bytes(config)
+    return HeadPlace(first=head_first(config, stages), boundary_bytes=boundary, exchange_bytes=exchange)
+
+
+def framed_bytes(packed_bytes: int) -> int:
+    """Bytes of the frames that carry one packed tensor, headers included."""
+    return packed_bytes + ceil(packed_bytes / PAYLOAD_BYTES) * HEADER_BYTES
+
+
+def _flows(config: RunConfig) -> tuple[Flow, ...]:
+    """What a step sends, merged by sender, receiver and kind."""
+    pipeline, model = config.pipeline, config.model
+    hidden = (config.training.microbatch, model.sequence, model.hidden)
+    tied = (model.vocab, model.hidden)
+    sent: list[tuple[Direction, int, str, tuple[int, ...], int]] = []
+    for direction, name in (
+        (Direction.ACTIVATION, pipeline.first_codecs[0]),
+        (Direction.GRADIENT, pipeline.first_codecs[1]),
+    ):
+        for boundary in range(boundaries(config, pipeline.stages)):
+            sent.append((direction, boundary, name, hidden, config.microbatches))
+    if config.sums_tied_gradients and not head_first(config, pipeline.stages):
+        for direction in (Direction.TIED_SHARE, Direction.TIED_SUM):
+            sent.append((direction, 0, TIED_CODEC, tied, 1))
+
+    merged: dict[tuple[int, int, str], Flow] = {}
+    for direction, boundary, name, shape, tensors in sent:
+        key = TensorKey(0, 0, 0, boundary, direction)
+        sender, receiver = source_stage(key, pipeline.stages), target_stage(key, pipeline.stages)
+        if sender == receiver:
+            continue
+        what = direction.name.lower()
+        before = merged.get((sender, receiver, what))
+        count = tensors + (before.tensors if before else 0)
+        elements = count * prod(shape)
+        merged[sender, receiver, what] = Flow(
+            sender=sender,
+            receiver=receiver,
+            what=what,
+            codec=name,
+            tensors=count,
+            elements=elements,
+            bytes=count * framed_bytes(codec_format(name).packed_bytes(shape)),
+            bytes_fp32=4 * elements,
+            bytes_bf16=2 * elements,
+        )
+    return tuple(sorted(merged.values(), key=lambda flow: (flow.sender, flow.receiver, flow.what)))
+
+
+def _sample_cache(config: RunConfig, windows: int) -> SampleCache | None:
+    if not config.pipeline.remembers:
+        return None
+    found = codec_format(config.pipeline.forward_codec)
+    assert isinstance(found, AqsgdFormat), "the only codec with a sample cache"
+    stages, model = config.pipeline.stages, config.model
+    shape = (config.training.microbatch, model.sequence, model.hidden)
+    return SampleCache(
+        stages=stage_cache_bytes(config, stages, windows),
+        snapshot=boundaries(config, stages) * boundary_cache_bytes(config, windows),
+        first_pass_bits=8 * found.first_pass_bytes(shape) / prod(shape),
+    )
+
+
+def _memory_needs(config: RunConfig, windows: int) -> tuple[StageNeed, ...]:
+    """Each stage's need on a node with one device. `windows`: samples in one pass over the text, 0 if
+    unknown; they size a codec's sample cache."""
+
+    def needs(on_cpu: bool) -> list[DeviceNeed]:
+        stages = stage_memory(config, config.pipeline.stages, Devices(on_cpu=on_cpu), windows=windows)
+        return [DeviceNeed(total=one.total, state=one.state, kept=one.kept) for one in stages]
+
+    return tuple(StageNeed(gpu=gpu, cpu=cpu) for gpu, cpu in zip(needs(False), needs(True), strict=True))

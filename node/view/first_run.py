@@ -1,0 +1,192 @@
+"""A run file for the machines that people have: the largest model that fits their memory, lines and time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil, floor, log10
+
+from node.config.schema import (
+    DataSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    StorageSection,
+    TrainingSection,
+)
+from node.run_file.loader import toml_value
+from node.view.explain import Explanation, explain
+from node.view.machines import Machine
+from node.view.totals import MOST_PASSES, Totals, codec_advice, totals
+from wire.errors import UserError
+
+DAY = 86400.0
+SHAPES = (
+    *((4, 256, 4), (6, 384, 6), (8, 512, 8), (12, 768, 12)),
+    *((24, 1024, 16), (24, 2048, 16), (32, 2560, 20)),
+)
+"""Blocks, width and heads, smallest first."""
+RATES = {256: 2e-3, 384: 1.5e-3, 512: 1e-3, 768: 6e-4, 1024: 4e-4, 2048: 3e-4, 2560: 2e-4}
+"""Peak learning rate by width."""
+TOKENS_A_PARAMETER = 20
+"""A larger model is worth its time only if it sees about as many tokens (Chinchilla's rule)."""
+MOST_TOKENS_A_PARAMETER = 100
+BATCH, MICROBATCH, SEQUENCE = 32, 2, 1024
+SNAPSHOT_EVERY = "10 min"
+PRECISION_NOTES = {
+    "float16": "a card here has no bfloat16; steps whose scaled gradients overflow are skipped"
+}
+MOST_HELD = 0.9
+"""Of a card's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstRun:
+    """What was chosen, and what it comes to."""
+
+    config: RunConfig
+    explanation: Explanation
+    totals: Totals
+    advice: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """What to train on."""
+
+    path: str = "stdlib"
+    tokenizer: str = "bytes"
+    vocabulary: int = 256
+    tokens: int = 0
+    """0 if unknown."""
+
+
+def first_run(machines: Sequence[Machine], *, days: float, text: Text | None = None) -> FirstRun:
+    """The largest model that fits the machines, one stage each, and that sees enough tokens in `days`.
+
+    Raises UserError if not even the smallest one fits.
+    """
+    text = text or Text()
+    best: FirstRun | None = None
+    for shape in SHAPES:
+        config = _fitting(machines, shape, text)
+        if config is None:
+            continue
+        explained = explain(config)
+        seconds = totals(explained, machines).seconds
+        steps = max(1, floor(days * DAY / seconds))
+        if text.tokens:
+            steps = min(steps, max(1, MOST_PASSES * text.tokens // explained.tokens_per_step))
+        if best is not None and steps * explained.tokens_per_step < TOKENS_A_PARAMETER * explained.parameters:
+            break
+        most = ceil(MOST_TOKENS_A_PARAMETER * explained.parameters / explained.tokens_per_step)
+        best = _worked_out(_with_steps(config, min(steps, most), seconds), machines)
+    if best is None:
+        raise UserError(
+            f"no model fits {len(machines)} such machines, a stage on each: leave the smallest out, or name "
+            "fewer"
+        )
+    return best
+
+
+def _worked_out(config: RunConfig, machines: Sequence[Machine]) -> FirstRun:
+    explained = explain(config)
+    return FirstRun(
+        config=config,
+        explanation=explained,
+        totals=totals(explained, machines),
+        advice=codec_advice(explained, machines),
+    )
+
+
+def _fitting(machines: Sequence[Machine], shape: tuple[int, int, int], text: Text) -> RunConfig | None:
+    """A model of this shape, in few bits if it does not fit otherwise; None if it does not at all."""
+    layers, hidden, heads = shape
+    on_cpu = any(machine.on_cpu for machine in machines)
+    # All compute in what each of them can.
+    half = "float16" if any(machine.card.half == "float16" for machine in machines) else "bfloat16"
+    if layers < len(machines):
+        return None
+    config = RunConfig(
+        run=RunSection(name="friends", steps=1000),
+        model=ModelSection(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            ffn=ceil(hidden * 8 / 3 / 64) * 64,
+            vocab=text.vocabulary,
+            sequence=SEQUENCE,
+        ),
+        data=DataSection(path=text.path, tokenizer=text.tokenizer),
+        training=TrainingSection(
+            global_batch=BATCH,
+            microbatch=MICROBATCH,
+            lr=RATES[hidden],
+            precision="float32" if on_cpu else half,
+        ),
+        pipeline=PipelineSection(stages=len(machines)),
+    )
+    if _fits(config, machines):
+        return config
+    few_bits = replace(
+        config,
+        training=replace(config.training, gradients="fp8", moments="fp8"),
+        storage=StorageSection(preset="agoq"),
+    )
+    # Sums in e4m3 do not go with a scaled loss.
+    return few_bits if not on_cpu and half == "bfloat16" and _fits(few_bits, machines) else None
+
+
+def _fits(config: RunConfig, machines: Sequence[Machine]) -> bool:
+    needs = zip(machines, explain(config).memory, strict=True)
+    return all(
+        (need.cpu if machine.on_cpu else need.gpu).total <= MOST_HELD * 1e9 * machine.card.memory_gb
+        for machine, need in needs
+    )
+
+
+def _with_steps(config: RunConfig, steps: int, seconds: float) -> RunConfig:
+    unit = 10 ** max(0, floor(log10(steps)) - 1)
+    steps = max(1, steps // unit * unit)  # two digits, as people write such numbers
+    return replace(
+        config,
+        run=replace(config.run, steps=steps, snapshot_every=SNAPSHOT_EVERY),
+        training=replace(config.training, warmup_steps=max(1, min(200, steps // 20))),
+    )
+
+
+def run_file(found: FirstRun) -> str:
+    """The run file as text, with what was chosen and why in comments."""
+    config = found.config
+    seconds = found.totals.seconds
+    lines = [
+        f"# {found.explanation.parameters / 1e6:.3g} million parameters, {config.pipeline.stages} machines;",
+        f"# a step takes about {seconds:.3g} s, set by {found.totals.floor.binds}.",
+        "# `thinwire config explain` shows every value and what it comes to.",
+    ]
+    sections: dict[str, tuple[object, tuple[str, ...]]] = {
+        "run": (config.run, ("name", "steps", "snapshot_every")),
+        "model": (config.model, ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence")),
+        "data": (config.data, ("path", "tokenizer")),
+        "training": (
+            config.training,
+            ("global_batch", "microbatch", "lr", "warmup_steps", "precision", "gradients", "moments"),
+        ),
+        "storage": (config.storage, ("preset",)),
+        "pipeline": (config.pipeline, ("stages", "forward_codec", "backward_codec")),
+    }
+    notes = {
+        "snapshot_every": "a failure costs at most this",
+        "precision": PRECISION_NOTES.get(config.training.precision, ""),
+        "path": "your text: a file, JSONL, or a folder of them",
+        "stages": "one machine each; more that join are spares",
+        "tokenizer": "bytes, or a tokenizer.json, or a folder with one or with vocab.json and merges.txt",
+    }
+    for name, (section, keys) in sections.items():
+        lines += ["", f"[{name}]"]
+        if name == "pipeline" and found.advice is not None:
+            lines.append(f"# {found.advice}")
+        for key in keys:
+            line = f"{key} = {toml_value(getattr(section, key))}"
+            lines.append(f"{line:<30}# {notes[key]}" if notes.get(key) else line)
+    return "\n".join(lines) + "\n"

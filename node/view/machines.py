@@ -1,0 +1,134 @@
+"""The machines that a run is planned for: their cards, memory and lines.
+
+Peaks are data sheets' (dense bf16 with float32 sums). A CPU's is such that a stage is as fast as it was on
+one core of a server (scripts/results/explained_steps.json); others may differ by a factor of two
+(`node.view.machine_speed`). The share of the peak that a stage reaches was
+measured on an H200 (scripts/results/compute.json); for other devices it is an estimate.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from wire.errors import UserError, nearest
+
+PAYLOAD_SHARE = 0.956
+"""Of a line's rate that is left for payload by Ethernet's, IP's and TCP's headers."""
+SHARES = ((768, 0.21), (2048, 0.42))
+"""Width of the model, and the share of the peak that a stage's passes reach there (measured)."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One kind of device."""
+
+    teraflops: float
+    """Dense bf16, or fp16 where it has no bf16, by its data sheet."""
+    memory_gb: float
+    half: str = "bfloat16"
+    """Its half precision: `bfloat16`, or `float16` on cards without that."""
+
+
+CARDS = {
+    "rtx 2080 ti": Card(54, 11, "float16"),
+    "rtx 3060": Card(25, 12),
+    "rtx 3080": Card(60, 10),
+    "rtx 3090": Card(71, 24),
+    "rtx 4070": Card(58, 12),
+    "rtx 4080": Card(97, 16),
+    "rtx 4090": Card(165, 24),
+    "rtx 5090": Card(209, 32),
+    "t4": Card(65, 16, "float16"),
+    "v100": Card(112, 16, "float16"),
+    "a10": Card(125, 24),
+    "l4": Card(121, 24),
+    "l40s": Card(362, 48),
+    "a100": Card(312, 80),
+    "h100": Card(989, 80),
+    "h200": Card(989, 141),
+    "cpu": Card(0.3, 8),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One node of a planned run."""
+
+    name: str
+    card: Card
+    up_mbit: float = inf
+    """What its line sends, shared by all its links."""
+    down_mbit: float = inf
+    measured_flops: float = 0.0
+    """Operations a second of a forward pass, where they were measured."""
+    backward_times: float = 2.0
+    """Seconds of a backward pass over those of its forward pass."""
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.name == "cpu"
+
+    @property
+    def up(self) -> float:
+        """Payload bytes a second."""
+        return self.up_mbit * PAYLOAD_SHARE / 8e-6
+
+    @property
+    def down(self) -> float:
+        """Payload bytes a second."""
+        return self.down_mbit * PAYLOAD_SHARE / 8e-6
+
+    def flops(self, hidden: int) -> float:
+        """Operations a second of a forward pass in a model of this width."""
+        if self.measured_flops:
+            return self.measured_flops
+        (narrow, low), (wide, high) = SHARES
+        share = low + (high - low) * min(1.0, max(0.0, (hidden - narrow) / (wide - narrow)))
+        return self.card.teraflops * 1e12 * share
+
+    def __str__(self) -> str:
+        line = "" if self.up_mbit == inf else f" at {self.up_mbit:g} Mbit/s up"
+        return f"{self.name}{line}"
+
+
+def parse_machine(text: str) -> Machine:
+    """`rtx 4090`, `rtx 4090,20` (Mbit/s up), `rtx 4090,20/100` (up and down). Raises UserError.
+
+    In place of a card's name: `40tflops,16gb`, with a line behind it or not.
+    """
+    parts = [part.strip().lower() for part in text.split(",")]
+    name, rest = parts[0], parts[1:]
+    card = CARDS.get(name)
+    own = re.fullmatch(r"([0-9.]+) ?tflops", name)
+    memory = re.fullmatch(r"([0-9.]+) ?gb", rest[0] if rest else "")
+    if card is None and own and memory:
+        card, rest = Card(_number(own[1], text), _number(memory[1], text)), rest[1:]
+        name = f"{name}, {memory[0]}"
+    if card is None:
+        raise UserError(
+            f"--machine {text!r}: no such card{nearest(name, CARDS)}; known: {', '.join(CARDS)}; others as "
+            "40tflops,16gb"
+        )
+    if not rest:
+        return Machine(name=name, card=card)
+    rates = [_number(rate, text) for rate in rest[0].removesuffix("mbit").split("/")]
+    if len(rest) > 1 or len(rates) > 2 or min(rates) <= 0:
+        raise UserError(f"--machine {text!r}: expected CARD,UP or CARD,UP/DOWN with the line in Mbit/s")
+    return Machine(name=name, card=card, up_mbit=rates[0], down_mbit=rates[-1] if len(rates) > 1 else inf)
+
+
+def machines_for(stages: int, given: Sequence[Machine]) -> tuple[Machine, ...]:
+    """One machine a stage: the last one given stands for those that follow."""
+    chosen = [*given[:stages]]
+    return tuple(chosen + [given[-1]] * (stages - len(chosen)))
+
+
+def _number(text: str, whole: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise UserError(f"--machine {whole!r}: {text!r} is not a number above 0")
+    return value

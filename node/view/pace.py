@@ -1,0 +1,143 @@
+"""How long a step takes over given lines, and how many microbatches are then on their way. Pure.
+
+The schedule is simulated (`node.schedule.simulation`) with the lines of the machines, which all links of a
+machine share. What runs take longer than that is a share of it, measured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log10
+
+import numpy as np
+
+from node.schedule.floor import Floor, LinkRate, Network, chunk_shares, step_floor
+from node.schedule.schedule import Kind, Orders, schedule
+from node.schedule.simulation import simulate
+from node.tuning.window_plan import MARGIN, TOLERANCE
+from node.view.machines import Machine
+
+REACHED = 0.96
+"""Of the simulated pace, what runs reach: the median of the lab's cells whose nodes have one line each
+(scripts/results/lab_gpt2-xl-*-nic*.json, explained_steps.json)."""
+ACKNOWLEDGED = ((10.0, 0.040), (100.0, 0.019), (300.0, 0.003))
+"""Mbit/s of a line, and bytes of acknowledgements, over those of the frames that it receives, that it sends
+back: measured in the same cells. On a slow line each packet gets one of its own."""
+WINDOWS = (0, 1, 2, 4, 8)
+MOST_SIMULATED = 32
+"""Microbatches; each more takes as long as the resource that binds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What a step computes and sends."""
+
+    microbatches: int
+    forward: tuple[float, ...]
+    """Seconds of a microbatch on each stage, over all its chunks."""
+    backward: tuple[float, ...]
+    activation_bytes: float
+    """Of one packed tensor, frames included."""
+    gradient_bytes: float
+    lines: tuple[LinkRate, ...]
+    """Of each stage's machine; its links share it."""
+    chunks: int = 1
+    head_share: float | None = None
+    """As `node.schedule.floor.step_floor` takes it."""
+    after: float = 0.0
+    """Seconds that follow the last backward."""
+
+    def floor(self) -> Floor:
+        return step_floor(
+            microbatches=self.microbatches,
+            forward=self.forward,
+            backward=self.backward,
+            activation_bytes=self.activation_bytes,
+            gradient_bytes=self.gradient_bytes,
+            interfaces=self.lines,
+            chunks=self.chunks,
+            head_share=self.head_share,
+            after_seconds=self.after,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """A simulated step."""
+
+    seconds: float
+    window: int
+    """Microbatches in flight on each link beyond what the schedule holds, in a step that nothing disturbs."""
+    widest: int
+    """As a run plans it: with a margin, which only delays use."""
+
+
+@lru_cache(maxsize=64)
+def simulated(work: StepWork, window: int | None = None) -> Pace:
+    """A step with this window, or with the narrowest that is as good as wider ones."""
+    if window is not None:
+        return Pace(seconds=_seconds(work, window), window=window, widest=window)
+    widths = [width for width in WINDOWS if width < max(1, work.microbatches)]
+    seconds, least = dict[int, float](), (1 + TOLERANCE) * work.floor().seconds
+    for width in widths if len(work.forward) > 1 else widths[:1]:
+        seconds[width] = _seconds(work, width)
+        if seconds[width] <= least:
+            break
+    best = min(seconds.values())
+    narrowest = next(width for width, one in seconds.items() if one <= (1 + TOLERANCE) * best)
+    margin = MARGIN if narrowest and work.chunks == 1 else 0
+    return Pace(seconds=best, window=narrowest, widest=narrowest + margin)
+
+
+def acknowledgements(mbit: float) -> float:
+    """Bytes sent back over bytes received on a line of this rate, Mbit/s."""
+    rates, shares = zip(*ACKNOWLEDGED, strict=True)
+    return float(np.interp(log10(min(mbit, 1e6)), [log10(rate) for rate in rates], shares))
+
+
+def lines_of(machines: Sequence[Machine], loads: Sequence[tuple[float, float]]) -> tuple[LinkRate, ...]:
+    """What a step's frames get of each machine's line, beside headers and acknowledgements.
+
+    Args:
+        loads: bytes that each uploads and downloads in a step.
+    """
+    found = []
+    for machine, (up, down) in zip(machines, loads, strict=True):
+        share = acknowledgements(min(machine.up_mbit, machine.down_mbit))
+        found.append(
+            LinkRate(
+                up=machine.up * (up / (up + share * down) if up else 1.0),
+                down=machine.down * (down / (down + share * up) if down else 1.0),
+            )
+        )
+    return tuple(found)
+
+
+def _orders(work: StepWork, window: int, microbatches: int) -> Orders:
+    head_first = work.head_share is not None
+    # A link has no room for more than all of them.
+    width = min(window, microbatches)
+    return schedule(len(work.forward), work.chunks, microbatches, width, head_first=head_first)
+
+
+def _seconds(work: StepWork, window: int) -> float:
+    """Of a step of any length: in its middle, each microbatch takes as long as the one before."""
+    count = work.microbatches
+    most = max(MOST_SIMULATED, 2 * len(work.forward))
+    if count <= most:
+        return _total(work, window, count) + work.after
+    whole, half = (_total(work, window, one) for one in (most, most // 2))
+    return whole + (count - most) * (whole - half) / (most - most // 2) + work.after
+
+
+def _total(work: StepWork, window: int, microbatches: int) -> float:
+    stages = len(work.forward)
+    shares = chunk_shares(stages, work.chunks, work.head_share)
+    return simulate(
+        _orders(work, window, microbatches),
+        lambda chunk, _: work.forward[chunk % stages] * shares[chunk],
+        lambda chunk, _: work.backward[chunk % stages] * shares[chunk],
+        network=Network(stages, [], work.lines),
+        sizes={Kind.FORWARD: work.activation_bytes, Kind.BACKWARD: work.gradient_bytes},
+        swap=work.chunks == 1,
+    ).total

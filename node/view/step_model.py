@@ -1,0 +1,302 @@
+"""Model a run's recent steps for the lower bound on step time: times, bytes, rates, cost of packing. Pure."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from node.schedule.floor import Floor, LinkRate, step_floor
+from node.telemetry.clock import TimeKind
+from node.view.run_view import LinkView, RunView
+from wire.codecs.formats import codec_format
+from wire.identity.enrolment import CPU
+
+FULL = 0.85
+"""A link at this share of its measured capacity is full; a stage this busy has no time left. The alert in
+deploy/prometheus/alerts.yml uses the same number."""
+FULL_TOGETHER = 0.75
+"""Lower for links that share an upload, of their bytes over the sum of their capacities: each is also
+measured while the other is silent."""
+EACH_TOGETHER = 0.6
+"""Least for each of them."""
+LITTLE = 0.2
+"""Below this share of the measured capacity, the measurement is unreliable (`LinkView.little_used`)."""
+UNLIKE = 1.15
+"""Links whose capacities differ by this factor are not equal links."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """Measurements of a step, in seconds, bytes and bytes a second."""
+
+    seconds: float
+    """Of a step."""
+    microbatches: int
+    chunks: int
+    forward: tuple[float, ...]
+    """A microbatch on each stage, over all its chunks, without packing."""
+    backward: tuple[float, ...]
+    packing: tuple[float, ...]
+    """Encoding and decoding for a microbatch on each stage."""
+    activation_bytes: float
+    """A microbatch's packed activation at one boundary, frames included."""
+    gradient_bytes: float
+    links: tuple[LinkRate, ...]
+    """As for `step_floor`; a direction of unknown capacity costs nothing."""
+    interfaces: tuple[LinkRate, ...]
+    """As for `step_floor`: uploads that a stage's links seem to share, in place of the links' capacities."""
+    after_seconds: float
+    """The optimizer step."""
+    head_share: float | None = None
+    """As `step_floor` takes it."""
+    elements: Mapping[str, float] = field(default_factory=dict)
+    """Elements of a microbatch's tensor at one boundary, by direction."""
+    slowness: tuple[float, ...] = ()
+    """Each stage's packing time over `packing_seconds`; 0 for GPUs, where packing is assumed free. Empty if
+    unknown."""
+
+    @classmethod
+    def of(cls, view: RunView) -> Self | None:
+        """From the view's recent steps; None before there are any."""
+        stages, seconds = len(view.stages), view.step_seconds
+        if not stages or not seconds or view.microbatches < 1 or not all(s.shares for s in view.stages):
+            return None
+
+        def spent(*kinds: TimeKind) -> tuple[float, ...]:
+            return tuple(
+                seconds * sum(stage.shares.get(kind.value, 0.0) for kind in kinds) / view.microbatches
+                for stage in view.stages
+            )
+
+        chunks = view.chunks if stages > 1 else 1
+        share = view.head_share if stages > 1 else None
+        crossings = view.microbatches * (stages * chunks - 1 + (share is not None))
+
+        def tensor_bytes(direction: str) -> float:
+            flows = (flow for link in view.links for flow in link.flows if flow.direction == direction)
+            return sum(flow.mbit for flow in flows) / 8e-6 * seconds / crossings if crossings else 0.0
+
+        def tensor_elements(direction: str) -> float:
+            flows = [flow for link in view.links for flow in link.flows if flow.direction == direction]
+            counts = (flow.mbit / flow.bits_per_element for flow in flows if flow.bits_per_element > 0)
+            return 1e6 * sum(counts) * seconds / crossings if crossings else 0.0
+
+        optimizer = spent(TimeKind.OPTIMIZER)
+        packing = spent(TimeKind.ENCODE, TimeKind.DECODE)
+        elements = {direction: tensor_elements(direction) for direction in ("activation", "gradient")}
+        uploads = {upload.stage: upload for upload in shared_uploads(view)}
+        return cls(
+            seconds=seconds,
+            microbatches=view.microbatches,
+            chunks=chunks,
+            forward=spent(TimeKind.FORWARD),
+            backward=spent(TimeKind.BACKWARD),
+            packing=packing,
+            activation_bytes=tensor_bytes("activation"),
+            gradient_bytes=tensor_bytes("gradient"),
+            links=_rates(
+                [link for link in view.links if link.source not in uploads], _joints(stages, chunks, share)
+            ),
+            interfaces=tuple(
+                LinkRate(up=uploads[stage].capacity_mbit / 8e-6 if stage in uploads else math.inf)
+                for stage in range(stages)
+            ),
+            after_seconds=max(optimizer) * view.microbatches,
+            head_share=share,
+            elements=elements,
+            slowness=_slowness(view, chunks, elements, packing),
+        )
+
+    @property
+    def microbatch_seconds(self) -> float:
+        """Step time over microbatches."""
+        return self.seconds / self.microbatches
+
+    def floor(self) -> Floor:
+        """Lower bound on the step's time."""
+        half = [packing / 2 for packing in self.packing]
+        return step_floor(
+            microbatches=self.microbatches,
+            forward=[time + extra for time, extra in zip(self.forward, half, strict=True)],
+            backward=[time + extra for time, extra in zip(self.backward, half, strict=True)],
+            activation_bytes=self.activation_bytes,
+            gradient_bytes=self.gradient_bytes,
+            links=self.links,
+            interfaces=self.interfaces,
+            chunks=self.chunks,
+            head_share=self.head_share,
+            after_seconds=self.after_seconds,
+        )
+
+    def gain(self, changed: "StepModel") -> float:
+        """Step time over step time with `changed` times and bytes; time beyond the lower bound stays."""
+        floor = self.floor().seconds
+        # Measured capacities can put the bound above the step itself.
+        now = max(self.seconds, floor)
+        then = changed.floor().seconds + now - floor
+        return now / then if then > 0 else 1.0
+
+    def with_codecs(
+        self, *, activation: float = 1.0, gradient: float = 1.0, packing: Sequence[float] = ()
+    ) -> "StepModel":
+        """Scale the bytes of each kind of tensor, and add `packing` seconds a microbatch at each stage."""
+        more = packing or (0.0,) * len(self.packing)
+        return replace(
+            self,
+            activation_bytes=activation * self.activation_bytes,
+            gradient_bytes=gradient * self.gradient_bytes,
+            packing=tuple(now + extra for now, extra in zip(self.packing, more, strict=True)),
+        )
+
+    def more_packing(self, codecs: Mapping[str, tuple[str, str]]) -> tuple[float, ...]:
+        """Extra seconds a microbatch for packing at each stage with other codecs; 0 on GPUs.
+
+        `codecs`: present and proposed codec, by direction. A faster codec saves nothing, as packing runs
+        beside compute.
+        """
+        costs = {}
+        for direction, (present, other) in codecs.items():
+            pairs = zip(
+                codec_format(present).core_nanoseconds, codec_format(other).core_nanoseconds, strict=True
+            )
+            encode, decode = (max(0.0, after - before) for before, after in pairs)
+            costs[direction] = encode, decode
+        head_first = self.head_share is not None
+        on_a_core = packing_seconds(
+            len(self.forward), self.chunks, self.elements, costs, head_first=head_first
+        )
+        slowness = self.slowness or (0.0,) * len(on_a_core)
+        return tuple(slow * seconds for slow, seconds in zip(slowness, on_a_core, strict=True))
+
+    def with_blocks(self, before: Sequence[float], after: Sequence[float]) -> "StepModel":
+        """Change the number of blocks of each stage; time a block stays."""
+        factors = [new / old for old, new in zip(before, after, strict=True)]
+        return replace(
+            self,
+            forward=tuple(time * factor for time, factor in zip(self.forward, factors, strict=True)),
+            backward=tuple(time * factor for time, factor in zip(self.backward, factors, strict=True)),
+        )
+
+    def without_packing(self) -> "StepModel":
+        """Assume that encoding and decoding take no time."""
+        return replace(self, packing=(0.0,) * len(self.packing))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedUpload:
+    """Links of one stage that seem to share its upload."""
+
+    stage: int
+    links: tuple[LinkView, ...]
+    mbit: float
+    """Their total, Mbit/s."""
+    capacity_mbit: float
+    """Estimated capacity of the upload, Mbit/s."""
+
+
+def shared_uploads(view: RunView) -> tuple[SharedUpload, ...]:
+    """Stages whose outgoing links are full at once, at different rates: in the middle of a pipeline a node
+    sends activations one way and gradients the other, on one line.
+
+    Links on one upload share it while both send, so each is measured at its share of the bytes. Links with
+    equal capacities are more likely separate links that are full at once.
+    """
+    found = []
+    by_source: defaultdict[int, list[LinkView]] = defaultdict(list)
+    for link in view.links:
+        if link.use is not None and link.mbit > 0 and 0 <= link.source < len(view.stages):
+            by_source[link.source].append(link)
+    for stage, links in sorted(by_source.items()):
+        uses = [link.use or 0.0 for link in links]
+        if len(links) < 2 or min(uses) < EACH_TOGETHER:
+            continue
+        capacities = [link.capacity_mbit for link in links]
+        # A link measured above its capacity counts as full.
+        sent_at_most = sum(use * capacity for use, capacity in zip(uses, capacities, strict=True))
+        if sent_at_most < FULL_TOGETHER * sum(capacities):
+            continue
+        if max(capacities) < UNLIKE * min(capacities):
+            continue
+        sent = sum(link.mbit for link in links)
+        found.append(SharedUpload(stage=stage, links=tuple(links), mbit=sent, capacity_mbit=sent / max(uses)))
+    return tuple(found)
+
+
+def full_links(view: RunView) -> set[tuple[int, int]]:
+    """(source, target) of full links: full by themselves, or because they share an upload."""
+    alone = {(link.source, link.target) for link in view.links if (link.use or 0.0) >= FULL}
+    return alone | {(x.source, x.target) for upload in shared_uploads(view) for x in upload.links}
+
+
+def _slowness(
+    view: RunView, chunks: int, elements: Mapping[str, float], packing: Sequence[float]
+) -> tuple[float, ...]:
+    """`StepModel.slowness`. Reported packing time is only the part that compute waits for; if even that
+    exceeds the expected time, the stage is slower than the measured core."""
+    flows = (flow for link in view.links for flow in link.flows if flow.direction in elements)
+    costs = {flow.direction: codec_format(flow.codec).core_nanoseconds for flow in flows}
+    head_first = view.head_share is not None and len(view.stages) > 1
+    expected = packing_seconds(len(view.stages), chunks, elements, costs, head_first=head_first)
+    return tuple(
+        max(1.0, told / should if should > 0 else 1.0) if is_cpu(stage.device) else 0.0
+        for stage, told, should in zip(view.stages, packing, expected, strict=True)
+    )
+
+
+def _joints(stages: int, chunks: int, head_share: float | None) -> list[tuple[int, int]]:
+    """The stages that links of boundaries join, as `step_floor` takes them."""
+    joints = [(stage, stage + 1) for stage in range(stages - 1)]
+    ring = (chunks > 1 or head_share is not None) and stages > 2
+    return [*joints, (stages - 1, 0)] if ring else joints
+
+
+def _rates(links: Sequence[LinkView], joints: Sequence[tuple[int, int]]) -> tuple[LinkRate, ...]:
+    by_pair = {(link.source, link.target): link for link in links}
+
+    def rate(source: int, target: int) -> float:
+        link = by_pair.get((source, target))
+        return link.capacity_mbit / 8e-6 if link is not None and link.capacity_mbit > 0 else math.inf
+
+    def latency(source: int, target: int) -> float:
+        both = (by_pair.get((source, target)), by_pair.get((target, source)))
+        round_trips = [link.round_trip_seconds for link in both if link is not None]
+        return min(round_trips, default=0.0) / 2
+
+    return tuple(
+        LinkRate(up=rate(low, high), down=rate(high, low), latency=latency(low, high)) for low, high in joints
+    )
+
+
+def packing_seconds(
+    stages: int,
+    chunks: int,
+    elements: Mapping[str, float],
+    costs: Mapping[str, tuple[float, float]],
+    *,
+    head_first: bool = False,
+) -> tuple[float, ...]:
+    """Packing time of a microbatch at each stage, on one core.
+
+    Args:
+        chunks: model chunks a stage; a tensor crosses between consecutive chunks.
+        elements: of a tensor between two chunks, by direction (`activation`, `gradient`).
+        costs: nanoseconds to encode and to decode an element, by direction.
+        head_first: the head is one more chunk, on the first stage.
+    """
+    seconds = [0.0] * stages
+    for direction, (encode, decode) in costs.items():
+        forward = direction == "activation"
+        for stage in range(stages):
+            # The last chunk sends no activation, the first receives none; gradients the other way round. A
+            # head's chunk on the first stage is the last, and receives what its last block's stage sends.
+            as_last = chunks - (stage == stages - 1 and not head_first)
+            as_first = chunks - (stage == 0 and not head_first)
+            sent, received = (as_last, as_first) if forward else (as_first, as_last)
+            seconds[stage] += 1e-9 * elements.get(direction, 0.0) * (sent * encode + received * decode)
+    return tuple(seconds)
+
+
+def is_cpu(device: str) -> bool:
+    """Whether the reported device is a CPU."""
+    return device == CPU

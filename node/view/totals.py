@@ -1,0 +1,211 @@
+"""What a whole run comes to on given machines: seconds a step, length, bytes of each machine's line, disk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from node.config.schema import RunConfig
+from node.model.units import EMBED, HEAD, block_name, is_block, unit_cost
+from node.schedule.floor import Floor
+from node.schedule.placement import head_first, head_share, stage_units
+from node.tuning.device_memory import Devices
+from node.tuning.memory import expected_bytes, stage_bytes
+from node.tuning.snapshot_place import NODES, is_url, snapshot_bytes
+from node.tuning.stage_order import Machines, Work, plan_order
+from node.view.explain import Explanation, Flow, explain
+from node.view.machine_speed import CPUS_DIFFER, other_cpus, stage_seconds
+from node.view.machines import Machine
+from node.view.pace import REACHED, StepWork, lines_of, simulated
+from wire.codecs.formats import codec_format, known_format
+
+MOST_PASSES = 4
+"""Over the same text; more teach little that is new."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineBytes:
+    """What one stage's machine sends and receives in a step, over all its links: they share its line."""
+
+    stage: int
+    up: int
+    down: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """A run on machines whose cards and lines are known."""
+
+    floor: Floor
+    """No step is shorter."""
+    seconds: float
+    """Of a step, as runs reach it."""
+    between: tuple[float, float]
+    """The same with CPUs as fast and as slow as they may be, where none measured them."""
+    run_seconds: float
+    window: int
+    """Microbatches in flight on each link beyond what the schedule holds."""
+    memory: tuple[int, ...]
+    """Bytes that each stage takes in steps: of a CPU's main memory, as expected; of a GPU's, as estimated."""
+    most_memory: tuple[int, ...]
+    """Of CPUs with copies of a snapshot on its way, and codecs being compiled: a bound."""
+
+
+def machine_bytes(explanation: Explanation) -> tuple[MachineBytes, ...]:
+    """First stage first: links' frames, and the token batches of the first and the last stage."""
+    tokens = 4 * explanation.tokens_per_step
+    stages = len(explanation.stages)
+    ends = [0] * stages
+    ends[0] += tokens
+    ends[-1] += tokens
+    return tuple(
+        MachineBytes(
+            stage=stage,
+            up=sum(flow.bytes for flow in explanation.flows if flow.sender == stage),
+            down=sum(flow.bytes for flow in explanation.flows if flow.receiver == stage) + ends[stage],
+        )
+        for stage in range(stages)
+    )
+
+
+def snapshots_need(config: RunConfig) -> tuple[int, int]:
+    """Bytes of one snapshot, and of all that are on disk at a time: kept, the best one, one being written."""
+    one = snapshot_bytes(config)
+    if config.snapshots.keep == NODES or is_url(config.snapshots.keep):
+        return one, one * config.snapshots.last_here
+    best = 1 if config.run.keep_best and config.data.valid_every else 0
+    return one, (config.run.keep_snapshots + 1 + best) * one
+
+
+def totals(explanation: Explanation, machines: Sequence[Machine]) -> Totals:
+    """Of a run with these machines, one a stage."""
+    config = explanation.config
+    work = _work(explanation, machines)
+    pace = simulated(work, None if config.pipeline.window == "auto" else config.pipeline.window)
+    slow, fast = (
+        simulated(_work(explanation, other_cpus(machines, factor)), pace.window).seconds
+        for factor in (1 / CPUS_DIFFER, CPUS_DIFFER)
+    )
+    seconds = pace.seconds / REACHED
+    stages = config.pipeline.stages
+    expected = expected_bytes(config, stages, pace.window)
+    wide = replace(config, pipeline=replace(config.pipeline, window=pace.widest))
+    needs = [stage_bytes(wide, stages, Devices(on_cpu=on_cpu)) for on_cpu in (False, True)]
+    return Totals(
+        floor=work.floor(),
+        seconds=seconds,
+        between=(min(fast / REACHED, seconds), max(slow / REACHED, seconds)),
+        run_seconds=seconds * config.run.steps,
+        window=pace.window,
+        memory=tuple(
+            (expected if machine.on_cpu else needs[0])[stage] for stage, machine in enumerate(machines)
+        ),
+        most_memory=tuple(needs[machine.on_cpu][stage] for stage, machine in enumerate(machines)),
+    )
+
+
+def codec_advice(explanation: Explanation, machines: Sequence[Machine]) -> str | None:
+    """One sentence where another codec takes the same bytes and costs less loss, or None.
+
+    It says what the two cost in loss, and in time on these machines.
+    """
+    config = explanation.config
+    known = known_format(config.pipeline.forward_codec)
+    if known is None or not known.SUCCESSOR or config.pipeline.stages < 2:
+        return None
+    pipeline = replace(config.pipeline, forward_codec=known.SUCCESSOR)
+    other = explain(replace(config, pipeline=pipeline))
+    before, after = totals(explanation, machines).seconds, totals(other, machines).seconds
+    if after > 1.02 * before:
+        return None
+    return (
+        f"pipeline.forward_codec = {known.SUCCESSOR} takes the same bytes as {known.name} "
+        f"({_bits(other):.2f} and {_bits(explanation):.2f} bits an element), hides behind the rest of a step "
+        f"here ({after:.3g} s, with {known.name} {before:.3g} s) and cost "
+        f"{codec_format(known.SUCCESSOR).loss_forward} in loss, where {known.name} cost {known.loss_forward}"
+    )
+
+
+def order_advice(explanation: Explanation, machines: Sequence[Machine]) -> str | None:
+    """One sentence where these machines in another order, or with other blocks, make a step 2 % shorter."""
+    config = explanation.config
+    pipeline, stages = config.pipeline, config.pipeline.stages
+    if stages < 2 or pipeline.chunks > 1 or head_first(config, stages):
+        return None
+    block, head = (unit_cost(config.model, unit) for unit in (block_name(0), HEAD))
+    here = totals(explanation, machines)
+    own = list(map(sum, zip(*stage_seconds(config, machines), strict=True)))
+    parts = [
+        sum(unit_cost(config.model, unit) for unit in units if unit != EMBED) / block
+        for units in stage_units(config, stages)
+    ]
+    down, up = ([getattr(machine, way) for machine in machines] for way in ("down", "up"))
+    sizes = [_tensor_bytes(explanation, what) for what in ("activation", "gradient")]
+    order = plan_order(
+        Machines(
+            block_seconds=tuple(seconds / part for seconds, part in zip(own, parts, strict=True)),
+            most_blocks=tuple(_blocks_that_fit(explanation, machine) for machine in machines),
+            rate=np.minimum(np.array(up)[:, None], np.array(down)[None, :]),
+            latency=np.zeros((stages, stages)),
+        ),
+        Work(
+            stages=stages,
+            blocks=config.model.layers,
+            activation_bytes=sizes[0],
+            gradient_bytes=sizes[1],
+            microbatches=config.microbatches,
+            head_blocks=head / block,
+        ),
+    )
+    if order is None:
+        return None
+    placed = [machines[node] for node in order.nodes]
+    other = explain(replace(config, pipeline=replace(pipeline, split=order.split)))
+    then = totals(other, placed)
+    if then.seconds > 0.98 * here.seconds:
+        return None
+    names = ", ".join(map(str, placed))
+    return (
+        f"pipeline.split = {list(order.split)} with the machines in the order {names} makes a step "
+        f"{then.seconds:.3g} s instead of {here.seconds:.3g} s: let them join in that order"
+    )
+
+
+def _bits(explanation: Explanation) -> float:
+    flow: Flow = next(flow for flow in explanation.flows if flow.what == "activation")
+    return flow.bits_per_element
+
+
+def _work(explanation: Explanation, machines: Sequence[Machine]) -> StepWork:
+    config = explanation.config
+    forward, backward = stage_seconds(config, machines)
+    loads = [(load.up, load.down) for load in machine_bytes(explanation)]
+    lines = lines_of(machines, loads)
+    tied = [flow for flow in explanation.flows if flow.what.startswith("tied")]
+    return StepWork(
+        microbatches=config.microbatches,
+        forward=forward,
+        backward=backward,
+        activation_bytes=_tensor_bytes(explanation, "activation"),
+        gradient_bytes=_tensor_bytes(explanation, "gradient"),
+        lines=lines,
+        chunks=config.pipeline.chunks,
+        head_share=head_share(config, config.pipeline.stages),
+        # A tied weight's gradient crosses when all others are there, and its sum comes back.
+        after=sum(one.bytes / min(lines[one.sender].up, lines[one.receiver].down) for one in tied),
+    )
+
+
+def _tensor_bytes(explanation: Explanation, what: str) -> float:
+    """Of one packed tensor of this kind, frames included."""
+    found = [flow for flow in explanation.flows if flow.what == what]
+    return found[0].bytes / found[0].tensors if found else 0.0
+
+
+def _blocks_that_fit(explanation: Explanation, machine: Machine) -> int:
+    """A stage of so many blocks, kept as this run's stages are, takes no more memory than the card has."""
+    config = explanation.config
+    needs = [need.cpu if machine.on_cpu else need.gpu for need in explanation.memory]
+    counts = [sum(map(is_block, units)) for units in stage_units(config, config.pipeline.stages)]
+    each = max(need.total / max(1, count) for need, count in zip(needs, counts, strict=True))
+    return max(0, int(machine.card.memory_gb * 1e9 / each))

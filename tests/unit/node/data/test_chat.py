@@ -1,0 +1,428 @@
+"""Conversations: the tokens and the mask of transformers, and a loss on the assistant's tokens alone."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node.config.schema import (
+    DataSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
+from node.data import templates
+from node.data.chat import load_chat_encoder
+from node.data.conversations import Dropped, Forms, normalized
+from node.data.samples import held_out_samples
+from node.data.shards import ShardedCorpus, load_data
+from node.model.chunk import build_chunk
+from node.model.labels import IGNORED, label_weight
+from node.model.units import parameter_specs, unit_names
+from node.stage.stage_model import StageModel
+from tests.support.chat_data import MARKED, TEMPLATE, conversations, sharegpt, write_jsonl, write_tokenizer
+from tests.support.chat_families import BEGIN, END, FAMILIES, template_of, write_tokenizer_of
+from tests.support.examples import examples
+from tests.support.huggingface import hf_model, hf_name
+from tests.support.reference_trainer import ReferenceTrainer
+from wire.errors import DataError
+
+if TYPE_CHECKING:
+    import transformers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def chat_config(tmp_path: Path, template: str = TEMPLATE) -> RunConfig:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", template)
+    path = write_jsonl(tmp_path / "chat.jsonl", conversations(60))
+    return RunConfig(
+        run=RunSection(steps=4, seed=3),
+        model=ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=400, sequence=32),
+        data=DataSection(path=str(path), tokenizer=str(tokenizer), format="chat"),
+        training=TrainingSection(global_batch=8, microbatch=2, warmup_steps=0),
+        pipeline=PipelineSection(stages=2),
+    )
+
+
+def corpus_of(config: RunConfig) -> ShardedCorpus:
+    corpus = load_data(config)
+    assert isinstance(corpus, ShardedCorpus)
+    return corpus
+
+
+@pytest.mark.parametrize("row", conversations(6), ids=range(6))
+def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, row: dict[str, object]) -> None:
+    import transformers  # takes seconds, which only some workers spend
+
+    folder = write_tokenizer(tmp_path / "marked", MARKED)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), chat_template=MARKED
+    )
+    expected = theirs.apply_chat_template(
+        row["messages"], return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+    )
+    ids, mask = load_chat_encoder(str(folder), "").encode(row, "here")
+    assert ids.tolist() == expected["input_ids"]
+    assert mask.astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_a_question_is_encoded_up_to_the_answer(tmp_path: Path) -> None:
+    import transformers
+
+    folder = write_tokenizer(tmp_path / "plain", TEMPLATE)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), chat_template=TEMPLATE
+    )
+    messages = [{"role": "user", "content": "why is the river blue?"}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert load_chat_encoder(str(folder), "").question("why is the river blue?") == expected
+    refusing = write_tokenizer(tmp_path / "refusing", "{{ raise_exception('no system message') }}")
+    with pytest.raises(DataError, match="cannot render the prompt: the template refuses it: no system"):
+        load_chat_encoder(str(refusing), "").question("why?")
+
+
+def test_a_template_without_marks_gives_the_assistants_turns(tmp_path: Path) -> None:
+    import transformers
+
+    folder = write_tokenizer(tmp_path / "plain")
+    encoder = load_chat_encoder(str(folder), "")
+    tables = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    for row in conversations(8):
+        ids, mask = encoder.encode(row, "here")
+        counted = tables.decode(ids[mask])
+        answers = "".join(
+            f"{one['content']}<|im_end|>\n" for one in row["messages"] if one["role"] == "assistant"
+        )
+        assert counted == answers
+        assert encoder.encode(sharegpt(row), "here")[0].tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "words"),
+    [
+        ({"messages": [{"role": "user", "content": "alone"}]}, Dropped, "no assistant message"),
+        ({"text": "no conversation"}, DataError, "here holds no conversation"),
+        ({}, DataError, "an empty row"),
+    ],
+)
+def test_rows_that_cannot_be_used(
+    tmp_path: Path, row: dict[str, object], error: type[Exception], words: str
+) -> None:
+    encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "t")), "")
+    with pytest.raises(error, match=words):
+        encoder.encode(row, "here")
+
+
+def _answer(family: str, message: dict[str, Any], *, last: bool) -> str:
+    """What the template writes for an answer, its end included."""
+    content = message["content"]
+    if family in ("llama3", "gemma3", "mistral"):
+        content = content.strip()
+    if family == "qwen3":
+        thought, marked, rest = content.rpartition("</think>")
+        content = rest.lstrip("\n") if marked else content
+        thought = thought.removeprefix("<think>").strip("\n")
+        content = f"<think>\n{thought}\n</think>\n\n{content.lstrip(chr(10))}" if last else content
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    written = [json.dumps(call["arguments"], ensure_ascii=False) for call in calls]
+    if calls and family in ("chatml", "qwen3"):
+        content = "\n".join(
+            f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {text}}}\n</tool_call>'
+            for call, text in zip(calls, written, strict=True)
+        )
+    elif calls and family == "llama3":
+        content = f'{{"name": "{calls[0]["name"]}", "parameters": {written[0]}}}'
+    elif calls:
+        (made,) = message["tool_calls"]
+        content = f'[TOOL_CALLS] [{json.dumps(calls[0], ensure_ascii=False)[:-1]}, "id": "{made["id"]}"}}]'
+    elif family == "mistral":
+        content = f" {content}"
+    return content + END[family] + ("" if family in ("llama3", "mistral") else "\n")
+
+
+asked = st.text("uvwxyz {}?\n\u4e2d", min_size=1, max_size=12).map(lambda text: f"Q{text}Q")
+said = st.text("abc .'\n\u00e9\U0001f600", min_size=1, max_size=12).filter(str.strip)
+thoughtful = st.tuples(st.text("abc \n", max_size=6), said).map(
+    lambda pair: f"<think>\n{pair[0]}\n</think>\n\n{pair[1]}"
+)
+argument = st.dictionaries(
+    st.text("abc", min_size=1, max_size=3), st.one_of(st.integers(-9, 9), said), max_size=2
+)
+
+
+@st.composite
+def talks(draw: st.DrawFn, *, tools: bool) -> dict[str, Any]:
+    """Rows with `messages`, and perhaps `tools`."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    row: dict[str, Any] = {"messages": []}
+    messages = row["messages"]
+    if draw(st.booleans()):
+        messages.append({"role": "system", "content": draw(asked)})
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(asked)})
+        for number in range(draw(st.integers(0, 2)) if tools else 0):
+            row["tools"] = [tool]
+            identity = f"abcdefgh{number}"
+            function = {"name": "weather", "arguments": draw(argument)}
+            call = {"id": identity, "type": "function", "function": function}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            result = {"role": "tool", "name": "weather", "tool_call_id": identity, "content": draw(asked)}
+            messages.append(result)
+        messages.append({"role": "assistant", "content": draw(st.one_of(said, thoughtful))})
+    return row
+
+
+def _disguised(row: dict[str, Any]) -> dict[str, Any]:
+    """The same row as Arrow and other programs hand it out."""
+    messages = []
+    for message in row["messages"]:
+        text = json.dumps(message)
+        changed = {"function_call": None, "tool_calls": None, **json.loads(text)}
+        for call in changed["tool_calls"] or ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        changed["from"] = {"user": "human", "assistant": "gpt"}.get(changed.pop("role"), message["role"])
+        changed["value"] = [{"type": "text", "text": changed.pop("content"), "image_url": None}]
+        messages.append(changed)
+    return {"conversations": messages, "tools": json.dumps(row["tools"]) if "tools" in row else None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers_and_labels_the_answers(tmp_path: Path, family: str) -> None:
+    """Through templates that trim, that rewrite earlier turns, and that move tools and system prompts."""
+    import transformers
+
+    folder = write_tokenizer_of(tmp_path / family, family)
+    encoder = load_chat_encoder(str(folder), "")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        chat_template=template_of(family),
+        eos_token=END[family],
+        bos_token=BEGIN.get(family),
+    )
+    assert encoder.turn_ends == {theirs.convert_tokens_to_ids(END[family])}
+
+    @settings(max_examples=examples(25), deadline=None)
+    @given(row=talks(tools=family != "gemma3"), silent=st.booleans())
+    def check(row: dict[str, Any], silent: bool) -> None:
+        messages = row["messages"]
+        expected = theirs.apply_chat_template(messages, tools=row.get("tools"), return_dict=True)["input_ids"]
+        ids, mask = encoder.encode(row, "here")
+        assert ids.tolist() == expected
+        hidden_ids, hidden_mask = encoder.encode(_disguised(row), "here")
+        assert hidden_ids.tolist() == expected and (hidden_mask == mask).all()
+        said = [message for message in messages if message["role"] == "assistant"]
+        answers = [_answer(family, message, last=message is said[-1]) for message in said]
+        assert _labelled(theirs, ids, mask) == answers
+        if silent and len(said) > 1:
+            said[0]["weight"] = 0
+            assert _labelled(theirs, *encoder.encode(row, "here")) == answers[1:]
+
+    check()
+
+
+def _labelled(tables: Any, ids: np.ndarray, mask: np.ndarray) -> list[str]:
+    """The text of each run of labels."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return [tables.decode(ids[start:stop]) for start, stop in edges.reshape(-1, 2)]
+
+
+def test_a_template_that_rewrites_earlier_turns_drops_what_it_cannot_mask(tmp_path: Path) -> None:
+    last_only = "{% for m in messages %}{{ m.role + (m.content if loop.last else '') }}{% endfor %}"
+    encoder = load_chat_encoder(str(write_tokenizer(tmp_path / "t", last_only)), "")
+    with pytest.raises(Dropped, match="rewrites earlier messages"):
+        encoder.encode(conversations(2)[1], "here")
+
+
+LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for %}", "cannot be read"),
+        ("{{ ''.__class__.__mro__ }}", "refuses it"),
+        ("{{ 1 / 0 }}", "refuses it: division by zero"),
+        ("{{ range(10 ** 9) | list }}", "refuses it: Range too big"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "calls itself without end"),
+        (LOOPS, "takes more than 0.5 s"),
+        ("{{ lipsum(n=10 ** 8) }}", "takes more than 0.5 s"),
+        ("{{ 'a' * 10 ** 11 }}", "takes more than 2 GiB"),
+        ("{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "writes more than"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nested too deeply"),
+    ],
+    ids=["syntax", "sandbox", "zero", "range", "recursion", "loops", "text", "memory", "output", "deep"],
+)
+def test_bad_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, words: str) -> None:
+    monkeypatch.setattr(templates, "LIMIT_SECONDS", 0.5)
+    folder = write_tokenizer(tmp_path / "t", template)
+    with pytest.raises((DataError, Dropped), match=words):
+        load_chat_encoder(str(folder), "").encode(conversations(1)[0], "here")
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "t")
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match="has no chat template: set \\[data\\] chat_template"):
+        load_chat_encoder(str(folder), "")
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    assert load_chat_encoder(str(folder), str(tmp_path / "own.jinja"))
+
+
+def test_messages_of_both_forms() -> None:
+    row = conversations(1)[0]
+    found = normalized(row, "", Forms())
+    assert normalized(sharegpt(row), "", Forms()) == found and found.messages == row["messages"]
+
+
+def test_labels_hold_the_assistants_tokens_alone(tmp_path: Path) -> None:
+    config = chat_config(tmp_path)
+    corpus = corpus_of(config)
+    folder = Path(config.data.tokenizer)
+    encoder = load_chat_encoder(str(folder), "")
+    written = [encoder.encode(row, "") for row in conversations(60)]
+    user = {int(token) for ids, mask in written for token in ids[~mask]}
+    assistant = {int(token) for ids, mask in written for token in ids[mask]}
+    labels = np.concatenate([corpus.labels(step) for step in range(4)])
+    batch = np.concatenate([corpus.batch(step) for step in range(4)])
+    corpus.close()
+    counted = labels != IGNORED
+    assert set(labels[counted].tolist()) <= assistant and user - assistant
+    assert not set(labels[counted].tolist()) & (user - assistant)
+    assert (labels[counted] == batch[:, 1:][counted]).all() and 0 < counted.mean() < 1
+
+
+def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    """Over all microbatches of a step, whose numbers of labels differ; gradients too."""
+    config = chat_config(tmp_path)
+    corpus = corpus_of(config)
+    inputs, labels = corpus.inputs(0), corpus.labels(0)
+    per_microbatch = (labels != IGNORED).reshape(4, -1).sum(1)
+    assert len(set(per_microbatch.tolist())) > 1, "an average of averages would be another loss"
+
+    theirs = llama_of(config)
+    result = theirs(input_ids=torch.from_numpy(inputs)).logits
+    expected = torch.nn.functional.cross_entropy(
+        result.flatten(0, 1), torch.from_numpy(labels).flatten(), ignore_index=-100
+    )
+    expected.backward()
+
+    reference = ReferenceTrainer(config, corpus)
+    loss = reference.accumulate()
+    assert loss == pytest.approx(expected.item(), abs=1e-5)
+
+    stage = StageModel(config, CPU)
+    stage.build(0, 1)
+    stage.begin_step(label_weight(labels))
+    total = 0.0
+    for index in range(4):
+        rows = slice(2 * index, 2 * index + 2)
+        share = stage.forward(0, index, torch.from_numpy(inputs[rows]), torch.from_numpy(labels[rows]))
+        stage.backward(0, index, None)
+        total += share.item()
+    assert total == pytest.approx(expected.item(), abs=1e-5)
+    stage.finish_step()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for unit, ours in stage.squared_norms().items():
+        names = [hf_name(config.model, unit, spec.name) for spec in parameter_specs(config.model, unit)]
+        want = sum(float(gradients[name].double().square().sum()) for name in names)
+        assert ours == pytest.approx(want, rel=1e-4)
+    corpus.close()
+
+
+def test_a_step_without_labels_has_no_loss_and_no_gradient(tmp_path: Path) -> None:
+    config = chat_config(tmp_path)
+    stage = StageModel(config, CPU)
+    stage.build(0, 1)
+    nothing = np.full((8, 32), IGNORED, dtype=np.int64)
+    stage.begin_step(label_weight(nothing))
+    share = stage.forward(0, 0, torch.zeros(2, 32, dtype=torch.int64), torch.from_numpy(nothing[:2]))
+    stage.backward(0, 0, None)
+    assert share.item() == 0.0 and sum(stage.squared_norms().values()) == 0.0
+
+
+def test_text_has_the_same_bits_with_and_without_the_mask(tmp_path: Path) -> None:
+    """Where every token counts the weight is 1; the unmasked path does not know of it."""
+    config = replace(chat_config(tmp_path), data=DataSection())
+    labels = np.arange(8 * 32).reshape(8, 32) % 256
+    losses = []
+    for weight in (1.0, label_weight(labels)):
+        stage = StageModel(config, CPU)
+        stage.build(0, 1)
+        stage.begin_step(weight)
+        tokens = torch.from_numpy(labels[:2])
+        losses.append(stage.forward(0, 0, tokens, tokens).item())
+    assert label_weight(labels) == 1.0 and losses[0] == losses[1]
+
+
+def llama_of(config: RunConfig) -> "transformers.LlamaForCausalLM":
+    """transformers' model with the run's initial weights."""
+    model = config.model
+    theirs: transformers.LlamaForCausalLM = hf_model(model)
+    theirs.set_attn_implementation("eager")
+    chunk = build_chunk(model, unit_names(model), config.run.seed, CPU)
+    state = {
+        hf_name(model, unit, name): parameter.detach().clone()
+        for unit, parameters in chunk.named_units()
+        for name, parameter in parameters.items()
+    }
+    theirs.load_state_dict(state, strict=True)
+    return theirs.train()
+
+
+def test_the_preview_marks_labels_and_counts_what_is_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from node.cli.main import main
+    from node.run_file.loader import to_toml
+
+    config = chat_config(tmp_path)
+    rows = [*conversations(60), {"messages": [{"role": "user", "content": "nobody answers"}]}]
+    write_jsonl(tmp_path / "chat.jsonl", rows)
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert main(["data", "preview", str(tmp_path / "run.toml"), "--json"]) == 0
+    (source,) = json.loads(capsys.readouterr().out)["sources"]
+    assert source["documents"] == 61 and source["dropped"] == {"no assistant message": 1}
+    assert 0 < source["labels"] < source["tokens"] and len(source["ids"]) == len(source["mask"])
+    assert main(["data", "preview", str(tmp_path / "run.toml")]) == 0
+    text = capsys.readouterr().out
+    assert "dropped 1: no assistant message" in text and "[[" in text
+    assert all("question" not in part.partition("]]")[0] for part in text.split("[[")[1:])
+
+
+def test_held_out_conversations_have_labels_and_begin_where_they_begin(tmp_path: Path) -> None:
+    """Though a conversation's turns end with the same token as the conversation would."""
+    config = chat_config(tmp_path)
+    valid = write_jsonl(tmp_path / "valid.jsonl", conversations(30))
+    data = replace(config.data, valid=str(valid), valid_every=1, valid_samples=8, separate_documents=True)
+    config = replace(config, data=data)
+    corpus = corpus_of(config)
+    held_out = held_out_samples(config, corpus)
+    corpus.close()
+    assert held_out.windows.shape == (8, 33)
+    encoder = load_chat_encoder(data.tokenizer, "")
+    ids, mask, begins = [], [], []
+    for row in conversations(30):
+        one, counted = encoder.encode(row, "")
+        begins.append(len(ids))
+        ids += [*one, 0]  # the end of text that stands between them
+        mask += [*counted, False]
+    tokens = held_out.windows
+    assert tokens[:, :-1].flatten().tolist() == ids[: 8 * 32]
+    labels = [token if counts else IGNORED for token, counts in zip(ids, mask, strict=True)]
+    assert held_out.labels.flatten().tolist() == labels[1 : 8 * 32 + 1]
+    found = set(np.flatnonzero(held_out.documents).tolist())
+    assert found == {*range(0, 8 * 32, 32), *(at for at in begins if at < 8 * 32)}

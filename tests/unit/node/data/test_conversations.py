@@ -1,0 +1,225 @@
+"""Conversations in the forms that people store them in become what the template reads."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from node.data.conversations import Dropped, Forms, normalized
+from wire.errors import DataError
+
+CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+ASKED, ANSWERED = {"role": "user", "content": "How warm?"}, {"role": "assistant", "content": "Seven."}
+TALK = [ASKED, ANSWERED]
+PLAIN = Forms()
+TEXT = Forms(objects=False, texts=True)
+
+
+def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any]]:
+    return normalized(row, "here", forms).messages
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TALK},
+        {"messages": json.dumps(TALK)},
+        {"conversations": [{"from": "human", "value": "How warm?"}, {"from": "gpt", "value": "Seven."}]},
+        {
+            "messages": None,
+            "conversation": [{"role": "User", "content": "How warm?"}, {"role": "bot", "content": "Seven."}],
+        },
+        {
+            "messages": [
+                {**ASKED, "tool_calls": None, "name": None},
+                {**ANSWERED, "function_call": None, "weight": 1},
+            ]
+        },
+        {
+            "messages": [
+                {
+                    "role": "prompter",
+                    "content": [
+                        {"type": "text", "text": "How "},
+                        {"type": "text", "text": "warm?", "image_url": None},
+                    ],
+                },
+                ANSWERED,
+            ]
+        },
+        {
+            "messages": [
+                ASKED,
+                {"role": "model", "content": {"type": "output_text", "text": "Seven."}, "train": True},
+            ]
+        },
+    ],
+    ids=["openai", "json", "sharegpt", "names", "nones", "parts", "part"],
+)
+def test_every_form_becomes_the_same(row: dict[str, Any]) -> None:
+    found = normalized(row, "here", Forms())
+    assert found.messages == TALK and found.answers == found.trained == (1,) and found.extra == {}
+
+
+@pytest.mark.parametrize("calls", [[{"type": "function", "function": CALL}], [CALL]], ids=["wrapped", "bare"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_arguments_have_the_form_that_the_template_writes(calls: list[Any], as_json: bool) -> None:
+    def inner(message: dict[str, Any]) -> dict[str, Any]:
+        (call,) = message["tool_calls"]
+        return call.get("function", call)
+
+    if as_json:
+        calls = json.loads(json.dumps(calls).replace('{"city": "Oslo"}', json.dumps('{"city": "Oslo"}')))
+    row = {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": calls}]}
+    assert inner(messages_of(row)[1]) == CALL
+    assert inner(messages_of(row, TEXT)[1]) == {**CALL, "arguments": '{"city": "Oslo"}'}
+    kept = inner(messages_of(row, Forms(texts=True))[1])["arguments"]
+    assert kept == ('{"city": "Oslo"}' if as_json else {"city": "Oslo"}), "both are written as they are meant"
+    assert messages_of(row)[1]["content"] == "" and messages_of(row, Forms(null=True))[1]["content"] is None
+
+
+def test_null_in_arguments_is_kept_where_it_was_written() -> None:
+    arguments = {"city": "Oslo", "unit": None}
+    call = {"function": {"name": "weather", "arguments": json.dumps(arguments)}, "id": None}
+    (made,) = messages_of({"messages": [ASKED, {"role": "assistant", "tool_calls": [call]}]})[1]["tool_calls"]
+    assert made == {"function": {"name": "weather", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [TOOL],
+        json.dumps([TOOL]),
+        [json.dumps(TOOL)],
+        TOOL,
+        [{**TOOL, "function": {**TOOL["function"], "parameters": '{"type": "object"}', "strict": None}}],
+    ],
+    ids=["list", "json", "list-of-json", "one", "parameters"],
+)
+def test_tools_are_objects(tools: Any) -> None:
+    assert normalized({"messages": TALK, "tools": tools}, "", Forms()).extra == {"tools": [TOOL]}
+
+
+def test_legacy_calls_become_tool_calls_with_identities() -> None:
+    calls = [
+        {
+            "messages": [
+                ASKED,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                },
+                {"role": "function", "name": "weather", "content": "7"},
+                ANSWERED,
+            ],
+            "functions": [TOOL["function"]],
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "How warm?"},
+                {"from": "function_call", "value": json.dumps(CALL)},
+                {"from": "observation", "value": "7"},
+                {"from": "gpt", "value": "Seven."},
+            ],
+            "tools": json.dumps([TOOL]),
+        },
+    ]
+    for row in calls:
+        found = normalized(row, "", Forms())
+        call = {"id": "call00000", "type": "function", "function": CALL}
+        assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+        assert (
+            found.messages[2].items() >= {"role": "tool", "content": "7", "tool_call_id": "call00000"}.items()
+        )
+        assert found.answers == (1, 3) and found.extra == {"tools": [TOOL]}
+
+
+def test_a_system_column_comes_first_unless_there_is_one() -> None:
+    system = {"role": "system", "content": "Be kind."}
+    assert messages_of({"messages": TALK, "system": "Be kind."}) == [system, *TALK]
+    assert messages_of({"messages": [system, *TALK], "system": "Be rude."}) == [system, *TALK]
+    assert messages_of({"messages": TALK, "system": None, "system_prompt": " "}) == TALK
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+def test_messages_without_weight_have_no_labels(key: str) -> None:
+    row = {"messages": [*TALK, ASKED, {**ANSWERED, key: 0}]}
+    found = normalized(row, "", Forms())
+    assert found.answers == (1, 3) and found.trained == (1,) and found.messages == [*TALK, *TALK]
+
+
+def test_roles_have_the_names_that_the_template_compares() -> None:
+    row = {"messages": [{"role": "developer", "content": "Be kind."}, *TALK]}
+    roles = lambda forms: [message["role"] for message in messages_of(row, forms)]  # noqa: E731
+    assert roles(Forms()) == ["system", "user", "assistant"]
+    assert roles(Forms(roles=("system", "user", "bot"))) == ["system", "user", "bot"]
+    assert roles(Forms(roles=("developer", "system", "assistant"))) == ["developer", "user", "assistant"]
+
+
+def test_content_has_the_form_that_the_template_writes() -> None:
+    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "warm?"}]
+    row = {"messages": [{"role": "user", "content": parts}, ANSWERED]}
+    assert messages_of(row, Forms(parts=True))[0]["content"] == parts
+    typed = messages_of(row, Forms(plain=False, parts=True))
+    assert typed[0]["content"] == parts and typed[1]["content"] == [{"type": "text", "text": "Seven."}]
+    result = {"role": "tool", "content": {"degrees": 7}}
+    assert messages_of({"messages": [ASKED, result, ANSWERED]})[1]["content"] == '{"degrees": 7}'
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "no messages"),
+        ([ASKED], "no assistant message"),
+        ([ASKED, {**ANSWERED, "weight": 0}], "no assistant message with a weight"),
+        ([ASKED, {**ANSWERED, "weight": 0.5}], "a weight other than 0 and 1"),
+        ([{"content": "How warm?"}, ANSWERED], "a message without a role"),
+        ([ASKED, {"role": "assistant", "content": None}], "an answer without content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, ANSWERED],
+            "content other than text",
+        ),
+        (
+            [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "arguments that are not JSON",
+        ),
+        (
+            [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}],
+            "arguments that are no object",
+        ),
+        ([ASKED, {"role": "assistant", "tool_calls": ["f"]}], "tool calls that are no objects"),
+        ([ASKED, {"role": "assistant", "function_call": "f()"}], "a function call that is not JSON"),
+        ([ASKED, {**ANSWERED, "at": object()}], "values that JSON cannot hold"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_dropped_with_a_reason(messages: list[Any], reason: str) -> None:
+    with pytest.raises(Dropped) as dropped:
+        normalized({"messages": messages}, "here", Forms())
+    assert str(dropped.value) == reason
+
+
+def test_calls_that_the_template_leaves_out_are_not_trained_on() -> None:
+    row = {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
+    with pytest.raises(Dropped, match="tool calls that the template leaves out"):
+        normalized(row, "here", replace(TEXT, texts=False))
+
+
+def test_deep_and_broken_text() -> None:
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(Dropped, match="deeply nested"):
+        normalized({"messages": [ASKED, {**ANSWERED, "more": deep}]}, "", Forms())
+    half = normalized({"messages": [ASKED, {**ANSWERED, "content": "a\ud800b"}]}, "", Forms())
+    assert half.messages[1]["content"] == "a?b"
+
+
+@pytest.mark.parametrize(
+    "row", [{}, {"text": "a"}, {"messages": "a"}, {"messages": ["a"]}, {"messages": {"a": 1}}]
+)
+def test_a_row_that_is_no_conversation_is_named(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"^here"):
+        normalized(row, "here", Forms())

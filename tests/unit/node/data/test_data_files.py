@@ -1,0 +1,387 @@
+"""Files as people and strangers make them: each is read as what it holds, or refused in one line."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from node.config.schema import DataSection, ModelSection, RunConfig, TrainingSection
+from node.data import documents
+from node.data.chat import Dropped
+from node.data.documents import list_source, read_rows, read_text, text_of
+from node.data.samples import packed_parts
+from node.data.shards import ShardedCorpus, in_shards, load_data
+from node.data.text import read_file
+from node.model.labels import BatchPart
+from tests.support.chat_data import write_tokenizer
+from wire.errors import DataError
+
+BOM = b"\xef\xbb\xbf"
+WORDS = "The ferry leaves at seven. " * 4
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
+
+
+def config_of(path: Path, **data: Any) -> RunConfig:
+    return RunConfig(
+        model=ModelSection(vocab=256, sequence=16),
+        data=DataSection(path=str(path), **{"order": "shards", **data}),
+        training=TrainingSection(global_batch=4),
+    )
+
+
+def texts_of(path: Path, **data: Any) -> list[bytes]:
+    """The texts of a source in shards, without those that are left out."""
+    section = config_of(path, **data).data
+    source = list_source(str(path))
+    found = []
+    for shard in source.shards:
+        for place, row in read_rows(shard, section, skips=source.skips):
+            try:
+                found.append(text_of(row, place, section))
+            except Dropped:
+                continue
+    return found
+
+
+def jsonl(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+ROWS = [{"text": f"{number} {WORDS}"} for number in range(5)]
+TEXTS = [row["text"].encode() for row in ROWS]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.JSONL", "a.json", "a.Json.GZ", "a.jsonl.BZ2"])
+@pytest.mark.parametrize(
+    "content", [jsonl(ROWS), json.dumps(ROWS).encode(), json.dumps(ROWS, indent=1).encode()]
+)
+@pytest.mark.parametrize("mark", [b"", BOM])
+def test_rows_of_json_are_read_whatever_the_layout(
+    tmp_path: Path, name: str, content: bytes, mark: bytes
+) -> None:
+    packers: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress}
+    pack = packers.get(Path(name).suffix.lower(), bytes)
+    (tmp_path / name).write_bytes(pack(mark + content))
+    assert texts_of(tmp_path / name) == TEXTS
+    assert read_text(DataSection(path=str(tmp_path / name))) == b"\0".join(TEXTS)
+    (tmp_path / "b.txt").write_bytes(b"text\n")
+    assert texts_of(tmp_path) == [*TEXTS, b"text\n"]
+
+
+@pytest.mark.parametrize(
+    "content", [jsonl(ROWS), json.dumps(ROWS).encode(), b'{"a":\n 1}', b'["a",\n"b"]', BOM + b"[{}]"]
+)
+def test_json_under_a_text_s_name_is_no_text(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    for order in ("whole", "shards"):
+        with pytest.raises(DataError, match="holds JSON, not text"):
+            load_data(config_of(tmp_path / "a.txt", order=order))
+    (tmp_path / "settings.json").write_bytes(b'{"a": 1}')
+    (tmp_path / "b.txt").write_text(WORDS)
+    assert texts_of(tmp_path) == [WORDS.encode()]
+    dropped: Counter[str] = Counter()
+    assert read_text(DataSection(path=str(tmp_path)), dropped) == WORDS.encode()
+    assert dict(dropped) == {"file that holds JSON, not text": 1}
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(BOM + b"one\n" + BOM + b"two\n[1] note")
+    expected = b"one\ntwo\n[1] note"
+    assert texts_of(tmp_path / "a.txt") == [expected]
+    assert read_text(DataSection(path=str(tmp_path / "a.txt"))) == expected
+    (tmp_path / "b.jsonl").write_bytes(jsonl([{"text": "\ufeffone"}]))
+    assert texts_of(tmp_path / "b.jsonl") == [b"one"]
+    (tmp_path / "settings.json").write_bytes(BOM + b"{}")
+    assert read_file(tmp_path / "settings.json") == b"{}"
+    (tmp_path / "wide.txt").write_text("one", encoding="utf-16")
+    for read in (texts_of, read_file):
+        with pytest.raises(DataError, match="UTF-16"):
+            read(tmp_path / "wide.txt")
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".json"])
+def test_a_small_file_cannot_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, kind: str
+) -> None:
+    monkeypatch.setattr(documents, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(documents, "_SURE_BYTES", 1 << 20)
+    path = tmp_path / f"a{kind}{suffix}"
+    path.write_bytes(PACKERS[suffix](b'[{"text": "' * (kind == ".json") + b"a" * (5 << 20)))
+    for order in ("auto", "shards"):
+        with pytest.raises(DataError, match=r"a\..*(decompressed|MiB)") as caught:
+            load_data(config_of(path, order=order))
+        assert "\n" not in str(caught.value)
+    # Several streams in a row, and what is cut off.
+    whole = PACKERS[suffix](WORDS.encode())
+    (tmp_path / f"b.txt{suffix}").write_bytes(whole * 3)
+    assert texts_of(tmp_path / f"b.txt{suffix}") == [WORDS.encode() * 3]
+    (tmp_path / f"c.txt{suffix}{suffix}").write_bytes(PACKERS[suffix](whole))
+    with pytest.raises(DataError, match="unpack it"):
+        texts_of(tmp_path / f"c.txt{suffix}{suffix}")
+
+
+def test_links_and_special_files_of_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    folder = tmp_path / "data"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "a.txt").write_text("one")
+    (folder / "in.txt").symlink_to("deep/a.txt")
+    (folder / "out.txt").symlink_to("../secret.txt")
+    (folder / "deep" / "loop").symlink_to("..")
+    (folder / "self.txt").symlink_to("self.txt")
+    os.mkfifo(folder / "pipe.txt")
+    assert texts_of(folder) == [b"one", b"one"]
+    assert read_text(DataSection(path=str(folder))) == b"one\0one"
+    assert "1 x link out of the folder" in caplog.text and "2 x no regular file" in caplog.text
+    # A link that the user names is what the user means; a pipe is not opened.
+    assert texts_of(folder / "out.txt") == [b"secret"]
+    for path in (folder / "pipe.txt", Path("/dev/zero"), folder / "self.txt"):
+        for order in ("auto", "shards"):
+            with pytest.raises(DataError):
+                load_data(config_of(path, order=order))
+        with pytest.raises((DataError, OSError)):
+            read_file(path)
+
+
+def test_a_snapshot_in_the_hub_s_cache_links_to_its_files(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0123").write_text("one")
+    folder = tmp_path / "snapshots" / "revision"
+    folder.mkdir(parents=True)
+    (folder / "a.txt").symlink_to("../../blobs/0123")
+    (folder / "b.txt").symlink_to("../../../secret.txt")
+    assert texts_of(folder) == [b"one"]
+
+
+def save_split(folder: Path, texts: list[str]) -> None:
+    folder.mkdir(parents=True)
+    table = pyarrow.table({"text": texts})
+    for name in ("data-00000-of-00001.arrow", "cache-0123.arrow", "other.arrow"):
+        with pyarrow.ipc.new_stream(folder / name, table.schema) as writer:
+            writer.write_table(table)
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+    )
+    (folder / "dataset_info.json").write_text('{"description": ""}')
+
+
+def test_saved_data_sets_are_read_without_caches_and_one_split_at_a_time(tmp_path: Path) -> None:
+    save_split(tmp_path / "d" / "train", ["train"])
+    assert in_shards(DataSection(path=str(tmp_path / "d")))
+    assert texts_of(tmp_path / "d") == [b"train"]
+    save_split(tmp_path / "d" / "validation", ["valid"])
+    (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
+    with pytest.raises(DataError, match=r"several splits \(train, validation in .*path, sources or valid"):
+        load_data(config_of(tmp_path / "d", order="auto"))
+    assert texts_of(tmp_path / "d" / "validation") == [b"valid"]
+    (tmp_path / "d" / "train" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(DataError, match=r"lacks 'data-00000-of-00001\.arrow'"):
+        texts_of(tmp_path / "d" / "train")
+    (tmp_path / "hub").mkdir()
+    for split in ("train", "test"):
+        name = f"{split}-00000-of-00001.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": [split]}), tmp_path / "hub" / name)
+    with pytest.raises(DataError, match=r"several splits \(test, train"):
+        texts_of(tmp_path / "hub")
+
+
+def test_only_the_columns_that_are_needed_are_read(tmp_path: Path) -> None:
+    odd = pyarrow.array([-1_000_000] * 5, pyarrow.int32()).cast(pyarrow.date32())
+    nano = pyarrow.array([1] * 5, pyarrow.timestamp("ns", tz="Moon/Tycho"))
+    talk = [[{"role": "user", "content": "a"}]] * 5
+    table = pyarrow.table(
+        {
+            "odd": odd,
+            "text": [row["text"] for row in ROWS],
+            "raw": pyarrow.array(TEXTS),
+            "none": pyarrow.nulls(5),
+            "messages": talk,
+            "at": nano,
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    for path in (tmp_path / "a.parquet", tmp_path / "a.arrow"):
+        assert texts_of(path) == TEXTS == texts_of(path, jsonl_field="raw")
+        assert texts_of(path, jsonl_field="none") == []
+        with pytest.raises(DataError, match=r"(?s)date32.*not text.*of 'text', 'raw', 'none'"):
+            texts_of(path, jsonl_field="odd")
+        (shard,) = list_source(str(path)).shards
+        rows = [row for _, row in read_rows(shard, DataSection(format="chat"), skips=False)]
+        assert rows == [{"messages": one} for one in talk]
+
+
+def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    rows = [*ROWS, {"text": None}, {"text": " "}, None, {"text": ""}]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(rows))
+    expected = {"null": 2, "empty": 2}
+    for order in ("whole", "shards"):
+        corpus = load_data(config_of(tmp_path / "a.jsonl", order=order))
+        assert corpus.dropped == expected
+        corpus.close()
+    (tmp_path / "b.jsonl").write_bytes(jsonl(rows[5:]))
+    for order in ("whole", "shards"):
+        with pytest.raises(DataError, match="left out: 2 x null, 2 x empty"):
+            load_data(config_of(tmp_path / "b.jsonl", order=order))
+
+
+def test_tokens_are_made_again_when_an_input_changes(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "a.jsonl", write_tokenizer(tmp_path / "tokenizer")
+    path.write_bytes(jsonl(ROWS))
+    base = config_of(path, tokenizer=str(tokenizer))
+    base = replace(base, model=replace(base.model, vocab=400))
+
+    def folder(config: RunConfig) -> tuple[str, Path]:
+        corpus = load_data(config)
+        assert isinstance(corpus, ShardedCorpus)
+        corpus.close()
+        return corpus.fingerprint(), corpus.streams[0].tokenized._folder
+
+    before = folder(base)
+    assert folder(base) == before
+    os.utime(path, ns=(1, 1))
+    touched = folder(base)
+    assert touched[0] == before[0] and touched[1] != before[1], "the run's text is the same by its listing"
+    tables = json.loads((tokenizer / "tokenizer.json").read_text())
+    (token,) = [one for one in tables["added_tokens"] if one["content"] == "<|endoftext|>"]
+    token["content"] = "<|finis|>"
+    tables["model"]["vocab"]["<|finis|>"] = tables["model"]["vocab"].pop("<|endoftext|>")
+    (tokenizer / "tokenizer.json").write_text(json.dumps(tables))
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|finis|>"}))
+    assert folder(base)[0] != before[0]
+
+
+class _Strange(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [DataError("row 7"), _Strange("odd"), StopIteration("end"), MemoryError()])
+def test_whatever_fails_beside_training_reaches_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl([{"text": f"{number} {WORDS}"} for number in range(400)]))
+    monkeypatch.setattr(documents, "SHARD_BYTES", 2000)
+    corpus = load_data(config_of(tmp_path / "a.jsonl"))
+    assert isinstance(corpus, ShardedCorpus)
+    (stream,) = corpus.streams
+    real = documents.text_of
+
+    def fails(row: Any, place: str, data: DataSection) -> bytes:
+        raise error
+
+    assert real is text_of
+    monkeypatch.setattr("node.data.shards.text_of", fails)
+    corpus.batch(0)
+    assert corpus._worker is not None
+    corpus._worker.join(20)
+    assert not corpus._worker.is_alive() and stream.failure is not None
+    expected = RuntimeError if isinstance(error, StopIteration) else type(error)
+    for _ in range(2):
+        with pytest.raises(expected):
+            packed_parts(corpus, [1], BatchPart.INPUTS)
+        with pytest.raises(expected):
+            stream.extend()
+    corpus.close()
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.text(max_size=20),
+    st.integers(),
+    st.floats(),
+    st.booleans(),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
+)
+COLUMNS = st.sampled_from(
+    [
+        pyarrow.array([WORDS, None]),
+        pyarrow.array([WORDS.encode(), b"\xff"]),
+        pyarrow.array([WORDS, WORDS]).dictionary_encode(),
+        pyarrow.array([WORDS, WORDS], pyarrow.large_string()),
+        pyarrow.StringArray.from_buffers(
+            2, pyarrow.py_buffer(np.array([0, 1, 2], np.int32)), pyarrow.py_buffer(b"a\xff")
+        ),
+        pyarrow.array([[1], None]),
+        pyarrow.array([{"a": 1}, None]),
+        pyarrow.array([float("nan"), 1.0]),
+        pyarrow.array([1, -1_000_000], pyarrow.int32()).cast(pyarrow.date32()),
+        pyarrow.array([1, 2**62], pyarrow.timestamp("ns")),
+        pyarrow.nulls(2),
+    ]
+)
+
+
+def _one_line_or_texts(path: Path, good: int) -> None:
+    for order in ("whole", "shards"):
+        try:
+            corpus = load_data(config_of(path, order=order))
+        except DataError as error:
+            assert "\n" not in str(error) and str(path) in str(error)
+        else:
+            assert sum(corpus.dropped.values()) <= 2 + good
+            corpus.close()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    VALUES, st.integers(0, 5), st.sampled_from(["line", "value", "array", "bytes"]), st.binary(max_size=12)
+)
+def test_a_bad_row_anywhere_in_json_is_left_out_or_one_line(
+    tmp_path: Path, value: Any, at: int, kind: str, junk: bytes
+) -> None:
+    rows: list[Any] = [*ROWS]
+    rows.insert(at, value if kind == "line" else {"text": value})
+    path = tmp_path / "a.json"
+    content = json.dumps(rows).encode() if kind == "array" else jsonl(rows)
+    if kind == "bytes":
+        middle = len(content) * at // 6
+        content = content[:middle] + junk + content[middle:]
+    path.write_bytes(content)
+    _one_line_or_texts(path, len(ROWS))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(COLUMNS, COLUMNS, st.sampled_from(["parquet", "arrow"]), st.integers(0, 400), st.booleans())
+def test_any_column_of_a_table_is_read_or_one_line(
+    tmp_path: Path, column: Any, beside: Any, kind: str, damage: int, damaged: bool
+) -> None:
+    path = tmp_path / f"a.{kind}"
+    table = pyarrow.table({"text": column, "beside": beside})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    if damaged:
+        path.write_bytes(path.read_bytes()[: damage * 4])
+    _one_line_or_texts(path, 2)

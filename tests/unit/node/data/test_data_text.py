@@ -1,0 +1,151 @@
+"""Reading text: accepted files, and one clear line for each refused one."""
+
+import gzip
+import json
+import logging
+import lzma
+import os
+from pathlib import Path
+
+import pytest
+
+from node.config.schema import DataSection
+from node.data import documents, text
+from node.data.documents import read_text
+from wire.errors import ConfigError, DataError
+
+
+def read(path: Path | str, field: str = "text") -> bytes:
+    return read_text(DataSection(path=str(path), jsonl_field=field))
+
+
+def refused(path: Path | str, message: str, field: str = "text") -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read(path, field)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_file_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "any.name"
+    path.write_bytes("Grüße\r\n".encode())
+    assert read(path) == "Grüße\r\n".encode()
+
+
+def test_compressed_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one"))
+    (tmp_path / "b.jsonl.xz").write_bytes(lzma.compress(b'{"text": "two"}\n'))
+    assert read(tmp_path / "a.txt.gz") == b"one"
+    assert read(tmp_path / "b.jsonl.xz") == b"two"
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"body": "first"}, {"body": "zero\0byte"}, {"body": " "}, {"body": "last", "text": 1}]
+    path.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
+    assert read(path, "body") == b"first\0zero byte\0last"
+
+
+def test_a_folder_is_read_in_order_of_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.md").write_text("three")
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "aa.jsonl").write_text('{"text": "two"}')
+    (tmp_path / "c.txt.xz").write_bytes(lzma.compress(b"four"))
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "picture.png").write_text("never read")
+    (tmp_path / ".hidden.txt").write_text("never read")
+    (tmp_path / "latin.txt").write_bytes("Grüße".encode("latin-1"))
+    (tmp_path / "zeros.txt").write_bytes(b"a\0b")
+    with caplog.at_level(logging.WARNING):
+        assert read(tmp_path) == b"one\0two\0three\0four"
+    skipped = [record.getMessage() for record in caplog.records]
+    assert len(skipped) == 3
+    assert skipped[0].startswith("training on 7 of 8 files in ") and skipped[0].endswith("skipped: 1 x .png")
+    assert "latin.txt is not UTF-8 text" in skipped[1] and "(byte 2)" in skipped[1]
+    assert "zeros.txt holds zero bytes" in skipped[2]
+
+
+def test_the_standard_library_needs_no_path() -> None:
+    content = read("stdlib")
+    assert 1_000_000 < len(content) <= text.STDLIB_LIMIT_BYTES + 10_000
+    assert b"class JSONDecoder" in content
+    assert content == read("stdlib")
+
+
+def test_the_standard_library_is_cut_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "STDLIB_LIMIT_BYTES", 50_000)
+    cut = read("stdlib")
+    assert sum(map(len, cut.split(b"\0"))) <= 50_000
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    refused(tmp_path / "none.txt", "no file or folder .*none.txt; set .* data.path=PATH after the command")
+    (tmp_path / "empty.txt").write_text(" \n")
+    refused(tmp_path / "empty.txt", "no text in .*empty.txt")
+    (tmp_path / "binary.bin").write_bytes(b"\xff\x00")
+    refused(tmp_path / "binary.bin", "is not UTF-8 text")
+    (tmp_path / "zeros.bin").write_bytes(b"\0\0")
+    refused(tmp_path / "zeros.bin", "zero bytes")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    refused(folder, "no text files in folder")
+    (folder / "bad.txt").write_bytes(b"\xff")
+    refused(folder, "no text in .*folder")
+
+
+@pytest.mark.parametrize("suffix", [".xz", ".gz"])
+def test_damaged_compression(tmp_path: Path, suffix: str) -> None:
+    good = (lzma if suffix == ".xz" else gzip).compress(bytes(range(1, 100)) * 50)
+    path = tmp_path / f"a.txt{suffix}"
+    for content in (good[:-9], b"not compressed at all", good[:20] + b"\x55" * 20 + good[40:]):
+        path.write_bytes(content)
+        refused(path, "is damaged")
+
+
+def test_json_lines_name_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n\n{"other": "b"}\n')
+    refused(path, "rows.jsonl line 3 has no text in field 'text'")
+    path.write_text('{"text": "a"}\n{"text": 3}\n')
+    refused(path, "rows.jsonl line 2 has no text")
+    path.write_text('{"text": "a"}\n[1]\n')
+    refused(path, "line 2 is not a JSON object")
+    path.write_text('{"text": "a"}\n{"text": \n')
+    refused(path, "line 2 is not JSON")
+    for odd in ("[" * 5000, f'{{"text": {"9" * 5000}}}'):
+        path.write_text('{"text": "a"}\n' + odd)
+        refused(path, "line 2 is not JSON")
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "secret.txt"
+    path.write_text("x")
+
+    def denied(self: Path, mode: str) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    # Tests may run as root, whom permissions do not stop.
+    monkeypatch.setattr(Path, "open", denied)
+    refused(path, "cannot read .*secret.txt: Permission denied")
+
+
+def test_what_lies_in_a_folder_that_may_not_be_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    (tmp_path / "link.txt").symlink_to("locked/text.txt")
+    whole = Path.stat
+
+    def stat(self: Path, **options: bool) -> os.stat_result:
+        return whole(self, **options) if self == tmp_path else denied(self)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    refused(tmp_path / "locked" / "text.txt", "cannot read .*text.txt: Permission denied; check")
+    refused(tmp_path, "cannot read .*link.txt: Permission denied; check")
+
+
+def test_the_home_of_nobody_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"data\.path '~nosuchuser/x\.txt': this machine knows no home"):
+        read("~nosuchuser/x.txt")

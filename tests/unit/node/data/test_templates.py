@@ -1,0 +1,82 @@
+"""Where answers lie in what odd templates write."""
+
+from typing import Any
+
+import pytest
+
+from node.data.conversations import Dropped, normalized
+from node.data.templates import Template
+
+HEAD = "{% for m in messages %}"
+TAIL = "{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+TWO = [
+    {"role": "user", "content": "Hi?"},
+    {"role": "assistant", "content": "<think>x</think>One."},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "Two."},
+]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "expected"),
+    [
+        # Thoughts are taken out everywhere, and the prompt begins one, as DeepSeek's R1 has it.
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}<U>{{ m.content }}{% else %}<A>"
+            "{{ m.content.split('</think>')[-1] }}<E>{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<A><think>\n{% endif %}",
+            TWO,
+            "<U>Hi?<A>[[One.<E>]]<U>And?<A>[[Two.<E>]]",
+        ),
+        # A system prompt before the last user's message alone.
+        (
+            HEAD + "{% if loop.index0 == messages | length - 2 %}<sys>{% endif %}"
+            "<s>{{ m.role }}\n{{ m.content | trim }}<e>\n" + TAIL,
+            [{"role": "user", "content": "  Two. "}, {"role": "assistant", "content": " Two.\n"}, *TWO[2:]],
+            "<s>user\nTwo.<e>\n<s>assistant\n[[Two.<e>\n]]<sys><s>user\nAnd?<e>\n<s>assistant\n[[Two.<e>\n]]",
+        ),
+        # Something behind the last turn alone.
+        (
+            HEAD + "<s>{{ m.role }}\n{{ m.content }}<e>\n" + TAIL[:-11] + "{% else %}<end>{% endif %}",
+            [TWO[2], TWO[3], TWO[2], TWO[3]],
+            "<s>user\nAnd?<e>\n<s>assistant\n[[Two.<e>\n]]<s>user\nAnd?<e>\n<s>assistant\n[[Two.<e>\n<end>]]",
+        ),
+        # The assistant speaks first, and has another name.
+        (
+            HEAD + "{{ 'B:' if m.role == 'bot' else 'U:' }}{{ m.content }}</s>{% endfor %}"
+            "{% if add_generation_prompt %}B:{% endif %}",
+            TWO[3:] + TWO[2:],
+            "B:[[Two.</s>]]U:And?</s>B:[[Two.</s>]]",
+        ),
+        # Parts of content are all that it reads.
+        (
+            HEAD + "<s>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}<e>" + TAIL,
+            TWO[2:],
+            "<s>user\nAnd?<e><s>assistant\n[[Two.<e>]]",
+        ),
+        # Arguments of calls are text to it.
+        (
+            HEAD + "<s>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+            "{{ c.function.name + c.function.arguments }}{% endfor %}<e>" + TAIL,
+            [TWO[2], {"role": "assistant", "content": None, "tool_calls": [CALL]}],
+            '<s>user\nAnd?<e><s>assistant\n[[weather{"city": "Oslo"}<e>]]',
+        ),
+    ],
+    ids=["thoughts", "moved", "end", "bot", "parts", "arguments"],
+)
+def test_answers_are_found(source: str, messages: list[dict[str, Any]], expected: str) -> None:
+    template = Template(source, {})
+    rendered = template.render(normalized({"messages": messages}, "", template.forms))
+    text = rendered.text
+    for start, stop in sorted(rendered.assistant, reverse=True):
+        text = f"{text[:start]}[[{text[start:stop]}]]{text[stop:]}"
+    assert text == expected
+
+
+def test_a_mark_of_the_data_is_never_taken_for_one_of_ours() -> None:
+    source = HEAD + "{{ messages | length }}{{ m.role }}\n{{ m.content }}<e>\n" + TAIL
+    template = Template(source, {})
+    messages = [{"role": "user", "content": "a\U000f0003b"}, *TWO[1:]]
+    with pytest.raises(Dropped, match="private characters"):
+        template.render(normalized({"messages": messages}, "", template.forms))

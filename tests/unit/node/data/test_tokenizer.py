@@ -1,0 +1,474 @@
+"""Byte-pair encoding from the user's tables, and token files on disk."""
+
+import base64
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from node.config.schema import DataSection
+from node.data import token_cache, tokenizer
+from node.data.chat import load_chat_encoder
+from node.data.data import Corpus
+from node.data.documents import list_source, read_text
+from node.data.shards import TokenizedSource
+from node.data.text import SEPARATOR
+from node.data.token_cache import tokens_of
+from node.data.tokenizer import (
+    MOST_TABLES_BYTES,
+    BpeTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    of_tables,
+    pieces_of,
+)
+from tests.support.examples import examples
+from wire.errors import ConfigError, DataError
+
+LINES = [
+    f"the {word} of line {n}, isn't it? {n * n}  \u4e2d\u6587 \U0001f600"
+    for n in range(60)
+    for word in ("end", "start")
+]
+PROSE = "\n".join(LINES)
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small byte-level BPE in all the forms that people have it in."""
+    folder = tmp_path_factory.mktemp("bpe")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+    )
+    bpe.train_from_iterator(LINES, trainer)
+    for name in ("hugging-face", "gpt2", "openai"):
+        (folder / name).mkdir()
+    bpe.save(str(folder / "hugging-face" / "tokenizer.json"))
+    bpe.model.save(str(folder / "gpt2"))
+    for theirs, ours in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
+        (folder / "openai" / theirs).write_bytes((folder / "gpt2" / ours).read_bytes())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "thinwire" / "tokens"
+
+
+def whole(bpe: Tokenizer, text: bytes) -> list[int]:
+    """Every document encoded in one piece."""
+    assert isinstance(bpe, BpeTokenizer)
+    documents: list[bytes] = []
+    for document in text.split(SEPARATOR):
+        documents += [document, SEPARATOR]
+    return np.concatenate(bpe.encode(documents[:-1])).tolist()
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hugging-face",
+        "hugging-face/tokenizer.json",
+        "gpt2",
+        "gpt2/vocab.json",
+        "gpt2/merges.txt",
+        "openai",
+        "openai/encoder.json",
+        "openai/vocab.bpe",
+    ],
+)
+def test_every_form_gives_the_same_ids(tables: Path, name: str) -> None:
+    found = load_tokenizer(str(tables / name))
+    assert found.vocabulary == 400 and found.dtype == np.uint16
+    (ids,) = found.encode([PROSE.encode()])
+    expected = tokenizers.Tokenizer.from_file(str(tables / "hugging-face" / "tokenizer.json"))
+    assert ids.tolist() == expected.encode(PROSE).ids
+    assert expected.decode(ids.tolist()) == PROSE
+    assert len(ids) < len(PROSE.encode()) / 2
+
+
+characters = st.sampled_from([*"ab .,'s1\n\n\n\r\t\u00a0\u2028\u4e2d", "\n\n", " \n", "\n ", "x\ny", ".\n-"])
+documents = st.lists(st.lists(characters, max_size=60).map("".join), min_size=1, max_size=4)
+
+
+@settings(
+    max_examples=examples(300),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(documents=documents, size=st.integers(1, 40))
+def test_pieces_do_not_change_the_ids(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, documents: list[str], size: int
+) -> None:
+    text = SEPARATOR.join(document.encode() for document in documents)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "PIECE_BYTES", size)
+        pieces = list(pieces_of(text))
+    assert b"".join(pieces) == text
+    gpt2 = load_tokenizer(str(tables / "gpt2"))
+    assert np.concatenate(gpt2.encode(pieces)).tolist() == whole(gpt2, text) if text else not pieces
+
+
+def test_pieces_are_cut() -> None:
+    text = PROSE.encode() * 100
+    pieces = list(pieces_of(text))
+    assert len(pieces) > 2
+    assert all(tokenizer.PIECE_BYTES <= len(piece) < tokenizer.PIECE_BYTES + 200 for piece in pieces[:-1])
+
+
+def test_text_that_looks_like_a_special_token_stays_text(tables: Path) -> None:
+    for form in ("hugging-face", "gpt2"):
+        found = load_tokenizer(str(tables / form))
+        ids = np.concatenate(found.encode([b"a<|endoftext|>b", SEPARATOR, b"c"])).tolist()
+        assert ids.count(0) == 1 and len(ids) > 6
+
+
+def test_tokens_are_kept_and_read_back(tables: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpt2 = load_tokenizer(str(tables / "gpt2"))
+    text = SEPARATOR.join([PROSE.encode(), b"another one", PROSE.encode()])
+    told: list[str] = []
+    first = tokens_of(text, gpt2, cache, told.append)
+    assert isinstance(first, np.memmap) and first.tolist() == whole(gpt2, text)
+    assert told and told[-1].startswith("tokenized 0 of 0 MB")
+    assert sorted(path.suffix for path in cache.iterdir()) == [".json", ".lock", ".tokens"]
+
+    def fail(*_: object) -> None:
+        raise AssertionError("encoded again")
+
+    monkeypatch.setattr(BpeTokenizer, "encode", fail)
+    assert tokens_of(text, gpt2, cache, fail).tolist() == first.tolist()
+    with pytest.raises(AssertionError, match="encoded again"):
+        tokens_of(text + b"!", gpt2, cache, quiet)
+
+
+def test_a_killed_run_resumes_where_it_was(
+    tables: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "PIECE_BYTES", 500)
+    monkeypatch.setattr(token_cache, "BATCH_PIECES", 3)
+    gpt2 = load_tokenizer(str(tables / "gpt2"))
+    text = SEPARATOR.join([PROSE.encode()] * 3)
+    total = len(list(pieces_of(text)))
+    encoded: list[int] = []
+    plain = BpeTokenizer.encode
+
+    def dies(self: BpeTokenizer, pieces: list[bytes]) -> list[np.ndarray]:
+        encoded.append(len(pieces))
+        if len(encoded) == 5:
+            # Some of the next batch may have reached the disk.
+            (partial,) = cache.glob("*.partial")
+            partial.write_bytes(partial.read_bytes() + b"torn")
+            raise KeyboardInterrupt
+        return plain(self, pieces)
+
+    monkeypatch.setattr(BpeTokenizer, "encode", dies)
+    with pytest.raises(KeyboardInterrupt):
+        tokens_of(text, gpt2, cache, quiet)
+    ids = tokens_of(text, gpt2, cache, quiet)
+    assert ids.tolist() == whole(gpt2, text)
+    assert sum(encoded[:4]) + sum(encoded[5:-1]) == total, "nothing was encoded twice"
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "no-record", "wrong-record", "torn-progress"])
+def test_damaged_files_are_made_again(tables: Path, cache: Path, damage: str) -> None:
+    gpt2 = load_tokenizer(str(tables / "gpt2"))
+    text = PROSE.encode()
+    expected = tokens_of(text, gpt2, cache, quiet).tolist()
+    (tokens,), (record,) = cache.glob("*.tokens"), cache.glob("*.json")
+    data = bytearray(tokens.read_bytes())
+    if damage == "flip":
+        data[10] ^= 1
+        tokens.write_bytes(data)
+    elif damage == "cut":
+        tokens.write_bytes(data[:-1])
+    elif damage == "no-record":
+        record.unlink()
+    elif damage == "wrong-record":
+        record.write_text(json.dumps({"tokens": "many"}))
+    else:
+        record.unlink()
+        tokens.with_suffix(".progress").write_text('{"pieces": 7, "tokens":')
+        tokens.with_suffix(".partial").write_bytes(b"abc")
+    assert tokens_of(text, gpt2, cache, quiet).tolist() == expected
+
+
+def test_a_corpus_of_tokens(tables: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "text" / f"{name}.txt").write_text(PROSE)
+    data = DataSection(path=str(tmp_path / "text"), tokenizer=str(tables / "gpt2"))
+    corpus = Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=400)
+    ids = [*corpus.training.tolist(), *corpus.validation.tolist()]
+    assert ids == whole(load_tokenizer(data.tokenizer), read_text(data))
+    assert corpus.batch(3).shape == (2, 17) and corpus.batch(3).max() < 400
+    as_bytes = Corpus.load(DataSection(path=data.path), sequence=16, global_batch=2, seed=0)
+    assert corpus.fingerprint() != as_bytes.fingerprint()
+    with pytest.raises(ConfigError, match=r"model.vocab is 399, but the tokenizer in .* has 400 tokens: set"):
+        Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=399)
+    largest = max(ids)
+    fixed = Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=largest + 1, fixed=True)
+    assert fixed.fingerprint() == corpus.fingerprint(), "a checkpoint has no row for tokens of no text"
+    with pytest.raises(
+        ConfigError, match=f"has the token {largest} .* model.vocab is {largest}: take it out"
+    ):
+        Corpus.load(data, sequence=16, global_batch=2, seed=0, vocab=largest, fixed=True)
+
+
+def test_a_prompt_is_encoded_as_transformers_does(tables: Path, tmp_path: Path) -> None:
+    """With the token that begins a text, as Llama 3 has it, and special tokens that are special."""
+    import transformers  # takes seconds, which only some workers spend
+
+    bpe = tokenizers.Tokenizer.from_file(str(tables / "hugging-face" / "tokenizer.json"))
+    bpe.add_special_tokens(["<|begin|>"])
+    begin = bpe.token_to_id("<|begin|>")
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
+    )
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(str(tmp_path))
+    text = "the end<|endoftext|>the start"
+    (as_text,) = ours.encode([text.encode()])
+    expected = theirs(text)["input_ids"]
+    assert ours.prompt(text) == expected and expected[0] == begin and 0 in expected
+    assert 0 not in as_text and ours.encode([text.encode()])[0].tolist() == as_text.tolist()
+    assert load_tokenizer("bytes").prompt("\u4e2d") == list("\u4e2d".encode())
+
+
+def test_what_ends_a_text(tables: Path, tmp_path: Path) -> None:
+    """Ends of documents, and the ids at which the model's own settings end a text."""
+    assert load_tokenizer("bytes").ends == {0}
+    folder = tmp_path / "chat"
+    shutil.copytree(tables / "hugging-face", folder)
+    (end,) = load_tokenizer(str(folder)).ends
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "the"}')
+    word = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("the")
+    assert load_tokenizer(str(folder)).ends == {end, word}
+    for ids, more in (("7", {7}), ("[7, 8]", {7, 8}), ("null", set())):
+        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ids}}}')
+        assert load_tokenizer(str(folder)).ends == {end, word} | more
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"generation_config.json cannot be read"):
+        load_tokenizer(str(folder))
+
+
+def write_special(folder: Path, tables: Path, files: dict[str, object], *, adds: bool = False) -> Path:
+    """The small BPE with <s>, </s> and <|turn|> beside <|endoftext|>, and settings."""
+    bpe = tokenizers.Tokenizer.from_file(str(tables / "hugging-face" / "tokenizer.json"))
+    bpe.add_special_tokens(["<s>", "</s>", "<|turn|>"])
+    if adds:
+        bpe.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))]
+        )
+    folder.mkdir()
+    bpe.save(str(folder / "tokenizer.json"))
+    for name, values in files.items():
+        (folder / name).write_text(values if isinstance(values, str) else json.dumps(values))
+    return folder
+
+
+END, BEGIN, STOP, TURN = 0, 400, 401, 402
+TURN_TEMPLATE = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("files", "between", "ends"),
+    [
+        ({}, END, {END}),
+        ({"tokenizer_config.json": {"eos_token": "</s>"}}, STOP, {END, STOP}),
+        ({"special_tokens_map.json": {"eos_token": {"content": "</s>"}}}, STOP, {END, STOP}),
+        ({"config.json": {"eos_token_id": STOP}}, STOP, {END, STOP}),
+        ({"config.json": {"text_config": {"eos_token_id": STOP}}}, STOP, {END, STOP}),
+        ({"generation_config.json": {"eos_token_id": [STOP, TURN]}}, STOP, {END, STOP, TURN}),
+        ({"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": None}}, END, {END}),
+        ({"config.json": {"eos_token_id": 10**12}}, END, {END}),
+        ({"tokenizer_config.json": {"eos_token": "none such"}}, END, {END}),
+        # What ends a turn ends no text.
+        (
+            {"tokenizer_config.json": {"eos_token": "<|turn|>", "chat_template": TURN_TEMPLATE}},
+            END,
+            {END, TURN},
+        ),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "<|turn|>"},
+                "chat_template.jinja": TURN_TEMPLATE,
+                "generation_config.json": {"eos_token_id": [TURN, STOP]},
+            },
+            STOP,
+            {END, STOP, TURN},
+        ),
+    ],
+)
+def test_the_end_of_text_is_what_the_files_say(
+    tables: Path, tmp_path: Path, files: dict[str, object], between: int, ends: set[int]
+) -> None:
+    found = load_tokenizer(str(write_special(tmp_path / "t", tables, files)))
+    assert found.encode([SEPARATOR])[0].tolist() == [between] and found.ends == ends
+
+
+def test_an_unknown_end_of_text_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        LINES, tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
+    )
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    load_tokenizer(str(tmp_path))
+    assert str(tmp_path) in caplog.text and "names no end of text" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "adds", "begin"),
+    [
+        ({}, False, ()),
+        ({}, True, (BEGIN,)),
+        ({"add_bos_token": False, "bos_token": "<s>"}, True, ()),
+        ({"add_bos_token": True, "bos_token": "<s>"}, False, (BEGIN,)),
+        ({"add_bos_token": True}, False, ()),
+    ],
+)
+def test_texts_begin_as_the_tokenizer_says(
+    tables: Path, tmp_path: Path, cache: Path, settings: dict[str, object], adds: bool, begin: tuple[int, ...]
+) -> None:
+    """In training, whole and in shards, as in a prompt."""
+    folder = write_special(tmp_path / "t", tables, {"tokenizer_config.json": settings}, adds=adds)
+    found = load_tokenizer(str(folder))
+    text = [*found.encode([b"a cat"])[0].tolist()]
+    assert found.begin == begin
+    assert found.prompt("a cat") == [*begin, *text]
+    assert found.prompt("<s>a cat") == [BEGIN, *text], "it is not written twice"
+    ids = tokens_of(SEPARATOR.join([b"a cat", b"a cat"]), found, cache, quiet)
+    assert ids.tolist() == [*begin, *text, END, *begin, *text]
+    rows = "".join(json.dumps({"text": "a cat"}) + "\n" for _ in range(9))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    data = DataSection(path=str(tmp_path / "rows.jsonl"), tokenizer=str(folder))
+    source = TokenizedSource(list_source(data.path), data, found, None, 500, tmp_path / "parts")
+    assert source.counts(0, 0) is not None
+    assert source.part(0, 0).tokens.tolist() == [*begin, *text, END] * 9
+    other = load_tokenizer(str(write_special(tmp_path / "other", tables, {})))
+    assert (other.fingerprint == found.fingerprint) == (not begin and not adds)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_sentencepiece_model_gives_its_own_ids(tmp_path: Path, kind: str) -> None:
+    golden = json.loads((Path(__file__).parents[3] / "golden" / "sentencepiece.json").read_text())[kind]
+    (tmp_path / "tokenizer.model").write_bytes(base64.b64decode(golden["model"]))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    (tmp_path / "added_tokens.json").write_text('{"<|turn|>": 420}')
+    found = load_tokenizer(str(tmp_path))
+    assert found.vocabulary == 421 and found.begin == (1,) and found.ends == {2}
+    for text, ids in golden["cases"]:
+        assert found.encode([text.encode()])[0].tolist() == ids
+    assert found.prompt("<|turn|>")[:2] == [1, 420]
+    made = of_tables(str(tmp_path))
+    assert made is not None
+    again = tokenizers.Tokenizer.from_str(made.to_json())
+    assert all(again.encode(text, add_special_tokens=False).ids == ids for text, ids in golden["cases"])
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 40, b"\x0a\xff\xff\xff\x0f", b"\x0a\x02\x15\x00"])
+def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(damage)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge", "folder", "deep"])
+def test_files_of_strangers_are_read_within_bounds(
+    tables: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    folder = write_special(tmp_path / "t", tables, {"tokenizer_config.json": {"chat_template": "{{ 1 }}"}})
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(MOST_TABLES_BYTES + 1)
+    else:
+        path.write_text("[" * 100_000)
+    if kind == "deep" and name == "chat_template.jinja":
+        assert load_tokenizer(str(folder)).vocabulary == 403
+        return
+    with pytest.raises(DataError):
+        load_tokenizer(str(folder))
+    with pytest.raises(DataError):
+        load_chat_encoder(str(folder), "")
+
+
+def test_what_is_no_tokenizer_is_refused_in_one_line(
+    tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer 'byte': set .* to bytes, or to a folder or file"):
+        load_tokenizer("byte")
+    with pytest.raises(DataError, match=r"expected tokenizer.json or vocab.json and merges.txt or encoder"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(DataError, match=f"no tokenizer in {tmp_path}: expected vocab.json and merges.txt"):
+        load_tokenizer(str(tmp_path / "vocab.json"))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("[1, 2")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_tokenizer(str(tmp_path))
+    vocab = {letter: number for number, letter in enumerate("abcdefgh\u0100")}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(DataError, match="does not give back every text"):
+        load_tokenizer(str(tmp_path / "merges.txt"))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r'needs the tokenizers package .*: pip install "thinwire\[bpe\]"'):
+        load_tokenizer(str(tables / "gpt2"))
+    assert load_tokenizer("bytes").vocabulary == 256
+
+
+def test_a_folder_that_cannot_be_written_is_named(tables: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"tokens cannot be kept in .*: free some space or set XDG"):
+        tokens_of(b"text", load_tokenizer(str(tables / "gpt2")), tmp_path / "file" / "tokens", quiet)
+
+
+def test_tables_in_a_folder_that_may_not_be_entered(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = tables / "gpt2"
+
+    def stat(self: Path, **options: bool) -> None:
+        if locked in self.parents:
+            raise PermissionError(13, "Permission denied", str(self))
+        return whole(self, **options)
+
+    whole = Path.stat
+    monkeypatch.setattr(Path, "stat", stat)
+    for name in (locked, locked / "vocab.json"):
+        with pytest.raises(DataError, match=f"cannot read {name}: Permission denied; check its permissions"):
+            load_tokenizer(str(name))
+
+
+def test_the_home_of_nobody_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"data\.tokenizer '~nosuchuser/bpe': this machine knows no home"):
+        load_tokenizer("~nosuchuser/bpe")

@@ -1,0 +1,235 @@
+"""Orders of plain and interleaved 1F1B: complete, bounded in memory, same order of gradients."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node.schedule.schedule import (
+    Action,
+    BoundaryTensor,
+    Dependencies,
+    Kind,
+    Order,
+    Window,
+    check_complete,
+    dependencies,
+    has_head_first,
+    held_activations,
+    interleaved_1f1b,
+    one_f_one_b,
+    one_f_one_b_limited,
+    schedule,
+)
+from node.schedule.simulation import simulate
+from tests.support.examples import examples
+from wire.errors import ConfigError
+
+
+def spelled(order: Order) -> str:
+    """`F0.2` is the forward of local chunk 0, microbatch 2."""
+    return " ".join(f"{action.kind[0].upper()}{action.chunk}.{action.microbatch}" for action in order)
+
+
+def read(*orders: str) -> tuple[Order, ...]:
+    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
+    return tuple(
+        tuple(Action(kinds[word[0]], int(word[1]), int(word[3:])) for word in order.split())
+        for order in orders
+    )
+
+
+def test_plain_orders_are_the_textbook_ones() -> None:
+    assert tuple(map(spelled, one_f_one_b(3, 4))) == (
+        "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
+        "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3",
+        "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3",
+    )
+
+
+def test_window_lets_every_stage_but_the_last_run_ahead() -> None:
+    assert tuple(map(spelled, one_f_one_b(3, 4, window=1))) == (
+        "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3",
+        "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
+        "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3",
+    )
+
+
+def test_interleaved_takes_uneven_groups_larger_first() -> None:
+    last = interleaved_1f1b(2, 2, 5)[1]
+    assert spelled(last) == (
+        "F0.0 F0.1 F0.2 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F0.3 B0.0 F0.4 B0.1 F1.3 B0.2 F1.4 B1.3 B1.4 B0.3 B0.4"
+    )
+
+
+def test_held_activations_are_the_designs_counts() -> None:
+    """Design section 4, "Bits by stage"; AGoQ's figure for n = 4, v = 2."""
+    assert [held_activations(order) for order in interleaved_1f1b(4, 2, 16)] == [11, 9, 7, 5]
+    for stages in range(1, 9):
+        assert [held_activations(order) for order in one_f_one_b(stages, 16)] == list(range(stages, 0, -1))
+        for chunks in (2, 3, 4):
+            held = [held_activations(order) for order in interleaved_1f1b(stages, chunks, 4 * stages)]
+            assert held == [2 * (stages - i - 1) + (chunks - 1) * stages + 1 for i in range(stages)]
+
+
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_every_schedule_is_complete_bounded_and_free_of_deadlock(stages: int) -> None:
+    # All up to a group of stages, and more that divide badly and well; Hypothesis draws larger ones.
+    several = sorted({*range(1, stages + 2), 2 * stages, 31})
+    for chunks in range(1, 5):
+        for microbatches in several:
+            for window in (0, 1, 2, 4):
+                orders = schedule(stages, chunks, microbatches, window)
+                # Refuses what is incomplete: as many actions as there should be are then all of them.
+                simulate(orders, forward_time=1, backward_time=2, transfer_time=0.5)
+                assert list(map(len, orders)) == [2 * chunks * microbatches] * stages
+                groups = max(1, microbatches // (stages * (1 + (window + 1) // 2)))
+                largest = -(-microbatches // groups)
+                for stage, order in enumerate(orders):
+                    hops = stages - 1 - stage
+                    limit = 1 + hops * (1 + window)
+                    if chunks > 1:
+                        limit = 1 + (chunks - 1) * largest + hops * (2 + window)
+                    assert held_activations(order) == min(microbatches * chunks, limit)
+                    for chunk in range(chunks):
+                        assert backward_microbatches(order, chunk) == list(range(microbatches))
+
+
+def backward_microbatches(order: Order, chunk: int) -> list[int]:
+    return [a.microbatch for a in order if a.kind is Kind.BACKWARD and a.chunk == chunk]
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(1, 6),
+    st.integers(1, 60),
+    st.integers(0, 20),
+)
+@settings(max_examples=examples(40))
+def test_larger_schedules_are_complete_and_free_of_deadlock(
+    stages: int, chunks: int, microbatches: int, window: int
+) -> None:
+    orders = schedule(stages, chunks, microbatches, window)
+    assert check_complete(orders) == (chunks, microbatches)
+    simulate(orders, forward_time=1, backward_time=1, transfer_time=0)
+    for order in orders:
+        for chunk in range(chunks):
+            assert backward_microbatches(order, chunk) == list(range(microbatches))
+
+
+def test_with_the_head_first_its_passes_are_between_the_first_chunks() -> None:
+    orders = schedule(3, 1, 4, head_first=True)
+    assert tuple(map(spelled, orders)) == (
+        "F0.0 F0.1 F0.2 F1.0 B1.0 F0.3 F1.1 B1.1 B0.0 F1.2 B1.2 B0.1 F1.3 B1.3 B0.2 B0.3",
+        "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
+        "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3",
+    )
+
+
+@given(st.integers(2, 9), st.integers(1, 5), st.integers(1, 60), st.integers(0, 12), st.booleans())
+def test_schedules_with_the_head_first_are_complete_and_free_of_deadlock(
+    stages: int, chunks: int, microbatches: int, window: int, swap: bool
+) -> None:
+    orders = schedule(stages, chunks, microbatches, window, head_first=True)
+    assert has_head_first(orders)
+    assert check_complete(orders) == (chunks, microbatches)
+    timeline = simulate(orders, 1, 2, 0.5, 1.0, swap=swap and chunks == 1)
+    for stage, (order, spans) in enumerate(zip(orders, timeline.spans, strict=True)):
+        ran = tuple(span.action for span in spans)
+        for chunk in range(chunks + (stage == 0)):
+            assert backward_microbatches(ran, chunk) == list(range(microbatches))
+        assert held_activations(ran) <= held_activations(order)
+
+
+@pytest.mark.parametrize(("chunks", "window"), [(1, 0), (1, (2, 0, 3)), (2, 1)])
+def test_with_the_head_first_every_tensor_is_made_once_and_needed_once(chunks: int, window: Window) -> None:
+    made: list[BoundaryTensor | None] = []
+    needed: list[BoundaryTensor | None] = []
+    for stage, order in enumerate(schedule(3, chunks, 6, window, head_first=True)):
+        for action in order:
+            edges = dependencies(action, stage, 3, chunks, head_first=True)
+            made.append(edges.makes)
+            needed.append(edges.needs)
+    assert sorted(map(str, made)) == sorted(map(str, needed))
+    assert len(set(made) - {None}) == 2 * 6 * 3 * chunks
+
+
+def test_a_single_stage_has_no_head_chunk() -> None:
+    with pytest.raises(ConfigError, match="at least 2 stages"):
+        schedule(1, 1, 4, head_first=True)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(1, 24))
+def test_explicit_limits_that_never_increase_work(limits: list[int], microbatches: int) -> None:
+    limits.sort(reverse=True)
+    orders = one_f_one_b_limited(limits, microbatches)
+    assert check_complete(orders) == (1, microbatches)
+    simulate(orders, forward_time=1, backward_time=1, transfer_time=1)
+    assert [held_activations(order) for order in orders] == [min(limit, microbatches) for limit in limits]
+
+
+@pytest.mark.parametrize("limits", [(1, 2), (3, 1, 2), (2, 0), (0,)])
+def test_impossible_limits_are_refused(limits: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="at least 1 and no stage more than the one before it"):
+        one_f_one_b_limited(limits, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((0, 1, 1, 0), "stages = 0"),
+        ((1, 0, 1, 0), "chunks = 0"),
+        ((1, 2, 0, 0), "microbatches = 0"),
+        ((2, 1, 4, -1), "window = -1"),
+    ],
+)
+def test_impossible_sizes_are_refused(arguments: tuple[int, int, int, int], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        schedule(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("orders", "named"),
+    [
+        (read(), "empty"),
+        (read("F0.0 B0.0 F0.1 B0.1", "F0.0 B0.0 F0.1"), "stage 1 .*: backward of chunk 0, microbatch 1"),
+        (read("F0.0 B0.0 F0.0"), "stage 0 .*: forward of chunk 0, microbatch 0"),
+        (read("F0.0 B0.0 F1.0"), "stage 0 .*: backward of chunk 1, microbatch 0"),
+        (((*read("F0.0 B0.0")[0], Action(Kind.FORWARD, -1, 0)),), "forward of chunk -1"),
+        (read("B0.0 F0.0"), "backward of chunk 0, microbatch 0 too early"),
+        (read("F0.0 F0.1 B0.1 B0.0"), "backward of chunk 0, microbatch 1 too early"),
+    ],
+)
+def test_incomplete_orders_are_refused(orders: tuple[Order, ...], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        check_complete(orders)
+
+
+def test_dependencies_name_boundaries() -> None:
+    def of(kind: Kind, chunk: int, stage: int) -> Dependencies:
+        return dependencies(Action(kind, chunk, 7), stage, stages=3, chunks=2)
+
+    def tensor(kind: Kind, boundary: int) -> BoundaryTensor:
+        return BoundaryTensor(kind, boundary, 7)
+
+    forward, backward = Kind.FORWARD, Kind.BACKWARD
+    assert of(forward, 0, 0) == Dependencies(None, tensor(forward, 0))
+    assert of(forward, 0, 2) == Dependencies(tensor(forward, 1), tensor(forward, 2))
+    assert of(forward, 1, 0) == Dependencies(tensor(forward, 2), tensor(forward, 3))
+    assert of(forward, 1, 2) == Dependencies(tensor(forward, 4), None)
+    assert of(backward, 1, 2) == Dependencies(None, tensor(backward, 4))
+    assert of(backward, 1, 0) == Dependencies(tensor(backward, 3), tensor(backward, 2))
+    assert of(backward, 0, 0) == Dependencies(tensor(backward, 0), None)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (1, 3), (2, 1), (3, 2), (5, 4)])
+def test_every_tensor_is_made_once_and_needed_once(stages: int, chunks: int) -> None:
+    made: list[BoundaryTensor] = []
+    needed: list[BoundaryTensor] = []
+    for stage, order in enumerate(schedule(stages, chunks, microbatches=6)):
+        for action in order:
+            edges = dependencies(action, stage, stages, chunks)
+            made += [edges.makes] if edges.makes else []
+            needed += [edges.needs] if edges.needs else []
+    assert len(made) == len(set(made)) == 2 * 6 * (stages * chunks - 1)
+    assert len(needed) == len(set(needed))
+    assert set(needed) == set(made)

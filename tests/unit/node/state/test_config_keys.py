@@ -1,0 +1,181 @@
+"""Any key of `config.json` absent, null or of another type: as transformers reads it, or one line with it."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from node.config.schema import DataSection, ModelSection, RunConfig
+from node.run_file.validate import problems
+from node.state.families import read_config
+from tests.unit.node.state.test_families import CONFIGS, SIZES
+from wire.errors import ConfigError
+
+ABSENT = object()
+VALUES = (
+    *(ABSENT, None, True, False, 0, 1, -1, 3, 2.5, 1e300, float("nan"), float("inf"), 10**9, 10**400),
+    *("", "wide", [], [1], ["full_attention"], {}, {"full_attention": None}, {"factor": None}),
+)
+NUMBERS = ("rms_norm_eps", "layer_norm_epsilon", "initializer_range")
+"""Whole numbers do for these; transformers wants a point in them."""
+OLDER = {
+    "rope_theta": 10_000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "sliding_window_pattern": 6,
+    "rope_local_base_freq": 10_000.0,
+    "torch_dtype": "float32",
+}
+"""Keys of older versions, which configs of transformers 5 do not have."""
+
+
+def config_class(family: str) -> Any:
+    import transformers  # takes seconds, which only some workers spend
+
+    name = CONFIGS[family][0]
+    return getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+
+
+def base(family: str) -> dict[str, Any]:
+    """A `config.json`, with the keys of older versions as they were written then."""
+    config = config_class(family)(**{**SIZES, **CONFIGS[family][1]}).to_dict()
+    return json.loads(
+        json.dumps({key: value for key, value in config.items() if key != "transformers_version"})
+    )
+
+
+def changes(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Each key and each key of the values of RoPE; the config with another value there, and with none."""
+
+    def places(values: dict[str, Any], put: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+        for key in {**values, **(OLDER if values is config else {})}:
+            if key != "model_type":
+                yield (
+                    key,
+                    lambda value, key=key: put(
+                        {k: v for k, v in values.items() if k != key}
+                        | ({} if value is ABSENT else {key: value})
+                    ),
+                )
+            if isinstance(values.get(key), dict):
+                yield from places(values[key], lambda inner, key=key: put({**values, key: inner}))
+
+    for key, changed in places(config, lambda values: values):
+        for value in VALUES:
+            yield key, changed(value), changed(ABSENT)
+
+
+def as_read(found: dict[str, Any]) -> dict[str, Any]:
+    """What decides how a model computes, from our keys."""
+    model = ModelSection(**found)
+    windows = [model.window if model.window and i not in model.no_window else 0 for i in range(model.layers)]
+    rope = {"theta": model.rope_theta, "type": model.rope_scaling}
+    if model.rope_scaling != "none":
+        rope["factor"] = model.rope_factor
+    if model.rope_scaling == "llama3":
+        rope |= {"low": model.rope_low, "high": model.rope_high, "original": model.rope_original}
+    if model.window_theta:
+        rope["window_theta"] = model.window_theta
+    return {
+        **{name: getattr(model, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "tied")},
+        **{name: getattr(model, name) for name in ("norm_eps", "init_std")},
+        "kv_heads": model.kv_heads,
+        "width": model.width,
+        "windows": windows,
+        "no_rope": model.no_rope,
+        "rope": rope if model.family == "llama" else {},
+        "query_scale": model.query_scale or model.width,
+    }
+
+
+def as_transformers(family: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The same from a config of transformers. Raises what that raises."""
+    made = config_class(family)(**copy.deepcopy(config))  # it changes what it is given
+    layers = made.num_hidden_layers
+    gpt2 = made.model_type == "gpt2"
+    types = getattr(made, "layer_types", None)
+    windows = [0] * layers
+    window = getattr(made, "sliding_window", None)
+    if made.model_type == "mistral":
+        windows = [window or 0] * layers
+    elif types and made.model_type in ("qwen2", "qwen3", "smollm3", "gemma3_text"):
+        used = getattr(made, "use_sliding_window", True)
+        windows = [window if used and name == "sliding_attention" else 0 for name in types]
+    rope: dict[str, Any] = {}
+    if not gpt2:
+        given = made.rope_parameters
+        full = given["full_attention"] if made.model_type == "gemma3_text" else given
+        kind = full["rope_type"]
+        if None in (kind, full["rope_theta"], full.get("factor", 1.0)):
+            raise TypeError("its model cannot be made")
+        rope = {"theta": full["rope_theta"], "type": "none" if kind == "default" else kind}
+        if kind in ("linear", "llama3"):
+            rope["factor"] = full["factor"]
+        if kind == "llama3":
+            rope |= {"low": full["low_freq_factor"], "high": full["high_freq_factor"]}
+            rope["original"] = full["original_max_position_embeddings"]
+        if made.model_type == "gemma3_text":
+            rope["window_theta"] = given["sliding_attention"]["rope_theta"]
+            if rope["window_theta"] is None:
+                raise TypeError("its model cannot be made")
+        assert full.get("partial_rotary_factor") in (None, 1.0)
+    width = getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads
+    no_rope = getattr(made, "no_rope_layers", None) or [1] * layers
+    ffn = (made.n_inner or 4 * made.n_embd) if gpt2 else made.intermediate_size
+    return {
+        "layers": layers,
+        "hidden": made.hidden_size,
+        "heads": made.num_attention_heads,
+        "ffn": ffn,
+        "vocab": made.vocab_size,
+        "tied": made.tie_word_embeddings,
+        "norm_eps": made.layer_norm_epsilon if gpt2 else made.rms_norm_eps,
+        "init_std": made.initializer_range,
+        "kv_heads": made.num_attention_heads if gpt2 else made.num_key_value_heads,
+        "width": width,
+        "windows": windows,
+        "no_rope": tuple(index for index, turns in enumerate(no_rope) if not turns),
+        "rope": rope,
+        "query_scale": getattr(made, "query_pre_attn_scalar", width),
+    }
+
+
+def reading(config: dict[str, Any]) -> dict[str, Any] | None:
+    """What is read, or None if it is refused."""
+    try:
+        return as_read(read_config(config, "config.json", 64))
+    except ConfigError:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about what it is given
+@pytest.mark.parametrize("family", CONFIGS)
+def test_any_key_is_read_as_transformers_does_or_named_in_one_line(family: str) -> None:
+    config = base(family)
+    whole = as_read(read_config(config, "config.json", 64))
+    assert whole == as_transformers(family, config)
+    tried = refused = compared = 0
+    for key, changed, absent in changes(config):
+        tried += 1
+        try:
+            found = read_config(json.loads(json.dumps(changed)), "config.json", 64)
+        except ConfigError as error:
+            assert key in str(error) and "\n" not in str(error) and len(str(error)) < 400, (key, error)
+            refused += 1
+            continue
+        ours = as_read(found)
+        section = RunConfig(model=ModelSection(**found), data=DataSection(tokenizer="its"))
+        if any(line.startswith("model.") for line in problems(section)):
+            continue  # one line, by the names of the run file
+        try:
+            theirs = as_transformers(family, changed)
+        except Exception:  # of any kind: then the value counts as if it were not there
+            if key not in NUMBERS:
+                assert ours in (whole, reading(absent)), (key, ours)
+            continue
+        compared += 1
+        assert ours == theirs, (key, changed.get(key))
+    assert tried > 500 and refused > 100 and compared > 200, (tried, refused, compared)

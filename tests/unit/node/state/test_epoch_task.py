@@ -1,0 +1,596 @@
+"""A node's side of an epoch, command by command, with a stage whose arithmetic is counting."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig
+from node.model.labels import BatchPart
+from node.schedule.gradient_groups import RowShare
+from node.schedule.routing import Peer
+from node.stage.coordinator_client import Batches
+from node.stage.epoch_task import EpochTask, LinkEvents, State
+from node.stage.executor import StageExecutor
+from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
+from node.stage.progress import Progress
+from node.stage.step_order import StepOutcome
+from node.stage.tensor_transfer import BadTensorError
+from node.telemetry.clock import StageClock
+from wire.errors import (
+    CacheMismatchError,
+    DeviceLostError,
+    LinkError,
+    LinkLostError,
+    NonFiniteError,
+    PackedMismatchError,
+    ProtocolViolationError,
+    RunError,
+    ThinwireError,
+)
+from wire.messages import (
+    Applied,
+    Begin,
+    Commit,
+    CoordinatorMessage,
+    FailureKind,
+    NodeMessage,
+    Placed,
+    PlacedStage,
+    Placement,
+    Ready,
+    Restore,
+    StepFailed,
+    TakeSnapshot,
+    Vote,
+)
+from wire.spec import Direction, TensorKey
+from wire.telemetry import Telemetry
+
+Result = TypeVar("Result")
+SECONDS = 20.0
+STAGES = tuple(PlacedStage(node_id=node, address=f"{node}:1") for node in "abc")
+PLACEMENT = Placement(epoch=4, stage=1, stages=STAGES)
+BESIDE = (Peer(0, 0), Peer(0, 2))
+
+
+class Stage:
+    """Stands in for `StageExecutor`; `log` is what it was made to do."""
+
+    def __init__(self) -> None:
+        self.config = RunConfig(model=ModelSection(layers=3), pipeline=PipelineSection(stages=3))
+        self.clock = StageClock()
+        self.log: list[object] = []
+        self.stage = 1
+        self.state_step = -1
+        self.voted = False
+        self.lineage = 0
+        self.uncompressed = False
+        self.units = self.sources = ("block.0001",)
+        self.needs: tuple[BatchPart, ...] = ()
+        self.trouble: Exception | None = None
+        self.microbatch_numbers = [0, 1]
+        self.model = self
+        self.relieves = False
+        self.adapted = 0
+        """How often it could have planned its memory anew."""
+
+    def relieve(self) -> bool:
+        self.log.append("relieve")
+        return self.relieves
+
+    def adapt(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.adapted += 1
+
+    def use_storages(self, names: tuple[str, ...]) -> None:
+        assert not names, "the run file's"
+
+    def place(self, stage: int, stages: int, share: RowShare | None = None) -> int:
+        self.log.append(("place", stage, stages))
+        return self.state_step
+
+    def restore(self, step: int, fetch: Callable[[str], object]) -> None:
+        self.log.append(("restore", step))
+        self.state_step, self.voted = step, False
+
+    def forget(self) -> None:
+        self.log.append("forget")
+        self.state_step = -1
+
+    def use_windows(self, link_windows: tuple[int, ...], audited: tuple[int, ...]) -> None:
+        self.windows = link_windows
+
+    def use_codecs(self, activations: tuple[str, ...], gradients: tuple[str, ...]) -> None:
+        assert not activations and not gradients, "the run file's"
+
+    def run_step(
+        self,
+        epoch: int,
+        step: int,
+        io: LoopIO,
+        samples: Mapping[BatchPart, object],
+        loss_scale: float = 0.0,
+    ) -> StepOutcome:
+        self.io = io
+        if self.trouble is not None:
+            raise self.trouble
+        self.log.append(("step", step))
+        self.voted = True
+        return StepOutcome(norms={1: 2.0}, loss=None)
+
+    def apply(self, lr: float, clip_coefficient: float) -> None:
+        self.log.append(("apply", lr, clip_coefficient))
+        self.state_step += 1
+        self.voted = False
+
+    wants_digests = False
+
+    def copy_state(self) -> State:
+        self.log.append("copy")
+        return {}
+
+    def expected_bytes(self, key: TensorKey) -> int | None:
+        return 64
+
+
+class Node:
+    """Implements `Services`; messages for the coordinator land in `said`."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.executor = cast(StageExecutor, stage)
+        self.inbox = Inbox()
+        self.batches = cast(Batches, None)  # neither the first nor the last stage
+        self.progress = Progress()
+        self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self.uploads: list[tuple[int, int]] = []
+        self.witnessed: list[tuple[int, int]] = []
+        self.waited: list[float] = []
+        self.arrives = True
+        self.linked: list[tuple[Peer, ...]] = []
+        self.fetched: list[tuple[int, str]] = []
+        self.missing: ThinwireError | None = None
+        self.links: dict[Peer, TensorLink] = {}
+
+    def post(self, message: NodeMessage) -> None:
+        self.said.put_nowait(message)
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.to_thread(work)
+
+    async def settle(self) -> None:
+        pass
+
+    async def storage_seconds(self, stage: int, stages: int) -> Mapping[str, float]:
+        return {}
+
+    def keep_sums(self, *, wanted: bool) -> None:
+        assert not wanted, "nobody follows"
+
+    async def fetch_layer(self, step: int, unit: str) -> bytes:
+        if self.missing is not None:
+            raise self.missing
+        self.fetched.append((step, unit))
+        return b""
+
+    def state_bytes(self, units: Collection[str]) -> int:
+        return len(units)
+
+    def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
+        self.uploads.append((epoch, take.step))
+
+    async def witness(
+        self, epoch: int, step: int, copy: Callable[[str], Awaitable[Mapping[str, Tensor]]]
+    ) -> None:
+        self.witnessed.append((epoch, step))
+
+    def uploading(self, step: int) -> bool:
+        return self.arrives
+
+    def applied(self, epoch: int, step: int) -> None:
+        pass
+
+    def waited_for_votes(self, seconds: float) -> None:
+        self.waited.append(seconds)
+
+    def count_time(self) -> None:
+        pass
+
+    def step_begins(self) -> None:
+        pass
+
+    def telemetry(self) -> Telemetry:
+        return Telemetry()
+
+    @contextlib.asynccontextmanager
+    async def open_links(
+        self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
+    ) -> AsyncIterator[Mapping[Peer, TensorLink]]:
+        self.linked.append(peers)
+        try:
+            yield self.links
+        finally:
+            self.linked.append(())
+
+
+class Talk:
+    """A running epoch and the coordinator's side of the conversation."""
+
+    def __init__(self, node: Node, task: EpochTask) -> None:
+        self.node, self.task = node, task
+
+    async def hear(self) -> NodeMessage:
+        async with asyncio.timeout(SECONDS):
+            return await self.node.said.get()
+
+    async def ask(self, command: CoordinatorMessage) -> NodeMessage:
+        self.task.submit(command)
+        return await self.hear()
+
+    async def begun(self, step: int = 0) -> None:
+        """Placed, restored and in the middle of nothing."""
+        await self.hear()
+        assert await self.ask(Restore(epoch=4, step=step)) == Ready(epoch=4, telemetry=Telemetry())
+
+
+@contextlib.asynccontextmanager
+async def epoch(stage: Stage | None = None) -> AsyncIterator[Talk]:
+    node = Node(stage or Stage())
+    task = EpochTask(PLACEMENT, node)
+    running = asyncio.create_task(task.run())
+    try:
+        yield Talk(node, task)
+    finally:
+        running.cancel()
+        await asyncio.wait([running], timeout=SECONDS)
+    assert running.cancelled(), "only the end of the epoch ends the task"
+
+
+def failure(kind: FailureKind, message: str, step: int = 0, peer: int = -1) -> StepFailed:
+    return StepFailed(epoch=4, step=step, kind=kind, message=message, peer_stage=peer)
+
+
+async def test_commands_are_obeyed_in_order() -> None:
+    async with epoch() as talk:
+        assert await talk.hear() == Placed(epoch=4, held_step=-1, voted=False)
+        assert await talk.ask(Restore(epoch=4, step=0)) == Ready(epoch=4, telemetry=Telemetry())
+        for step in range(2):
+            vote = await talk.ask(Begin(epoch=4, step=step))
+            assert vote == Vote(epoch=4, step=step, norms={1: 2.0}, loss=None)
+            commit = Commit(epoch=4, step=step, clip_coefficient=0.5, lr=0.25, waited_seconds=2.0)
+            assert await talk.ask(commit) == Applied(epoch=4, step=step, telemetry=Telemetry())
+        assert talk.node.waited == [0.0, 2.0, 0.0, 2.0], "before each begin, and before each commit"
+        assert talk.node.linked == [BESIDE]
+        assert talk.node.stage.log == [
+            ("place", 1, 3),
+            ("restore", 0),
+            ("step", 0),
+            ("apply", 0.25, 0.5),
+            ("step", 1),
+            ("apply", 0.25, 0.5),
+        ]
+    assert talk.node.linked == [BESIDE, ()], "links end with the epoch"
+
+
+async def test_a_command_that_comes_again_is_answered_again_and_not_done_again() -> None:
+    async with epoch() as talk:
+        placed = await talk.hear()
+        assert await talk.ask(PLACEMENT) == placed
+        commit = Commit(epoch=4, step=0, clip_coefficient=0.5, lr=0.25)
+        for command in (Restore(epoch=4, step=0), Begin(epoch=4, step=0), commit):
+            first = await talk.ask(command)
+            done = list(talk.node.stage.log)
+            assert await talk.ask(command) == first
+            assert talk.node.stage.log == done
+        take = TakeSnapshot(epoch=4, step=1)
+        talk.task.submit(take)
+        talk.task.submit(take)
+        await talk.ask(Begin(epoch=4, step=1))
+        assert talk.node.uploads == [(4, 1)]
+
+
+async def test_a_commit_that_carries_the_next_step_is_answered_by_its_vote() -> None:
+    async with epoch() as talk:
+        await talk.begun()
+        await talk.ask(Begin(epoch=4, step=0))
+        told = Telemetry(wall_seconds=3.0)
+        talk.node.telemetry = lambda: told  # type: ignore[method-assign]
+        commit = Commit(
+            epoch=4, step=0, clip_coefficient=0.5, lr=0.25, waited_seconds=2.0, then=Begin(epoch=4, step=1)
+        )
+        vote = Vote(epoch=4, step=1, norms={1: 2.0}, loss=None, telemetry=told)
+        assert await talk.ask(commit) == vote
+        done = list(talk.node.stage.log)
+        assert done[-3:] == [("step", 0), ("apply", 0.25, 0.5), ("step", 1)]
+        told = Telemetry(wall_seconds=4.0)
+        assert await talk.ask(commit) == replace(vote, telemetry=told), "the newest report"
+        assert talk.node.stage.log == done
+
+
+async def test_a_snapshot_that_did_not_arrive_is_sent_when_it_is_asked_for_again() -> None:
+    """That it failed may have been said into a connection that broke."""
+    async with epoch() as talk:
+        await talk.begun(1)
+        take = TakeSnapshot(epoch=4, step=1)
+        for arrives, uploads in ((False, 1), (False, 2), (True, 3), (True, 3)):
+            talk.task.submit(take)
+            await talk.ask(Begin(epoch=4, step=1))
+            assert len(talk.node.uploads) == uploads
+            talk.node.arrives = arrives
+
+
+async def test_links_are_up_before_a_state_is_fetched() -> None:
+    """Fetching may take longer than neighbours wait for a link."""
+    async with epoch() as talk:
+        await talk.hear()
+        talk.node.missing = RunError("no complete snapshot")
+        await talk.ask(Restore(epoch=4, step=6))
+        assert talk.node.linked[0] == BESIDE
+
+
+async def test_a_stage_hands_in_what_it_holds_before_it_is_restored() -> None:
+    """As a run ends whose links do not come up."""
+    stage = Stage()
+    stage.state_step = 3
+    async with epoch(stage) as talk:
+        placed = await talk.hear()
+        talk.task.submit(TakeSnapshot(epoch=4, step=3))
+        assert await talk.ask(PLACEMENT) == placed
+        assert talk.node.uploads == [(4, 3)] and talk.node.linked == []
+
+
+@pytest.mark.parametrize("step", [0, 2])
+async def test_only_the_state_of_the_step_is_uploaded(step: int) -> None:
+    async with epoch() as talk:
+        await talk.begun(1)
+        talk.task.submit(TakeSnapshot(epoch=4, step=step))
+        await talk.ask(Begin(epoch=4, step=1))
+        assert talk.node.uploads == []
+
+
+async def test_the_state_that_is_held_is_kept() -> None:
+    stage = Stage()
+    stage.state_step, stage.voted = 5, True
+    async with epoch(stage) as talk:
+        assert await talk.hear() == Placed(epoch=4, held_step=5, voted=True)
+        await talk.ask(Restore(epoch=4, step=5))
+        assert stage.log == [("place", 1, 3)]
+        assert talk.node.fetched == []
+
+
+@pytest.mark.parametrize(
+    ("held", "voted", "expected"),
+    [
+        (5, True, [("apply", 0.25, 0.5)]),
+        (5, False, [("restore", 6)]),
+        (6, False, []),
+        (4, True, [("restore", 6)]),
+        (-1, False, [("restore", 6)]),
+    ],
+)
+async def test_a_missed_commit_is_applied_by_one_who_voted_for_it(
+    held: int, voted: bool, expected: list[object]
+) -> None:
+    stage = Stage()
+    stage.state_step, stage.voted = held, voted
+    missed = Commit(epoch=4, step=5, clip_coefficient=0.5, lr=0.25)
+    async with epoch(stage) as talk:
+        await talk.hear()
+        await talk.ask(Restore(epoch=4, step=6, missed=missed))
+        assert stage.log[1:] == expected
+        assert stage.state_step == 6
+        assert talk.node.fetched == ([(6, "block.0001")] if expected == [("restore", 6)] else [])
+
+
+@pytest.mark.parametrize("missed", [None, Commit(epoch=4, step=5, clip_coefficient=0.5, lr=0.25)])
+async def test_a_state_of_another_lineage_is_loaded_though_its_step_is_held(missed: Commit | None) -> None:
+    step = 5 if missed is None else 6
+    stage = Stage()
+    stage.state_step, stage.voted, stage.lineage = 5, True, 2
+    async with epoch(stage) as talk:
+        assert await talk.hear() == Placed(epoch=4, held_step=5, voted=True, lineage=2)
+        await talk.ask(Restore(epoch=4, step=step, missed=missed, lineage=4))
+        assert stage.log[1:] == ["forget", ("restore", step)]
+        assert (stage.state_step, stage.lineage) == (step, 4)
+        assert talk.node.fetched == [(step, "block.0001")]
+
+
+async def test_stages_learn_of_an_uncompressed_epoch() -> None:
+    async with epoch() as talk:
+        await talk.hear()
+        await talk.ask(Restore(epoch=4, step=0, uncompressed=True))
+        assert talk.node.stage.uncompressed
+    async with epoch(talk.node.stage) as next_one:
+        await next_one.begun()
+        assert not next_one.node.stage.uncompressed
+
+
+TROUBLE = [
+    (NonFiniteError("boundary 1"), FailureKind.NON_FINITE),
+    (LinkLostError("gone"), FailureKind.LINK),
+    (RunError("torn"), FailureKind.INTERNAL),
+    (CacheMismatchError("since step 7"), FailureKind.INTERNAL),
+]
+
+
+@pytest.mark.parametrize(("error", "kind"), TROUBLE)
+async def test_a_failure_is_repeated_to_every_caller(error: ThinwireError, kind: FailureKind) -> None:
+    """The first word may be lost with the connection; silence would hold up the run for ever."""
+    async with epoch() as talk:
+        await talk.begun(3)
+        talk.node.stage.trouble = error
+        expected = failure(kind, str(error), step=3)
+        assert await talk.ask(Begin(epoch=4, step=3)) == expected
+        for command in (Begin(epoch=4, step=3), PLACEMENT, TakeSnapshot(epoch=4, step=3)):
+            assert await talk.ask(command) == expected
+        assert talk.node.linked == [BESIDE, ()], "its neighbours learn of it too"
+
+
+async def test_who_remembers_otherwise_than_its_neighbour_holds_no_state() -> None:
+    """In the next epoch it must fetch a snapshot, because its sample cache is part of its state."""
+    async with epoch() as talk:
+        await talk.begun(3)
+        talk.node.stage.trouble = CacheMismatchError("since step 7")
+        await talk.ask(Begin(epoch=4, step=3))
+        assert talk.node.stage.log[-1] == "forget"
+        assert talk.node.stage.state_step == -1
+
+
+async def test_a_lost_device_is_not_reported_but_ends_the_node() -> None:
+    """Another epoch would fail on it in the same way, until the run has no tries left."""
+    node = Node(Stage())
+    task = EpochTask(PLACEMENT, node)
+    talk = Talk(node, task)
+    running = asyncio.create_task(task.run())
+    await talk.begun(3)
+    node.stage.trouble = DeviceLostError("rank 1 is gone")
+    task.submit(Begin(epoch=4, step=3))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(DeviceLostError, match="rank 1 is gone"):
+            await running
+    assert node.said.empty()
+
+
+async def test_a_step_that_ran_short_of_memory_runs_again_if_the_node_can_plan_with_less() -> None:
+    async with epoch() as talk:
+        await talk.begun(3)
+        stage = talk.node.stage
+        stage.trouble, stage.relieves = torch.OutOfMemoryError("CUDA out of memory."), True
+        what = "it ran short of memory, and plans with less from now on"
+        assert await talk.ask(Begin(epoch=4, step=3)) == failure(FailureKind.INTERNAL, what, step=3)
+        assert stage.log[-1] == "relieve" and stage.state_step == 3, "it holds its state still"
+
+
+async def test_a_node_that_cannot_plan_with_less_memory_ends() -> None:
+    node = Node(Stage())
+    task = EpochTask(PLACEMENT, node)
+    talk = Talk(node, task)
+    running = asyncio.create_task(task.run())
+    await talk.begun(3)
+    node.stage.trouble = torch.OutOfMemoryError("CUDA out of memory.")
+    task.submit(Begin(epoch=4, step=3))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(torch.OutOfMemoryError):
+            await running
+    assert node.said.empty()
+
+
+async def test_a_state_that_cannot_be_fetched_is_a_failure() -> None:
+    async with epoch() as talk:
+        await talk.hear()
+        talk.node.missing = RunError("no complete snapshot")
+        assert await talk.ask(Restore(epoch=4, step=6)) == failure(
+            FailureKind.INTERNAL, "no complete snapshot"
+        )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (LinkLostError("stage 2 is gone"), FailureKind.LINK),
+        (ProtocolViolationError("a frame of 9 GB"), FailureKind.PEER),
+    ],
+)
+async def test_a_lost_link_fails_the_step_and_names_the_stage_at_its_other_end(
+    error: ThinwireError, kind: FailureKind
+) -> None:
+    async with epoch() as talk:
+        await talk.begun(3)
+        talk.task.link_lost(Peer(0, 2), error)
+        with pytest.raises(Exception, match=str(error)) as interruption:
+            talk.node.inbox.check()
+        talk.node.stage.trouble = interruption.value
+        assert await talk.ask(Begin(epoch=4, step=3)) == failure(kind, str(error), step=3, peer=2)
+
+
+@pytest.mark.parametrize(
+    ("boundary", "direction", "peer"), [(0, Direction.ACTIVATION, 0), (1, Direction.GRADIENT, 2)]
+)
+async def test_a_bad_tensor_in_sound_frames_is_held_against_its_sender(
+    boundary: int, direction: Direction, peer: int
+) -> None:
+    key = TensorKey(epoch=4, step=3, microbatch=5, boundary=boundary, direction=direction)
+    async with epoch() as talk:
+        await talk.begun(3)
+        talk.node.stage.trouble = BadTensorError(key, PackedMismatchError("a scale of zero"))
+        what = f"the {direction.name.lower()} received over boundary {boundary}, microbatch 5"
+        expected = failure(FailureKind.PEER, f"{what} (a scale of zero)", step=3, peer=peer)
+        assert await talk.ask(Begin(epoch=4, step=3)) == expected
+
+
+class ClosedLink:
+    def send(self, key: TensorKey, payload: memoryview, elements: int = 0) -> None:
+        raise LinkError("the link was closed here")
+
+    def after_delivery(self, call: Callable[[], None]) -> None:
+        pass
+
+    def want(self, key: TensorKey | None) -> None:
+        pass
+
+    def release(self, key: TensorKey) -> None:
+        pass
+
+
+async def test_late_sends_of_an_epoch_do_not_disturb_the_next() -> None:
+    """A tensor is handed over to the event loop, which may come to that later than to the epoch's end."""
+
+    async def send() -> None:
+        key = TensorKey(epoch=4, step=0, microbatch=0, boundary=1, direction=Direction.ACTIVATION)
+        talk.node.stage.io.send(key, torch.zeros(64, dtype=torch.uint8), 64)
+        await asyncio.sleep(0)
+
+    async with epoch() as talk:
+        talk.node.links = {peer: ClosedLink() for peer in BESIDE}
+        await talk.begun()
+        await talk.ask(Begin(epoch=4, step=0))
+        await send()
+        with pytest.raises(StepInterrupted, match="the link was closed here"):
+            talk.node.inbox.check()
+    talk.node.inbox.reset()  # as the next epoch begins
+    await send()
+    talk.node.inbox.check()
+
+
+async def test_nothing_is_expected_before_the_state_is_there() -> None:
+    """Links are up meanwhile, and what a stage expects rests on its state."""
+    key = TensorKey(epoch=4, step=0, microbatch=0, boundary=0, direction=Direction.ACTIVATION)
+    async with epoch() as talk:
+        await talk.hear()
+        assert talk.task.expect(Peer(0, 0), key) is None
+        await talk.ask(Restore(epoch=4, step=0))
+        assert talk.task.expect(Peer(0, 0), key) == 64
+
+
+async def test_tensors_are_expected_of_this_epochs_neighbours_for_this_step_and_the_next() -> None:
+    async with epoch() as talk:
+        await talk.begun(3)
+
+        def asked(peer: int, **change: Any) -> int | None:
+            fields = {
+                "epoch": 4,
+                "step": 3,
+                "microbatch": 0,
+                "boundary": 0,
+                "direction": Direction.ACTIVATION,
+            }
+            return talk.task.expect(Peer(0, peer), TensorKey(**{**fields, **change}))
+
+        assert asked(0) == 64
+        assert asked(0, step=4) == 64
+        assert asked(2, boundary=1, direction=Direction.GRADIENT) == 64
+        for peer, change in (
+            (0, {"epoch": 3}),
+            (0, {"epoch": 5}),
+            (0, {"step": 2}),
+            (0, {"step": 5}),
+            (2, {}),
+            (0, {"boundary": 1, "direction": Direction.GRADIENT}),
+        ):
+            assert asked(peer, **change) is None

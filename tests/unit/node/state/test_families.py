@@ -1,0 +1,456 @@
+"""Every family of models: logits, gradients and round trips of tiny random models made by transformers."""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig
+from node.data.tokenizer import special_tokens
+from node.model.chunk import Chunk, build_chunk
+from node.model.units import block_name, unit_names
+from node.stage.executor import StageExecutor
+from node.stage.stage_model import StageModel
+from node.state.families import read_config
+from node.state.start import check_weights, open_source, read_units
+from node.state.weights import Checkpoint, CheckpointError, FolderFiles
+from node.telemetry.clock import StageClock
+from wire.errors import ConfigError, DataError
+
+CPU = torch.device("cpu")
+LENGTH = 1100
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"head_dim": 16, "sliding_window": 50}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "smollm3": ("SmolLM3", {"tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", {}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 4.0},
+            },
+        },
+    ),
+    "gpt2": (
+        "GPT2",
+        {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 2048, "tie_word_embeddings": True},
+    ),
+}
+
+
+def make(family: str) -> Any:
+    """A random model of a family, in evaluation mode and float32."""
+    import transformers  # takes seconds, which only some workers spend
+
+    name, extra = CONFIGS[family]
+    torch.manual_seed(7)
+    kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, kind)(**{**SIZES, **extra})
+    model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases, so that none is trivial
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Path]]:
+    """A model and the folder where transformers saved it."""
+    model, folder = make(request.param), tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    yield model, folder
+
+
+def section(folder: Path, sequence: int = LENGTH) -> ModelSection:
+    source = open_source(str(folder), {"sequence": sequence})
+    return replace(ModelSection(), from_=source.name, **source.model)
+
+
+def chunks(model: ModelSection, stages: int) -> list[Chunk]:
+    """The model on so many stages, with the checkpoint's weights."""
+    names = unit_names(model)
+    cuts = [round(index * len(names) / stages) for index in range(stages + 1)]
+    made = []
+    for first, last in pairwise(cuts):
+        units = names[first:last]
+        chunk = build_chunk(model, units, 0, CPU)
+        weights = asyncio.run(read_units(model, units))
+        with torch.no_grad():
+            for unit, parameters in chunk.named_units():
+                assert parameters.keys() == weights[unit].keys()
+                for name, parameter in parameters.items():
+                    parameter.copy_(torch.from_numpy(weights[unit][name]))
+        made.append(chunk)
+    return made
+
+
+def run(stages: list[Chunk], tokens: Tensor) -> Tensor:
+    x = tokens
+    for stage in stages:
+        x = stage(x)
+    return x
+
+
+def test_gemmas_older_configs_say_the_same() -> None:
+    """As the published checkpoints have it: no list of layers, two bases beside each other."""
+    import transformers
+
+    config = {
+        **{key: value for key, value in SIZES.items() if value is not None},
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 13,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    }
+    found = read_config(config, "config.json", LENGTH)
+    expected = {
+        "window": 512,
+        "no_window": (5, 11),
+        "window_theta": 10_000.0,
+        "rope_theta": 1_000_000.0,
+        "rope_scaling": "linear",
+        "rope_factor": 8.0,
+        "query_scale": 0,
+        "norm_offset": True,
+    }
+    assert {key: found[key] for key in expected} == expected
+    theirs = transformers.Gemma3TextConfig(**config)
+    full = [index for index, name in enumerate(theirs.layer_types) if name == "full_attention"]
+    assert tuple(full) == found["no_window"]
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_logits_are_those_of_transformers_early_and_late(saved: tuple[Any, Path], stages: int) -> None:
+    model, folder = saved
+    tokens = torch.randint(0, 96, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        found = run(chunks(section(folder), stages), tokens)
+    for position in (0, 1000, LENGTH - 1):
+        assert float(expected[0, position].abs().max()) > 1, "or the tolerance would say little"
+        torch.testing.assert_close(found[0, position], expected[0, position], rtol=0, atol=1e-5)
+
+
+def test_gradients_are_those_of_transformers(saved: tuple[Any, Path]) -> None:
+    model, folder = saved
+    rows = torch.randint(0, 96, (2, 65), generator=torch.Generator().manual_seed(2))
+    tokens, labels = rows[:, :-1], rows[:, 1:]
+    model.zero_grad()
+    logits = model(tokens).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    short = section(folder, 64) if "n_positions" not in model.config.to_dict() else section(folder)
+    from node.state.families import tensors
+
+    (whole,) = chunks(short, 1)
+    whole.loss(tokens, labels).backward()
+    found: dict[str, Tensor] = {}
+    for unit, parameters in whole.named_units():
+        for name, tensor in tensors(short, unit).items():
+            gradient = parameters[name].grad
+            assert gradient is not None
+            if short.tied and tensor.name == "lm_head.weight":
+                tied = next(other.name for other in tensors(short, "embed").values())
+                found[tied] += gradient
+                continue
+            found[tensor.name] = gradient.T if tensor.transposed else gradient
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        difference = (gradient - expected[name][: len(gradient)]).norm()
+        assert float(difference) <= 1e-4 * float(expected[name].norm()), name
+
+
+def test_shards_in_any_order_read_the_same(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = saved
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors, key=lambda name: name[::-1])
+    weight_map = {}
+    for index in range(3):
+        file = f"model-{index}.safetensors"
+        part = names[index::3]
+        save_file({name: tensors[name] for name in part}, tmp_path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    units = unit_names(section(folder))
+    one, many = (asyncio.run(read_units(section(place), units)) for place in (folder, tmp_path))
+    for unit in units:
+        for name, array in one[unit].items():
+            assert np.array_equal(array, many[unit][name])
+
+
+def test_a_stage_starts_from_the_checkpoint_with_a_fresh_optimizer(saved: tuple[Any, Path]) -> None:
+    _, folder = saved
+    model = section(folder, 64)
+    config = replace(RunConfig(), model=model, pipeline=replace(PipelineSection(), stages=2))
+    executor = StageExecutor(config, CPU, StageClock(), StageModel(config, CPU))
+    executor.place(1, 2)
+    weights = asyncio.run(read_units(model, executor.units))
+    named = {
+        unit: {f"parameter.{name}": torch.from_numpy(array) for name, array in arrays.items()}
+        for unit, arrays in weights.items()
+    }
+    executor.restore(0, named.__getitem__)
+    state = executor.copy_state()
+    assert state.keys() == weights.keys()
+    for unit, tensors in state.items():
+        assert int(tensors["step"]) == 0
+        for name, tensor in tensors.items():
+            if name.startswith("parameter."):
+                assert torch.equal(tensor, named[unit][name])
+            else:
+                assert not tensor.any()
+
+
+# ---- refusals
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make("llama2").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def read(folder: Path) -> None:
+    model = section(folder)
+    asyncio.run(read_units(model, unit_names(model)))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
+        ({"vision_config": {}}, "vision_config is {}"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config is {'bits': 4}"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: rope_type is 'yarn'"),
+        ({"max_position_embeddings": 100}, "model.sequence is 1100"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
+        ({"model_type": "mistral", "sliding_window": "wide"}, "sliding_window is 'wide'"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"model_type": "gemma3_text", "hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
+    ],
+)
+def test_unsupported_models_are_refused_by_key_and_value(
+    folder: Path, change: dict[str, Any], line: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | change
+    with pytest.raises(ConfigError, match=line) as caught:
+        read_config(config, "config.json", LENGTH)
+    assert "\n" not in str(caught.value)
+
+
+def drop(folder: Path, words: str) -> None:
+    """Leave tensors of such names out."""
+    path = folder / "model.safetensors"
+    kept = {name: tensor.clone() for name, tensor in load_file(path).items() if words not in name}
+    save_file(kept, path)
+
+
+def put(folder: Path, tensor: Tensor) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: other.clone() for name, other in load_file(path).items()}
+    save_file({**tensors, "model.layers.1.self_attn.q_proj.weight": tensor}, path)
+
+
+def cut(folder: Path, size: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def index(folder: Path, file: str) -> None:
+    """As of a model in several files."""
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-0.safetensors")
+    save_file({"other": torch.zeros(1)}, folder / "model-1.safetensors")
+    values = {"weight_map": dict.fromkeys(names, "model-0.safetensors") | {"model.norm.weight": file}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (lambda folder: drop(folder, "up_proj"), r"has no tensor model.layers.0.mlp.up_proj.weight, which"),
+        (lambda folder: drop(folder, "lm_head"), r"has no tensor lm_head.weight, .*tie_word_embeddings"),
+        (
+            lambda folder: put(folder, torch.zeros(3, 5)),
+            r"q_proj.weight has shape \[3, 5\], expected \[32, 32",
+        ),
+        (lambda folder: put(folder, torch.zeros(32, 32, dtype=torch.int8)), "q_proj.weight is I8"),
+        (lambda folder: cut(folder, -100), "is truncated: .* ends at byte"),
+        (lambda folder: cut(folder, 900), "is truncated or no safetensors file: a header of"),
+        (lambda folder: cut(folder, 5), "is truncated: 5 bytes"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+        (lambda folder: index(folder, "model-2.safetensors"), "model-2.safetensors is missing"),
+        (lambda folder: index(folder, "model-1.safetensors"), "lacks tensor model.norm.weight, which"),
+        (lambda folder: index(folder, "../model.safetensors"), "has no weight_map of tensors to files"),
+        (pickled, r"only pickled weights .*save_pretrained"),
+    ],
+)
+def test_damaged_files_are_one_line(folder: Path, spoil: Callable[[Path], None], line: str) -> None:
+    """Found by their headers, before a run starts, and again by whoever reads them; nothing is returned."""
+    model = section(folder)
+    asyncio.run(check_weights(model))
+    spoil(folder)
+    with pytest.raises(DataError, match=line) as early:
+        asyncio.run(check_weights(model))
+    with pytest.raises(DataError) as late:
+        read(folder)
+    assert str(late.value) == str(early.value) and "\n" not in str(early.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_tensor_with_infinities_or_nans_is_named_by_whoever_reads_it(folder: Path, value: float) -> None:
+    tensor = torch.zeros(32, 32)
+    tensor[3, 4] = value
+    put(folder, tensor)
+    model = section(folder)
+    asyncio.run(check_weights(model))
+    asyncio.run(read_units(model, ["embed", block_name(0), "head"]))
+    line = (
+        r"model\.safetensors: tensor model\.layers\.1\.self_attn\.q_proj\.weight holds 1 infinities or NaNs"
+    )
+    with pytest.raises(CheckpointError, match=line):
+        asyncio.run(read_units(model, [block_name(1)]))
+
+
+ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+
+
+@pytest.mark.parametrize(
+    ("header", "line"),
+    [
+        (b"{%s}" % b",".join(b'"%d":%s' % (n, ENTRY) for n in range(100_001)), "more than 100,000 tensors"),
+        (b'{"__metadata__":"%s"}' % (b"x" * (16 << 20)), "bytes of JSON"),
+        (b"[" * 100_000, "its JSON cannot be read"),
+        *(
+            (b'{"lm_head.weight":%s}' % ENTRY.replace(old, new), "damaged at lm_head.weight")
+            for old, new in (
+                (b"[1]", b"[Infinity]"),
+                (b"[1]", b"[true]"),
+                (b"[1]", b'"12"'),
+                (b"[1]", b"[-1]"),
+                (b"[0,4]", b"[0]"),
+                (b"[0,4]", b"[0,1e400]"),
+                (b'"F32"', b"[]"),
+            )
+        ),
+        (
+            b'{"lm_head.weight":%s}' % ENTRY.replace(b"[1]", b"[%s]" % b",".join(9000 * [b"2"])),
+            "is damaged: lm_head",
+        ),
+        (b'{"lm_head.weight":%s}' % ENTRY.replace(b"[0,4]", b"[8,4]"), "is damaged: lm_head"),
+    ],
+    ids=range(12),
+)
+def test_headers_that_a_stranger_wrote_are_bounded(folder: Path, header: bytes, line: str) -> None:
+    path = folder / "model.safetensors"
+    model = section(folder)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(CheckpointError, match=line) as caught:
+        asyncio.run(check_weights(model))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def linked(path: Path) -> None:
+    private = path.parent.parent / "private"
+    private.write_text("{}")
+    path.symlink_to(private)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer_config.json"])
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), linked], ids=range(3))
+def test_pipes_devices_and_links_out_of_the_folder_are_not_read(
+    tmp_path: Path, name: str, put: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "model"
+    make("llama2").save_pretrained(folder)
+    (folder / name).unlink(missing_ok=True)
+    put(folder / name)
+    if name == "tokenizer_config.json":
+        with pytest.raises(DataError, match=r"no regular file|leads out of its folder"):
+            special_tokens(folder)
+        return
+    with pytest.raises(DataError, match=r"no regular file|leads out of its folder|has neither") as caught:
+        read(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_adapters_are_no_model(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds adapters \(adapter_config.json\)"):
+        section(folder)
+
+
+async def test_a_file_with_another_hash_gives_no_tensor(folder: Path) -> None:
+    model = section(folder)
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    files = FolderFiles(folder, {"model.safetensors": digest})
+    assert await Checkpoint(files).read(model, unit_names(model))
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    with pytest.raises(DataError, match=f"is damaged: its SHA-256 is .*, expected {digest}"):
+        await Checkpoint(files).read(model, unit_names(model))
+
+
+def test_a_key_that_contradicts_the_checkpoint_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.layers is 3, but .*config.json says 4"):
+        open_source(str(folder), {"layers": 3})

@@ -1,0 +1,282 @@
+"""A node that follows the run from a snapshot holds the run's state after every step, to the bit."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from node.config.schema import (
+    LoraSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
+from node.stage.executor import StageExecutor
+from node.stage.following import TRIES, Follower
+from node.stage.progress import Progress
+from node.stage.stage_model import StageModel
+from node.stage.step_order import StepOutcome
+from node.stage.sums_kept import SumsKept
+from node.state.serialization import serialize_unit
+from node.telemetry.clock import StageClock
+from node.training.schedule import clip_coefficient, global_norm, learning_rate
+from tests.support.memory_pipeline import CPU, MemoryPipeline
+from wire.errors import LinkError
+from wire.messages import Follow, Following, FollowStep, NodeMessage, PlacedStage
+
+Result = TypeVar("Result")
+CONFIG = RunConfig(
+    run=RunSection(steps=8, seed=7),
+    model=ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=16),
+    training=TrainingSection(global_batch=8, microbatch=2, lr=1e-2, warmup_steps=1),
+    pipeline=PipelineSection(stages=2, forward_codec="fp32", backward_codec="fp32", groups=2),
+)
+ROWS = [(0,), (1,)]
+SECONDS = 20.0
+
+
+def changed(**sections: dict[str, object]) -> RunConfig:
+    """`CONFIG` with other values in some sections."""
+    return replace(
+        CONFIG, **{name: replace(getattr(CONFIG, name), **values) for name, values in sections.items()}
+    )
+
+
+VARIANTS = {
+    "fixed-8": changed(pipeline={"sync_codec": "fixed-8"}),
+    "tied, head first": changed(model={"tied": True}, pipeline={"head": "first"}),
+    "interleaved": changed(model={"layers": 4}, pipeline={"chunks": 2}),
+    "bf16 weights, fp8 gradients and moments": changed(
+        training={"precision": "bfloat16", "weights": "bfloat16", "moments": "fp8", "gradients": "fp8"}
+    ),
+    "adapters": replace(CONFIG, lora=LoraSection(rank=4, dropout=0.1)),
+}
+
+
+def new_executor(config: RunConfig) -> StageExecutor:
+    return StageExecutor(config, CPU, StageClock(), StageModel(config, CPU))
+
+
+def same(one: Mapping[str, Mapping[str, Tensor]], other: Mapping[str, Mapping[str, Tensor]]) -> bool:
+    assert one.keys() == other.keys()
+    return all(
+        torch.equal(value.view(torch.uint8), other[unit][name].view(torch.uint8))
+        if value.dim()
+        else value == other[unit][name]
+        for unit, tensors in one.items()
+        for name, value in tensors.items()
+    )
+
+
+def commit_of(config: RunConfig, step: int, outcomes: list[StepOutcome]) -> tuple[float, float]:
+    """Learning rate and clip coefficient."""
+    norms = {unit: norm for outcome in outcomes for unit, norm in outcome.norms.items()}
+    clip = clip_coefficient(global_norm(norms[unit] for unit in sorted(norms)), config.training.clip)
+    return learning_rate(step, config.training, config.run.steps), clip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_summed_gradients_alone_lead_from_a_state_to_the_next(name: str, tmp_path: Path) -> None:
+    config = VARIANTS[name]
+    kept = [SumsKept(tmp_path / str(stage), 2**30) for stage in range(2)]
+    with MemoryPipeline(config, rows=ROWS) as run:
+        run.train(1)
+        followers = [new_executor(config) for _ in range(2)]
+        for stage, follower in enumerate(followers):
+            held = run.executors[stage].copy_state()
+            follower.place(stage, 2)
+            follower.restore(1, held.__getitem__)
+            # In the second row: what it keeps is not its own alone.
+            run.executors[2 + stage].keep_sums = kept[stage].keep
+        for step in (1, 2):
+            outcomes = run.outcomes()
+            lr, clip = commit_of(config, step, outcomes[:2])
+            for stage, follower in enumerate(followers):
+                sums = {unit: kept[stage].read(step, unit) or b"" for unit in follower.units}
+                assert {unit: len(data) for unit, data in sums.items()} == {
+                    unit: follower.sum_bytes(unit) for unit in follower.units
+                }
+                assert follower.put_sums(sums) == outcomes[stage].norms
+                follower.apply(lr, clip)
+            run.commit(outcomes)
+            for stage, follower in enumerate(followers):
+                assert same(follower.copy_state(), run.executors[stage].copy_state())
+    for one in kept:
+        one.close()
+
+
+# ---- the follower's part of the conversation
+
+
+class Node:
+    """Implements `StateServices` for a newcomer to stage 1; `said` is what it tells the coordinator."""
+
+    def __init__(self, snapshot: Mapping[str, Mapping[str, Tensor]], sums: SumsKept) -> None:
+        self.executor = new_executor(CONFIG)
+        self.progress = Progress()
+        self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self.asked: list[str] = []
+        self.damaged: set[str] = set()
+        """Sources whose gradients are those of another step."""
+        self.gone = False
+        self._snapshot = snapshot
+        self._sums = sums
+
+    def state_bytes(self, units: Collection[str]) -> int:
+        return len(units)
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.to_thread(work)
+
+    async def fetch_layer(self, step: int, unit: str) -> bytes:
+        assert step == 1
+        return serialize_unit(self._snapshot[unit])
+
+    async def fetch_weights(self, units: tuple[str, ...]) -> Mapping[str, Mapping[str, Tensor]]:
+        raise AssertionError("there is no checkpoint")
+
+    async def fetch_sums(self, holders: tuple[PlacedStage, ...], step: int, unit: str, size: int) -> bytes:
+        self.asked.append(holders[0].node_id)
+        if self.gone:
+            raise LinkError("nobody keeps them")
+        step -= holders[0].node_id in self.damaged
+        data = await asyncio.to_thread(self._sums.read, step, unit)
+        assert data is not None and len(data) == size
+        return data
+
+    async def hear(self) -> Following:
+        async with asyncio.timeout(SECONDS):
+            message = await self.said.get()
+        assert isinstance(message, Following)
+        return message
+
+
+class Told:
+    """A run of two rows up to step 4, the snapshot of step 1, and what a follower of stage 1 is told."""
+
+    def __init__(self, directory: Path) -> None:
+        self.sums = SumsKept(directory, 2**30)
+        self.steps: list[FollowStep] = []
+        with MemoryPipeline(CONFIG, rows=ROWS) as run:
+            run.executors[1].keep_sums = self.sums.keep
+            run.train(1)
+            self.snapshot = run.executors[1].copy_state()
+            for step in (1, 2, 3):
+                outcomes = run.outcomes()
+                lr, clip = commit_of(CONFIG, step, outcomes[:2])
+                self.steps.append(
+                    FollowStep(snapshot=1, step=step, clip_coefficient=clip, lr=lr, norms=outcomes[1].norms)
+                )
+                run.commit(outcomes)
+            self.state = run.executors[1].copy_state()
+        sources = tuple(PlacedStage(node_id=name, address=f"{name}:1") for name in "ab")
+        self.order = Follow(step=1, stage=1, stages=2, lineage=3, sources=sources)
+        self.node = Node(self.snapshot, self.sums)
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Told:
+    return Told(tmp_path / "sums")
+
+
+async def test_a_follower_settles_with_the_state_of_all_steps_that_it_was_told_of(told: Told) -> None:
+    node = told.node
+    async with asyncio.TaskGroup() as group:
+        follower = Follower(node, node.fetch_sums, group, node.said.put_nowait, print)
+        follower.follow(told.order)
+        assert await node.hear() == Following(snapshot=1, step=1)
+        follower.committed(told.steps[0])
+        assert await node.hear() == Following(snapshot=1, step=2)
+        follower.follow(told.order)  # the same one: its connection broke
+        for step in told.steps:
+            follower.committed(step)
+        await follower.settle()
+    assert (node.executor.state_step, node.executor.lineage) == (4, 3)
+    assert same(node.executor.copy_state(), told.state)
+    assert set(node.asked) == {"a", "b"}, "all replicas send"
+
+
+async def test_wrong_gradients_are_fetched_again_from_others(told: Told) -> None:
+    node = told.node
+    async with asyncio.TaskGroup() as group:
+        follower = Follower(node, node.fetch_sums, group, node.said.put_nowait, print)
+        follower.follow(told.order)
+        await node.hear()
+        follower.committed(told.steps[0])
+        await node.hear()
+        node.damaged = {"a"}
+        node.asked.clear()
+        follower.committed(replace(told.steps[1]))
+        heard = await node.hear()
+        assert "not right at any node: its norms are not those" in heard.failed
+        assert len(node.asked) == TRIES * len(node.executor.units)
+        await follower.settle()
+    assert node.executor.state_step == -1, "and it holds no state that is not the run's"
+
+
+async def test_a_follower_that_finds_no_gradients_says_so(told: Told) -> None:
+    node = told.node
+    node.gone = True
+    async with asyncio.TaskGroup() as group:
+        follower = Follower(node, node.fetch_sums, group, node.said.put_nowait, print)
+        follower.follow(told.order)
+        await node.hear()
+        follower.committed(told.steps[0])
+        assert (await node.hear()).failed == "nobody keeps them"
+
+
+async def test_a_missing_step_is_no_state(told: Told) -> None:
+    node = told.node
+    async with asyncio.TaskGroup() as group:
+        follower = Follower(node, node.fetch_sums, group, node.said.put_nowait, print)
+        follower.follow(told.order)
+        await node.hear()
+        follower.committed(told.steps[1])
+        assert (await node.hear()).failed == "step 1 is missing before step 2"
+
+
+async def test_without_sources_it_follows_no_longer(told: Told) -> None:
+    node = told.node
+    async with asyncio.TaskGroup() as group:
+        follower = Follower(node, node.fetch_sums, group, node.said.put_nowait, print)
+        follower.follow(told.order)
+        await node.hear()
+        follower.follow(Follow(step=1))
+        follower.committed(told.steps[0])
+    assert node.said.empty() and node.executor.state_step == 1
+
+
+# ---- the gradients on disk
+
+
+def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
+    sums = SumsKept(tmp_path / "sums", 250)
+    for step in range(4):
+        sums.keep(
+            step, "head", [torch.full((60,), step, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)]
+        )
+    assert sums.read(3, "head") == bytes([3] * 60 + [0] * 40)
+    assert [sums.read(step, "head") is None for step in range(4)] == [True, True, False, False]
+    sums.close()
+    assert not (tmp_path / "sums").exists()
+
+
+def test_a_disk_that_fails_keeps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sums").write_text("no directory")
+    sums = SumsKept(tmp_path / "sums", 250)
+    sums.keep(1, "head", [torch.zeros(10, dtype=torch.uint8)])
+    assert sums.read(1, "head") is None
+    sums.close()
+
+
+def test_what_a_earlier_process_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "sums" / "3").mkdir(parents=True)
+    SumsKept(tmp_path / "sums", 250).close()
+    assert not (tmp_path / "sums").exists()

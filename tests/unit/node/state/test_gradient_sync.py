@@ -1,0 +1,247 @@
+"""Rows that share a step's gradient groups have the unsplit trainer's losses and weights, bit for bit."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from math import inf
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.fp8.reference import Fp8Gradient
+from node.config.schema import (
+    LoraSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    TrainingSection,
+)
+from node.schedule.gradient_groups import RowShare, model_pieces, piece_bytes, sync_bytes
+from node.schedule.placement import split_units
+from node.stage import gradient_sync
+from node.stage.device_transfer import CudaTransfer
+from node.stage.stage_model import StageModel
+from node.training import group_sums
+from tests.support.memory_pipeline import MemoryPipeline, reference_run
+from tests.support.reference_trainer import Step
+from wire.errors import NonFiniteError
+from wire.spec import Direction, TensorKey
+
+TRAINED = 2
+CONFIG = RunConfig(
+    run=RunSection(steps=8, seed=7),
+    model=ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=16),
+    training=TrainingSection(global_batch=16, microbatch=2, lr=1e-2, warmup_steps=1),
+    pipeline=PipelineSection(stages=2, forward_codec="fp32", backward_codec="fp32", groups=4),
+)
+ROWS = {
+    1: [(0, 1, 2, 3)],
+    2: [(0, 1), (2, 3)],
+    3: [(0, 1), (2,), (3,)],
+    4: [(0,), (1,), (2,), (3,)],
+}
+CODECS = ("fp32", "bf16", "fixed-8", "trellis-4.41")
+
+
+def synced(sync_codec: str, config: RunConfig = CONFIG) -> RunConfig:
+    return replace(config, pipeline=replace(config.pipeline, sync_codec=sync_codec))
+
+
+@cache
+def unsplit(config: RunConfig) -> tuple[list[Step], str]:
+    return reference_run(config, TRAINED)
+
+
+def trained(config: RunConfig, rows: int = 1) -> tuple[list[Step], str]:
+    with MemoryPipeline(config, rows=ROWS[rows]) as stages:
+        return stages.train(TRAINED), stages.weights_sha256()
+
+
+@pytest.mark.parametrize(
+    ("rows", "codec"),
+    [(1, "bf16"), (2, "fp32"), (2, "trellis-4.41"), (3, "fixed-8"), (4, "bf16"), (4, "fixed-8")],
+)
+def test_any_number_of_rows_gives_the_bits_of_the_unsplit_model(rows: int, codec: str) -> None:
+    assert trained(synced(codec), rows) == unsplit(synced(codec))
+
+
+class NoStreams:
+    """Stands in for `torch.cuda`: everything is done at once."""
+
+    def Stream(self, device: torch.device) -> "NoStreams":
+        return self
+
+    def Event(self, *, blocking: bool) -> "NoStreams":
+        return self
+
+    def stream(self, stream: "NoStreams") -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def current_stream(self, device: torch.device) -> "NoStreams":
+        return self
+
+    def record(self, stream: "NoStreams") -> None: ...
+
+    def wait_event(self, event: "NoStreams") -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces go together, as on a GPU."""
+
+    def packing(device: torch.device) -> gradient_sync.DevicePacking:
+        return gradient_sync.DevicePacking(CudaTransfer(device, NoStreams(), page_locked=False))
+
+    monkeypatch.setattr(gradient_sync, "_packing", packing)
+
+
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize(("rows", "codec"), [(1, "trellis-4.41"), (2, "fixed-8"), (3, "bf16"), (4, "fp32")])
+def test_pieces_that_go_together_give_the_same_bits(
+    rows: int, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two or three matrices of a block at a time.
+    monkeypatch.setattr(group_sums, "MOST_TOGETHER", 3 * 32 * 48)
+    assert trained(synced(codec), rows) == unsplit(synced(codec))
+
+
+def test_codecs_differ() -> None:
+    assert len({unsplit(synced(codec))[1] for codec in CODECS}) == len(CODECS)
+
+
+def changed(**sections: dict[str, object]) -> RunConfig:
+    """`CONFIG` with other values in some sections."""
+    return replace(
+        CONFIG, **{name: replace(getattr(CONFIG, name), **values) for name, values in sections.items()}
+    )
+
+
+VARIANTS = {
+    "tied, head last": changed(model={"tied": True}, pipeline={"head": "last"}),
+    "tied, head first": changed(model={"tied": True}, pipeline={"head": "first", "window": 1}),
+    "gpt2, one stage": changed(model={"family": "gpt2"}, pipeline={"stages": 1}),
+    "interleaved": changed(model={"layers": 4}, pipeline={"chunks": 2}),
+    "wide window, three groups of uneven halves": changed(
+        training={"global_batch": 12}, pipeline={"groups": 3, "window": 3}
+    ),
+    "fp8 gradients and moments": changed(training={"gradients": "fp8", "moments": "fp8"}),
+    "fp8, stochastic": changed(training={"gradients": "fp8", "global_batch": 40}, pipeline={"groups": 2}),
+    "bf16 weights": changed(
+        training={
+            "precision": "bfloat16",
+            "weights": "bfloat16",
+            "moments": "fp8",
+            "gradients": "fp8",
+        }
+    ),
+    "adapters": replace(changed(), lora=LoraSection(rank=4, dropout=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_kind_of_run_has_groups(name: str) -> None:
+    config = VARIANTS[name]
+    groups = range(config.pipeline.groups)
+    rows = [groups[: len(groups) // 2 + 1], groups[len(groups) // 2 + 1 :]] if len(groups) > 2 else [[0], [1]]
+
+    with MemoryPipeline(config, rows=rows) as stages:
+        assert (stages.train(TRAINED), stages.weights_sha256()) == unsplit(config)
+
+
+def test_codecs_between_stages_sit_where_the_reference_has_them() -> None:
+    config = changed(pipeline={"forward_codec": "tah", "backward_codec": "fixed-8"})
+    expected = reference_run(config, TRAINED, split_units(config.model, 2))
+
+    assert trained(config, rows=2) == expected
+
+
+def test_rows_in_float16_skip_the_steps_of_the_unsplit_model() -> None:
+    """One group overflows, so every row skips: what is sent of it is zeros, and no row refuses it."""
+    config = synced("fixed-8")
+    training = replace(config.training, precision="float16", loss_scale=2.0**20, loss_scale_steps=2)
+    config = replace(config, training=training)
+    expected, weights = reference_run(config, 5)
+    norms = [step.grad_norm for step in expected]
+    assert inf in norms and min(norms) < inf, "some are skipped, and some are not"
+    with MemoryPipeline(config, rows=ROWS[2]) as stages:
+        assert stages.train(5) == expected
+        assert stages.weights_sha256() == weights
+
+
+def test_a_node_sends_little_more_than_a_reduce_scatter_and_an_all_gather() -> None:
+    rows = 3
+    # Many pieces, so that owners' shares are equal within the bound.
+    config = changed(model={"hidden": 64, "vocab": 32768}, training={"global_batch": 4, "microbatch": 1})
+    with MemoryPipeline(config, rows=ROWS[rows]) as stages:
+        stages.train(1)
+        for place, io in enumerate(stages.ios):
+            units = stages.executors[place].units
+            coded = sum(piece_bytes(piece) for unit in units for piece in model_pieces(config)[unit])
+            sent = sum(size for key, size in io.sent if key.direction >= Direction.SYNC_SHARE)
+            assert sent == sync_bytes(config, units, RowShare(config, place // 2, ROWS[rows]))
+            assert 0 < sent <= 1.01 * 2 * (rows - 1) / rows * coded
+
+
+def test_sums_go_behind_the_last_gradient_which_other_stages_wait_for() -> None:
+    with MemoryPipeline(synced("fixed-8"), rows=ROWS[4]) as stages:
+        stages.train(1)
+        for place, io in enumerate(stages.ios):
+            ways = [key.direction for key, _ in io.sent]
+            first_sum = ways.index(Direction.SYNC_SHARE)
+            assert ways[:first_sum].count(Direction.GRADIENT) == (2 if place % 2 else 0)
+            assert Direction.GRADIENT not in ways[first_sum:]
+
+
+class Broken(Exception):
+    """An error that a test makes a stage raise."""
+
+
+@pytest.mark.parametrize("direction", [Direction.SYNC_SHARE, Direction.SYNC_SUM])
+def test_a_step_called_off_while_rows_sync_runs_again_with_the_same_bits(
+    direction: Direction,
+) -> None:
+    config = synced("fixed-8")
+    with MemoryPipeline(config, rows=ROWS[2]) as stages:
+        stages.train(1)
+        io = stages.ios[2]
+        send = io.send_to_row
+
+        def fail(row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
+            if key.direction is direction:
+                raise Broken
+            send(row, key, packed, elements)
+
+        io.send_to_row = fail  # type: ignore[method-assign]  # as a link that breaks
+        with pytest.raises(Broken):
+            stages.outcomes()
+        io.send_to_row = send  # type: ignore[method-assign]
+        stages.forget()
+        stages.commit(stages.outcomes(epoch=2))
+
+        assert stages.weights_sha256() == unsplit(config)[1]
+
+
+def test_a_gradient_that_is_not_finite_is_named() -> None:
+    config = changed(training={"lr": 1e-3})
+    with MemoryPipeline(config, rows=ROWS[2]) as stages:
+        put = StageModel.take_gradients
+
+        def spoiled(self: StageModel, units: Sequence[str]) -> dict[str, dict[str, Tensor | Fp8Gradient]]:
+            found = put(self, units)
+            found["block.0000"]["gate.weight"].fill_(torch.nan)  # type: ignore[union-attr]  # a tensor
+            return found
+
+        model = stages.executors[0].model
+        model.take_gradients = partial(spoiled, model)  # type: ignore[method-assign, arg-type]
+        with pytest.raises(NonFiniteError, match=r"gradient of gate\.weight of block\.0000"):
+            stages.outcomes()
+
+
+@pytest.mark.usefixtures("together")
+def test_a_gradient_that_is_not_finite_is_named_where_pieces_go_together() -> None:
+    test_a_gradient_that_is_not_finite_is_named()

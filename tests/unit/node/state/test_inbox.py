@@ -1,0 +1,240 @@
+"""Where tensors wait for the compute thread: any order, waits that end, nothing left behind."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import cast
+
+import pytest
+import torch
+
+from node.schedule.routing import neighbours, source_stage, target_stage
+from node.stage.inbox import MOST_WAITING, Inbox, LoopIO, StepInterrupted, TensorLink
+from wire.errors import LinkLostError
+from wire.spec import Direction, TensorKey
+from wire.stream_receiver import SMALL_BYTES
+
+SECONDS = 20.0
+
+
+def key(microbatch: int, direction: Direction = Direction.ACTIVATION, boundary: int = 0) -> TensorKey:
+    return TensorKey(1, 0, microbatch, boundary, direction)
+
+
+def in_thread(work: Callable[[], bytearray]) -> "Future[bytearray]":
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(work)
+    finally:
+        pool.shutdown(wait=False)
+
+
+def test_tensors_are_taken_in_any_order_and_once() -> None:
+    inbox = Inbox()
+    for microbatch in range(3):
+        inbox.put(key(microbatch), bytearray([microbatch]))
+    for microbatch in (2, 0, 1):
+        assert inbox.holds(key(microbatch))
+        assert inbox.take(key(microbatch)) == bytearray([microbatch])
+        assert not inbox.holds(key(microbatch))
+    with pytest.raises(LinkLostError):
+        inbox.take(key(0), timeout=0.0)
+
+
+def test_a_wait_ends_when_the_tensor_comes_and_not_before() -> None:
+    inbox = Inbox()
+    taken = in_thread(lambda: inbox.take(key(1), SECONDS))
+    inbox.put(key(0), bytearray(b"another"))
+    inbox.put(key(1, Direction.GRADIENT), bytearray(b"the other way"))
+    assert not taken.done()
+    inbox.put(key(1), bytearray(b"it"))
+    assert taken.result(SECONDS) == b"it"
+
+
+def test_a_silent_neighbour_is_named_with_the_missing_tensor() -> None:
+    with pytest.raises(LinkLostError) as stuck:
+        Inbox().take(key(3, Direction.GRADIENT, boundary=2), timeout=0.0)
+    assert str(stuck.value) == (
+        "no gradient of microbatch 3 came over boundary 2 within 0 s: the neighbour's stage is stuck"
+    )
+
+
+async def test_calls_of_a_stage_wake_the_event_loop_once_and_keep_their_order() -> None:
+    loop = asyncio.get_running_loop()
+    made: list[object] = []
+    woken: list[object] = []
+    asked = asyncio.Event()
+
+    class Link:
+        def want(self, key: TensorKey | None) -> None:
+            made.append(("want", key))
+            asked.set()
+
+        def release(self, key: TensorKey) -> None:
+            if key.microbatch == 1:
+                raise ValueError("not held")
+            made.append(("release", key))
+
+    class Loop:
+        def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
+            woken.append(call)
+            loop.call_soon_threadsafe(call)
+
+        def call_soon(self, call: Callable[[], None]) -> None:
+            loop.call_soon(call)
+
+    inbox, failed = Inbox(), []
+    loop.set_exception_handler(lambda _loop, context: failed.append(context["exception"]))
+    io = LoopIO(
+        loop=cast(asyncio.AbstractEventLoop, Loop()),
+        stages=2,
+        links=cast(dict[int, TensorLink], {0: Link()}),
+        inbox=inbox,
+        over=lambda: False,
+    )
+    for microbatch in range(3):
+        io.release(key(microbatch))
+    assert made == woken == [], "releases of small tensors do not wake the loop"
+    io.flush()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert made == [("release", key(0)), ("release", key(2))]
+    assert [str(error) for error in failed] == ["not held"]
+    for microbatch in range(10, 10 + MOST_WAITING + 1):
+        io.release(key(microbatch))
+    await asyncio.sleep(0)
+    assert len(woken) == 1 and made[-1] == ("release", key(10 + MOST_WAITING))
+    inbox.put(key(2), bytearray(SMALL_BYTES))
+    io.take(key(2))
+    io.release(key(2))
+    await asyncio.sleep(0)
+    assert len(woken) == 2 and made[-1] == ("release", key(2))
+
+    inbox.put(key(3), bytearray(1))
+    io.wait_any([key(3)])
+    assert len(woken) == 2, "what is here is not asked for"
+    waiting = asyncio.to_thread(io.wait_any, [key(4)])
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(waiting)
+        async with asyncio.timeout(SECONDS):
+            await asked.wait()
+        assert made[-1] == ("want", key(4))
+        inbox.put(key(4), bytearray(1))
+        await task
+        await asyncio.sleep(0)
+    assert made[-1] == ("want", None)
+
+
+async def test_sums_go_to_other_rows_once_neighbours_have_what_was_queued_before() -> None:
+    class Link:
+        def __init__(self) -> None:
+            self.sent: list[TensorKey] = []
+            self.calls: list[Callable[[], None]] = []
+
+        def send(self, key: TensorKey, payload: memoryview, elements: int = 0) -> None:
+            self.sent.append(key)
+
+        def after_delivery(self, call: Callable[[], None]) -> None:
+            self.calls.append(call)
+
+    up, down, row = Link(), Link(), Link()
+    io = LoopIO(
+        loop=asyncio.get_running_loop(),
+        stages=3,
+        links=cast(dict[int, TensorLink], {0: up, 2: down}),
+        rows=cast(dict[int, TensorLink], {1: row}),
+        inbox=Inbox(),
+        over=lambda: False,
+    )
+    gradient, packed = key(3, Direction.GRADIENT), torch.zeros(8, dtype=torch.uint8)
+    sums = [key(2, Direction.SYNC_SHARE), key(3, Direction.SYNC_SHARE)]
+    io.send(gradient, packed, 8)
+    for one in sums:
+        io.send_to_row(1, one, packed, 8)
+    await asyncio.sleep(0)
+    assert up.sent == [gradient] and row.sent == down.calls == []
+    for call in up.calls:
+        call()
+    assert row.sent == [] and len(down.calls) == 2
+    for call in down.calls:
+        call()
+    assert row.sent == sums
+
+
+def test_an_interruption_ends_every_wait_at_once() -> None:
+    inbox = Inbox()
+    waits = [in_thread(partial(inbox.take, key(microbatch), SECONDS)) for microbatch in range(3)]
+    inbox.interrupt("the epoch is over")
+    for wait in waits:
+        with pytest.raises(StepInterrupted, match="the epoch is over"):
+            wait.result(SECONDS)
+
+
+def test_the_first_reason_wins_and_stays_until_reset() -> None:
+    inbox, cause = Inbox(), LinkLostError("gone")
+    inbox.check()
+    inbox.put(key(0), bytearray(b"x"))
+    inbox.interrupt("first", cause)
+    inbox.interrupt("second")
+    for _ in range(2):
+        with pytest.raises(StepInterrupted, match="first") as stopped:
+            inbox.take(key(0))  # even what is there belongs to a step that is over
+        assert stopped.value.cause is cause
+        with pytest.raises(StepInterrupted, match="first"):
+            inbox.check()
+    inbox.reset()
+    inbox.check()
+    assert not inbox.holds(key(0)), "tensors of the epoch before are forgotten"
+
+
+def test_no_tensor_is_lost_between_threads() -> None:
+    inbox = Inbox()
+    count = 2000
+
+    def put() -> None:
+        for number in range(count):
+            inbox.put(key(number ^ 1), bytearray(number.to_bytes(4, "big")))
+
+    putter = threading.Thread(target=put)
+    putter.start()
+    taken = [inbox.take(key(number), SECONDS) for number in range(count)]
+    putter.join(SECONDS)
+    assert taken == [bytearray((number ^ 1).to_bytes(4, "big")) for number in range(count)]
+
+
+# ---- who sends what to whom
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_a_boundarys_tensors_pass_between_linked_stages(stages: int, chunks: int) -> None:
+    for boundary in range(stages * chunks - 1):
+        forth = key(0, Direction.ACTIVATION, boundary)
+        back = key(0, Direction.GRADIENT, boundary)
+        sender, receiver = boundary % stages, (boundary + 1) % stages
+        assert (source_stage(forth, stages), target_stage(forth, stages)) == (sender, receiver)
+        assert (source_stage(back, stages), target_stage(back, stages)) == (receiver, sender)
+        if stages > 1:
+            assert receiver in neighbours(sender, stages, chunks, tied=False)
+            assert sender in neighbours(receiver, stages, chunks, tied=False)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_tied_gradients_pass_between_the_ends(stages: int) -> None:
+    share, total = key(0, Direction.TIED_SHARE), key(0, Direction.TIED_SUM)
+    last = stages - 1
+    assert (source_stage(share, stages), target_stage(share, stages)) == (last, 0)
+    assert (source_stage(total, stages), target_stage(total, stages)) == (0, last)
+    assert last in neighbours(0, stages, 1, tied=True)
+    assert 0 in neighbours(last, stages, 1, tied=True)
+
+
+def test_neighbours() -> None:
+    assert [neighbours(stage, 4, 1, tied=False) for stage in range(4)] == [(1,), (0, 2), (1, 3), (2,)]
+    ring = [(1, 3), (0, 2), (1, 3), (0, 2)]
+    assert [neighbours(stage, 4, 2, tied=False) for stage in range(4)] == ring
+    assert [neighbours(stage, 4, 1, tied=True) for stage in range(4)] == ring
+    assert [neighbours(stage, 2, 2, tied=True) for stage in range(2)] == [(1,), (0,)]
+    assert neighbours(0, 1, 3, tied=True) == ()

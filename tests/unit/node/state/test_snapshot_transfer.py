@@ -1,0 +1,258 @@
+"""A node's layers on their way: fetched once, held ready, and sent without piling up."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Collection, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from node.config.join_options import OwnerAllows
+from node.config.schema import ModelSection, RunConfig
+from node.stage import snapshot_transfer
+from node.stage.coordinator_client import CoordinatorClient
+from node.stage.layer_peers import LayerPeers
+from node.stage.snapshot_transfer import SnapshotTransfer
+from node.state.snapshot_cache import LayerFile, SnapshotCache
+from node.state.unit_state import weights_file
+from wire.errors import DataError, LinkLostError
+from wire.messages import FailureKind, NodeMessage, Prefetch, StepFailed, TakeSnapshot
+
+SECONDS = 20.0
+MODEL = ModelSection(layers=1)
+NOTHING = OwnerAllows()
+STATE = {"embed": {"weight": torch.ones(2)}, "head": {"weight": torch.zeros(2)}}
+
+
+class Coordinator:
+    """Stands in for the client: `asked` and `stored` in order; transfers wait while `open` is clear."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, str]] = []
+        self.stored: list[tuple[int, str]] = []
+        self.begun: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self.open = asyncio.Event()
+        self.open.set()
+        self.lost = False
+        self.files: dict[tuple[int, str], bytes] = {}
+        """Layers that are no mere names."""
+        self.kept = 0
+        """Layers that needed no sending."""
+
+    async def layer(
+        self, step: int, unit: str, limit: int, kept: LayerFile | None = None, bad: Collection[str] = ()
+    ) -> bytes:
+        self.asked.append((step, unit))
+        self.begun.put_nowait((step, unit))
+        if self.lost:
+            raise LinkLostError("nobody answers")
+        await self.open.wait()
+        data = self.files.get((step, unit), f"{step} {unit}".encode())
+        if kept is not None and kept.sha256 == sha256(data).hexdigest():
+            self.kept += 1
+            return kept.data
+        return data
+
+    async def put_layer(self, step: int, unit: str, data: bytes) -> None:
+        self.begun.put_nowait((step, unit))
+        if self.lost:
+            raise LinkLostError("nobody answers")
+        await self.open.wait()
+        self.stored.append((step, unit))
+
+
+class Scene:
+    def __init__(
+        self,
+        directory: Path,
+        group: asyncio.TaskGroup,
+        model: ModelSection = MODEL,
+        allows: OwnerAllows = NOTHING,
+    ) -> None:
+        self.coordinator = Coordinator()
+        self.peers = None
+        self.cache = SnapshotCache(directory, 10**6)
+        self.posted: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self.told: asyncio.Queue[str] = asyncio.Queue()
+        self.transfer = SnapshotTransfer(
+            config=RunConfig(model=model),
+            windows=0,
+            client=cast(CoordinatorClient, self.coordinator),
+            cache=self.cache,
+            peers=cast(LayerPeers, self.peers),
+            allows=allows,
+            pacer=None,
+            group=group,
+            post=self.posted.put_nowait,
+            tell=self.told.put_nowait,
+        )
+
+    async def begun(self) -> tuple[int, str]:
+        """The next layer that the coordinator is asked for, or to take."""
+        async with asyncio.timeout(SECONDS):
+            return await self.coordinator.begun.get()
+
+
+@contextlib.asynccontextmanager
+async def scene(
+    directory: Path, model: ModelSection = MODEL, allows: OwnerAllows = NOTHING
+) -> AsyncIterator[Scene]:
+    """Leaving it waits for all transfers, so that a test ends with what they have done."""
+    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
+        yield Scene(directory, group, model, allows)
+
+
+async def test_a_layer_is_fetched_once(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        assert await here.transfer.fetch(3, "embed") == b"3 embed"
+        assert here.coordinator.kept == 0
+        assert await here.transfer.fetch(3, "embed") == b"3 embed"
+        assert here.coordinator.kept == 1
+
+
+async def test_sent_layers_are_requested_by_digest(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
+    assert here.coordinator.stored == [(3, "embed"), (3, "head")]
+    file = here.cache.get(3, "head")
+    assert file is not None and file.sha256 == sha256(file.data).hexdigest()
+
+
+async def test_a_layer_of_a_snapshot_that_never_was_is_not_used(tmp_path: Path) -> None:
+    """What this node sent was of an attempt that others did not end: the step was come to otherwise."""
+    async with scene(tmp_path) as here:
+        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
+    assert await here.transfer.fetch(3, "head") == b"3 head"
+    assert await here.transfer.fetch(3, "head") == b"3 head"
+    assert here.coordinator.kept == 1, "the right one is kept in its place"
+
+
+async def test_tensors_in_flight_and_arrived_are_known(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        assert not here.transfer.uploading(3) and not here.transfer.sending
+        here.coordinator.open.clear()
+        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
+        await here.begun()
+        assert here.transfer.uploading(3) and here.transfer.sending
+        here.coordinator.open.set()
+    assert here.transfer.uploading(3) and not here.transfer.sending
+    async with asyncio.TaskGroup() as group:
+        lost = Scene(tmp_path, group)
+        lost.coordinator.lost = True
+        lost.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
+    assert not lost.transfer.uploading(3) and not lost.transfer.sending
+
+
+async def test_the_oldest_of_three_pending_snapshots_is_dropped(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.open.clear()
+        for step in (3, 6, 9):
+            here.transfer.upload(1, TakeSnapshot(epoch=1, step=step), STATE, stage=0)
+            assert await here.begun() == (step, "embed")
+        here.coordinator.open.set()
+    assert sorted(here.coordinator.stored) == [(step, unit) for step in (6, 9) for unit in STATE]
+
+
+async def test_a_snapshot_that_is_asked_for_again_starts_over(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.open.clear()
+        for epoch in (1, 2):
+            here.transfer.upload(epoch, TakeSnapshot(epoch=epoch, step=3), STATE, stage=0)
+            assert await here.begun() == (3, "embed")
+        here.coordinator.open.set()
+    assert here.coordinator.stored == [(3, "embed"), (3, "head")]
+
+
+@pytest.mark.parametrize(
+    ("source", "sent"),
+    [
+        ("the same folder", 0),
+        ("another folder", 1),
+        ("no folder", 1),
+        ("a hub", 0),
+        ("a hub that its owner allows", 0),
+        ("a hub that is away", 1),
+    ],
+)
+async def test_weights_come_from_the_own_disk_or_the_hub_before_the_coordinator(
+    source: str, sent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sent`: whether the coordinator sends them."""
+    folder = tmp_path / "model"
+    if source != "no folder":
+        folder.mkdir()
+    weights = {"weight": np.ones(2, np.float32)}
+    from_ = f"hf://owner/model@{40 * 'a'}" if "hub" in source else "the coordinator's folder"
+    allows = OwnerAllows(
+        hub=("owner/other", *(["owner/model"] if "allows" in source else [])),
+        model=folder if folder.exists() and "hub" not in source else None,
+    )
+
+    async def read(
+        model: ModelSection, units: Sequence[str], *, token: bool = True
+    ) -> dict[str, dict[str, np.ndarray]]:
+        """No folder but the one that the owner names, and no token but for repositories that they name."""
+        assert model.from_ == (from_ if "hub" in source else str(folder))
+        assert "hub" not in source or token == ("allows" in source)
+        if "away" in source:
+            raise DataError("the hub is away")
+        return {unit: {"weight": weights["weight"] + ("another" in source)} for unit in units}
+
+    monkeypatch.setattr(snapshot_transfer, "read_units", read)
+    async with scene(tmp_path, ModelSection(layers=1, from_=from_), allows) as here:
+        here.coordinator.files[0, "head"] = weights_file(weights)
+        state = await here.transfer.fetch_weights(("head",))
+        assert list(state) == ["head"]
+        assert state["head"]["parameter.weight"].tolist() == [1.0, 1.0]
+        assert len(here.coordinator.asked) - here.coordinator.kept == sent
+        assert (not here.coordinator.asked) == ("hub" in source and "away" not in source)
+
+
+async def test_a_layer_that_is_not_stored_fails_the_epoch_once(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.lost = True
+        here.transfer.upload(4, TakeSnapshot(epoch=4, step=3), STATE, stage=0)
+    failure = here.posted.get_nowait()
+    assert failure == StepFailed(
+        epoch=4,
+        step=3,
+        kind=FailureKind.INTERNAL,
+        message="layer embed of the snapshot of step 3 was not stored: nobody answers",
+    )
+    assert here.posted.empty()
+
+
+async def test_a_newer_snapshot_takes_the_place_of_one_that_is_fetched_ahead(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.open.clear()
+        here.transfer.prefetch(Prefetch(step=3, units=("embed", "head")))
+        assert await here.begun() == (3, "embed")
+        here.transfer.prefetch(Prefetch(step=6, units=("head",)))
+        here.coordinator.open.set()
+    assert here.coordinator.asked == [(3, "embed"), (6, "head")]
+    assert here.told.get_nowait() == "holding the snapshot of step 6, ready to take a stage"
+    assert here.told.empty()
+
+
+async def test_a_node_that_cannot_prefetch_announces_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.lost = True
+        here.transfer.prefetch(Prefetch(step=3, units=("embed", "head")))
+    assert here.coordinator.asked == [(3, "embed")] and here.told.empty()
+    assert "layer embed of step 3 was not fetched ahead: nobody answers" in caplog.text
+
+
+async def test_all_that_is_under_way_can_be_stopped(tmp_path: Path) -> None:
+    async with scene(tmp_path) as here:
+        here.coordinator.open.clear()
+        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
+        here.transfer.prefetch(Prefetch(step=6, units=("head",)))
+        assert {await here.begun(), await here.begun()} == {(3, "embed"), (6, "head")}
+        here.transfer.cancel()
+    assert here.coordinator.stored == [] and here.told.empty() and here.posted.empty()

@@ -1,0 +1,161 @@
+"""A unit's snapshot file: what the optimizer saves is accepted, what no node can load is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load, save
+from torch import Tensor
+
+from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
+from node.model.chunk import build_chunk, weight_dtype
+from node.model.units import unit_names
+from node.schedule.placement import split_units
+from node.state.serialization import CACHE_PREFIX, serialize_unit
+from node.state.snapshot import SnapshotWriter
+from node.state.unit_state import check_state, expected_layout, read_tensors
+from node.training.optimizer import StageOptimizer
+from wire.codecs.sample_cache import SampleCache
+from wire.errors import ProtocolViolationError, RunError
+
+MODEL = ModelSection(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
+PLAIN = RunConfig(model=MODEL)
+PACKED = RunConfig(model=MODEL, training=TrainingSection(moments="fp8"))
+REMEMBERS = RunConfig(model=MODEL, pipeline=PipelineSection(forward_codec="aqsgd-4"))
+BLOCK = "block.0000"
+WINDOWS = 5
+
+Arrays = dict[str, np.ndarray]
+
+
+def states(config: RunConfig) -> dict[str, dict[str, Tensor]]:
+    """Every unit's after a step."""
+    model = config.model
+    (units,) = split_units(model, 1)
+    chunk = build_chunk(model, units, 0, torch.device("cpu"), weight_dtype(config.training.weights))
+    optimizer = StageOptimizer([chunk], config.training)
+    with torch.autocast("cpu", torch.bfloat16, enabled=config.training.weights == "bfloat16"):
+        chunk(torch.arange(8).view(1, 8)).float().square().mean().backward()
+    optimizer.apply(1e-3, 1.0)
+    return {unit: optimizer.unit_state(unit) for unit in optimizer.units}
+
+
+def cache(config: RunConfig) -> dict[str, Tensor]:
+    """What a boundary remembers after a step."""
+    shape = (config.model.sequence, config.model.hidden)
+    remembered = SampleCache(WINDOWS, shape, since=0)
+    remembered.stage(0, (1, 4), torch.randn(2, *shape).bfloat16())
+    remembered.commit()
+    return {f"{CACHE_PREFIX}{name}": tensor for name, tensor in remembered.state().items()}
+
+
+@pytest.mark.parametrize(
+    ("moments", "weights"), [("float32", "float32"), ("fp8", "float32"), ("fp8", "bfloat16")]
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_saved_optimizer_state_matches_the_expected_layout(family: str, moments: str, weights: str) -> None:
+    model = replace(MODEL, family=family, kv_heads=2 if family == "gpt2" else 1)
+    config = RunConfig(model=model, training=TrainingSection(moments=moments, weights=weights))
+    saved = states(config)
+    assert tuple(saved) == unit_names(model)
+    for unit, state in saved.items():
+        tensors = read_tensors(serialize_unit(state))
+        found = {name: (array.dtype.name, array.shape) for name, array in tensors.items()}
+        assert found == expected_layout(config, unit)
+        check_state(config, WINDOWS, unit, tensors)
+
+
+def test_a_boundarys_sample_cache_is_used_where_the_codec_has_one() -> None:
+    state = states(REMEMBERS)[BLOCK]
+    check_state(REMEMBERS, WINDOWS, BLOCK, read_tensors(serialize_unit(state)))
+    remembering = read_tensors(serialize_unit({**state, **cache(REMEMBERS)}))
+    check_state(REMEMBERS, WINDOWS, BLOCK, remembering)
+    empty = {f"{CACHE_PREFIX}{name}": tensor for name, tensor in SampleCache(5, (8, 16), 0).state().items()}
+    check_state(REMEMBERS, WINDOWS, BLOCK, read_tensors(serialize_unit({**state, **empty})))
+    with pytest.raises(RunError, match=r"activation_cache.samples is unknown"):
+        check_state(PLAIN, WINDOWS, BLOCK, remembering)
+    with pytest.raises(RunError, match="samples holds numbers"):
+        check_state(REMEMBERS, 4, BLOCK, remembering)
+
+
+def without(name: str) -> Callable[[Arrays], Arrays]:
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+def retyped(name: str, dtype: str) -> Callable[[Arrays], Arrays]:
+    return lambda tensors: {**tensors, name: tensors[name].astype(dtype)}
+
+
+def reshaped(name: str, *shape: int) -> Callable[[Arrays], Arrays]:
+    return lambda tensors: {**tensors, name: tensors[name].reshape(shape)}
+
+
+def spoilt(name: str, number: float) -> Callable[[Arrays], Arrays]:
+    """With one element, in the middle, replaced."""
+
+    def spoil(tensors: Arrays) -> Arrays:
+        array = tensors[name].copy()
+        array.reshape(-1)[array.size // 2] = number
+        return {**tensors, name: array}
+
+    return spoil
+
+
+UP, UP_MEAN, UP_SQUARE = "parameter.up.weight", "exp_avg.up.weight", "exp_avg_sq.up.weight"
+VALUES, SAMPLES, SINCE = (f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since"))
+INFINITE, NEGATIVE_NAN = np.array([0x7F80, 0xFFC0], np.uint16).view(np.int16).tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "line"),
+    [
+        (PLAIN, without("step"), "step is missing"),
+        (PLAIN, without(UP), "up.weight is missing"),
+        (PLAIN, without(UP_SQUARE), "exp_avg_sq.up.weight is missing"),
+        (PLAIN, lambda tensors: {**tensors, "other": np.zeros(1)}, "other is unknown"),
+        (PLAIN, retyped(UP, "float16"), "is float16 .*, not float32"),
+        (PLAIN, retyped(UP, "float64"), "is float64"),
+        (PLAIN, retyped("step", "int32"), "step is int32"),
+        (PLAIN, reshaped(UP_MEAN, 16, 24), r"is float32 \[16, 24\], not float32 \[24, 16\]"),
+        (PLAIN, reshaped("step", 1), r"step is int64 \[1\]"),
+        (PLAIN, spoilt("step", -1), "step holds numbers"),
+        *((PLAIN, spoilt(UP, number), "holds numbers that no step") for number in (np.nan, np.inf, -np.inf)),
+        (PLAIN, spoilt(UP_MEAN, np.nan), "holds numbers"),
+        (PLAIN, spoilt(UP_SQUARE, np.inf), "holds numbers"),
+        (PLAIN, spoilt(UP_SQUARE, -1.0), "holds numbers"),
+        (PACKED, retyped(UP_MEAN, "float32"), "is float32 .*, not uint8"),
+        (PACKED, spoilt(UP_MEAN, 0x7F), "holds numbers"),
+        (PACKED, spoilt(UP_MEAN, 0xFF), "holds numbers"),
+        (PACKED, spoilt(UP_SQUARE, 0x80), "holds numbers"),
+        (PACKED, spoilt("exp_avg_power.up.weight", 0), "holds numbers"),
+        (PACKED, spoilt("exp_avg_scale.up.weight", -1.0), "holds numbers"),
+        (PACKED, spoilt("exp_avg_sq_scale.up.weight", np.nan), "holds numbers"),
+        (REMEMBERS, without(SINCE), "since is missing"),
+        (REMEMBERS, without(SAMPLES), "samples is missing"),
+        (REMEMBERS, retyped(VALUES, "float32"), "is float32 .*, not int16"),
+        (REMEMBERS, reshaped(VALUES, 2, 16, 8), r"is int16 \[2, 16, 8\]"),
+        (REMEMBERS, spoilt(VALUES, INFINITE), "holds numbers"),
+        (REMEMBERS, spoilt(VALUES, NEGATIVE_NAN), "holds numbers"),
+        (REMEMBERS, spoilt(SAMPLES, 1), "holds numbers"),
+        (REMEMBERS, spoilt(SAMPLES, WINDOWS), "holds numbers"),
+        (REMEMBERS, spoilt(SINCE, -1), "holds numbers"),
+    ],
+)
+def test_an_unusable_state_is_not_stored(
+    tmp_path: Path, config: RunConfig, change: Callable[[Arrays], Arrays], line: str
+) -> None:
+    state = states(config)[BLOCK]
+    if config.pipeline.remembers:
+        state |= cache(config)
+    writer = SnapshotWriter(tmp_path, config, "run-1", WINDOWS)
+    good = serialize_unit(state)
+    bad = save(change(load(good)))
+    with pytest.raises(ProtocolViolationError, match=rf"{BLOCK} does not fit this model \(.*{line}"):
+        writer.put(1, BLOCK, bad, sha256(bad).hexdigest())
+    assert list(tmp_path.iterdir()) == []
+    assert writer.put(1, BLOCK, good, sha256(good).hexdigest()) is None
+    assert writer.missing(1) == ("embed", "head")

@@ -1,0 +1,518 @@
+"""The bottleneck in words: each case, and that no sentence ever says what its inputs do not."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.config.schema import ModelSection
+from node.model.units import ends_in_blocks
+from node.schedule.floor import LinkRate
+from node.telemetry import events
+from node.telemetry.clock import TimeKind
+from node.view.bottleneck import WAITING, bottleneck
+from node.view.remedies import Remedy
+from node.view.run_view import FlowView, LinkView, RunView, StageView
+from node.view.step_model import EACH_TOGETHER, FULL, StepModel, full_links, shared_uploads
+from node.view.view_builder import LEAST_ADVICE_STEPS, view
+from tests.support.run_events import (
+    NODES,
+    costs,
+    done,
+    history,
+    joined,
+    opening,
+    placed,
+    stage_cost,
+    started,
+    step,
+)
+from wire.codecs.formats import proposed_names
+
+BITS = {"fp32": 32.03, "fixed-8": 8.26, "fixed-6": 6.26, "fixed-4": 4.26, "tah": 4.42} | {
+    "trellis-4": 4.0,
+    "trellis-4.41": 4.41,
+}
+GPU = "NVIDIA H200"
+MICROBATCHES = 8
+
+
+def stage(number: int, blocks: int = 4, **shares: float) -> StageView:
+    """Shares by kind, with underscores; what is left of 1 is `wait-downstream`."""
+    kinds = {kind.value: shares.get(kind.value.replace("-", "_"), 0.0) for kind in TimeKind}
+    kinds["wait-downstream"] += 1.0 - sum(kinds.values())
+    waiting = sum(share for kind, share in kinds.items() if kind.startswith("wait"))
+    return StageView(
+        stage=number,
+        node_id=f"node-{number}",
+        device="cpu",
+        blocks=blocks,
+        present=True,
+        shares=kinds,
+        busy=max(0.0, 1.0 - waiting),
+        waiting=waiting,
+        memory_bytes=0,
+        peak_memory_bytes=0,
+        gpu_memory_bytes=0,
+        gpu_peak_memory_bytes=0,
+    )
+
+
+def link(
+    source: int, target: int, mbit: float, capacity: float, round_trip: float = 0.001, codec: str = "fixed-6"
+) -> LinkView:
+    direction = "activation" if source < target else "gradient"
+    return LinkView(
+        source=source,
+        target=target,
+        bytes=10**9,
+        mbit=mbit,
+        capacity_mbit=capacity,
+        use=min(1.0, mbit / capacity) if capacity else None,
+        busy=0.5,
+        flows=(
+            FlowView(
+                direction=direction,
+                codec=codec,
+                bits_per_element=BITS[codec],
+                mbit=mbit,
+                bytes=10**9,
+                elements=10**9,
+            ),
+        ),
+        round_trip_seconds=round_trip,
+        retransmits=0,
+        rejects=0,
+        queued_bytes=0,
+    )
+
+
+def seen(stages: Sequence[StageView], links: Sequence[LinkView] = (), seconds: float = 1.0) -> RunView:
+    base = view(history(opening(), step(1)))
+    return replace(
+        base,
+        stages=tuple(stages),
+        links=tuple(links),
+        step_seconds=seconds,
+        microbatches=MICROBATCHES,
+        stages_wanted=len(stages),
+    )
+
+
+MODEL = StepModel(
+    seconds=1.0,
+    microbatches=MICROBATCHES,
+    chunks=1,
+    forward=(0.04, 0.01),
+    backward=(0.07, 0.02),
+    packing=(0.0, 0.0),
+    activation_bytes=0.0,
+    gradient_bytes=0.0,
+    links=(LinkRate(),),
+    interfaces=(LinkRate(), LinkRate()),
+    after_seconds=0.0,
+)
+
+
+def says(run: RunView, bits: Mapping[str, float] = BITS, ends: Sequence[float] = (0.0, 0.0)) -> str:
+    return " | ".join(bottleneck(run, bits, ends))
+
+
+def on(device: str, run: RunView) -> RunView:
+    return replace(run, stages=tuple(replace(stage, device=device) for stage in run.stages))
+
+
+def promised(text: str) -> float:
+    """The gain in a sentence."""
+    return float(re.findall(r"would give about ([\d.]+) x", text)[0])
+
+
+def test_a_full_link_is_named_with_who_waits_and_a_remedy() -> None:
+    stages = [stage(0, forward=0.25, backward=0.25), stage(1, forward=0.2, backward=0.2)]
+    run = seen(stages, [link(0, 1, 30, 100), link(1, 0, 96, 100)])
+    text = says(run)
+    assert text.startswith(
+        "link 1 to 0 is full: 96 % of 100 Mbit/s; stages 0 and 1 wait 55 % of the time; "
+        "`fixed-6` to `tah` backward would give about 1."
+    )
+    model = StepModel.of(run)
+    assert model is not None
+    gain = promised(text)
+    assert gain == pytest.approx(model.gain(model.with_codecs(gradient=4.42 / 6.26)), rel=0.05)
+    assert 1.1 < gain < 6.26 / 4.42
+
+
+def test_the_most_precise_codec_that_helps_is_the_one_named() -> None:
+    stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
+    run = seen(stages, [link(0, 1, 95, 100, codec="fp32"), link(1, 0, 20, 100)])
+    assert "`fp32` to `fixed-8` forward would give about 3." in says(run)
+
+
+def uneven(number: int, share: float) -> list[events.Event]:
+    """A step in which stage 0 computes `share` of the time and stage 1 less."""
+    one = costs(number)
+    stages = (
+        stage_cost(0, NODES[0], 1.0, backward=share * 2 / 3, wait_downstream=1 - share),
+        stage_cost(1, NODES[1], 1.0, backward=0.3, wait_upstream=0.55),
+    )
+    return [replace(one, stages=stages), done(number)]
+
+
+def after(shares: Sequence[float]) -> str:
+    steps = (uneven(number, share) for number, share in enumerate(shares, 1))
+    ends = replace(started(), ends_in_blocks=(0.0, 0.0))
+    opened = [ends, *(joined(node) for node in NODES), placed()]
+    return " | ".join(view(history(opened, *steps)).bottleneck)
+
+
+def test_advice_waits_for_enough_steps_and_tells_its_range() -> None:
+    early = after([0.9] * (LEAST_ADVICE_STEPS - 1))
+    assert "stage 0 is the slowest: it computes 90 %" in early and "pipeline.split" not in early
+    even = after([0.9] * LEAST_ADVICE_STEPS)
+    assert re.search(r"`pipeline.split = \[\d, \d\]` would give about [\d.]+ x: `thinwire set", even)
+    uneven_steps = after([0.99] * 20 + [0.86] * 20)
+    found = re.search(r"`pipeline.split = \[\d, \d\]` would give ([\d.]+) to ([\d.]+) x", uneven_steps)
+    assert found and 1.05 <= float(found[1]) < float(found[2])
+
+
+def test_what_only_half_of_the_steps_show_is_no_advice() -> None:
+    remedy = Remedy.of("x", MODEL, lambda model: model.with_blocks([4, 4], [3, 5]))
+    assert remedy is not None and remedy.confirmed([MODEL, MODEL]) is not None
+    other_way = replace(MODEL, forward=MODEL.forward[::-1], backward=MODEL.backward[::-1])
+    assert remedy.confirmed([MODEL, other_way]) is None
+
+
+def test_advice_stays_the_same_while_steps_are_noisy() -> None:
+    said = set()
+    noise = [0.86 + 0.03 * ((7 * number) % 5) for number in range(60)]
+    for count in range(40, 60):
+        said |= set(re.findall(r"pipeline.split = \[[\d, ]+\]", after(noise[:count])))
+    assert len(said) == 1
+
+
+def test_a_link_that_is_full_both_ways_needs_both_codecs() -> None:
+    stages = [stage(0, forward=0.05, backward=0.1), stage(1, forward=0.05, backward=0.1)]
+    run = seen(stages, [link(0, 1, 96, 100, codec="fp32"), link(1, 0, 95, 100, codec="fp32")])
+    first, second = bottleneck(run, BITS)
+    assert first.startswith("link 0 to 1 is full: 96 % of 100 Mbit/s; stages 0 and 1 wait 85 % of the time; ")
+    assert second == "link 1 to 0 is full: 95 % of 100 Mbit/s"
+    assert "`fp32` to `fixed-8` forward and backward would give about 3." in first
+    # Where each way has a codec of its own, each is named.
+    run = seen(stages, [link(0, 1, 96, 100, codec="fixed-8"), link(1, 0, 95, 100)])
+    assert "`fixed-8` to `tah` forward and `fixed-6` to `tah` backward would give about 1." in says(run)
+
+
+def uploading(rate: float, stages: int = 3) -> RunView:
+    """Stage 1 sends activations and gradients over an upload of `rate` Mbit/s, as a real run measured it."""
+    forward, backward = 0.28 / 0.8 * rate, 0.52 / 0.8 * rate
+    links = [
+        link(0, 1, forward, 4.7 * rate, codec="tah"),
+        link(1, 0, backward, 0.74 * rate, codec="fixed-8"),
+        link(1, 2, forward, 0.375 * rate, codec="tah"),
+        link(2, 1, backward, 20 * rate, codec="fixed-8"),
+    ]
+    return seen([stage(n, forward=0.05, backward=0.08) for n in range(stages)], links, seconds=4.2)
+
+
+def test_links_that_share_an_upload() -> None:
+    run = uploading(0.8)
+    text = says(run)
+    assert text.startswith(
+        "stage 1 sends 0.8 Mbit/s of about 0.857 Mbit/s to stages 0 and 2 together: its links to them are "
+        "full and seem to share its upload; stages 0, 1 and 2 wait 87 % of the time; `fixed-8` to `fixed-6` "
+        "backward would"
+    )
+    gain = promised(text)
+    # Both kinds of tensors take their turns there, so a smaller gradient saves its part of the sum.
+    assert gain == pytest.approx(0.8 / (0.28 + 0.52 * BITS["fixed-6"] / BITS["fixed-8"]), rel=0.06)
+    assert "link 1 to" not in text
+
+
+def test_a_line_that_one_of_its_links_leaves_more_often_is_shared_all_the_same() -> None:
+    """As measured on a line of 5 Mbit/s: one of its links alone looked like 72 % of 2.14."""
+    links = [link(1, 0, 1.54, 2.14), link(1, 2, 2.86, 3.3), link(0, 1, 2.0, 20), link(2, 1, 2.0, 20)]
+    run = seen([stage(n, forward=0.05, backward=0.1) for n in range(3)], links)
+    assert says(run).startswith("stage 1 sends 4.4 Mbit/s of about 5.08 Mbit/s to stages 0 and 2 together")
+    (upload,) = shared_uploads(run)
+    assert upload.capacity_mbit == pytest.approx(5, rel=0.03)
+    idle = [link(1, 0, 0.9, 2.14), link(1, 2, 2.86, 3.3)]
+    assert shared_uploads(replace(run, links=tuple(idle))) == ()
+
+
+def test_equal_links_that_are_full_share_nothing() -> None:
+    pairs = [(0, 1), (1, 0), (1, 2), (2, 1)]
+    run = seen([stage(n, forward=0.05, backward=0.1) for n in range(3)], [link(*p, 96, 100) for p in pairs])
+    assert shared_uploads(run) == ()
+    assert says(run).count("is full: 96 % of 100 Mbit/s") == 3  # of four links
+
+
+def test_no_gain_is_promised_without_a_narrower_codec() -> None:
+    stages = [stage(0, forward=0.1, backward=0.1), stage(1, forward=0.1, backward=0.1)]
+    run = seen(stages, [link(0, 1, 95, 100), link(1, 0, 20, 100)])
+    assert says(run, {}) == "link 0 to 1 is full: 95 % of 100 Mbit/s; stages 0 and 1 wait 80 % of the time"
+
+
+def test_an_uneven_split() -> None:
+    stages = [
+        stage(0, blocks=6, forward=0.3, backward=0.6),
+        stage(1, blocks=2, forward=0.1, backward=0.2),
+    ]
+    text = says(seen(stages, [link(0, 1, 5, 1000), link(1, 0, 5, 1000)]))
+    assert text.startswith("stage 0 is the slowest: it computes 90 % of the time; stage 1 waits 70 % of the")
+    assert "`pipeline.split = [4, 4]` would give about 1.3 x" in text
+
+
+def test_a_slow_machine_gets_fewer_blocks() -> None:
+    stages = [stage(0, forward=0.3, backward=0.65), stage(1, forward=0.1, backward=0.2)]
+    text = says(seen(stages))
+    found = re.search(r"split = \[(\d+), (\d+)\]", text)
+    assert found and int(found[1]) < 4 < int(found[2]) and int(found[1]) + int(found[2]) == 8
+
+
+def test_a_head_stays_where_it_is() -> None:
+    """Two blocks and a head that costs as much as six: blocks can go elsewhere, the head cannot."""
+    stages = [
+        stage(0, blocks=4, forward=0.15, backward=0.3),
+        stage(1, blocks=2, forward=0.3, backward=0.6),
+    ]
+    text = says(seen(stages), ends=(0.0, 6.0))
+    found = re.search(r"`pipeline.split = \[5, 1\]` would give about ([\d.]+) x", text)
+    # One of its eight parts goes: 8 / 7, less what the pipeline takes to fill and to drain.
+    assert found and 1.08 < float(found[1]) <= 1.15
+    assert "pipeline.split" not in says(seen(stages), ends=()), "what the head costs is not known"
+
+
+def test_the_ends_of_a_model_in_blocks() -> None:
+    model = ModelSection(hidden=64, heads=4, kv_heads=4, ffn=128, vocab=1000, sequence=32)
+    # A block: 4 h h and 3 h f weights, attention over half of the sequence; the head: h v weights.
+    block = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 2 * 64 * 32
+    assert ends_in_blocks(model) == (0.0, pytest.approx(2 * 64 * 1000 / block))
+
+
+def test_an_even_split_is_kept() -> None:
+    stages = [stage(n, forward=0.3, backward=0.62) for n in range(2)]
+    assert "pipeline.split" not in says(seen(stages))
+
+
+def test_packing_that_takes_long() -> None:
+    stages = [stage(n, forward=0.2, backward=0.3, encode=0.25, decode=0.1) for n in range(2)]
+    text = says(seen(stages, [link(0, 1, 5, 1000)]))
+    assert "packs and unpacks tensors 35 % of the time (`fixed-6` and `fixed-8`)" in text
+    assert "codecs that cost no time would give about" in text
+
+
+def test_a_coordinator_that_is_slow() -> None:
+    stages = [stage(n, forward=0.2, backward=0.3, wait_coordinator=0.3 + n / 10) for n in range(2)]
+    assert "every stage waits for the coordinator at least 30 % of the time" in says(seen(stages))
+
+
+def test_a_first_stage_that_waits_for_its_tokens() -> None:
+    stages = [
+        stage(0, forward=0.1, backward=0.2, wait_coordinator=0.65),
+        stage(1, forward=0.1, backward=0.2, wait_upstream=0.6, wait_coordinator=0.1),
+    ]
+    text = says(seen(stages))
+    assert text.startswith("stage 0 waits for the coordinator 65 % of the time, and the others for stage 0")
+    assert "nothing stands out" not in text
+
+
+def test_waiting_for_other_stages_is_not_called_a_slow_coordinator() -> None:
+    stages = [stage(0, forward=0.3, backward=0.4), stage(1, forward=0.2, backward=0.2, wait_coordinator=0.4)]
+    assert "waits for the coordinator" not in says(seen(stages))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "words"),
+    [
+        ([3], "stage 3 waits 90 % of the time"),
+        ([0, 1, 2], "stages 0, 1 and 2 wait 90 % of the time"),
+        ([0, 1, 2, 3, 4, 5, 6, 7], "stages 0 to 7 wait 90 % of the time"),
+        ([0, 1, 2, 5], "stages 0, 1, 2 and 5 wait 90 % of the time"),
+    ],
+)
+def test_which_stage_waits(waiting: list[int], words: str) -> None:
+    stages = [stage(n, forward=0.1) if n in waiting else stage(n, forward=0.9) for n in range(8)]
+    assert f"; {words}" in says(seen(stages, [link(0, 1, 96, 100)]), {})
+
+
+def test_round_trips_that_nobody_hides() -> None:
+    stages = [stage(n, forward=0.1, backward=0.2) for n in range(2)]
+    links = [link(0, 1, 5, 1000, 0.1), link(1, 0, 5, 1000, 0.1)]
+    text = says(seen(stages, links, seconds=0.8))
+    assert text.startswith("tensors are on their way: no link is full, and a round trip from stage")
+    assert "100 ms" in text and "`pipeline.window`" in text
+
+
+def test_too_few_microbatches() -> None:
+    stages = [stage(n, forward=0.2, backward=0.4) for n in range(4)]
+    run = replace(seen(stages), microbatches=4)
+    assert "fills and drains for" in says(run) and "more than 4 microbatches" in says(run)
+
+
+def test_no_stage_or_link_limits() -> None:
+    stages = [stage(n, forward=0.2, backward=0.3) for n in range(2)]
+    assert says(seen(stages)).startswith("nothing stands out: the busiest stage, 0, works 50 % of the time")
+
+
+def test_waiting_for_members() -> None:
+    """How to help is said, by what is known of the tokens."""
+    unreported = view(history(started(), joined("node-x"))).bottleneck
+    assert unreported == (
+        "waiting for nodes: 1 of 2 are here; paste the join line on another machine; `thinwire token create "
+        "RUN_DIR` makes a new one",
+    )
+    for left, words in (
+        (0, "1 of 2 are here; no join token is left: `thinwire token create RUN_DIR` makes a join line for"),
+        (1, "paste the join line that the coordinator printed on another machine (tokens are left for one m"),
+        (3, "(tokens are left for 3 more nodes; `thinwire token create RUN_DIR` makes a new line)"),
+    ):
+        (said,) = view(
+            history(started(), events.TokenUses(left=2), joined("node-x"), events.TokenUses(left=left))
+        ).bottleneck
+        assert words in said
+
+
+def test_a_link_that_is_little_used_sets_no_pace() -> None:
+    """Eight stages and two microbatches: most of a step is filling and draining, and a link that serves each
+    microbatch a little longer than a stage does makes the floor, at a fifth of its capacity."""
+    stages = [stage(n, forward=0.09, backward=0.09) for n in range(8)]
+    for mbit, pace in ((19, False), (21, True)):
+        links = [link(n, n + 1, mbit, 1000 if n else 100) for n in range(7)]
+        run = replace(seen(stages, links), microbatches=2)
+        model = StepModel.of(run)
+        assert model is not None and str(model.floor().binds) == "link 0 to 1"
+        assert (f"link 0 to 1 sets the pace: {mbit} % of 100 Mbit/s" in says(run)) is pace
+
+
+def test_what_is_full_is_told_once_for_all() -> None:
+    """`LinkView.full` is what the page and `top` follow; links that share an upload are full together."""
+    for use, full in ((FULL - 0.01, False), (FULL, True)):
+        run = seen([stage(0), stage(1)], [link(0, 1, 100 * use, 100), link(1, 0, 10, 100)])
+        assert (full_links(run) == {(0, 1)}) is full
+        assert ("is full" in says(run)) is full
+    shared = seen(
+        [stage(n) for n in range(3)],
+        [link(1, 0, 78, 100), link(1, 2, 39, 50)],
+    )
+    assert full_links(shared) == {(1, 0), (1, 2)}
+
+
+def test_nothing_is_said_before_the_first_step() -> None:
+    assert view(history(opening())).bottleneck == ()
+
+
+def test_a_run_of_events_has_a_bottleneck() -> None:
+    assert len(view(history(opening(), *(step(n) for n in range(1, 12)))).bottleneck) == 1
+
+
+SHARE = st.floats(0, 1)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> RunView:
+    count = draw(st.integers(1, 5))
+    stages = []
+    for number in range(count):
+        weights = [draw(st.floats(0, 1)) + 1e-6 for _ in TimeKind]
+        shares = dict(zip(TimeKind, (w / sum(weights) for w in weights), strict=True))
+        waiting = sum(shares[kind] for kind in TimeKind if kind.value.startswith("wait"))
+        blocks = draw(st.integers(0, 9))
+        one = stage(number, blocks)
+        values = {kind.value: share for kind, share in shares.items()}
+        stages.append(replace(one, shares=values, waiting=waiting, busy=1 - waiting))
+    links = []
+    for number in range(count - 1):
+        for pair in ((number, number + 1), (number + 1, number)):
+            capacity = draw(st.sampled_from([0.0, 10.0, 100.0, 1000.0]))
+            rate = draw(st.floats(0, 1.2)) * (capacity or 100)
+            codec = draw(st.sampled_from(sorted(BITS)))
+            links.append(link(*pair, rate, capacity, draw(st.floats(0, 0.5)), codec))
+    run = seen(stages, links, seconds=draw(st.floats(0.01, 100)))
+    return replace(run, microbatches=draw(st.integers(1, 64)), chunks=draw(st.sampled_from([1, 1, 2])))
+
+
+@given(runs(), st.dictionaries(st.sampled_from(sorted(BITS)), st.floats(2, 33)))
+def test_no_sentence_contradicts_its_inputs(run: RunView, bits: dict[str, float]) -> None:
+    sentences = bottleneck(run, bits, (0.1, 2.5))
+    assert 1 <= len(sentences) <= 3
+    full = {(x.source, x.target) for x in run.links if x.use is not None and x.use >= FULL}
+    busiest = max(stage.busy for stage in run.stages)
+    model = StepModel.of(run)
+    assert model is not None
+    for sentence in sentences:
+        assert sentence.isprintable() and "nan" not in sentence and "inf " not in sentence
+        for number, rate in re.findall(r"stage (\d+) sends ([\d.]+) Mbit/s of about", sentence):
+            mine = [x for x in run.links if x.source == int(number)]
+            assert len(mine) == 2 and min(x.use or 0.0 for x in mine) >= EACH_TOGETHER
+            assert float(rate) == pytest.approx(sum(x.mbit for x in mine), rel=0.006)
+        for source, target in re.findall(r"link (\d+) to (\d+) is full", sentence):
+            assert (int(source), int(target)) in full
+        for share, rate in re.findall(r"link \d+ to \d+ [a-z ]+: (\d+) % of ([\d.]+) Mbit/s", sentence):
+            assert any(
+                abs(100 * (x.use or 0) - int(share)) <= 0.5
+                and abs(x.capacity_mbit - float(rate)) <= 0.005 * x.capacity_mbit
+                for x in run.links
+            )
+        if "no link is full" in sentence:
+            assert not full
+        for number, share in re.findall(r"stage (\d+) is the slowest: it computes (\d+) %", sentence):
+            assert run.stages[int(number)].busy == busiest
+            assert abs(100 * busiest - int(share)) <= 0.5
+        for who, share in re.findall(r"stages? ([\d, andto]+) waits? (\d+) % of the time", sentence):
+            numbers = [int(number) for number in re.findall(r"\d+", who)]
+            if " to " in who:
+                numbers = list(range(numbers[0], numbers[1] + 1))
+            waits = [run.stages[number].waiting for number in numbers]
+            assert min(waits) >= WAITING
+            assert abs(100 * sum(waits) / len(waits) - int(share)) <= 0.51
+        for old, new, way in re.findall(r"`(\S+)` to `(\S+)` (?:forward and )?(forward|backward)", sentence):
+            direction = {"forward": "activation", "backward": "gradient"}[way]
+            flows = [f for x in run.links for f in x.flows if f.codec == old and f.direction == direction]
+            assert new in proposed_names() and any(bits[new] < flow.bits_per_element for flow in flows)
+        for split in re.findall(r"pipeline.split = \[([\d, ]+)\]", sentence):
+            numbers = [int(number) for number in split.split(",")]
+            assert sum(numbers) == sum(stage.blocks for stage in run.stages)
+            assert min(numbers) >= 1 and len(numbers) == len(run.stages) and run.chunks == 1
+        for gain in re.findall(r"would give (?:about|at most) ([\d.]+) x", sentence):
+            assert float(gain) >= 1.0
+        for share in re.findall(r"waits for the coordinator at least (\d+) %", sentence):
+            least = min(stage.shares["wait-coordinator"] for stage in run.stages)
+            assert abs(100 * least - int(share)) <= 0.5
+
+
+@given(runs())
+def test_a_gain_is_never_above_what_the_floor_allows(run: RunView) -> None:
+    model = StepModel.of(run)
+    assert model is not None
+    for direction in ("activation", "gradient"):
+        before = 1.0
+        for factor in (1.0, 0.7, 0.5, 0.1):
+            changed = model.with_codecs(**{direction: factor})
+            gain = model.gain(changed)
+            assert gain >= before - 1e-9, "fewer bytes are never slower"
+            assert gain * changed.floor().seconds <= max(model.seconds, model.floor().seconds) * (1 + 1e-9)
+            before = gain
+
+
+def test_events_of_another_kind_of_time_do_not_matter() -> None:
+    odd = events.Notice(text="anything")
+    assert view(history(opening(), step(1), odd)).bottleneck == view(history(opening(), step(1))).bottleneck
+
+
+def test_a_codec_in_the_same_bytes_at_no_cost_in_loss_is_named_where_it_packs_beside_the_step() -> None:
+    stages = [replace(stage(n, forward=0.2, backward=0.3), device=GPU) for n in range(2)]
+    links = [link(0, 1, 5.0, 10.0, codec="tah"), link(1, 0, 5.0, 10.0)]
+    text = says(seen(stages, links))
+    assert "`trellis-4.41` forward takes the bytes of `tah` (4.41 and 4.42 bits an element)" in text
+    assert "`tah` cost 1.4 %: `thinwire set RUN_DIR pipeline.forward_codec=trellis-4.41`" in text
+    # Not with another codec, nor where a core packs it too slowly.
+    assert "trellis" not in says(seen(stages, [link(0, 1, 5.0, 10.0), links[1]]))
+    cores = [replace(one, device="cpu") for one in stages]
+    many = tuple(replace(flow, elements=10**9) for flow in links[0].flows)
+    assert "trellis" not in says(seen(cores, [replace(links[0], flows=many), links[1]]))
+    # Too few steps to advise.
+    run = seen(stages, links)
+    assert "trellis" not in " ".join(bottleneck(run, BITS, (0.0, 0.0), advises=False))
