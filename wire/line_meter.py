@@ -14,9 +14,9 @@ from collections import deque
 
 SPAN_SECONDS = 1.0
 SPANS = 120
-"""At most, the newest ones that carried anything;"""
+"""The most spans that count: the newest ones that carried anything."""
 LEAST_SPANS = 10
-"""at least, if steps are short."""
+"""The fewest spans that count, where steps are short."""
 STEPS = 2
 BEYOND = 0.05
 """The share of spans, the largest, that does not count."""

@@ -22,9 +22,9 @@ from node.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from wire.errors import ConfigError, DataError
 
 VALIDATION_SHARE = 100
-"""One token in this many, at the end of the text, is held out from training,"""
+"""One token in this many, at the end of the text, is held out from training."""
 VALIDATION_WINDOWS = 16
-"""or this many windows if that is more, but never over a tenth of the text."""
+"""At least this many windows are held out, but never over a tenth of the text."""
 
 
 class Corpus:

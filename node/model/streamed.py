@@ -261,9 +261,9 @@ class Streaming:
         self.coded = False
         """All blocks' products are in FP8, so that passes read no weights of theirs."""
         self._to_come: list[str] = []
-        """Units whose weights stream once they are built,"""
+        """Units whose weights stream once they are built."""
         self._to_code: list[str] = []
-        """and those whose codes do once they are made."""
+        """Units whose codes stream once they are made."""
 
     def built(self, unit: str, module: nn.Module) -> None:
         """A unit's weights are on the device: those of a block that is to stream leave."""

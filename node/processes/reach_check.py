@@ -76,9 +76,9 @@ class Findings:
     refusal: str = ""
     """Why a join would be refused."""
     members: str = ""
-    """host:port of the coordinator where nodes go once they are admitted, if it is another port,"""
+    """The coordinator's host:port for admitted nodes, if it is another one than for joining."""
     members_answer: bool = True
-    """and whether it accepts connections from here."""
+    """Whether `members` accepts connections from here."""
 
 
 def check_reach(text: str) -> Iterator[Check]:

@@ -149,9 +149,9 @@ class _Connection:
     target: int
     waiting: deque[tuple[BoundaryTensor, _Transfer]] = field(default_factory=deque)
     left: float = 0.0
-    """Seconds that the first one still needs alone,"""
+    """Seconds that the first tensor still needs if nothing else is sent."""
     stretch: float = 1.0
-    """each of which takes this long now."""
+    """How much longer each of those seconds takes at the present share of the line."""
     since: float = 0.0
     turn: int = 0
     """Goes up when the pace changes: an end that was scheduled at an earlier pace is ignored."""

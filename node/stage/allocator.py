@@ -50,11 +50,11 @@ class Held:
     """Bytes of one device."""
 
     allocated: int
-    """In tensors,"""
+    """Held by tensors."""
     reserved: int
-    """in the allocator's segments with what is free in them, which a cap counts."""
+    """Held by the allocator's segments, free parts included; a cap counts this."""
     largest_free: int
-    """The largest tensor that fits in what is free in them."""
+    """The largest tensor that fits into a free part."""
     most_allocated: int
     """Since `begin_peak`."""
     most_reserved: int

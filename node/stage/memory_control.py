@@ -50,9 +50,9 @@ class MemoryControl:
         self._most: int | None = None
         """After the device ran short, no more than this."""
         self._wait = 1
-        """Steps between two looks,"""
+        """Steps between two comparisons with the plan."""
         self._left = FIRST_LOOK
-        """and until the next."""
+        """Steps until the next comparison."""
         self.plan = room.plan(config, stages, stage)
 
     def step_done(self, taken: Taken) -> MemoryPlan | None:

@@ -33,9 +33,9 @@ class BlockTimes:
     ffn_input: float
     """The projections into the feed-forward."""
     out_rate: float
-    """Bytes a second from the device to host memory, beside compute,"""
+    """Bytes a second from the device to host memory, beside compute."""
     in_rate: float
-    """and back."""
+    """Bytes a second from host memory to the device, beside compute."""
     slowing: float = 0.0
     """Seconds that a byte which is copied adds to what is computed beside it."""
     stored: Storage = field(default_factory=Storage)

@@ -58,9 +58,9 @@ class PlacePlan:
 
     grid: Grid
     now_seconds: float
-    """Of a step before the move, as measured,"""
+    """Measured seconds of a step before the move."""
     then_seconds: float
-    """and as planned."""
+    """Planned seconds of a step after the move."""
     shown: dict[str, float] = field(default_factory=dict)
     """Seconds of a block on each node that steps have shown."""
 

@@ -31,9 +31,9 @@ EXACT = 12
 EVERY = 8
 """Nodes of which no order has a shorter step than the planned one."""
 GAIN = 0.10
-"""Stages move only for a step this much shorter,"""
+"""Stages move only if a step becomes shorter by at least this share."""
 PAYBACK_STEPS = 200
-"""that saves within so many steps, or within those left, what the move takes."""
+"""A move must save what it takes within this many steps, or within those that are left."""
 _NO_WAY = math.inf
 
 Matrix = NDArray[np.float64]

@@ -58,25 +58,26 @@ class Fit(NamedTuple):
     """The octave of row exponent 0."""
     most_exponent: int
     white_bits: int
-    """A whitened row is the row times 2**(white_bits - its exponent),"""
+    """A whitened row is the row times 2**(white_bits - its exponent) and `white_columns`, rounded and
+    clipped."""
     white_columns: NDArray[np.float32]
-    """`[C]`, times these factors of the columns, rounded,"""
+    """`[C]`. Factors of the columns in a whitened row."""
     white_limit: np.float32
-    """and clipped to this."""
+    """The largest magnitude in a whitened row."""
     energy: Float64Array
-    """`[K]`. A coefficient is the product with a direction over this,"""
+    """`[K]`. A coefficient is the product with a direction over `energy` and `unit`, rounded and clipped."""
     unit: Float64Array
-    """`[K]`, and over this,"""
+    """`[K]`. The step of each coefficient."""
     limit: float
-    """rounded and clipped to this;"""
+    """The largest magnitude of a coefficient."""
     used: NDArray[np.bool_]
-    """`[K]`, or zero if this is false."""
+    """`[K]`. Whether a direction is used; the coefficients of others are zero."""
     multiplier: NDArray[np.float32]
     """`[K]`, the dimensions' multipliers in the prediction."""
     exponent: int
-    """A row's prediction is scaled by 2**(exponent + its own exponent),"""
+    """A row's prediction is scaled by 2**(exponent + its own exponent) and by `columns`."""
     columns: NDArray[np.float32]
-    """`[C]`, and by these factors of the columns."""
+    """`[C]`. Factors of the columns in a prediction."""
 
 
 @dataclass(frozen=True, slots=True)
