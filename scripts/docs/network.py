@@ -24,6 +24,7 @@ TRACE_COST = RESULTS / "trace_cost.json"
 STATUS_SPEED = RESULTS / "status_speed.json"
 PAUSES = RESULTS / "pauses.json"
 STAGE_ORDER = RESULTS / "stage_order.json"
+PLANNERS = RESULTS / "planners.json"
 FOUR_LINKS = RESULTS / "four_links.json"
 REACH = RESULTS / "reach.json"
 RELAY = RESULTS / "relay.json"
@@ -281,6 +282,36 @@ def pauses() -> str:
     return markdown(columns, rows) + "\n\n" + caption
 
 
+def planners() -> str:
+    """What exact planners win over the simplest way (scripts/bench/planners.py)."""
+    report = read_report(PLANNERS)
+    rows = [
+        [f"memory: {row['case']}, {row['gb']} GB", "seconds of a microbatch", f"{row['gain']:.3f}", ""]
+        for row in report["memory"]
+        if row["planned_over_all_kept"] > 1
+    ]
+    rows += [
+        [
+            f"order of {row['nodes']} stages, three sites, {row['draws']} draws",
+            "seconds of a step",
+            f"{row['gain_mean']:.3f}",
+            f"{row['gain_most']:.3f}",
+        ]
+        for row in report["stage_order"]
+    ]
+    rows += [
+        [
+            f"{row['groups']} gradient groups over {row['rows']} rows, {row['draws']} draws",
+            "bytes of sums",
+            f"{row['bytes_mean']:.3f}",
+            f"{row['bytes_most']:.3f}",
+        ]
+        for row in report["group_sharing"]
+    ]
+    columns = [("case", "left"), ("what", "left"), ("simple / planned", "right"), ("most", "right")]
+    return f"{markdown(columns, rows)}\n\n{report['hardware']}; commit {report['commit'][:12]}."
+
+
 def stage_order() -> str:
     """Planned orders of stages against every order (scripts/experiments/stage_order.py)."""
     report = read_report(STAGE_ORDER)
@@ -531,6 +562,7 @@ TABLES: Tables = {
     "all_reduce_links_gpus": all_reduce_links_gpus,
     "pauses": pauses,
     "stage_order": stage_order,
+    "planners": planners,
     "stage_settings": stage_settings,
     **if_recorded(FOUR_LINKS, "four_links", four_links),
     "trace_cost": trace_cost,
