@@ -94,10 +94,15 @@ def worth() -> str:
 
 def planning() -> str:
     """The program's estimates for four friends' cards and links, one row per model."""
-    return "\n".join(_plan(*shape) for shape in MODELS)
+    columns = [
+        *(("parameters", "right"), ("fullest card", "right"), ("with low-bit storage", "right")),
+        ("upload a step", "right"),
+        *((f"at {mbit} Mbit/s", "left") for mbit in UPLOADS_MBIT),
+    ]
+    return markdown(columns, [_plan(*shape) for shape in MODELS])
 
 
-def _plan(layers: int, hidden: int, heads: int) -> str:
+def _plan(layers: int, hidden: int, heads: int) -> list[str]:
     model = ModelSection(
         layers=layers,
         hidden=hidden,
@@ -123,14 +128,13 @@ def _plan(layers: int, hidden: int, heads: int) -> str:
     upload = config.microbatches * packed
     steps = TOKENS / (training.global_batch * model.sequence)
     times = [upload * 8 / (mbit * 1e6) for mbit in UPLOADS_MBIT]
-    lines = "; ".join(
-        f"{seconds:.1f} s a step, {steps * seconds / DAY:.1f} days a billion tokens at {mbit} Mbit/s"
-        for seconds, mbit in zip(times, UPLOADS_MBIT, strict=True)
-    )
-    return (
-        f"- **{parameters / 1e6:.0f} million parameters**: {most:.1f} GB on the fullest card, {least:.1f} "
-        f"with low-bit storage; {upload / 1e6:.0f} MB to upload a step: {lines}."
-    )
+    return [
+        f"{parameters / 1e6:.0f} million",
+        f"{most:.1f} GB",
+        f"{least:.1f} GB",
+        f"{upload / 1e6:.0f} MB",
+        *(f"{seconds:.1f} s a step, {steps * seconds / DAY:.1f} days a billion tokens" for seconds in times),
+    ]
 
 
 def _framed(name: str, config: RunConfig) -> int:
