@@ -15,7 +15,7 @@ from node.stage.executor import StageExecutor
 from node.stage.tensor_transfer import Incoming, TensorTransfer
 from node.telemetry.clock import StageClock, TimeKind
 from tests.support.memory_pipeline import MemoryPipeline
-from tests.unit.node.state.test_tensor_transfer import SECONDS, SPEC, Box, key, tensor
+from tests.unit.node.stage.test_tensor_transfer import SECONDS, SPEC, Box, key, tensor
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
 from wire.codecs.registry import codec
