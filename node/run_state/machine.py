@@ -76,7 +76,7 @@ from node.run_state.votes import (
     Outcome,
     RefusedVote,
 )
-from node.run_state.wrong_values import CallThird, Undecided, WrongValues
+from node.run_state.wrong_values import Alone, CallThird, Undecided, WrongValues
 from node.telemetry.events import QUARANTINED
 from wire.messages import (
     Applied,
@@ -420,13 +420,14 @@ class RunMachine:
         return self.epoch is not None and node_id in self.epoch.newcomers
 
     def _wrong_state(self, found: WrongState, now: float) -> list[Action]:
-        """A newcomer fetched what it holds: it goes, and nothing is held against it."""
+        """A newcomer fetched what it holds: it goes, and nothing is held against it the first time."""
         epoch, node_id = self.epoch, found.node_id
         if epoch is None:
             return []
-        self._newcomers.refused([node_id])
+        is_again = self._newcomers.refused(node_id)
         if (
-            self._wrong.leave_out_one([node_id], self._roster.candidates(), epoch.step, now, by=node_id)
+            is_again
+            or self._wrong.leave_out_one([node_id], self._roster.candidates(), epoch.step, now, by=node_id)
             is None
         ):
             return self._convict({node_id: found.why}, now)
@@ -730,6 +731,9 @@ class RunMachine:
         """A step is committed: who was wrong before it is known now."""
         actions: list[Action] = []
         for one in self._wrong.refuted(epoch, self._roster.candidates(), now):
+            if isinstance(one, Alone):
+                actions.append(Announce(text=one.note))
+                continue
             line = f"node {one.node_id}: {one.why}; it gets a stage again only if no other node is left"
             is_out = self._strike(one.node_id, one.why, now) if one.at_fault else []
             actions += is_out or [Announce(text=line, about=one.node_id)]

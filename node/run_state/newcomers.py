@@ -59,6 +59,8 @@ class Newcomers:
         """The last attempt failed: the next one is at a snapshot that is due anyway."""
         self._slow: set[str] = set()
         """Nodes that could not keep up with the run."""
+        self._refused: set[str] = set()
+        """Nodes that held another state than the run's."""
         self._entering: Mapping[str, Follow] = {}
         """Nodes that are in the next grid."""
         self._entered: Mapping[str, Follow] = {}
@@ -157,9 +159,12 @@ class Newcomers:
             self._assigner.vacate(newcomer, now)
         return f"node {node_id} does not hold the state of step {epoch.step}; the others go on without it"
 
-    def refused(self, nodes: Iterable[str]) -> None:
-        """What these hold is not what the others do."""
-        self._slow.update(nodes)
+    def refused(self, node_id: str) -> bool:
+        """What this one holds is not what the others do; whether that is so for the second time."""
+        is_again = node_id in self._refused
+        self._refused.add(node_id)
+        self._slow.add(node_id)
+        return is_again
 
     # ---- what happens
 

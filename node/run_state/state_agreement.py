@@ -130,6 +130,8 @@ class StateAgreement:
         self._words: dict[tuple[int, int], dict[int, dict[str, UnitHash]]] = {}
         """By step and number of stages, then by unit: what nodes said of it when they differed."""
         self._disputes: Counter[int] = Counter()
+        self._doubtful: set[str] = set()
+        """Nodes that differ from others, since the newest snapshot that was agreed on."""
         self._alone: dict[int, tuple[str, ...]] = {}
         """By step of an agreed snapshot."""
 
@@ -215,11 +217,10 @@ class StateAgreement:
                     return self._disputed(asked, stage, words)
                 elif len(judges) > 1 or not words:
                     short = True
-                elif (why := self._implausible(asked, stage, unit, top)) is not None:
-                    earlier = self._words.get((asked.step, asked.stages), {}).get(unit, {})
-                    if not any(w.sha256 == top.sha256 for node, w in earlier.items() if node not in words):
-                        return self._disputed(asked, stage, words, why)
-                    agreed[unit], alone[unit] = top, judges[0]
+                elif (
+                    why := self._implausible(asked, stage, unit, top) or self._doubted(asked, unit, words)
+                ) and not self._said_before(asked, unit, words, top):
+                    return self._disputed(asked, stage, words, why)
                 else:
                     agreed[unit], alone[unit] = top, judges[0]
         if complete and short:
@@ -228,6 +229,7 @@ class StateAgreement:
         if not complete:
             return []
         asked.settled = self._newest = agreed
+        self._doubtful.clear()
         self._alone[asked.step] = tuple(dict.fromkeys(alone.values()))
         wrong = self._wrong(asked, agreed)
         bad = {one.node_id for one in wrong}
@@ -293,9 +295,27 @@ class StateAgreement:
                 for node in [n for n in words if asked.said[n][unit].sha256 != top.sha256]:
                     wrong.setdefault(node, self._against(asked, node, unit, count))
             earlier.update(said)
+        if len(words) > 1 or self._doubtful.intersection(words):
+            self._doubtful.update(words)
         nodes = tuple(sorted(words, key=asked.hosts.index))
         what = why or f"the state of stage {stage} after step {asked.step} is not the same in all rows"
         return [*wrong.values()] or [Dispute(step=asked.step, nodes=nodes, what=what)]
+
+    def _said_before(self, asked: _Asked, unit: int, words: Collection[str], word: UnitHash) -> bool:
+        """Whether another node said the same in an earlier attempt."""
+        earlier = self._words.get((asked.step, asked.stages), {}).get(unit, {})
+        return any(said.sha256 == word.sha256 for node, said in earlier.items() if node not in words)
+
+    def _doubted(self, asked: _Asked, unit: int, words: Collection[str]) -> str | None:
+        """Whether the only holder, or who held the layer before, differs from others on an earlier state.
+
+        Else whoever stays when the other one goes would be right.
+        """
+        earlier = self._words.get((asked.step, asked.stages), {}).get(unit, {})
+        if self._doubtful.isdisjoint({*words, *earlier}):
+            return None
+        named = ", node ".join(sorted(self._doubtful))
+        return f"nobody else holds layer unit {unit} after step {asked.step} since node {named} differed"
 
     def _implausible(self, asked: _Asked, stage: int, unit: int, word: UnitHash) -> str | None:
         """What is odd about a layer that one node alone holds; None if nothing."""

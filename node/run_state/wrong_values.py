@@ -4,7 +4,7 @@ The step runs again without the node that is the likeliest cause. What the commi
 others said before. With one word against another nobody is refuted, and a third node computes the same: one
 of another row; or, once the state is on disk, a spare, or a node of the same row that changes places with one
 of the two. Where there are only two, the step runs again all the same, because a card that errs now and then
-does not err alike twice.
+does not err alike twice. If their gradients still differ, the run ends: neither is chosen.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from node.run_state.actions import AbortKind
 from node.run_state.audits import Auditor, Difference
 from node.run_state.epoch import Epoch
-from node.run_state.failures import Blame, RunAgain
+from node.run_state.failures import Blame, GiveUp, RunAgain
 from node.run_state.stage_assignment import Candidate, StageAssigner
 from node.run_state.votes import Disagreement
 
@@ -39,8 +39,6 @@ class _Doubt:
     """That stage."""
     norms: dict[int, dict[str, Norms]] = field(default_factory=dict)
     """The newest norms from each node of a stage, if rows did not agree."""
-    changed: set[str] = field(default_factory=set)
-    """Nodes that gave other norms for the same stage before."""
     computed: dict[str, dict[str, set[bytes]]] = field(default_factory=dict)
     """What nodes said in audits that found a difference: digests by value and node."""
     wrong: dict[str, str] = field(default_factory=dict)
@@ -84,21 +82,19 @@ class _Doubt:
     def note_norms(self, epoch: Epoch) -> None:
         """All have voted, and rows do not agree."""
         for node in epoch.hosts:
-            said, norms = self.norms.setdefault(epoch.stage_of(node), {}), epoch.votes[node].norms
-            if said.get(node, norms) != norms:
-                self.changed.add(node)
-            said[node] = norms
+            self.norms.setdefault(epoch.stage_of(node), {})[node] = epoch.votes[node].norms
 
     def odd_norms(self, newcomers: Collection[str]) -> list[str]:
-        """Nodes that two others of their stage contradict, who are no newcomers; or newcomers that one
-        does."""
+        """Nodes that most of their stage contradict, who are no newcomers; or newcomers that all of these
+        do."""
         odd = []
         for said in self.norms.values():
             values = {node: tuple(sorted(norms.items())) for node, norms in said.items()}
             known = [value for node, value in values.items() if node not in newcomers] or [*values.values()]
             usual, most = Counter(known).most_common(1)[0]
             for node, value in values.items():
-                if value != usual and (most > 1 or (node in newcomers and len({*known}) == 1)):
+                is_most = most > max(1, len(known) // 2)
+                if value != usual and (is_most or (node in newcomers and len({*known}) == 1)):
                     odd.append(node)
         return odd
 
@@ -129,6 +125,13 @@ class Refuted:
     why: str
     at_fault: bool
     """It gave the wrong value itself: of a sum, other rows may have sent it a part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """Of two nodes that differed one is gone, and the step is committed as the other one computed it."""
+
+    note: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +200,8 @@ class WrongValues:
         found: Disagreement | Difference,
         candidates: Sequence[Candidate],
         now: float,
-    ) -> RunAgain | CallThird | Undecided | None:
-        """Nodes of one stage do not say the same: run the step again without the one that two contradict.
+    ) -> RunAgain | CallThird | Undecided | GiveUp | None:
+        """Nodes of one stage do not say the same: run the step again without the one that most contradict.
 
         Of two, none is the odd one: a third has to compute the same. None if the run cannot do without the
         node.
@@ -209,27 +212,29 @@ class WrongValues:
 
     def _norms_differ(
         self, epoch: Epoch, found: Disagreement, candidates: Sequence[Candidate], now: float
-    ) -> RunAgain | CallThird | None:
+    ) -> RunAgain | CallThird | GiveUp | None:
         doubt = self._of(epoch)
         is_first = not doubt.norms
         doubt.note_norms(epoch)
         note = f"step {epoch.step + 1} is not committed: {found.what}; it runs again"
         if is_first:
             return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
-        odd, why = [node for node in doubt.odd_norms(epoch.newcomers) if node in epoch.hosts], ""
+        odd = [node for node in doubt.odd_norms(epoch.newcomers) if node in epoch.hosts]
         if not odd:
             if (third := self._call_third(epoch, found.said, found.what, candidates)) is not None:
                 return third
-            # One of them has to go, for their states may differ. A liar can make an honest node's sum change:
-            # nothing is held against who goes.
-            two = sorted(
-                found.said,
-                key=lambda node: (node in epoch.newcomers, node in doubt.changed, epoch.hosts.index(node)),
+            # Who says something else each time need not be wrong: a liar can change the sum of others.
+            differ = self._named(epoch, found.said)
+            return GiveUp(
+                kind=AbortKind.DIFFERS,
+                reason=found.what,
+                why=f"step {epoch.step + 1} was not committed: {found.what}, and no other node can say which "
+                f"of {differ} is wrong",
+                remedy="resume with one more node of their kind, or without one of them",
             )
-            odd, why = two[-1:], f": no third node can say which of {self._named(epoch, two)} is wrong"
         if not self._leave_out(odd[0], candidates, epoch.step, now):
             return None
-        note += f", without node {odd[0]}{why}"
+        note += f", without node {odd[0]}"
         return RunAgain(kind=AbortKind.DIFFERS, reason=found.what, note=note)
 
     def _audit_differs(
@@ -374,7 +379,7 @@ class WrongValues:
     def _leave_out(self, node_id: str, candidates: Sequence[Candidate], step: int, now: float) -> bool:
         return self.leave_out_one([node_id], candidates, step, now, by=node_id) is not None
 
-    def refuted(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> list[Refuted]:
+    def refuted(self, epoch: Epoch, candidates: Sequence[Candidate], now: float) -> list[Refuted | Alone]:
         """The step is committed: who was wrong before. The doubt is over.
 
         From the next epoch on others have their stages, if there are any.
@@ -401,7 +406,16 @@ class WrongValues:
             and (wrong or odd)
         ):
             self._blame.exonerate(doubt.third_for)
-        found = [Refuted(node_id=node, why=why, at_fault=True) for node, why in wrong.items()]
+        found: list[Refuted | Alone] = [
+            Refuted(node_id=node, why=why, at_fault=True) for node, why in wrong.items()
+        ]
+        for stage, said in doubt.norms.items() if epoch.rows == 1 else ():
+            host = epoch.hosts[stage]
+            gone = [node for node, norms in said.items() if norms != epoch.votes[host].norms]
+            if gone and not odd:
+                differed = f"node {', node '.join(sorted(gone))}, which left its place, differed"
+                note = f"step {step + 1} is as node {host} alone computes stage {stage}; {differed}"
+                found.append(Alone(note=f"{note}: let one more node of their kind join"))
         why = f"its gradient of step {step + 1} was not that of other nodes with its stage"
         return found + [Refuted(node_id=node, why=why, at_fault=False) for node in sorted(odd)]
 

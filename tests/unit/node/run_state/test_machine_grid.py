@@ -17,6 +17,7 @@ from node.run_state.actions import (
 from node.run_state.epoch import Phase
 from node.run_state.failures import MAX_STRIKES
 from node.run_state.grid import REMEMBERED_STEPS, SHARED_STEPS
+from node.run_state.wrong_values import _Doubt
 from tests.support.machine_driver import (
     Driver,
     aborts,
@@ -26,6 +27,7 @@ from tests.support.machine_driver import (
     prefetches,
     restore_of,
     sent,
+    stop_of,
 )
 from wire.messages import Begin, Restore, TakeSnapshot, Validate, Vote
 
@@ -282,27 +284,47 @@ def test_who_holds_another_sum_is_not_shut_out_for_it() -> None:
     assert run.machine.quarantined == {}
 
 
-@pytest.mark.parametrize(("said", "stays"), [((2.0, 3.0), "cd"), ((2.0, 2.0), "ab")])
-def test_of_two_of_a_kind_whose_norms_differ_one_goes_and_nothing_is_held_against_it(
-    said: tuple[float, ...], stays: str
+@pytest.mark.parametrize("said", [(2.0, 3.0), (2.0, 2.0)])
+@pytest.mark.parametrize("liar", "ac")
+def test_of_two_whose_norms_differ_neither_is_chosen_where_no_third_is_of_their_kind(
+    liar: str, said: tuple[float, ...]
 ) -> None:
-    """Who says something else each time goes, or else the last."""
+    """Who says something else each time may be honest: the other one changes its sum."""
     run = Driver(stages=2, groups=4)
     run.kinds = {"a": "one", "b": "two", "c": "one", "d": "two"}
     run.started("abcd", 3)
-    actions = differ(run, "a", *said)
-    assert placement_of(actions) == tuple(stays)
-    gone = "a" if stays == "cd" else "c"
-    assert notes(actions) == [
-        "step 4 is not committed: the gradient of stage 0 is not the same in all rows; it runs again, "
-        f"without node {gone}: no third node can say which of a (stage 0 of row 0) and c (stage 0 of row 1) "
-        "is wrong"
-    ]
+    actions = differ(run, liar, *said)
+    # The state before the step is handed in, and is the same in both rows.
+    assert placement_of(actions) == tuple("abcd") and of_kind(actions, RecordCommit) == []
+    run.all_placed(3)
+    for node in "abcd":
+        run.holds(node)
+    stop = stop_of(run.stored(3))
+    assert stop.failed and run.machine.newest_snapshot == 3
+    assert "stage 0" in stop.reason and "a (stage 0 of row 0) and c (stage 0 of row 1)" in stop.reason
+    assert run.machine.quarantined == {}
+
+
+def test_of_two_whose_norms_differ_who_stays_when_the_other_goes_is_named() -> None:
+    run = Driver(stages=2, groups=4)
+    run.kinds = {"a": "one", "b": "two", "c": "one", "d": "two"}
+    run.started("abcd", 3)
+    differ(run, "a", 2.0)
     run.restored(3)
-    for node in run.epoch.hosts:
-        actions = run.vote(node, said[-1] if node == "a" else 1.0)
-    assert of_kind(actions, RecordCommit) and notes(actions) == []
-    assert run.machine.quarantined == {} and set("abcd") == set(run.machine.members)
+    run.die("c")
+    run.restored(3)
+    assert run.epoch.hosts == ("a", "b")
+    run.vote("a", 2.0)
+    (line,) = notes(run.vote("b"))
+    assert "as node a alone computes stage 0; node c" in line
+
+
+def test_four_rows_of_which_two_say_one_thing_and_two_another() -> None:
+    doubt = _Doubt(step=4, stages=1)
+    doubt.norms[0] = {"a": {0: 1.0}, "b": {0: 1.0}, "c": {0: 2.0}, "d": {0: 2.0}}
+    assert doubt.odd_norms(newcomers=()) == []
+    doubt.norms[0]["e"] = {0: 1.0}
+    assert doubt.odd_norms(newcomers=()) == ["c", "d"]
 
 
 @pytest.mark.parametrize("liar", "ac")
