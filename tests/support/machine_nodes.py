@@ -199,13 +199,14 @@ class Upload:
 
 @dataclass
 class StateLie:
-    """What a node says that its state is at a snapshot's step, and what it hands in, from a step on."""
+    """What a node says that its state is at a snapshot's step, what it hands in, and what it votes."""
 
-    step: int
     said: Callable[[int, int], int]
     """(state, step) -> the state whose hashes it says."""
     given: Callable[[int, int], int]
     """The same of the layers."""
+    voted: Callable[[int, int], int]
+    """The same of the norms."""
 
 
 class SimNode:
@@ -418,7 +419,8 @@ class SimNode:
 
     def _vote(self, epoch: SimEpoch, begin: Begin) -> Vote:
         step = begin.step
-        norms = norms_of(self.state, units_of(self.stages)[self.stage])
+        state = self.state_lie.voted(self.state, step) if self.state_lie is not None else self.state
+        norms = norms_of(state, units_of(self.stages)[self.stage])
         world = self.world
         if step == world.poisoned_step and (not epoch.uncompressed or world.poisoned_always):
             norms[min(norms)] = math.nan

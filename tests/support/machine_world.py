@@ -113,6 +113,8 @@ class World:
         self.crash_after: int | None = None
         """Kill the coordinator after this many more actions."""
         self.stopped: Stop | None = None
+        self.notes: list[str] = []
+        """What the operator reads."""
         self.events = 0
         self.machine: RunMachine | None = None
         self.start_coordinator()
@@ -205,7 +207,9 @@ class World:
             case Stop():
                 self.stopped = action
                 self.failures = 0
-            case Aborted() | Announce():
+            case Announce():
+                self.notes.append(action.text)
+            case Aborted():
                 pass
 
     def _check_send(self, machine: RunMachine, message: CoordinatorMessage) -> None:

@@ -1,62 +1,185 @@
-"""States that a liar says it has, or hands in, as data; each against the run's real state machine."""
+"""States that liars say they have, hand in or vote for, as data; each against the run's real state machine."""
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.support.machine_nodes import SimNode, StateLie, chain
+from tests.support.machine_nodes import UNITS, SimNode, StateLie, chain
 from tests.support.machine_world import World
 
 StateOf = Callable[[int, int], int]
 STAGES, STEPS, EVERY = 2, 12, 3
 MOST_STEPS = 2 * EVERY
-"""Committed after a first lie, until the liar is named, where two honest nodes or more hold its layers."""
+"""Committed after a first lie, until the liar is named, where more honest nodes than liars hold its layers."""
 
 
 def _honest(state: int, _: int) -> int:
     return state
 
 
-def _stale(_: int, step: int) -> int:
-    return chain(step - 1)
+def _random(_: int, step: int) -> int:
+    return 7919 * step + 1
 
 
-_BAD: dict[str, StateOf] = {
-    "zeros": lambda *_: 0,
-    "random": lambda _, step: 7919 * step + 1,
-    "stale": _stale,
-    "another-model": lambda *_: 424242,
-    "scaled": lambda state, _: 2 * state,
+def _always(_: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lie:
+    """What liars do; the rest they do as everyone."""
+
+    said: StateOf = _honest
+    """The state whose hashes they say."""
+    given: StateOf = _honest
+    """That whose layers they hand in."""
+    voted: StateOf = _honest
+    """That whose gradient norms they vote."""
+    at: Callable[[int], bool] = _always
+    """At which steps."""
+    liars: int = 1
+    """Nodes of one stage that say the same."""
+    is_newcomer: bool = False
+    """It joins later, and lies at once."""
+    ends: bool = False
+    """It ends as soon as it has handed in a layer, and starts again."""
+    restarts: bool = False
+    """The coordinator starts again, perhaps in the midst of a snapshot."""
+
+
+def _both(state_of: StateOf) -> Lie:
+    return Lie(said=state_of, given=state_of)
+
+
+STATE_LIES: dict[str, Lie] = {
+    "zeros": _both(lambda *_: 0),
+    "random": _both(_random),
+    "stale": _both(lambda _, step: chain(step - 1)),
+    "another-model": _both(lambda *_: 424242),
+    "scaled": _both(lambda state, _: 2 * state),
+    "honest-hash-bad-layer": Lie(given=_random),
+    "bad-hash-good-layer": Lie(said=_random),
+    "norms": Lie(voted=_random),
+    "norms-and-hashes": Lie(said=_random, given=_random, voted=_random),
+    "norms-at-snapshots": Lie(voted=_random, at=lambda step: step % EVERY == 0),
+    "every-third-snapshot": Lie(said=_random, given=_random, at=lambda step: step % (3 * EVERY) == 0),
+    "at-the-end": Lie(said=_random, given=_random, at=lambda step: step == STEPS),
+    "layers-at-the-end": Lie(given=_random, at=lambda step: step == STEPS),
+    "two-collude": Lie(said=_random, given=_random, liars=2),
+    "two-collude-in-norms": Lie(voted=_random, liars=2),
+    "newcomer": Lie(said=_random, given=_random, is_newcomer=True),
+    "newcomer-norms": Lie(voted=_random, is_newcomer=True),
+    "ends-after-its-upload": Lie(said=_random, given=_random, ends=True),
+    "layers-and-ends": Lie(given=_random, ends=True),
+    "while-resuming": Lie(said=_random, given=_random, restarts=True),
+    "norms-while-resuming": Lie(voted=_random, restarts=True),
 }
-STATE_LIES: dict[str, tuple[StateOf, StateOf]] = {
-    **{name: (bad, bad) for name, bad in _BAD.items()},
-    "honest-hash-bad-layer": (_honest, _BAD["random"]),
-    "bad-hash-good-layer": (_BAD["random"], _honest),
-}
-"""By name: the state whose hashes it says, and the one whose layers it hands in."""
+
+NAMES = ("shut out", "no stage any more", "is not taken", "was not that of", "is wrong", "was wrong", "without")
+"""In lines that name who lies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSeen:
     """What one lie did to a run."""
 
-    rows: int
-
+    in_minority: bool
+    """More honest nodes than liars held the layers at every lie, and the coordinator never restarted."""
     reason: str
     ended: bool
     """With all steps done, and the one right state in the last snapshot."""
     lied: bool
     named: bool
-    """The liar is shut out, or the run's last line names it."""
+    """Liars are shut out, or lines for the operator name them, alone or with those that they contradict."""
     honest_harmed: tuple[str, ...]
     """Honest nodes that were shut out."""
     steps: int
-    """Committed between the first lie and the liar's name."""
+    """Committed between the first lie and the first liar's name; -1 without either."""
 
     @property
     def good(self) -> bool:
-        in_time = self.rows == 2 or self.steps <= MOST_STEPS
+        in_time = not self.in_minority or self.steps <= MOST_STEPS
         return not self.honest_harmed and in_time and (self.named or self.ended)
+
+
+class _Attack:
+    def __init__(self, lie: Lie, world: World, rng: random.Random, lies_from: int) -> None:
+        self.lie, self.world, self.rng = lie, world, rng
+        self.lies_from = 0 if lie.is_newcomer else lies_from
+        self.liars: list[SimNode] = []
+        self.lied_at = self.named_at = -1
+        self.in_minority = True
+        self._read = 0
+
+    def add(self, node: SimNode) -> None:
+        self.liars.append(node)
+        lie = self.lie
+        node.state_lie = StateLie(
+            said=self._of(node, lie.said), given=self._of(node, lie.given), voted=self._of(node, lie.voted)
+        )
+
+    def _of(self, node: SimNode, state_of: StateOf) -> StateOf:
+        def lying(state: int, step: int) -> int:
+            if state_of is _honest or step < self.lies_from or not self.lie.at(step):
+                return state
+            # Where no honest node contradicts them: see `test_machine_states.py` for what is found then.
+            if node.epoch is None:
+                return state
+            column = {row.node.node_id for row in node.epoch.placement.rows}
+            liars = column & {one.node_id for one in self.liars}
+            if len(column) < 2 or 2 * len(liars) > len(column):
+                return state
+            self.in_minority &= 2 * len(liars) < len(column)
+            if self.lied_at < 0:
+                self.lied_at = len(self.world.disk.commits)
+            return state_of(state, step)
+
+        return lying
+
+    def look(self) -> None:
+        """Whether a liar is named by now."""
+        machine, names = self.world.machine, {one.node_id for one in self.liars}
+        notes, self._read = self.world.notes[self._read :], len(self.world.notes)
+        if self.lied_at < 0 or self.named_at >= 0 or machine is None:
+            return
+        if self.world.stopped is not None:
+            notes.append(self.world.stopped.reason)
+        told = [note for note in notes if any(what in note for what in NAMES)]
+        words = {word.strip(".,:;()") for note in told for word in note.split()}
+        if names & (words | machine.quarantined.keys()):
+            self.named_at = len(self.world.disk.commits)
+
+    def happen(self) -> None:
+        """What befalls the run now, by chance."""
+        world, rng, lie = self.world, self.rng, self.lie
+        if rng.random() < 0.03 and len(world.nodes) < world.plan.most_rows * STAGES + 3:
+            world.add_node()
+        if rng.random() < 0.05 and (victim := self._may_die()) is not None:
+            victim.die()
+            if rng.random() < 0.5:
+                victim.start()
+        if lie.is_newcomer and not self.liars and rng.random() < 0.2:
+            self.add(world.add_node())
+        if lie.restarts and rng.random() < 0.05:
+            self.in_minority = False  # what was said before is forgotten
+            world.crash_coordinator()
+            world.start_coordinator()
+        for liar in self.liars if lie.ends else ():
+            gave = [one for one in liar.uploads.values() if len(one.units) < len(UNITS) // STAGES]
+            if liar.alive and gave:
+                liar.die()
+                liar.start()
+
+    def _may_die(self) -> SimNode | None:
+        """A node whose death leaves more honest nodes than liars at their stage, or one at another."""
+        world = self.world
+        node = self.rng.choice(world.nodes)
+        if not node.alive or node in self.liars or node.stage < 0:
+            return None
+        alike = [one for one in world.nodes if one.alive and one.stage == node.stage and one.epoch is not None]
+        liars = sum(one in self.liars for one in alike)
+        least = liars + 1 if liars else 1
+        return node if len(alike) - liars - 1 >= least else None
 
 
 def attack_state(lie: str, rows: int, *, audits: bool, seed: int) -> StateSeen:
@@ -74,64 +197,30 @@ def attack_state(lie: str, rows: int, *, audits: bool, seed: int) -> StateSeen:
     )
     for _ in range(STAGES * rows):
         world.add_node()
-    liar = rng.choice(world.nodes)
-    said, given = STATE_LIES[lie]
-    lies_from = rng.choice([EVERY, 2 * EVERY])
-    told: list[int] = []
-
-    def noted(state_of: StateOf) -> StateOf:
-        def lying(state: int, step: int) -> int:
-            # Alone at its stage nobody contradicts it: see `test_machine_states.py` for what is found then.
-            if step < lies_from or liar.epoch is None or len(liar.epoch.placement.rows) < 2:
-                return state
-            if state_of is not _honest:
-                told.append(len(world.disk.commits))
-            return state_of(state, step)
-
-        return lying
-
-    liar.state_lie = StateLie(lies_from, noted(said), noted(given))
+    run = _Attack(STATE_LIES[lie], world, rng, rng.choice([EVERY, 2 * EVERY]))
     world.tick(0.5)
-    named_at = -1
+    if not run.lie.is_newcomer:
+        first = rng.randrange(STAGES * rows)
+        for number in range(min(run.lie.liars, rows // 2)):
+            run.add(world.nodes[(first + STAGES * number) % (STAGES * rows)])
     for _ in range(400):
         world.run(rng.randrange(1, 40), rng)
         world.tick(rng.choice([0.5, 0.5, 1.5]))
-        machine = world.machine
-        if machine is not None and liar.node_id in machine.quarantined and named_at < 0:
-            named_at = len(world.disk.commits)
+        run.look()
         if world.stopped is not None:
             break
-        if rng.random() < 0.03 and len(world.nodes) < STAGES * rows + 3:
-            world.add_node()
-        if rng.random() < 0.05 and (victim := _may_die(world, liar, rng)) is not None:
-            victim.die()
-            if rng.random() < 0.5:
-                victim.start()
+        run.happen()
     stop = world.stopped or world.settle()
+    run.look()
     machine = world.machine
     assert machine is not None
-    if liar.node_id in machine.quarantined and named_at < 0:
-        named_at = len(world.disk.commits)
-    ended = max(world.disk.snapshots, default=0) == STEPS and not stop.failed
+    liars = {one.node_id for one in run.liars}
     return StateSeen(
-        rows=rows,
+        in_minority=run.in_minority,
         reason=stop.reason,
-        ended=ended,
-        lied=bool(told),
-        named=liar.node_id in machine.quarantined or liar.node_id in stop.reason,
-        honest_harmed=tuple(node for node in machine.quarantined if node != liar.node_id),
-        steps=named_at - told[0] if told and named_at >= 0 else -1,
+        ended=max(world.disk.snapshots, default=0) == STEPS and not stop.failed,
+        lied=run.lied_at >= 0,
+        named=run.named_at >= 0,
+        honest_harmed=tuple(node for node in machine.quarantined if node not in liars),
+        steps=run.named_at - run.lied_at if run.named_at >= 0 else -1,
     )
-
-
-def _may_die(world: World, liar: SimNode, rng: random.Random) -> SimNode | None:
-    """A node whose death leaves two honest ones at the liar's stage, or one at another."""
-    node = rng.choice(world.nodes)
-    if not node.alive or node is liar or node.stage < 0:
-        return None
-    others = [
-        one
-        for one in world.nodes
-        if one.alive and one not in (node, liar) and one.stage == node.stage and one.epoch is not None
-    ]
-    return node if len(others) >= (2 if node.stage == liar.stage else 1) else None
