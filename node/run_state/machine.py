@@ -397,8 +397,9 @@ class RunMachine:
 
     def _agreed(self, findings: Sequence[Finding], now: float) -> list[Action]:
         actions: list[Action] = []
-        out = [one for one in findings if isinstance(one, WrongState) and not self._is_new(one.node_id)]
-        for found in [one for one in findings if one not in out]:
+        out: dict[str, str] = {}
+        left = ""
+        for found in findings:
             if self.stopped:
                 break
             match found:
@@ -408,33 +409,30 @@ class RunMachine:
                     if self.epoch is not None:
                         self._standing.prove(self.epoch, found.proven)
                     actions.append(SnapshotAgreed(step=found.step, units=found.units, alone=[*found.alone]))
-                case WrongState():
-                    actions += self._wrong_state(found, now)
+                case WrongState(node_id=node, why=why) if self._leaves_newcomer(node, now):
+                    left = why
+                    actions.append(Announce(text=f"node {node} has no stage any more: {why}", about=node))
+                case WrongState(node_id=node, why=why):
+                    out[node] = why
                 case TooFew(step=step):
                     actions += self._drop_snapshot(step, "too few of the nodes that held it are left", now)
                 case Dispute():
                     actions += self._dispute(found, now)
-        return actions + self._convict({one.node_id: one.why for one in out}, now)
+        # All of them first: none is placed again.
+        over = self._end_epoch(AbortKind.DIFFERS, left) if left else []
+        return [*actions, *over, *self._convict(out, now), *(self._try_place(now) if left else ())]
 
-    def _is_new(self, node_id: str) -> bool:
-        return self.epoch is not None and node_id in self.epoch.newcomers
-
-    def _wrong_state(self, found: WrongState, now: float) -> list[Action]:
-        """A newcomer fetched what it holds: it goes, and nothing is held against it the first time."""
-        epoch, node_id = self.epoch, found.node_id
-        if epoch is None:
-            return []
-        is_again = self._newcomers.refused(node_id)
-        if (
-            is_again
-            or self._wrong.leave_out_one([node_id], self._roster.candidates(), epoch.step, now, by=node_id)
-            is None
-        ):
-            return self._convict({node_id: found.why}, now)
+    def _leaves_newcomer(self, node_id: str, now: float) -> bool:
+        """A newcomer fetched what it holds: it gives up its stage, and nothing is held against it the first
+        time. False if it is to be shut out."""
+        epoch = self.epoch
+        if epoch is None or node_id not in epoch.newcomers or self._newcomers.refused(node_id):
+            return False
+        candidates = self._roster.candidates()
+        if self._wrong.leave_out_one([node_id], candidates, epoch.step, now, by=node_id) is None:
+            return False
         self._wrong.cleared([node_id])
-        line = f"node {node_id} has no stage any more: {found.why}"
-        over = self._end_epoch(AbortKind.DIFFERS, found.why)
-        return [Announce(text=line, about=node_id), *over, *self._try_place(now)]
+        return True
 
     def _convict(self, why: Mapping[str, str], now: float) -> list[Action]:
         """Shut nodes out for states that are not the run's; another snapshot is taken at once."""

@@ -16,7 +16,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from node.lab.results import commit
 from scripts.report import RESULTS, write
 from tests.support.attacks import MEMBERS, Attack, attack
 from tests.support.fault_prefork import Prefork
-from tests.support.state_attacks import STATE_LIES, attack_state
+from tests.support.state_attacks import STATE_LIES, StateSeen, attack_state
 from tests.support.strangers import ROUNDS, SIEGES, Siege, at_full_size, besiege
 from wire.version import VERSION
 
@@ -76,28 +79,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _states(seeds: int) -> int:
-    """Lies about the state against the run's state machine; writes scripts/results/state_attacks.json."""
-    rows: list[Row] = []
-    for lie in STATE_LIES:
-        for count in (2, 3, 4):
-            for audits in (False, True):
-                found = [attack_state(lie, count, audits=audits, seed=seed) for seed in range(seeds)]
-                lied = [one for one in found if one.lied]
-                row = {
-                    "lie": lie,
-                    "rows": count,
-                    "audits": audits,
-                    "seeds": seeds,
-                    "lied": len(lied),
-                    "ended_right": sum(one.ended for one in lied),
-                    "named": sum(one.named for one in lied),
-                    "most_steps_until_named": max((one.steps for one in lied), default=-1),
-                    "withstood": all(one.good for one in found),
-                }
-                print(json.dumps(row), flush=True)
-                rows.append(row)
-    write(RESULTS / "state_attacks.json", {"version": VERSION, "commit": commit(), "rows": rows})
-    return int(not all(row["withstood"] for row in rows))
+    """Lies about the state against the run's state machine; writes scripts/results/state_attacks.json, anew
+    after each seed."""
+    kinds = [(lie, rows, audits) for lie in STATE_LIES for rows in (2, 3, 4) for audits in (False, True)]
+    found: dict[tuple[str, int, bool], list[StateSeen]] = {kind: [] for kind in kinds}
+    table: list[Row] = []
+    at = commit()
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for seed in range(seeds):
+            for kind, seen in zip(kinds, pool.map(_state, kinds, repeat(seed)), strict=True):
+                found[kind].append(seen)
+            table = [_state_row(*kind, found[kind]) for kind in kinds]
+            bad = [f"{row['lie']}, {row['rows']} rows" for row in table if not row["withstood"]]
+            print(f"seed {seed}: {'; '.join(bad) or 'all withstood'}", flush=True)
+            write(RESULTS / "state_attacks.json", {"version": VERSION, "commit": at, "rows": table})
+    return int(not all(row["withstood"] for row in table))
+
+
+def _state(kind: tuple[str, int, bool], seed: int) -> StateSeen:
+    lie, rows, audits = kind
+    return attack_state(lie, rows, audits=audits, seed=seed)
+
+
+def _state_row(lie: str, rows: int, audits: bool, found: Sequence[StateSeen]) -> Row:
+    lied = [one for one in found if one.lied]
+    return {
+        "lie": lie,
+        "rows": rows,
+        "audits": audits,
+        "seeds": len(found),
+        "lied": len(lied),
+        "ended_right": sum(one.ended for one in lied),
+        "named": sum(one.named for one in lied),
+        "most_steps_until_named": max((one.steps for one in lied if one.in_minority), default=-1),
+        "withstood": all(one.good for one in found),
+    }
 
 
 def _row(one: Attack | Siege, directory: Path, prefork: Prefork, *, rounds: int) -> tuple[str, Row]:

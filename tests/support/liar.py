@@ -50,6 +50,8 @@ SLOW_SECONDS = 3.0
 """By how much a vote comes too late: in time for every deadline."""
 FLOOD_SECONDS = 0.01
 """Seconds between two messages of a flood, which makes several megabytes a second."""
+UNASKED = 40
+"""Uploads that nobody asked for before the liar's next vote: a fast run would be over before them."""
 
 
 class Liar:
@@ -61,6 +63,7 @@ class Liar:
         self.withholds_layers = lie == "withhold-layers"
         self.alter_layer = LAYERS.get(lie)
         self.uploads_unasked = lie == "unasked-layers"
+        self.uploaded = asyncio.Event()
         self.flood = FLOODS.get(lie)
         self.drops_sessions = lie == "reconnect"
         self.does_nothing = lie == "idle"
@@ -127,11 +130,15 @@ class Liar:
                     flood.cancel()
 
         async def unasked(client: CoordinatorClient) -> None:
+            uploads = 0
             while self.uploads_unasked:
                 await asyncio.sleep(FLOOD_SECONDS)
                 if self.lying:
                     with contextlib.suppress(ThinwireError):
                         await put_layer(client, 10**6, "embed", bytes(2**20))
+                    uploads += 1
+                    if uploads >= UNASKED:
+                        self.uploaded.set()
 
         async def no_layer(client: CoordinatorClient, step: int, unit: str, data: bytes) -> None:
             if self.withholds_layers and self.lying:
@@ -170,6 +177,8 @@ class Altered(asyncio.Queue[NodeMessage]):
             message = await self._outbox.get()
             if self._liar.votes_late and self._liar.lying and isinstance(message, Vote):
                 await asyncio.sleep(SLOW_SECONDS)
+            if self._liar.uploads_unasked and self._liar.lying:
+                await self._liar.uploaded.wait()
             self._altered.extend(self._liar.alter(self._liar, message) if self._liar.lying else [message])
         return self._altered.popleft()
 

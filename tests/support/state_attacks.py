@@ -1,4 +1,4 @@
-"""States that liars say they have, hand in or vote for, as data; each against the run's real state machine."""
+"""States that liars say they have, hand in or vote for, as data; each against the real state machine."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tests.support.machine_world import World
 StateOf = Callable[[int, int], int]
 STAGES, STEPS, EVERY = 2, 12, 3
 MOST_STEPS = 2 * EVERY
-"""Committed after a first lie, until the liar is named, where more honest nodes than liars hold its layers."""
+"""Committed after a first lie, until a liar is named, where more honest nodes than liars hold its layers."""
 
 
 def _honest(state: int, _: int) -> int:
@@ -75,7 +75,15 @@ STATE_LIES: dict[str, Lie] = {
     "norms-while-resuming": Lie(voted=_random, restarts=True),
 }
 
-NAMES = ("shut out", "no stage any more", "is not taken", "was not that of", "is wrong", "was wrong", "without")
+NAMES = (
+    "shut out",
+    "no stage any more",
+    "is not taken",
+    "was not that of",
+    "is wrong",
+    "was wrong",
+    "without",
+)
 """In lines that name who lies."""
 
 
@@ -123,18 +131,25 @@ class _Attack:
             if state_of is _honest or step < self.lies_from or not self.lie.at(step):
                 return state
             # Where no honest node contradicts them: see `test_machine_states.py` for what is found then.
-            if node.epoch is None:
+            judges = self._judges(node)
+            liars = sum(one.node_id in judges for one in self.liars)
+            if len(judges) < 2 or 2 * liars > len(judges):
                 return state
-            column = {row.node.node_id for row in node.epoch.placement.rows}
-            liars = column & {one.node_id for one in self.liars}
-            if len(column) < 2 or 2 * len(liars) > len(column):
-                return state
-            self.in_minority &= 2 * len(liars) < len(column)
+            self.in_minority &= 2 * liars < len(judges)
             if self.lied_at < 0:
                 self.lied_at = len(self.world.disk.commits)
             return state_of(state, step)
 
         return lying
+
+    def _judges(self, node: SimNode) -> set[str]:
+        """Who holds this node's layers, without newcomers if two do that are none."""
+        machine = self.world.machine
+        if node.epoch is None or machine is None or machine.epoch is None:
+            return set()
+        column = {row.node.node_id for row in node.epoch.placement.rows}
+        older = column - machine.epoch.newcomers
+        return older if len(older) > 1 else column
 
     def look(self) -> None:
         """Whether a liar is named by now."""
@@ -176,7 +191,9 @@ class _Attack:
         node = self.rng.choice(world.nodes)
         if not node.alive or node in self.liars or node.stage < 0:
             return None
-        alike = [one for one in world.nodes if one.alive and one.stage == node.stage and one.epoch is not None]
+        alike = [
+            one for one in world.nodes if one.alive and one.stage == node.stage and one.epoch is not None
+        ]
         liars = sum(one in self.liars for one in alike)
         least = liars + 1 if liars else 1
         return node if len(alike) - liars - 1 >= least else None

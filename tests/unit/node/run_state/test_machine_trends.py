@@ -12,7 +12,7 @@ from node.run_state.epoch import Phase
 from node.run_state.run_plan import Past
 from node.run_state.votes import CLIPPED_STEPS, LEAST_CLIP, PastStep
 from tests.support.cases import each
-from tests.support.machine_driver import Driver, of_kind
+from tests.support.machine_driver import Driver, of_kind, stop_of
 
 Curve = Callable[[int], float]
 """Step -> factor on an honest squared norm."""
