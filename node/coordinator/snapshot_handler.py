@@ -436,7 +436,7 @@ def _matches(data: bytes, agreement: Agreement, unit: str) -> bool:
     if unit not in agreement.alone:
         return True
     try:
-        found = unit_hash(data, read_tensors(data))
+        found = unit_hash(read_tensors(data), data)
     except RunError:
         return False
     pairs = zip(found[1:], said[1:], strict=True)

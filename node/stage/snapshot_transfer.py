@@ -414,8 +414,7 @@ def check_store(url: str, allowed: str) -> None:
 
 
 def _hash(tensors: Mapping[str, torch.Tensor]) -> UnitHash:
-    data = serialize_unit(tensors)
-    return unit_hash(data, {name: tensor.numpy() for name, tensor in tensors.items()})
+    return unit_hash({name: tensor.numpy() for name, tensor in tensors.items()})
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:

@@ -5,7 +5,9 @@ tensors are compared with the run file by name, dtype and shape, and impossible 
 largest and smallest element.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
 from hashlib import sha256
 
 import numpy as np
@@ -29,8 +31,8 @@ CACHE_PREFIX = "activation_cache."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NEVER_NEGATIVE = {"exp_avg_sq", "exp_avg_sq_scale", "exp_avg_scale"}
 _STEP = "step"
-_SQUARED_AT_ONCE = 1 << 16
-"""Elements, so that their float64 copy stays in the cache."""
+_DTYPES = ("uint8", "int16", "float32", "int64")
+"""Of states, in the order in which safetensors has them."""
 _CACHE = {f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since")}
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
@@ -59,8 +61,12 @@ def parameters_of(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
-def unit_hash(data: bytes, tensors: Mapping[str, np.ndarray]) -> UnitHash:
-    """What a unit's file is. `tensors`: the same as arrays."""
+def unit_hash(tensors: Mapping[str, np.ndarray], data: bytes | None = None) -> UnitHash:
+    """What a unit's file is, which need not be made for it. `data`: the file, if it is there."""
+    pieces = [data] if data is not None else _pieces(tensors) if _is_known_layout() else [save({**tensors})]
+    digest = sha256()
+    for piece in pieces:
+        digest.update(piece)
     sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
     for name, array in sorted(tensors.items()):
         kind = "squares" if name.startswith("exp_avg_sq") else "moments" if name.startswith("exp_avg") else ""
@@ -68,15 +74,37 @@ def unit_hash(data: bytes, tensors: Mapping[str, np.ndarray]) -> UnitHash:
             kind = "weights"
         if kind and array.dtype == np.float32:
             sums[kind] += _sum_of_squares(array)
-    return UnitHash(sha256(data).hexdigest(), **sums)
+    return UnitHash(digest.hexdigest(), **sums)
+
+
+def _pieces(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
+    """The bytes of the tensors' safetensors file, without a copy of them."""
+    # The widest elements come first, so that all are aligned.
+    names = sorted(tensors, key=lambda name: (-_DTYPES.index(tensors[name].dtype.name), name))
+    header, at = {}, 0
+    for name in names:
+        array = tensors[name]
+        dtype = array.dtype.name.upper().replace("UINT", "U").replace("INT", "I").replace("FLOAT", "F")
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": (at, at + array.nbytes)}
+        at += array.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield memoryview(np.ascontiguousarray(tensors[name]).reshape(-1)).cast("B")
+
+
+@cache
+def _is_known_layout() -> bool:
+    """Whether this version of safetensors lays out files as `_pieces` does."""
+    sample = {f"{dtype}.{n}": np.ones((n, 3), dtype) for dtype in _DTYPES for n in (2, 1)}
+    return b"".join(_pieces(sample)) == save(sample)
 
 
 def _sum_of_squares(array: np.ndarray) -> float:
-    total, flat = 0.0, array.reshape(-1)
-    for first in range(0, flat.size, _SQUARED_AT_ONCE):
-        part = flat[first : first + _SQUARED_AT_ONCE].astype(np.float64)
-        total += float(np.dot(part, part))
-    return total
+    flat = array.reshape(-1)
+    # Not `dot`, which wakes threads and needs a copy.
+    return float(np.einsum("i,i->", flat, flat, dtype=np.float64))
 
 
 def weights_file(weights: Mapping[str, np.ndarray]) -> bytes:

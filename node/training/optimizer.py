@@ -425,15 +425,15 @@ class StageOptimizer:
         state: dict[str, Tensor] = {STEP: torch.tensor(self._steps[unit], dtype=torch.int64)}
         self.streaming.use_weights(unit)
         for name, parameter in self._units[unit].items():
-            state[f"{PARAMETER}.{name}"] = _copy(parameter.float())
+            state[f"{PARAMETER}.{name}"] = copy_to_cpu(parameter.float())
             parts = self._state_parts(parameter, name)
             if self._on_host is not None and parameter in self._on_host:
                 found = dict(zip(parts, self._on_host.whole(parameter), strict=True))
             else:
-                found = {key: _copy(part) for key, part in parts.items()}
+                found = {key: copy_to_cpu(part) for key, part in parts.items()}
             state |= {key: part.float() if SCALE in key else part for key, part in found.items()}
             if parameter in self.outer:
-                state[f"{OUTER}.{name}"] = _copy(self.outer[parameter])
+                state[f"{OUTER}.{name}"] = copy_to_cpu(self.outer[parameter])
         return state
 
     @torch.no_grad()
@@ -453,7 +453,7 @@ class StageOptimizer:
             parameter.copy_(tensors[f"{PARAMETER}.{name}"])
             self.outer.pop(parameter, None)
             if after_round:
-                self.outer[parameter] = _copy(tensors[f"{OUTER}.{name}"])
+                self.outer[parameter] = copy_to_cpu(tensors[f"{OUTER}.{name}"])
             parts = self._state_parts(parameter, name)
             if self._on_host is not None and parameter in self._on_host:
                 self._on_host.load(parameter, [tensors[key] for key in parts])
@@ -580,5 +580,6 @@ def _sum_of_squares(norms: Iterable[float]) -> float:
     return total
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def copy_to_cpu(tensor: Tensor) -> Tensor:
+    """A copy of a tensor in this machine's memory."""
     return tensor.detach().to("cpu", copy=True)

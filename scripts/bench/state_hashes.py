@@ -1,13 +1,13 @@
 """What it costs to say which state a stage holds at a snapshot's step: seconds and bytes, at the shape of 1B.
 
-    python -m scripts.bench.state_hashes [--runs 5]
+    python -m scripts.bench.state_hashes [--runs 5] [--device cuda] [--out FILE]
 
-Times are processor seconds. The state of a block (float32 weights and moments) is copied as a row does that
-uploads nothing, then hashed (file, SHA-256, sums of squares) on one thread and on as many as a node uses. A
-stage's cost is that of its bytes. Steps take the compute time that `scripts/results/compute.json` has of
-this shape on a GPU, without any wait for a link, so that the share of a step is the most that it can be.
-Hashes are made beside the steps; the compute thread waits for the copies alone.
-Writes scripts/results/state_hashes.json.
+Times are processor seconds; those of a GPU's copies are seconds. The state of a block (float32 weights and
+moments) is copied as a row does that uploads nothing, then hashed (SHA-256 of its file, sums of squares) on
+one thread and on as many as a node uses. A stage's cost is that of its bytes. Steps take the compute time
+that `scripts/results/compute.json` has of this shape on a GPU, without any wait for a link, so that the share
+of a step is the most that it can be. Hashes are made beside the steps; the compute thread waits for the
+copies alone. Writes scripts/results/state_hashes.json, or FILE.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,7 @@ from node.config.schema import RunConfig
 from node.lab.results import commit, hardware
 from node.model.units import parameter_specs
 from node.stage.snapshot_transfer import HASHERS, _hash
+from node.training.optimizer import copy_to_cpu
 from node.tuning.snapshot_place import stage_state_bytes
 from scripts.bench.compute import SHAPES
 from scripts.report import RESULTS, write
@@ -41,17 +43,22 @@ UNIT = "block.0000"
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what hashes of a stage's state cost.")
     parser.add_argument("--runs", type=int, default=5)
-    runs = parser.parse_args().runs
+    parser.add_argument("--device", default="cpu", help="where the state is: cpu or cuda")
+    parser.add_argument("--out", type=Path, default=RESULTS / "state_hashes.json", metavar="FILE")
+    args = parser.parse_args()
+    runs, device = args.runs, torch.device(args.device)
     shape = next(one for one in SHAPES if one.name == "Llama 1B")
     model = shape.model.__class__(**{**vars(shape.model), "layers": BLOCKS})
     config = RunConfig(model=model)
-    state = {
-        f"{kind}.{spec.name}": torch.rand(spec.shape)
+    held = {
+        f"{kind}.{spec.name}": torch.rand(spec.shape, device=device)
         for spec in parameter_specs(model, UNIT)
         for kind in ("parameter", "exp_avg", "exp_avg_sq")
     }
-    size = sum(one.numel() * one.element_size() for one in state.values())
-    copied = _median(runs, lambda: [one.clone() for one in state.values()])
+    size = sum(one.numel() * one.element_size() for one in held.values())
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    copied = _median(runs, lambda: [copy_to_cpu(one) for one in held.values()], clock)
+    state = {name: copy_to_cpu(one) for name, one in held.items()}
     alone = _median(runs, lambda: _hash(state))
     with ThreadPoolExecutor(HASHERS) as pool:
         together = _median(runs, lambda: list(pool.map(_hash, [state] * HASHERS))) / HASHERS
@@ -75,7 +82,8 @@ def main() -> int:
     report = {
         "bench": "state_hashes",
         "commit": commit(),
-        "hardware": hardware(),
+        "hardware": hardware() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "device": device.type,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -93,20 +101,20 @@ def main() -> int:
         "copy_share_of_a_step": copied * stage_bytes / size / every / step,
         "bytes_a_snapshot": told,
         "bytes_a_step": told / every,
-        "note": "the copy is of this machine's memory; a GPU's goes over its bus",
+        "note": "a GPU's copy goes over its bus, this machine's through its memory",
     }
-    write(RESULTS / "state_hashes.json", report)
+    write(args.out, report)
     print(json.dumps(report, indent=1))
     return 0
 
 
-def _median(runs: int, work: Callable[[], object]) -> float:
-    """Processor seconds of all threads: other processes do not count."""
+def _median(runs: int, work: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
+    """By default processor seconds of all threads: other processes do not count."""
     taken = []
     for _ in range(runs + 1):
-        began = time.process_time()
+        began = clock()
         work()
-        taken.append(time.process_time() - began)
+        taken.append(clock() - began)
     return statistics.median(taken[1:])
 
 

@@ -280,7 +280,7 @@ async def test_a_layer_that_nobody_agreed_on_replaces_nothing(tmp_path: Path, *,
             with pytest.raises(WrongLayerError) as error:
                 await handler.put(permit, data, hashlib.sha256(digest).hexdigest())
             assert (error.value.node_id, error.value.step, error.value.unit) == (SEATS[0], 4, unit)
-        said = {name: unit_hash(data, load(data)) for name, data in made.items()}
+        said = {name: unit_hash(load(data)) for name, data in made.items()}
         lie = {**said, unit: said[unit]._replace(weights=2 * said[unit].weights)}
         await handler.expect(4, SEATS)
         handler.agreed(4, Agreement(units=lie, alone=UNITS if alone else ()))

@@ -15,9 +15,10 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig, Trainin
 from node.model.chunk import build_chunk, weight_dtype
 from node.model.units import unit_names
 from node.schedule.placement import split_units
+from node.state import unit_state
 from node.state.serialization import CACHE_PREFIX, serialize_unit
 from node.state.snapshot import SnapshotWriter
-from node.state.unit_state import check_state, expected_layout, read_tensors
+from node.state.unit_state import check_state, expected_layout, read_tensors, unit_hash
 from node.training.optimizer import StageOptimizer
 from wire.codecs.sample_cache import SampleCache
 from wire.errors import ProtocolViolationError, RunError
@@ -67,6 +68,26 @@ def test_saved_optimizer_state_matches_the_expected_layout(family: str, moments:
         found = {name: (array.dtype.name, array.shape) for name, array in tensors.items()}
         assert found == expected_layout(config, unit)
         check_state(config, WINDOWS, unit, tensors)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "fp8"])
+def test_a_states_hash_is_that_of_its_file_which_is_not_made(
+    moments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {"parameter.w": (3, 5), "exp_avg_sq.w": (3, 5), 'parameter."é': (0, 2), "parameter.b": ()}
+    state = {name: torch.rand(shape) for name, shape in shapes.items()}
+    state |= {"step": torch.tensor(3), "activation_cache.values": torch.ones(2, 1, dtype=torch.int16)}
+    if moments == "fp8":
+        state["exp_avg_sq.w"] = torch.ones(15, dtype=torch.uint8)
+    state["parameter.turned"] = torch.rand(4, 3).t()
+    data, arrays = serialize_unit(state), {name: one.numpy() for name, one in state.items()}
+    found = unit_hash(arrays)
+    assert found.sha256 == sha256(data).hexdigest() and found == unit_hash(load(data), data)
+    assert found.weights == pytest.approx(
+        sum(float(one.double().square().sum()) for name, one in state.items() if name.startswith("param"))
+    )
+    monkeypatch.setattr(unit_state, "save", lambda tensors: pytest.fail("a file is made"))
+    assert unit_hash(arrays) == found
 
 
 def test_a_boundarys_sample_cache_is_used_where_the_codec_has_one() -> None:
