@@ -44,11 +44,11 @@ class CodecControl:
         self._rates: RateControl | None = None
         self._hosts: tuple[str, ...] = ()
 
-    def begin(self, epoch: Epoch, restore: list[Action]) -> list[Action]:
-        """`restore`, if the epoch is about to send that, with the codecs of its step, which are on record
-        before a node receives them."""
-        if not self._rungs or not restore:
-            return restore
+    def begin(self, epoch: Epoch) -> list[Action]:
+        """Give the epoch, which is about to restore, the codecs of its step. They are on record before a node
+        receives them."""
+        if not self._rungs:
+            return []
         step, boundaries = epoch.step, self._boundaries(epoch.stages)
         wanted, self._wanted = self._wanted, None
         plan = self.history.at(step)
@@ -59,8 +59,10 @@ class CodecControl:
             plan = wanted
             self.history = self.history.changed(step, plan)
         else:
-            return epoch.use_codecs(plan)
-        return [RecordCodecs(epoch=epoch.number, step=step, plan=plan), *epoch.use_codecs(plan)]
+            epoch.use_codecs(plan)
+            return []
+        epoch.use_codecs(plan)
+        return [RecordCodecs(epoch=epoch.number, step=step, plan=plan)]
 
     def step_done(self, step: int) -> None:
         """A step was committed and applied."""

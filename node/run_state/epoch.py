@@ -14,7 +14,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from node.model.labels import BatchPart
@@ -61,6 +61,9 @@ from wire.messages import (
 )
 
 REMEMBERED_AUDITS = 16
+PLACING_SECONDS = 90.0
+"""A node that does not say within this time what state it holds is stuck. Longer than a node may take to end
+the epoch before."""
 PROOF_STEPS = 3
 """Steps that a state from disk repeats, as far as they are on record, before it counts as the run's."""
 Neighbours = Callable[[int, int], Collection[int]]
@@ -89,50 +92,69 @@ class Committed:
     """Of the states that it leads from and to; not on record."""
 
 
-class Epoch:
-    """`hosts` is a grid, row after row: with one row `hosts[i]` hosts stage i. `addresses[i]` is where others
-    reach `hosts[i]`.
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Who hosts what, row after row: with one row `hosts[i]` hosts stage i."""
 
-    Every message goes to all rows, but for those that one row answers for all: snapshots and held-out passes.
-    """
+    hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
+    """Where others reach each host."""
+    groups: Groups = ONE_ROW
+    """The gradient groups that each row computes."""
+    kinds: Sequence[Hashable] = ()
+    """What the bits of each host's results depend on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnRecord:
+    """What the run has on record when an epoch begins."""
+
+    newest_snapshot: int = 0
+    newest_state: int = 0
+    """The step after the newest commit."""
+    committed: Committed | None = None
+    lineages: Collection[int] | None = None
+    """Of states that are the run's; None: it is not known, so any that all stages are on."""
+    left: Collection[int] = ()
+    """Lineages that nobody goes on from."""
+    suspect_step: int | None = None
+    """The step that was not finite, and runs again without compression."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRules:
+    """By what all epochs of a run judge and commit steps."""
+
+    plan: StepPlan
+    neighbours: Neighbours
+    history: VoteHistory
+    auditor: Auditor = field(default_factory=lambda: Auditor(0.0, b"", lambda _: 0))
+    scales: LossScales | None = None
+    """Of a run that computes in float16."""
+    unlabelled: Container[int] = ()
+    """Steps none of whose tokens counts as a label: what is said to be their loss is none."""
+
+
+class Epoch:
+    """Every message goes to all rows, but for those that one row answers for all: snapshots and held-out
+    passes."""
 
     def __init__(
-        self,
-        *,
-        number: int,
-        hosts: tuple[str, ...],
-        addresses: tuple[str, ...],
-        newest_snapshot: int,
-        newest_state: int,
-        committed: Committed | None,
-        lineages: Collection[int] | None = None,
-        suspect_step: int | None,
-        plan: StepPlan,
-        neighbours: Neighbours,
-        history: VoteHistory,
-        groups: Groups = ONE_ROW,
-        auditor: Auditor | None = None,
-        kinds: Sequence[Hashable] = (),
-        scales: LossScales | None = None,
+        self, number: int, grid: Grid, record: OnRecord, rules: StepRules, *, windows: tuple[int, ...] = ()
     ) -> None:
-        """
-        Args:
-            scales: of a run that computes in float16.
-            groups: the gradient groups that each row computes.
-            kinds: what the bits of each host's results depend on.
-            lineages: of states that are the run's; None: it is not known, so any that all stages are on.
-        """
+        """`windows`: as for `plan_windows`."""
         self.number = number
-        self.hosts = hosts
-        self._seats = {node: seat for seat, node in enumerate(hosts)}
-        self.groups = groups
-        self.rows = len(groups)
-        self.stages = len(hosts) // len(groups)
-        self._group_count = sum(map(len, groups))
-        self.step = max(newest_snapshot, newest_state)
+        self.hosts, self.addresses, self.groups = grid.hosts, grid.addresses, grid.groups
+        self.kinds = grid.kinds or ("",) * len(grid.hosts)
+        """What the bits of each host's results depend on."""
+        self._seats = {node: seat for seat, node in enumerate(grid.hosts)}
+        self.rows = len(grid.groups)
+        self.stages = len(grid.hosts) // self.rows
+        self._group_count = sum(map(len, grid.groups))
+        self.step = max(record.newest_snapshot, record.newest_state)
         """The step that runs, or runs next; until all are placed, where the record says that the run is."""
         self.phase = Phase.PLACING
-        self.committed = committed
+        self.committed = record.committed
         self.lineage: int | None = None
         """The epoch that loaded what its states grew from: this one, where not all were held."""
         self.uncompressed = False
@@ -141,31 +163,16 @@ class Epoch:
         """Of each boundary; None where the run file's are not planned."""
         self.storages: StoragePlan | None = None
         """Of each stage; None where the run file's are not left to the coordinator."""
-        self.planned_windows: tuple[int, ...] = ()
-        """Of each link, row after row, from the next step on; empty is the run file's."""
-        self.left: frozenset[int] = frozenset()
-        """Lineages that nobody goes on from."""
+        self.planned_windows = windows
         self.newcomers: frozenset[str] = frozenset()
         """Hosts that fetched their state while others held it, until they have shown that it is the same."""
-        self.unlabelled: Container[int] = ()
-        """Steps none of whose tokens counts as a label: what is said to be their loss is none."""
-        self.keeps_sums = False
-        """From the next step on nodes keep the summed gradients of their steps."""
-        self.addresses = addresses
-        self._newest_snapshot = newest_snapshot
+        self._record = record
         self._newest_state = self.step
-        self._lineages = lineages
         self.steps_done = 0
-        self._neighbours = neighbours
-        self._history = history
-        self._auditor = auditor or Auditor(0.0, b"", lambda _: 0)
-        self._kinds = kinds
-        self._scales = scales
+        self._rules = rules
         self.audit: Audit | None = None
         """What is audited in the step that runs."""
         self._audited: deque[int] = deque(maxlen=REMEMBERED_AUDITS)
-        self._plan = plan
-        self._suspect_step = suspect_step
         self._placed: dict[str, Placed] = {}
         self._answered: set[str] = set()
         self.votes: dict[str, Vote] = {}
@@ -204,7 +211,7 @@ class Epoch:
     @property
     def loss_stage(self) -> int:
         """The stage with the head, which gets labels and says losses."""
-        return self._history.loss_stage(self.stages)
+        return self._rules.history.loss_stage(self.stages)
 
     @property
     def is_loaded(self) -> bool:
@@ -217,20 +224,19 @@ class Epoch:
         return self.is_loaded and self.steps_done < PROOF_STEPS and self.step > self.steps_done
 
     @property
-    def kinds(self) -> Sequence[Hashable]:
-        """What the bits of each host's results depend on."""
-        return self._kinds or ("",) * len(self.hosts)
-
-    @property
     def trained(self) -> Collection[int]:
         """Layer units that have had gradients."""
-        return self._history.trained
+        return self._rules.history.trained
 
     @property
     def proven_rows(self) -> list[int]:
         """Rows whose nodes' state the run knows; all if there are none."""
         rows = range(self.rows)
         return [row for row in rows if self.newcomers.isdisjoint(self.row(row))] or [*rows]
+
+    def trust(self, nodes: Collection[str]) -> None:
+        """These hosts hold the run's state; all others are newcomers."""
+        self.newcomers = frozenset(self.hosts).difference(nodes)
 
     def place_of(self, node_id: str) -> str:
         """Where a node is, for the operator."""
@@ -263,33 +269,45 @@ class Epoch:
     def announce(self) -> list[Action]:
         return [Send(node_id=node, message=self._placement(node)) for node in self.hosts]
 
-    def begin(self) -> list[Action]:
-        """Open the step. Call in `IDLE` only."""
+    def begin(self, *, keep_sums: bool = False) -> list[Action]:
+        """Open the step. Call in `IDLE` only. `keep_sums`: nodes keep its summed gradients."""
         self._follows_commit = False
-        self._open_step()
+        self._open_step(keep_sums)
         return self._to_rows(self._begin)
 
-    def go_on(self) -> list[Action]:
-        """Open the next step with the commit of this one: who votes for it has applied this one. In place of
-        what `vote` sends."""
+    def apply(self) -> list[Action]:
+        """Have all stages apply the commit; nothing begins with it. Call in `APPLYING` only."""
+        return self._to_asked(self._commit())
+
+    def go_on(self, *, keep_sums: bool = False) -> list[Action]:
+        """In place of `apply`: open the next step with the commit of this one, so that who votes for it has
+        applied this one."""
         done = StepDone(epoch=self.number, step=self.step, nodes=self.hosts)
         self.step += 1
         self.steps_done += 1
         self._follows_commit = True
-        self._open_step()
+        self._open_step(keep_sums)
         return [*self._to_rows(self._step_message), done]
 
-    def _open_step(self) -> None:
+    def pause(self) -> None:
+        """The run is between two steps, though this one is not done: its stages may have to end before."""
+        self.phase = Phase.IDLE
+
+    def plan_windows(self, windows: tuple[int, ...]) -> None:
+        """The windows of each link, row after row, from the next step on; empty is the run file's."""
+        self.planned_windows = windows
+
+    def _open_step(self, keep_sums: bool) -> None:
         self.phase = Phase.STEPPING
-        self._history.begins(self.step)
+        self._rules.history.begins(self.step)
         # All stages must run the step with the same windows, also one that receives it again.
         self._windows = self.planned_windows
-        self._keeps_sums = self.keeps_sums
+        self._keeps_sums = keep_sums
         self.votes.clear()
         self.audit = None
         if not self.uncompressed:
             new = [row for row in range(self.rows) if row not in self.proven_rows]
-            self.audit = self._auditor.draw(self.step, self.groups, self._kinds, new)
+            self.audit = self._rules.auditor.draw(self.step, self.groups, self.kinds, new)
         if self.audit is not None:
             self._audited.append(self.step)
 
@@ -316,7 +334,7 @@ class Epoch:
 
     def neighbours(self, node_id: str) -> Collection[int]:
         """The stages of its row that this node's stage has links with."""
-        return self._neighbours(self.stage_of(node_id), self.stages)
+        return self._rules.neighbours(self.stage_of(node_id), self.stages)
 
     def ask_again(self, node_id: str) -> list[Action]:
         """Send a node what it may have missed."""
@@ -372,20 +390,21 @@ class Epoch:
 
     # ---- what comes in
 
-    def placed(self, node_id: str, placed: Placed) -> list[Action]:
+    def placed(self, node_id: str, placed: Placed) -> bool:
+        """Whether all have said what they hold, so that `restore` is next."""
         if self.phase is not Phase.PLACING or node_id not in self._seats:
-            return []
+            return False
         self._placed[node_id] = placed
         if len(self._placed) < len(self.hosts):
-            return []
+            return False
         # Stages that can agree go on from where they are; otherwise all go back to what is on disk,
         # which starts a new lineage: with other stages or links the same steps may end in other bits.
         common = set.intersection(*(self._reachable(answer) for answer in self._placed.values()))
         self.step, self.lineage = max(common, default=(-1, 0))
-        if self.step < self._newest_snapshot:
-            self.step, self.lineage = self._newest_snapshot, self.number
+        if self.step < self._record.newest_snapshot:
+            self.step, self.lineage = self._record.newest_snapshot, self.number
         missed = self.committed is not None and self.committed.step == self.step - 1
-        self.uncompressed = self.step == self._suspect_step
+        self.uncompressed = self.step == self._record.suspect_step
         self._restore = Restore(
             epoch=self.number,
             step=self.step,
@@ -395,25 +414,27 @@ class Epoch:
         )
         self.phase = Phase.RESTORING
         self._answered.clear()
+        return True
+
+    def restore(self) -> list[Action]:
+        """Have all stages load the state that the epoch begins with."""
         return self._to_asked(self._restore)
 
-    def use_codecs(self, plan: CodecPlan) -> list[Action]:
-        """Restore with these codecs on the links. Call as soon as `placed` has said what to restore."""
+    def use_codecs(self, plan: CodecPlan) -> None:
+        """Restore with these codecs on the links. Call between `placed` and `restore`."""
         self.codecs = plan
         self._restore = replace(
             self._restore, activation_codecs=plan.activations, gradient_codecs=plan.gradients
         )
-        return self._to_asked(self._restore)
 
     def storage_seconds(self, stage: int) -> list[Mapping[str, float]]:
         """What the stage's nodes, one a row, said of the storages that fit in them (`Placed.storages`)."""
         return [self._placed[node].storages for node in self.hosts[stage :: self.stages]]
 
-    def use_storages(self, plan: StoragePlan) -> list[Action]:
+    def use_storages(self, plan: StoragePlan) -> None:
         """Restore with activations stored like this; as `use_codecs`."""
         self.storages = plan
         self._restore = replace(self._restore, storages=plan.names)
-        return self._to_asked(self._restore)
 
     def ready(self, node_id: str) -> list[Action]:
         if not self._all_answered(node_id, Phase.RESTORING):
@@ -422,16 +443,17 @@ class Epoch:
         return [RecordRestored(epoch=self.number, step=self.step, nodes=self.hosts, groups=self.groups)]
 
     def vote(self, node_id: str, vote: Vote) -> Outcome:
+        """Once all have voted: what their votes come to. After a commit `apply` or `go_on` is next."""
         if self.phase is not Phase.STEPPING or vote.step != self.step or node_id not in self._seats:
             return []
         groups = self.groups[self.replica_of(node_id)] if self._group_count > 1 else None
         stage, has_loss = self.stage_of(node_id), self.stage_of(node_id) == self.loss_stage
         own = groups if groups is not None and self.rows > 1 else ()
-        why = self._history.refusal(vote, stage, self.stages, groups) or self._auditor.refusal(
+        why = self._rules.history.refusal(vote, stage, self.stages, groups) or self._rules.auditor.refusal(
             vote,
             stage,
             self.stages,
-            own if self.audit is not None or self._auditor.is_on else (),
+            own if self.audit is not None or self._rules.auditor.is_on else (),
             self._extra(node_id),
             has_loss=has_loss,
         )
@@ -457,7 +479,7 @@ class Epoch:
         """Whether a row that has not computed the audited group could."""
         if self.audit is None:
             return False
-        alike = rows_alike(self._kinds, self.rows)[self.audit.rows[0]]
+        alike = rows_alike(self.kinds, self.rows)[self.audit.rows[0]]
         return len(self.audit.rows) == 2 and len(alike) > 2
 
     def commit_unaudited(self) -> Outcome:
@@ -515,7 +537,7 @@ class Epoch:
     @property
     def _may_overflow(self) -> bool:
         """Whether the loss is scaled so that gradients of the step that runs may become infinite."""
-        return self._scales is not None and self._scales.overflows(self.step)
+        return self._rules.scales is not None and self._rules.scales.overflows(self.step)
 
     def _commit_step(self, *, anyway: bool = False, confirmed: bool = False) -> Outcome:
         finite = all(0.0 <= norm < math.inf for vote in self.votes.values() for norm in vote.norms.values())
@@ -524,7 +546,7 @@ class Epoch:
         if (odd := disagreement(self.votes, self.hosts, self.stages) or self._audit_step()) is not None:
             return odd
         loss = self._step_loss()
-        factor = 1.0 if self._scales is None else self._scales.at(self.step).factor
+        factor = 1.0 if self._rules.scales is None else self._rules.scales.at(self.step).factor
         votes = [unscaled(self.votes[node], factor) for node in self.row(0)]
         said = None if math.isnan(loss) else loss
         votes[self.loss_stage] = replace(votes[self.loss_stage], loss=said)
@@ -540,35 +562,39 @@ class Epoch:
         if (
             judged
             and self.is_proving
-            and (differs := self._history.not_reproduced(self.step, norms, loss)) is not None
+            and (differs := self._rules.history.not_reproduced(self.step, norms, loss)) is not None
         ):
             return NotReproduced(differs, self.step - self.steps_done)
-        if judged and not anyway and (found := self._history.implausible(self.row(0), votes)) is not None:
+        if (
+            judged
+            and not anyway
+            and (found := self._rules.history.implausible(self.row(0), votes)) is not None
+        ):
             return found
-        self._history.committed(self.step, judged, loss, confirmed=confirmed)
-        clip, lr = self._plan(self.step, grad_norm)
-        line = self._history.clipped(clip, norms, self.row(0))
-        record, *told = self._committed(loss, grad_norm, clip / factor, lr, norms)
-        return [record, *([] if line is None else [Announce(text=line)]), *told]
+        self._rules.history.committed(self.step, judged, loss, confirmed=confirmed)
+        clip, lr = self._rules.plan(self.step, grad_norm)
+        line = self._rules.history.clipped(clip, norms, self.row(0))
+        record = self._committed(loss, grad_norm, clip / factor, lr, norms)
+        return [record] if line is None else [record, Announce(text=line)]
 
     def _skip_step(self) -> list[Action]:
         """Commit the step as skipped: no stage applies it, because the loss's scale was too large."""
         loss = self._step_loss()
-        self._history.committed(self.step, {}, loss, confirmed=False)
-        _, lr = self._plan(self.step, 0.0)
-        record, *told = self._committed(loss, math.inf, SKIPPED, lr, {})
-        assert self._scales is not None, "only a scaled loss overflows"
-        return [record, Announce(text=self._scales.words(self.step)), *told]
+        self._rules.history.committed(self.step, {}, loss, confirmed=False)
+        _, lr = self._rules.plan(self.step, 0.0)
+        record = self._committed(loss, math.inf, SKIPPED, lr, {})
+        assert self._rules.scales is not None, "only a scaled loss overflows"
+        return [record, Announce(text=self._rules.scales.words(self.step))]
 
     def _committed(
         self, loss: float, grad_norm: float, clip: float, lr: float, norms: Mapping[int, float]
-    ) -> list[Action]:
-        if self._scales is not None:
-            self._scales.committed(self.step, skipped=clip == SKIPPED)
+    ) -> RecordCommit:
+        if self._rules.scales is not None:
+            self._rules.scales.committed(self.step, skipped=clip == SKIPPED)
         self.committed = Committed(step=self.step, clip_coefficient=clip, lr=lr, lineage=self.lineage)
         self.phase = Phase.APPLYING
         self._answered.clear()
-        record = RecordCommit(
+        return RecordCommit(
             epoch=self.number,
             step=self.step,
             loss=loss,
@@ -577,16 +603,15 @@ class Epoch:
             clip_coefficient=clip,
             norms=norms,
         )
-        return [record, *self._to_asked(self._commit())]
 
     def _audit_step(self) -> Difference | Contradiction | None:
         if self.audit is None:
             return None
         rows = {row: [(node, self.votes[node]) for node in self.row(row)] for row in self.audit.rows}
-        return self._auditor.compare(self.audit, self.step, rows, self.loss_stage)
+        return self._rules.auditor.compare(self.audit, self.step, rows, self.loss_stage)
 
     def _step_loss(self) -> float:
-        return math.nan if self.step in self.unlabelled else step_loss(self._head_votes)
+        return math.nan if self.step in self._rules.unlabelled else step_loss(self._head_votes)
 
     @property
     def _head_votes(self) -> list[Vote]:
@@ -599,7 +624,8 @@ class Epoch:
         one of a lineage that the run has left.
         """
         held, lineage, committed = placed.held_step, placed.lineage, self.committed
-        if lineage in self.left or (self._lineages is not None and lineage not in self._lineages):
+        known_lineages = self._record.lineages
+        if lineage in self._record.left or (known_lineages is not None and lineage not in known_lineages):
             return set()
         states = {(held, lineage)} if 0 <= held <= self._newest_state else set()
         known = committed is not None and committed.step == held and committed.lineage in (None, lineage)
@@ -622,8 +648,8 @@ class Epoch:
             link_windows=self._windows[first : first + links],
             keep_sums=self._keeps_sums,
             audited=self._extra(node_id),
-            digests=self.audit is not None and not self._auditor.is_on,
-            loss_scale=0.0 if self._scales is None else self._scales.at(self.step).factor,
+            digests=self.audit is not None and not self._rules.auditor.is_on,
+            loss_scale=0.0 if self._rules.scales is None else self._rules.scales.at(self.step).factor,
         )
 
     def _step_message(self, node_id: str) -> Begin | Commit:
@@ -662,3 +688,75 @@ class Epoch:
 
     def _to_asked(self, message: CoordinatorMessage) -> list[Action]:
         return [Send(node_id=node, message=message) for node in self.asked]
+
+
+class EpochSeries:
+    """One epoch at a time, or none."""
+
+    def __init__(self, rules: StepRules, *, last_number: int, committed: Committed | None) -> None:
+        """`last_number` and `committed`: of the newest epoch and the newest commit on record."""
+        self._rules = rules
+        self.current: Epoch | None = None
+        self.ended: Epoch | None = None
+        """The newest that is over."""
+        self._last_number = last_number
+        self._record = OnRecord(
+            committed=committed, newest_state=committed.step + 1 if committed is not None else 0
+        )
+        """Its lineages are that of the newest commit, and those that began since."""
+        self._windows: tuple[int, ...] = ()
+        """The newest plan for the links; empty before there is one."""
+        self._windows_of = (0, 0)
+        """Nodes and rows that it was made for."""
+        self._began = 0.0
+
+    def begin(self, grid: Grid, *, newest_snapshot: int, suspect_step: int | None, now: float) -> Epoch:
+        """The next epoch. Its nodes are about to receive their places."""
+        self._last_number += 1
+        self._began = now
+        record, ended = self._record, self.ended
+        if record.lineages is not None and ended is not None and ended.lineage is not None:
+            self._record = record = replace(record, lineages={*record.lineages, ended.lineage})
+        self.current = Epoch(
+            self._last_number,
+            grid,
+            replace(record, newest_snapshot=newest_snapshot, suspect_step=suspect_step),
+            self._rules,
+            windows=self._windows if (len(grid.hosts), len(grid.groups)) == self._windows_of else (),
+        )
+        return self.current
+
+    def leave(self) -> None:
+        """No later epoch goes on from what the current one's nodes hold."""
+        if self.current is not None and self.current.lineage is not None:
+            self._record = replace(self._record, left={*self._record.left, self.current.lineage})
+
+    def end(self) -> Epoch | None:
+        """The epoch is over; gives it, if there is one."""
+        over, self.current = self.current, None
+        self.ended = over or self.ended
+        return over
+
+    def committed(self, committed: Committed) -> None:
+        """A step of the epoch is committed."""
+        self._record = replace(
+            self._record,
+            committed=committed,
+            lineages=None if committed.lineage is None else {committed.lineage},
+            newest_state=max(self._record.newest_state, committed.step + 1),
+        )
+
+    def plan_windows(self, number: int, windows: tuple[int, ...]) -> None:
+        """If this epoch is on: its next step has these windows, and later epochs of as many stages too."""
+        if self.current is not None and self.current.number == number:
+            self._windows = windows
+            self.current.plan_windows(windows)
+            self._windows_of = len(self.current.hosts), self.current.rows
+
+    def unplaced(self, now: float) -> dict[str, str]:
+        """Nodes that have had their time to take their places, and have not; the line for each."""
+        epoch = self.current
+        if epoch is None or epoch.phase is not Phase.PLACING or now - self._began <= PLACING_SECONDS:
+            return {}
+        line = f"it did not take its place within {PLACING_SECONDS:g} s: start it again"
+        return {node: line for node in epoch.hosts if node not in epoch.answered}

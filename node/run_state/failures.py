@@ -611,6 +611,10 @@ class Stragglers:
         self.times: dict[str, float] = {}
         """Of nodes that were slow: what they cost, as often as what a step takes."""
 
+    def relieved(self, slow: Slow) -> None:
+        """Others take this node's stage: remember how slow it was."""
+        self.times[slow.node_id] = slow.times
+
     def answered(self, node_id: str, message: NodeMessage, now: float) -> None:
         """A node answers what the phase asks. Call it before the epoch receives it."""
         phase = self._phase

@@ -34,9 +34,7 @@ from node.run_state.actions import (
     sent_away,
 )
 from node.run_state.audits import Auditor, Contradiction, Difference
-from node.run_state.between_steps import BetweenSteps
-from node.run_state.epoch import Epoch, Phase, StepPlan
-from node.run_state.epoch_series import EpochSeries
+from node.run_state.epoch import Epoch, EpochSeries, Grid, Phase, StepPlan, StepRules
 from node.run_state.failures import (
     FASTER,
     Blame,
@@ -75,6 +73,7 @@ from node.run_state.votes import (
     NotReproduced,
     Outcome,
     RefusedVote,
+    VoteHistory,
 )
 from node.run_state.wrong_values import Alone, CallThird, Undecided, WrongValues
 from node.telemetry.events import QUARANTINED
@@ -107,7 +106,18 @@ class RunMachine:
         auditor = Auditor(
             plan.audit_rate, plan.audit_secret, plan.boundaries, compares=plan.compares_newcomers
         )
-        self._epochs = EpochSeries(plan, past, step_plan, auditor)
+        history = VoteHistory(plan.unit_numbers, past.newest, plan.rounds_from)
+        for step, one in past.later.items():
+            history.on_record(step, one.norms, one.loss)
+        rules = StepRules(
+            plan=step_plan,
+            neighbours=plan.neighbours,
+            history=history,
+            auditor=auditor,
+            scales=past.scales,
+            unlabelled=plan.unlabelled,
+        )
+        self._epochs = EpochSeries(rules, last_number=past.last_epoch, committed=past.committed)
         self._storages = plan.storages(past.storages, plan.stage_bytes)
         self._assigner = StageAssigner(
             stages=plan.stages,
@@ -134,8 +144,6 @@ class RunMachine:
         self._refusing = 0
         """The step of a snapshot that is being set aside; nothing begins before it is."""
         self._measurements = HeldOutSchedule(past.validated, past.best)
-        parts = self._roster, self._snapshots, self._newcomers, self._sharing, self.codecs
-        self._between = BetweenSteps(lambda: self.plan, *parts, self._measurements, self._ending)
         self._relieved: list[str] = []
         """Slow nodes whose stages others take at the next snapshot."""
         self._told_slow: set[str] = set()
@@ -259,7 +267,7 @@ class RunMachine:
         epoch = self.epoch
         hosts = epoch is not None and epoch.has(node_id)
         told = self._stands_out(epoch, node_id, now) if epoch is not None and hosts else []
-        if epoch is not None and hosts and self._between.holds_progress(epoch):
+        if epoch is not None and hosts and self._holds_progress(epoch):
             return told  # `_placed` or, after the step, `_between_steps` sees the flag
         return told + self._release(node_id, now) + self._try_place(now)
 
@@ -269,7 +277,7 @@ class RunMachine:
         `soon`: it goes on in a moment, with other settings.
         """
         self._ending.ask(reason, soon=soon)
-        if not at_once and self.epoch is not None and self._between.holds_progress(self.epoch):
+        if not at_once and self.epoch is not None and self._holds_progress(self.epoch):
             return []
         return self._end()
 
@@ -342,7 +350,7 @@ class RunMachine:
             return []
         actions = self._prefetch(self.members) + self._newcomers.stored(step)
         if self._snapshots.awaited and epoch.step == step:
-            self._snapshots.awaited = False
+            self._snapshots.go_on()
             actions += self._between_steps(epoch, now)
             self._stragglers.watch(self.epoch, now - self._unseen)
         return actions
@@ -505,12 +513,13 @@ class RunMachine:
         """Stages that only have to hand in what they hold do that at once: it may be links that failed."""
         if (line := self._newcomers.astray(epoch, node_id, message, now)) is not None:
             return self._end_epoch(AbortKind.PLACEMENT, line) + self._try_place(now)
-        actions = epoch.placed(node_id, message)
+        if not epoch.placed(node_id, message):
+            return []
         # A commit that somebody missed comes with the restore.
         misses = self._snapshots.newest < epoch.step and not epoch.all_hold_it
-        if not actions or misses or not self._between.is_to_end(epoch):
-            return self._storages.begin(epoch, self.codecs.begin(epoch, actions))
-        epoch.phase = Phase.IDLE
+        if misses or not self._is_to_end(epoch):
+            return [*self.codecs.begin(epoch), *self._storages.begin(epoch), *epoch.restore()]
+        epoch.pause()
         return self._between_steps(epoch, now)
 
     def _voted(self, epoch: Epoch, outcome: Outcome, now: float) -> list[Action]:
@@ -539,18 +548,19 @@ class RunMachine:
                     self._standing.stepped(epoch)
                     told = [*self._newcomers.committed(epoch), *self._settle_doubt(epoch, now)]
                     told += self._relieve_slow(epoch, now)
-                    return [*self._with_next_step(epoch, outcome, now), *told]
+                    return [*outcome, *self._apply(epoch, now), *told]
                 return outcome
 
-    def _with_next_step(self, epoch: Epoch, commit: list[Action], now: float) -> list[Action]:
-        """`commit`, with the begin of the next step if nothing is to be done before it."""
-        on = self.epoch is epoch and not self.stopped
-        if not on or not self._between.nothing(epoch, self._candidates(), now - self._unseen):
-            return commit
+    def _apply(self, epoch: Epoch, now: float) -> list[Action]:
+        """A step is committed: it is applied, with the begin of the next one if nothing is to be done before.
+
+        Most steps follow the one before at once: then a vote for the next says that this one was applied.
+        """
+        if self.epoch is not epoch or self.stopped or not self._goes_on_at_once(epoch, now - self._unseen):
+            return epoch.apply()
         if epoch.steps_done:
             self._step_applied(epoch, epoch.step - 1)  # said by the votes for this one
-        epoch.keeps_sums = self._newcomers.follow
-        return [*(one for one in commit if not isinstance(one, Send)), *epoch.go_on()]
+        return epoch.go_on(keep_sums=self._newcomers.follow)
 
     def _step_applied(self, epoch: Epoch, step: int) -> None:
         """All stages of the epoch have applied this step of it."""
@@ -574,13 +584,11 @@ class RunMachine:
         """Beside the next steps: one is due, or nodes are here that could make a row."""
         # Also after a restore: the epoch that should have taken this snapshot may have ended badly.
         due = self._snapshots.due(epoch.step, now - self._unseen)
-        able = self._between.may_go_on(epoch) and self._snapshots.reachable(epoch.step)
+        able = self._may_go_on(epoch) and self._snapshots.reachable(epoch.step)
         began = self._newcomers.begin(epoch, self._candidates(), able=able, due=due)
         if self._snapshots.newest == epoch.step:
             return began + self._newcomers.stored(epoch.step)
-        if (began or self._snapshots.wanted(epoch.step, now - self._unseen)) and self._between.may_go_on(
-            epoch
-        ):
+        if (began or self._snapshots.wanted(epoch.step, now - self._unseen)) and self._may_go_on(epoch):
             return began + self._take_snapshot(epoch, now, await_it=False)
         return began
 
@@ -595,26 +603,21 @@ class RunMachine:
             return actions
         best = self._measurements.record(epoch.step, record.uncompressed)
         actions = [*actions[:-1], replace(record, best=best)]
-        if (
-            best
-            and self.plan.keep_best
-            and self._between.may_go_on(epoch)
-            and self._snapshots.room(epoch.step)
-        ):
+        if best and self.plan.keep_best and self._may_go_on(epoch) and self._snapshots.room(epoch.step):
             actions += self._take_snapshot(epoch, now, await_it=False)
         return actions + self._between_steps(epoch, now)
 
     def _between_steps(self, epoch: Epoch, now: float) -> list[Action]:
-        if self._between.validation_due(epoch, epoch.step):
+        if self._validation_due(epoch, epoch.step):
             return epoch.validate(self.plan.held_out, self.plan.microbatch, self.plan.label_weight)
-        if self._between.may_go_on(epoch):
+        if self._may_go_on(epoch):
             if self._newcomers.ready(epoch.step) and self._snapshots.idle:
                 grid, why = self._newcomers.enter(), "nodes that followed the run enter"
                 return self._end_epoch(AbortKind.PLACEMENT, why) + self._begin_epoch(grid, now)
-            epoch.keeps_sums = self._newcomers.follow
-            moves = self._between.moves_groups(epoch, epoch.step, epoch.steps_done)
-            return self._new_placement(now) if moves else epoch.begin()
-        if self._snapshots.newest < epoch.step and not self._between.leaves_to_others(epoch):
+            if self._moves_groups(epoch, epoch.step, epoch.steps_done):
+                return self._new_placement(now)
+            return epoch.begin(keep_sums=self._newcomers.follow)
+        if self._snapshots.newest < epoch.step and not self._leaves_to_others(epoch):
             return self._take_snapshot(epoch, now, await_it=True)
         if epoch.step >= self.plan.total_steps:
             return self._stop("all steps are done", failed=False)
@@ -625,6 +628,56 @@ class RunMachine:
             self._take_from_slow(epoch, now)
             self._assigner.regroup(now)
         return self._new_placement(now)
+
+    # ---- inside: what is to be done between two steps (`step`: the one that runs next if nothing else is)
+
+    def _is_to_end(self, epoch: Epoch) -> bool:
+        """Whether the epoch ends once its state is on disk, because the run does or a stage leaves."""
+        return self._ending.due or bool(self._roster.leaving(epoch.hosts))
+
+    def _may_go_on(self, epoch: Epoch, ahead: int = 0) -> bool:
+        """Whether the epoch goes on to the step that is so many after its own."""
+        stays = self._newcomers.awaited or self._is_to_end(epoch)
+        return not stays and epoch.step + ahead < self.plan.total_steps
+
+    def _leaves_to_others(self, epoch: Epoch) -> bool:
+        """Whether the epoch ends only for nodes that leave, and other rows hold the state of their stages."""
+        stays = self._ending.due or self._newcomers.awaited or epoch.step >= self.plan.total_steps
+        return not stays and self._roster.dispensable(epoch)
+
+    def _validation_due(self, epoch: Epoch, step: int) -> bool:
+        """Whether the held-out loss of this step's state is to be measured."""
+        plan = self.plan
+        if not plan.held_out or epoch.uncompressed or self._is_to_end(epoch) or self._snapshots.awaited:
+            return False
+        return self._measurements.due(step, plan.valid_every, plan.total_steps)
+
+    def _moves_groups(self, epoch: Epoch, step: int, steps_done: int) -> bool:
+        """Whether it pays to give rows other groups or links other codecs; or a replay has other codecs."""
+        left = self.plan.total_steps - step
+        gains = self._sharing.may_gain(epoch.hosts, epoch.groups, steps=steps_done, left=left)
+        free = self._snapshots.idle and self._roster.connected(epoch.hosts)
+        return self.codecs.recorded_change(epoch, step) or (
+            free and (gains or self.codecs.may_gain(epoch, step))
+        )
+
+    def _holds_progress(self, epoch: Epoch) -> bool:
+        """Whether the epoch may be past the newest snapshot, so that ending it now would lose work."""
+        return epoch.phase in (Phase.STEPPING, Phase.APPLYING) or self._snapshots.newest < epoch.step
+
+    def _goes_on_at_once(self, epoch: Epoch, now: float) -> bool:
+        """Whether nothing is to be done between the step that was just committed and the next: no snapshot,
+        no measurement, no end of the epoch, and no nodes enter."""
+        step = epoch.step + 1
+        return (
+            self._may_go_on(epoch, ahead=1)
+            and not self._snapshots.awaited
+            and not self._snapshots.wanted_or_due(step, now)
+            and not self._validation_due(epoch, step)
+            and not self._newcomers.ready(step)
+            and not self._newcomers.may_begin(epoch, self._candidates())
+            and not self._moves_groups(epoch, step, epoch.steps_done + 1)
+        )
 
     def _new_placement(self, now: float) -> list[Action]:
         return self._end_epoch(AbortKind.PLACEMENT, "the placement changes") + self._try_place(now)
@@ -665,7 +718,8 @@ class RunMachine:
     def _rows_differ(self, epoch: Epoch, found: Disagreement | Difference, now: float) -> list[Action]:
         match self._wrong.rows_differ(epoch, found, self._roster.candidates(), now):
             case CallThird(note=note):
-                self._newcomers.awaited, epoch.phase = True, Phase.IDLE
+                self._newcomers.wait_for_them()
+                epoch.pause()
                 return [Announce(text=note), *self._between_steps(epoch, now)]
             case Undecided(note=note):
                 told = [Announce(text=note)] if note else []
@@ -783,8 +837,8 @@ class RunMachine:
             faster = [one for one in spares if self._is_faster(one, slow)]
             if (faster or epoch.rows > 1) and self._assigner.can_hand_over(node, [*stay, *faster]):
                 self._relieved.append(node)
-                self._newcomers.awaited = True
-                self._stragglers.times[node] = slow.times
+                self._newcomers.wait_for_them()
+                self._stragglers.relieved(slow)
                 taker = "a spare takes" if faster else "other rows take"
                 line += f"; {taker} its stage, once the state is on disk"
             elif node not in self._told_slow:
@@ -889,17 +943,17 @@ class RunMachine:
         self._unseen = 0.0
         self._roster.placed(nodes, self._assigner.rows)
         self._departures.placed(nodes, now)
-        epoch = self._epochs.begin(
-            nodes,
-            tuple(self.members[node].address for node in nodes),
-            newest_snapshot=self._snapshots.newest,
-            suspect_step=self._failures.suspect_step,
-            now=now,
-            kinds=self._roster.kinds(nodes),
+        grid = Grid(
+            hosts=nodes,
+            addresses=tuple(self.members[node].address for node in nodes),
             groups=self._sharing.groups_for(nodes, rows=self._assigner.rows, now=now),
+            kinds=self._roster.kinds(nodes),
         )
-        where, groups = epoch.addresses, epoch.groups
-        placement = RecordPlacement(epoch=epoch.number, nodes=nodes, addresses=where, groups=groups)
+        newest, suspect = self._snapshots.newest, self._failures.suspect_step
+        epoch = self._epochs.begin(grid, newest_snapshot=newest, suspect_step=suspect, now=now)
+        placement = RecordPlacement(
+            epoch=epoch.number, nodes=nodes, addresses=grid.addresses, groups=grid.groups
+        )
         return [placement, *epoch.announce()]
 
     def _prefetch(self, nodes: Iterable[str]) -> list[Action]:

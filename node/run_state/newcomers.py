@@ -73,6 +73,10 @@ class Newcomers:
         """Whether newcomers follow now, so that nodes keep summed gradients."""
         return self._entry is not None
 
+    def wait_for_them(self) -> None:
+        """The epoch ends once its state is on disk, and nodes enter then."""
+        self.awaited = True
+
     def others(self, nodes: Iterable[str]) -> list[str]:
         """Those of `nodes` that do not follow."""
         return [node for node in nodes if self._entry is None or node not in self._entry.orders]

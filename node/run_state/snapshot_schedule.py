@@ -169,6 +169,10 @@ class SnapshotSchedule:
                 asked.missing[node_id].discard(HASHES)
                 self._look_done(asked, node_id, now)
 
+    def go_on(self) -> None:
+        """The run no longer waits for a snapshot."""
+        self.awaited = False
+
     def drop(self, step: int) -> None:
         """The snapshot of `step` is not taken."""
         self._asked = [asked for asked in self._asked if asked.step != step]

@@ -381,8 +381,7 @@ class Standing:
         self._note(epoch)
 
     def _note(self, epoch: Epoch) -> None:
-        proven = {node for node, *_ in self._proven}
-        epoch.newcomers = frozenset(node for node in epoch.hosts if node not in proven)
+        epoch.trust({node for node, *_ in self._proven})
 
 
 def _most(words: Mapping[str, UnitHash]) -> tuple[UnitHash, int]:

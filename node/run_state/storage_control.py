@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from node.config.schema import RunConfig
-from node.run_state.actions import Action, RecordStorages, Send
+from node.run_state.actions import Action, RecordStorages
 from node.run_state.epoch import Epoch
 from node.run_state.stage_assignment import StageBytes
 from node.tuning.device_memory import Devices
@@ -37,18 +37,19 @@ class StorageControl:
         self._needs = needs
         self.history = history
 
-    def begin(self, epoch: Epoch, restore: list[Action]) -> list[Action]:
-        """`restore`, if the epoch is about to send that, with the storages of its step, which are on record
-        before a node receives them."""
-        if self._choose is None or not restore:
-            return restore
-        before = [action for action in restore if not isinstance(action, Send)]
+    def begin(self, epoch: Epoch) -> list[Action]:
+        """Give the epoch, which is about to restore, the storages of its step. They are on record before a
+        node receives them."""
+        if self._choose is None:
+            return []
+        records: list[Action] = []
         plan = self.history.at(epoch.step)
         if plan is None or len(plan.names) != epoch.stages:
             plan = self._choose([epoch.storage_seconds(stage) for stage in range(epoch.stages)])
             self.history = self.history.instead(epoch.step, plan)
-            before.append(RecordStorages(epoch=epoch.number, step=epoch.step, plan=plan))
-        return [*before, *epoch.use_storages(plan)]
+            records.append(RecordStorages(epoch=epoch.number, step=epoch.step, plan=plan))
+        epoch.use_storages(plan)
+        return records
 
     def stage_bytes(self, stages: int, devices: Devices) -> Sequence[int]:
         """What stages need at least: with the storages of the newest record if it is of as many stages, else

@@ -12,7 +12,7 @@ import pytest
 from node.config.schema import PipelineSection, RunConfig, SyncSection
 from node.coordinator import planners
 from node.coordinator.planners import TELLS_SECONDS, CodecPlanner, WindowPlanner, where_shown
-from node.run_state.epoch import Epoch
+from node.run_state.epoch import Epoch, Grid, OnRecord, StepRules
 from node.run_state.grid import ONE_ROW, Groups
 from node.run_state.stage_assignment import Candidate
 from node.run_state.votes import VoteHistory
@@ -30,19 +30,13 @@ Plan = tuple[int, Windows]
 
 
 def epoch(number: int, groups: Groups = ONE_ROW) -> Epoch:
-    return Epoch(
-        number=number,
-        hosts=("a", "b"),
-        addresses=("a:1", "b:1"),
-        groups=groups,
-        newest_snapshot=0,
-        newest_state=0,
-        committed=None,
-        suspect_step=None,
+    rules = StepRules(
         plan=step_plan,
         neighbours=lambda stage, _stages: {1 - stage},
         history=VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})]),
     )
+    grid = Grid(hosts=("a", "b"), addresses=("a:1", "b:1"), groups=groups)
+    return Epoch(number, grid, OnRecord(), rules)
 
 
 def costs(step: int, *, seconds: float = 1.0) -> StepCosts:
@@ -104,7 +98,7 @@ async def test_windows_that_change_are_an_event_with_what_they_were_planned_from
         _, windows = await plans.get()
         assert len(found) == 1, "the event comes with the plan"
         kept = epoch(7)
-        kept.planned_windows = windows
+        kept.plan_windows(windows)
         planner.step_done(kept, NODES, costs(2))
         assert (await plans.get())[1] == windows
     (event,) = found

@@ -7,7 +7,7 @@ import pytest
 from node.cli.resume import CHANGEABLE
 from node.config.schema import RunConfig
 from node.run_file.loader import change_config, default_config, from_json, to_json, with_absolute_paths
-from node.run_state.epoch import Epoch
+from node.run_state.epoch import Epoch, Grid, OnRecord, StepRules
 from node.run_state.failures import Failures
 from node.run_state.votes import VoteHistory
 from wire.errors import ConfigError
@@ -41,18 +41,12 @@ def test_what_a_service_says_again_at_each_start_is_no_change(
 
 
 def test_a_diverged_run_can_follow_its_own_advice() -> None:
-    epoch = Epoch(
-        number=1,
-        hosts=("a",),
-        addresses=("a:1",),
-        newest_snapshot=0,
-        newest_state=0,
-        committed=None,
-        suspect_step=None,
+    rules = StepRules(
         plan=lambda step, norm: (1.0, 1e-3),
         neighbours=lambda _stage, _stages: (),
         history=VoteHistory(lambda _stages: [frozenset()]),
     )
+    epoch = Epoch(1, Grid(hosts=("a",), addresses=("a:1",)), OnRecord(), rules)
     epoch.uncompressed = True
     remedy = getattr(Failures().not_finite(epoch, "the loss"), "remedy", "")
     key = remedy.removeprefix("lower ").partition(",")[0]

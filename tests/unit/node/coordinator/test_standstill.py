@@ -8,7 +8,7 @@ import pytest
 
 from node.coordinator import coordinator as module
 from node.run_state.actions import Action, Released
-from node.run_state.epoch_series import PLACING_SECONDS
+from node.run_state.epoch import PLACING_SECONDS
 from node.telemetry import events
 from tests.support.machine_driver import (
     RECONNECT,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from node.run_state.actions import RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
-from node.run_state.epoch import Committed, Epoch, Phase
+from node.run_state.epoch import Committed, Epoch, Grid, OnRecord, Phase, StepRules
 from node.run_state.held_out import HeldOutPass, HeldOutSchedule
 from node.run_state.votes import (
     LEAST,
@@ -38,20 +38,22 @@ def epoch(
     committed: Committed | None = None,
     suspect: int | None = None,
     lineages: tuple[int, ...] | None = None,
+    unlabelled: tuple[int, ...] = (),
 ) -> Epoch:
-    return Epoch(
-        number=4,
-        hosts=("a", "b"),
-        addresses=("a:1", "b:1"),
+    record = OnRecord(
         newest_snapshot=snapshot,
         newest_state=state,
         committed=committed,
         lineages=lineages,
         suspect_step=suspect,
+    )
+    rules = StepRules(
         plan=lambda step, norm: (1.0, 0.1 * step),
         neighbours=lambda stage, _stages: {1 - stage},
         history=VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})]),
+        unlabelled=unlabelled,
     )
+    return Epoch(4, Grid(hosts=("a", "b"), addresses=("a:1", "b:1")), record, rules)
 
 
 def placed(held: int, voted: bool = False, lineage: int = 0) -> Placed:
@@ -63,8 +65,8 @@ def vote(step: int, norm: float = 1.0, unit: int = 0, loss: float | None = None)
     return Vote(epoch=4, step=step, norms={unit: norm}, loss=2.0 if unit and loss is None else loss)
 
 
-def stepping(step: int = 3, suspect: int | None = None) -> Epoch:
-    one = epoch(state=step, suspect=suspect)
+def stepping(step: int = 3, suspect: int | None = None, unlabelled: tuple[int, ...] = ()) -> Epoch:
+    one = epoch(state=step, suspect=suspect, unlabelled=unlabelled)
     one.placed("a", placed(step))
     one.placed("b", placed(step))
     one.ready("a")
@@ -104,7 +106,7 @@ def test_an_epoch_expects_to_go_on_where_the_record_ends() -> None:
 @pytest.mark.parametrize("node", ["x", ""])
 def test_strangers_are_not_counted(node: str) -> None:
     one = epoch()
-    assert one.placed(node, placed(0)) == [] and one.ready(node) == []
+    assert not one.placed(node, placed(0)) and one.ready(node) == []
     one = stepping()
     assert one.vote(node, vote(3, unit=int(node == "b"))) == [] and one.applied(node, 3) == []
     one.vote("a", vote(3))
@@ -121,7 +123,7 @@ def test_messages_of_another_phase_are_not_counted() -> None:
         )
     one = stepping()
     for node in "ab":
-        assert one.placed(node, placed(3)) == [] and one.ready(node) == [] and one.applied(node, 3) == []
+        assert not one.placed(node, placed(3)) and one.ready(node) == [] and one.applied(node, 3) == []
     assert (one.phase, one.step) == (Phase.STEPPING, 3)
 
 
@@ -334,8 +336,7 @@ def test_norms_of_gradients_say_nothing_of_how_a_round_changes_weights() -> None
 
 def test_a_step_without_labels_has_no_loss() -> None:
     """And it says nothing of what the losses of other steps may be."""
-    one = stepping(step=3)
-    one.unlabelled = {3}
+    one = stepping(step=3, unlabelled=(3,))
     one.vote("a", vote(3))
     outcome = one.vote("b", vote(3, unit=1, loss=0.0))
     assert isinstance(outcome, list)
@@ -346,7 +347,7 @@ def test_a_step_without_labels_has_no_loss() -> None:
 @pytest.mark.parametrize(("weight", "loss"), [(0.0, math.nan), (2.0, 6.0)])
 def test_held_out_samples_without_labels_have_no_loss(weight: float, loss: float) -> None:
     one = stepping(step=3)
-    one.phase = Phase.IDLE
+    one.pause()
     one.validate([HeldOutPass(number=1, microbatches=2)], microbatch=4, label_weight=weight)
     done = Validated(epoch=4, step=3, number=1, loss=None, telemetry=Telemetry())
     one.validated("a", done)

@@ -8,8 +8,7 @@ import math
 import pytest
 
 from node.run_state.actions import Aborted, Action, Announce, OpenSnapshot, Released, StepDone
-from node.run_state.epoch import Phase
-from node.run_state.epoch_series import PLACING_SECONDS
+from node.run_state.epoch import PLACING_SECONDS, Phase
 from node.run_state.failures import MAX_RETRIES
 from tests.support.machine_driver import (
     REGROUP,

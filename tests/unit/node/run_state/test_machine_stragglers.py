@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from node.run_state.actions import Action, Announce, Released, Send
-from node.run_state.epoch import Phase
-from node.run_state.epoch_series import PLACING_SECONDS
+from node.run_state.epoch import PLACING_SECONDS, Phase
 from node.run_state.failures import FIRST_PATIENCE, LATE_SECONDS, MAX_STRIKES, STEP_PATIENCE
 from tests.support.machine_driver import (
     Driver,
