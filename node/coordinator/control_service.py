@@ -16,15 +16,17 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from node.coordinator.session_service import (
+from node.coordinator.sessions import (
     HELLO_SECONDS,
+    LEAST_PROBE_BYTES,
     NO_HELLO,
     NO_MESSAGE,
+    ControlSession,
+    MessageLimits,
     SessionDesk,
     SessionHandler,
     hello_from,
 )
-from node.coordinator.sessions import LEAST_PROBE_BYTES, ControlSession, MessageLimits
 from node.coordinator.snapshot_handler import NotDueError, UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
 from node.state.manifest import UnitEntry

@@ -2,7 +2,7 @@
 
 It ends the TLS and gRPC of its sessions, and passes their messages on to the coordinator that started it, as
 `gateway_frames`. It decides nothing: the coordinator hands it connections that have said which service they
-ask for, opens sessions, and bounds what nodes send; this process bounds that too, so that a flood ends here.
+ask for, and opens sessions; this process bounds what nodes send, so that a flood ends here.
 It ends when the coordinator's socket closes.
 """
 
@@ -12,7 +12,6 @@ import json
 import logging
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -30,8 +29,15 @@ from node.coordinator.gateway_frames import (
     opened_to_bytes,
 )
 from node.coordinator.reports import REPORTING, sealed
-from node.coordinator.session_service import HELLO_SECONDS, NO_HELLO, Greetings, each, measured, parsed
-from node.coordinator.sessions import MOST_WAITING, MessageLimits
+from node.coordinator.sessions import (
+    HELLO_SECONDS,
+    MOST_WAITING,
+    NO_HELLO,
+    Greetings,
+    MessageLimits,
+    admitted,
+    parsed,
+)
 from node.run_file.loader import from_json
 from wire import event_loop
 from wire.admission import Limits
@@ -239,12 +245,9 @@ class Gateway:
         newest: Telemetry | None = None
         try:
             async for request in requests:
-                for one in each(parsed(request)):
-                    found = measured(one)
-                    if (why := limits.refusal(found, time.monotonic())) is not None:
-                        raise ProtocolViolationError(why)
-                    if found.kind in REPORTING:
-                        body, data, report = split_report(one, found.kind)
+                for one, kind in admitted(parsed(request), limits):
+                    if kind in REPORTING:
+                        body, data, report = split_report(one, kind)
                         payload = sealed(body, data, report, newest)
                         self._link.write(frame(Kind.REPORTED, number, payload))
                         newest = report

@@ -33,9 +33,8 @@ from node.coordinator.gateway_frames import (
     sent,
     sent_waited,
 )
-from node.coordinator.reports import reported
-from node.coordinator.session_service import NO_HELLO, SessionDesk, hello_from, parsed
-from node.coordinator.sessions import ControlSession
+from node.coordinator.reports import Reported, reported
+from node.coordinator.sessions import NO_HELLO, ControlSession, SessionDesk, hello_from, parsed
 from node.run_file.loader import to_json
 from wire.admission import Limits, address_group
 from wire.coordinator_messages_proto import packed, wait_head
@@ -44,6 +43,7 @@ from wire.errors import ProtocolViolationError
 from wire.front import Front
 from wire.identity.enrolment import Refusal
 from wire.messages import CoordinatorMessage, Hello, Waiting
+from wire.node_messages_proto import node_message_from_proto
 from wire.pacing import Backoff
 
 log = logging.getLogger(__name__)
@@ -256,9 +256,9 @@ class _Gateway(asyncio.Protocol):
         match kind:
             case Kind.REPORTED:
                 one = reported(payload)
-                self._said(number, lambda session: self._desk.take_reported(session, one))
+                self._heard(number, one.body, one)
             case Kind.SAID:
-                self._said(number, lambda session: self._desk.take(session, parsed(payload)))
+                self._heard(number, payload)
             case Kind.OPEN:
                 task = asyncio.get_running_loop().create_task(self._greet(number, opened_from_bytes(payload)))
                 self._greeted[number] = task
@@ -278,11 +278,11 @@ class _Gateway(asyncio.Protocol):
             case _:
                 raise ProtocolViolationError(f"it sent a frame of kind {kind}")
 
-    def _said(self, number: int, take: Callable[[ControlSession], None]) -> None:
-        """A node's message: `take` it, if its session is open."""
+    def _heard(self, number: int, data: bytes, report: Reported | None = None) -> None:
+        """A node's message, which the gateway found within its limits, if its session is open."""
         if (session := self._sessions.get(number)) is not None:
             try:
-                take(session)
+                self._desk.handler.heard(session, node_message_from_proto(parsed(data)), report)
             except ProtocolViolationError as error:
                 self._wrong(number, str(error))
 

@@ -24,7 +24,7 @@ from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import JoinPort
 from node.coordinator.gateways import Credentials, Gateways
 from node.coordinator.look_service import Looks
-from node.coordinator.session_service import SessionDesk
+from node.coordinator.sessions import SessionDesk
 from node.run_file.addresses import parse_listen
 from wire.admission import Limits
 from wire.channels import NOT_YET, make_server, make_threaded_server

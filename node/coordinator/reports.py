@@ -23,8 +23,8 @@ REPORTS = Vote, Heartbeat, Applied, Ready, Validated
 """Messages with a node's totals."""
 REPORTING = frozenset(one.__name__.lower() for one in REPORTS)
 """Their kinds on the wire."""
-_HEAD = struct.Struct("<BBIII")
-"""Flags, kind of time, links, epoch, bytes of the message."""
+_HEAD = struct.Struct("<BBII")
+"""Flags, kind of time, epoch, bytes of the message."""
 _COMPARED, _GOES_ON = 1, 2
 _TIMES = ("", *(kind.value for kind in TimeKind))
 _TIME_AT = {kind: at for at, kind in enumerate(_TIMES)}
@@ -116,8 +116,6 @@ class Reported:
     body: bytes
     """The message in protobuf."""
     report: SealedReport
-    links: int
-    """In the report."""
     compared: bool
     """Whether the gateway knew the node's report before; if not, the next two say nothing."""
     goes_on: bool
@@ -138,7 +136,7 @@ def sealed(body: bytes, data: bytes, report: Telemetry, before: Telemetry | None
     if before is not None:
         flags = _COMPARED | (_GOES_ON if is_continued(before, report) else 0)
         longest = _TIME_AT.get(longest_kind(before, report), 0)
-    head = _HEAD.pack(flags, longest, len(report.links), report.epoch, len(body))
+    head = _HEAD.pack(flags, longest, report.epoch, len(body))
     return head + body + data
 
 
@@ -146,14 +144,13 @@ def reported(payload: bytes) -> Reported:
     """Raises ProtocolViolationError if the payload is too short or names no kind of time."""
     if len(payload) < _HEAD.size:
         raise ProtocolViolationError("a report without its head")
-    flags, longest, links, epoch, size = _HEAD.unpack_from(payload)
+    flags, longest, epoch, size = _HEAD.unpack_from(payload)
     end = _HEAD.size + size
     if end > len(payload) or longest >= len(_TIMES):
         raise ProtocolViolationError("a report whose head says what cannot be")
     return Reported(
         payload[_HEAD.size : end],
         SealedReport(epoch, payload[end:]),
-        links,
         bool(flags & _COMPARED),
         bool(flags & _GOES_ON),
         _TIMES[longest],

@@ -45,7 +45,7 @@ EDGE = {
         "node/coordinator/control_service.py",
         "node/coordinator/enrolment_service.py",
         "node/coordinator/look_service.py",
-        "node/coordinator/session_service.py",
+        "node/coordinator/sessions.py",
         "node/processes/enrol.py",
         "node/processes/look.py",
         "node/stage/coordinator_client.py",

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from node.coordinator import control_service
-from node.coordinator import session_service as module
+from node.coordinator import sessions as module
 from node.coordinator.control_service import ControlService, Handler
 from node.coordinator.sessions import ControlSession
 from node.stage.coordinator_client import CoordinatorClient

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from node.coordinator.session_service import measured
-from node.coordinator.sessions import CALLS, MOST_LINKS, MessageLimits, heartbeat_pause
+from node.coordinator.sessions import CALLS, MOST_LINKS, MessageLimits, heartbeat_pause, measured
 from node.run_file.loader import default_config
 from wire.messages import Heartbeat, NodeMessage, Ready, Vote
 from wire.node_messages_proto import node_message_to_proto
