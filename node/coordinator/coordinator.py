@@ -498,7 +498,7 @@ class Coordinator:
                     "codecs or machines are others, so this run cannot be reproduced bit for bit"
                 )
             )
-        self._reporter.committed(commit)
+        self._reporter.committed(record)
         faults.reach_coordinator(faults.Phase.COMMIT_APPLY, step=commit.step)
 
     async def _record_held_out(self, held_out: RecordHeldOut) -> None:

@@ -23,7 +23,6 @@ from node.run_state.actions import (
     AbortKind,
     Announce,
     RecordCodecs,
-    RecordCommit,
     RecordHeldOut,
     RecordRestored,
     RecordStorages,
@@ -50,18 +49,6 @@ OWN_COSTS = 128
 COSTS_PAUSE, COSTS_PAUSE_A_STAGE = 1.0, 2e-3
 """Seconds between two sums of costs if there are more stages: at least, and for each. To sum up a thousand
 takes longer than all else that a step asks of the coordinator."""
-
-
-@dataclass(frozen=True)
-class _Commit:
-    """A committed step whose `StepDone` event is still to come."""
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    seconds: float | None = None
-    """Measured by an earlier coordinator; None if this one ran the step."""
 
 
 @dataclass
@@ -131,11 +118,10 @@ class Reporter:
         self._costs_at = self._step_began
         self._unsummed = _Unsummed()
         self._bits = 0.0, 0.0
-        self._commit: _Commit | None = None
-        if unreported is not None:
-            self._commit = _Commit(
-                unreported.step, unreported.loss, unreported.lr, unreported.grad_norm, unreported.seconds
-            )
+        self._commit = unreported
+        """A committed step whose `StepDone` event is still to come."""
+        self._is_earlier = unreported is not None
+        """An earlier coordinator ran that step, and measured how long it took."""
 
     @property
     def step_seconds(self) -> float:
@@ -201,8 +187,8 @@ class Reporter:
         text = f"activations stored from step {record.step + 1} on (storage.allow): {'; '.join(parts)}"
         self._emit(events.StoragesPlanned(text=text, step=record.step, storages=names))
 
-    def committed(self, commit: RecordCommit) -> None:
-        self._commit = _Commit(commit.step, commit.loss, commit.lr, commit.grad_norm)
+    def committed(self, commit: StepRecord) -> None:
+        self._commit, self._is_earlier = commit, False
 
     def interrupted(self, aborted: Aborted) -> None:
         """The epoch ended before its step did."""
@@ -257,7 +243,7 @@ class Reporter:
         if commit is None:
             return None
         self._commit = None
-        if commit.seconds is not None:
+        if self._is_earlier:
             seconds = commit.seconds
         is_again = commit.step + 1 <= self._tally.newest
         if not is_again:
@@ -333,7 +319,7 @@ class Reporter:
         summary = self._summary()
         self._emit(events.RunFinished(reason=reason, failed=failed, summary=summary, resume=resume))
 
-    def _count(self, commit: _Commit, tokens: int, seconds: float) -> None:
+    def _count(self, commit: StepRecord, tokens: int, seconds: float) -> None:
         """A step is done; without tokens of its own it ran again."""
         tally, loss = self._tally, commit.loss
         if not math.isnan(loss):

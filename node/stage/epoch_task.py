@@ -20,7 +20,6 @@ from node.stage.coordinator_client import Batches
 from node.stage.following import State, StateServices, load_state
 from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.out_of_memory import ran_out
-from node.stage.step_order import StepOutcome
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock, TimeKind
 from wire.errors import (
@@ -332,15 +331,15 @@ class EpochTask:
         found = {part: await batches.get(step, part, groups, audited) for part in executor.needs}
         io = self._io()
 
-        def work() -> StepOutcome:
+        def work() -> Vote:
             executor.use_windows(begin.link_windows, audited)
             executor.wants_digests = begin.digests
             began = _in_passes(executor.clock)
-            outcome = executor.run_step(self.number, step, io, found, begin.loss_scale)
+            vote = executor.run_step(self.number, step, io, found, begin.loss_scale)
             self._seconds = (_in_passes(executor.clock) - began) / len(executor.microbatch_numbers)
-            return outcome
+            return vote
 
-        def attempt() -> StepOutcome | None:
+        def attempt() -> Vote | None:
             try:
                 return work()
             except Exception as error:  # torch raises several types when memory runs out; others pass
@@ -352,19 +351,12 @@ class EpochTask:
                 raise failed
             return None
 
-        outcome = await services.compute(attempt)
+        vote = await services.compute(attempt)
         io.flush()
-        if outcome is None:
+        if vote is None:
             raise RunError("it ran short of memory, and plans with less from now on")
         faults.reach(faults.Phase.VOTING, stage=self.stage, step=step)
-        self._vote = Vote(
-            epoch=self.number,
-            step=step,
-            norms=outcome.norms,
-            loss=outcome.loss,
-            group_losses=outcome.group_losses,
-            digests=outcome.digests,
-        )
+        self._vote = vote
 
     async def _validate(self, command: Validate) -> None:
         services, executor, done = self._services, self._services.executor, self._validated

@@ -23,7 +23,7 @@ from node.stage.inbox import StepInterrupted
 from node.stage.packing_meter import packing_meter
 from node.stage.stage_model import StageCompute
 from node.stage.stage_plans import StageCodecs, StageStorage
-from node.stage.step_order import StepOrder, StepOutcome
+from node.stage.step_order import StepOrder
 from node.stage.step_passes import (
     StageIO,
     StepPasses,
@@ -38,6 +38,7 @@ from node.state.serialization import without_cache
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.overflow import Overflow
 from wire.codecs.base import Codec
+from wire.messages import Vote
 from wire.spec import Direction, TensorKey
 
 UnitState = Mapping[str, Tensor]
@@ -234,8 +235,9 @@ class StageExecutor:
         io: StageIO,
         samples: Mapping[BatchPart, np.ndarray],
         loss_scale: float = 0.0,
-    ) -> StepOutcome:
-        """Forward and backward of every microbatch, in the order that `Turns` gives; in a round, local steps.
+    ) -> Vote:
+        """The stage's vote, after forward and backward of every microbatch in the order that `Turns` gives; in
+        a round, after local steps.
 
         With a `loss_scale` above `node.training.loss_scale.LEAST`, gradients that are not finite do not fail
         the step: norms are infinite then.
@@ -293,7 +295,9 @@ class StageExecutor:
         }
         norms = self._overflow.told(self._norms())
         self.voted = True
-        return StepOutcome(
+        return Vote(
+            epoch=epoch,
+            step=step,
             norms=norms,
             loss=sums.get(0) if self._sync is None else None,
             group_losses={group: loss for group, loss in sums.items() if self._counts(group)},

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -47,7 +46,6 @@ from wire.messages import (
     Commit,
     Follow,
     FollowStep,
-    NodeMessage,
     Placement,
     Prefetch,
     Restore,
@@ -60,7 +58,6 @@ from wire.messages import (
 from wire.pacing import Pacer
 from wire.telemetry import Telemetry
 
-Result = TypeVar("Result")
 RunMessage = (
     Placement
     | Restore
@@ -135,8 +132,10 @@ class RunMember:
         self._sums = sums
         self._follower = Follower(self, peers.fetch_sums, group, session.post, tell)
         self._session = session
+        self.post = session.post
         self._links = links
-        self._compute = compute
+        self.compute = compute.run
+        self._clock = compute.clock
         self._meter = meter
         self._metrics = metrics
         self._group = group
@@ -226,15 +225,9 @@ class RunMember:
         if not wanted:
             self._sums.clear()
 
-    def post(self, message: NodeMessage) -> None:
-        self._session.post(message)
-
     def applied(self, epoch: int, step: int) -> None:
         for spans in self._meter.step_spans(epoch, step, self.executor.stage):
-            self._session.post(spans)
-
-    async def compute(self, work: Callable[[], Result]) -> Result:
-        return await self._compute.run(work)
+            self.post(spans)
 
     async def fetch_layer(self, step: int, unit: str) -> bytes:
         return await self._snapshots.fetch(step, unit)
@@ -265,16 +258,16 @@ class RunMember:
         return self._snapshots.uploading(step)
 
     def waited_for_votes(self, seconds: float) -> None:
-        self._compute.clock.waited_for_votes(seconds)
+        self._clock.waited_for_votes(seconds)
 
     def count_time(self) -> None:
-        self._meter.count_time(self._compute.clock)
+        self._meter.count_time(self._clock)
 
     def step_begins(self) -> None:
-        self._meter.step_begins(self._compute.clock)
+        self._meter.step_begins(self._clock)
 
     def telemetry(self) -> Telemetry:
-        report = self._meter.telemetry(self._compute.clock, self._links.totals(), self.executor.codec_name)
+        report = self._meter.telemetry(self._clock, self._links.totals(), self.executor.codec_name)
         placement = None if self._running is None else self._running[0].placement
         stage = (-1, 0) if placement is None else (placement.stage, len(placement.stages))
         self._metrics.report(report, *stage)

@@ -1,7 +1,7 @@
-"""What a stage of one row runs in a step, first to last, and what it says of it. Pure, without torch."""
+"""What a stage of one row runs in a step, first to last. Pure, without torch."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from node.config.schema import RunConfig
 from node.schedule.gradient_groups import RowShare, microbatches_of, parts_of_group
@@ -9,20 +9,6 @@ from node.schedule.placement import hops, stage_orders
 from node.schedule.routing import StageLayout
 from node.schedule.schedule import Action, Kind, Order, held_activations
 from wire.errors import ProtocolViolationError
-from wire.messages import GroupDigests
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutcome:
-    """The content of a vote: squared gradient norms by unit index, and the mean loss where the head is."""
-
-    norms: Mapping[int, float]
-    loss: float | None
-    """None with several gradient groups."""
-    group_losses: Mapping[int, float] = field(default_factory=dict)
-    """Then, on the last stage: each group's part of the mean loss."""
-    digests: Mapping[int, GroupDigests] = field(default_factory=dict)
-    """With audits: of each group that it computed."""
 
 
 class StepOrder:

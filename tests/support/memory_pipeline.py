@@ -25,7 +25,6 @@ from node.schedule.routing import BETWEEN_ROWS, source_stage, target_stage
 from node.stage.executor import StageExecutor, UnitState
 from node.stage.inbox import Inbox, StepInterrupted
 from node.stage.stage_model import StageModel
-from node.stage.step_order import StepOutcome
 from node.state.manifest import unit_weights_sha256, weights_sha256
 from node.telemetry.clock import StageClock
 from node.training.loaded_state import PARAMETER
@@ -35,6 +34,7 @@ from node.tuning.memory_plan import Room
 from tests.support.host_memory import LateHostMemory
 from tests.support.reference_trainer import Boundary, ReferenceTrainer, Step
 from wire.codecs.registry import codec
+from wire.messages import Vote
 from wire.spec import Direction, TensorKey, TensorSpec
 
 CPU = torch.device("cpu")
@@ -173,10 +173,10 @@ class MemoryPipeline:
     ) -> None:
         self._pool.shutdown(wait=True)
 
-    def outcomes(self, epoch: int = 1) -> list[StepOutcome]:
+    def outcomes(self, epoch: int = 1) -> list[Vote]:
         """Run the step on every stage up to its vote. One stage's error ends all, and is raised."""
 
-        def stage_step(stage: int) -> StepOutcome:
+        def stage_step(stage: int) -> Vote:
             executor = self.executors[stage]
             samples = {}
             for part in executor.needs:
@@ -198,7 +198,7 @@ class MemoryPipeline:
             raise errors[0]
         return [future.result() for future in futures]
 
-    def commit(self, outcomes: Sequence[StepOutcome]) -> Step:
+    def commit(self, outcomes: Sequence[Vote]) -> Step:
         """Apply the optimizer on every stage as the coordinator would have it."""
         training, factor = self.config.training, self._factor or 1.0
         norms: dict[int, float] = {}

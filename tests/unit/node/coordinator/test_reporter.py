@@ -18,7 +18,7 @@ from node.coordinator.store import StepRecord
 from node.display.render import summary_lines
 from node.model.units import parameter_specs, state_bytes
 from node.processes.coordinator import _unreported
-from node.run_state.actions import Aborted, AbortKind, RecordCommit, RecordRestored
+from node.run_state.actions import Aborted, AbortKind, RecordRestored
 from node.schedule.placement import stage_units
 from node.telemetry import events
 from node.telemetry.costs import bits_per_element, mean_step
@@ -54,11 +54,7 @@ class Told:
         self.reporter.restored(RecordRestored(epoch=epoch, step=step, nodes=NODES), {"a": 1e6})
 
     def committed(self, step: int) -> None:
-        self.reporter.committed(
-            RecordCommit(
-                epoch=EPOCH, step=step, loss=2.5, grad_norm=1.0, lr=1e-3, clip_coefficient=1.0, norms={}
-            )
-        )
+        self.reporter.committed(replace(OWED, step=step, epoch=EPOCH, loss=2.5, grad_norm=1.0, lr=1e-3))
 
     def report(self, steps: float) -> None:
         for stage, node in enumerate(NODES):

@@ -19,7 +19,6 @@ from node.stage.epoch_task import EpochTask, LinkEvents, State
 from node.stage.executor import StageExecutor
 from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.progress import Progress
-from node.stage.step_order import StepOutcome
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
 from wire.errors import (
@@ -116,13 +115,13 @@ class Stage:
         io: LoopIO,
         samples: Mapping[BatchPart, object],
         loss_scale: float = 0.0,
-    ) -> StepOutcome:
+    ) -> Vote:
         self.io = io
         if self.trouble is not None:
             raise self.trouble
         self.log.append(("step", step))
         self.voted = True
-        return StepOutcome(norms={1: 2.0}, loss=None)
+        return Vote(epoch=epoch, step=step, norms={1: 2.0}, loss=None)
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
         self.log.append(("apply", lr, clip_coefficient))

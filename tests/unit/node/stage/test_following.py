@@ -22,14 +22,13 @@ from node.stage.executor import StageExecutor
 from node.stage.following import TRIES, Follower
 from node.stage.progress import Progress
 from node.stage.stage_model import StageModel
-from node.stage.step_order import StepOutcome
 from node.stage.sums_kept import SumsKept
 from node.state.serialization import serialize_unit
 from node.telemetry.clock import StageClock
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from tests.support.memory_pipeline import CPU, MemoryPipeline
 from wire.errors import LinkError
-from wire.messages import Follow, Following, FollowStep, NodeMessage, PlacedStage
+from wire.messages import Follow, Following, FollowStep, NodeMessage, PlacedStage, Vote
 
 Result = TypeVar("Result")
 CONFIG = RunConfig(
@@ -75,7 +74,7 @@ def same(one: Mapping[str, Mapping[str, Tensor]], other: Mapping[str, Mapping[st
     )
 
 
-def commit_of(config: RunConfig, step: int, outcomes: list[StepOutcome]) -> tuple[float, float]:
+def commit_of(config: RunConfig, step: int, outcomes: list[Vote]) -> tuple[float, float]:
     """Learning rate and clip coefficient."""
     norms = {unit: norm for outcome in outcomes for unit, norm in outcome.norms.items()}
     clip = clip_coefficient(global_norm(norms[unit] for unit in sorted(norms)), config.training.clip)
