@@ -44,8 +44,10 @@ PAUSE_TIMES = 9.0
 """And at least so many times what the newest took: a plan of many stages takes seconds of a core."""
 
 
-class WindowPlanner:
-    """Takes what steps cost, on the event loop; only the newest counts."""
+class LinkPlanner:
+    """Measures what a step has cost, row by row, and plans the windows of links and their codecs by it, where
+    the run file leaves them to the coordinator. On the event loop; only the newest step counts.
+    """
 
     def __init__(
         self,
@@ -54,7 +56,8 @@ class WindowPlanner:
         samples: int,
         link_report: Callable[[Place, Place], LinkReport | None],
         line: Callable[[Place], LinkRate],
-        use: Callable[[int, Windows], None],
+        use_windows: Callable[[int, Windows], None],
+        use_lines: Callable[[int, Lines, float], None],
         emit: Callable[[Event], None],
         pause: float = PLAN_SECONDS,
     ) -> None:
@@ -63,66 +66,162 @@ class WindowPlanner:
             samples: of one pass over the text.
             link_report: the newest report of (source, target), if there is one.
             line: the most that the machine at a place was seen to send and receive.
-            use: receives each plan, with the number of its epoch.
+            use_windows: receives each plan, with the number of its epoch.
+            use_lines: receives what codecs are planned by, with the number of its epoch and the seconds of a
+                microbatch.
             emit: receives a `WindowsPlanned` of each row whose windows change.
-            pause: seconds between the end of a plan and the next one, at least.
+            pause: seconds between the end of a plan of windows and the next one, at least.
         """
         self._config = config
         self._samples = samples
         self._link_report = link_report
         self._line = line
-        self._use = use
+        self._use_windows = use_windows
+        self._use_lines = use_lines
         self._emit = emit
         self._pause = pause
         self._measured = asyncio.Event()
         self._newest: tuple[Epoch, Sequence[Candidate], StepCosts] | None = None
+        self._packing: dict[str, PackingTimes] = {}
+        self._width: tuple[int, int] = (0, 0)
+        """An epoch's number and the widest window that its stages have memory for."""
+
+    def heard(self, node_id: str, message: CodecTimes) -> None:
+        """What packing takes a node, as it says."""
+        self._packing.pop(node_id, None)
+        self._packing[node_id] = PackingTimes(message.times)
+        if len(self._packing) > MOST_NODES:
+            del self._packing[next(iter(self._packing))]
 
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
         """A step of `epoch`, which these nodes host, has cost this."""
         self._newest = epoch, nodes, costs
         self._measured.set()
 
-    def _work(
-        self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts
-    ) -> Callable[[], tuple[Windows, list[WindowsPlanned]]] | None:
-        """A function for a thread. It plans the windows, and makes an event for each row whose windows
-        change. None if nobody has measured the step."""
-        config, stages = self._config, epoch.stages
-        chunks, links = chunks_of(config, stages), hops(config, stages)
-        current = epoch.planned_windows or (0,) * (epoch.rows * links)
-        length = config.microbatches // config.pipeline.groups
-        plans: list[tuple[StepMeasures, Windows, Callable[[], Windows]]] = []
+    async def run(self) -> None:
+        """Plan until cancelled."""
+        pipeline, due = self._config.pipeline, -math.inf
+        while True:
+            await self._measured.wait()
+            if not pipeline.plans_codecs:
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+            self._measured.clear()
+            assert self._newest is not None, "it is set before the event"
+            epoch, nodes, costs = self._newest
+            began = time.monotonic()
+            plans_windows = pipeline.window == "auto" and began >= due
+            if not (plans_windows or pipeline.plans_codecs) or (rows := self._rows(epoch, costs)) is None:
+                continue
+            number, stages = epoch.number, epoch.stages
+            held = [nodes[row * stages :][:stages] for row in range(epoch.rows)]
+            if pipeline.plans_codecs:
+                lines = self._lines(epoch, held, rows, costs)
+                self._use_lines(number, *await asyncio.to_thread(lines))
+            if plans_windows:
+                work = self._windows(epoch, held, rows, costs)
+                windows, changes = await asyncio.to_thread(work)
+                self._use_windows(number, windows)
+                for change in changes:
+                    self._emit(change)
+                ended = time.monotonic()
+                due = ended + max(self._pause, PAUSE_TIMES * (ended - began))
+
+    def _rows(self, epoch: Epoch, costs: StepCosts) -> list[StepMeasures] | None:
+        """What each row was measured to take; None if nobody has measured the step."""
+        chunks, share = chunks_of(self._config, epoch.stages), head_share(self._config, epoch.stages)
+        rows: list[StepMeasures] = []
         for replica, groups in enumerate(epoch.groups):
-            microbatches = length * len(groups)
             measures = measured(
                 row_costs(costs, replica),
                 functools.partial(self._report_of, replica),
                 chunks,
-                microbatches,
-                head_share(config, stages),
+                self._group_length * len(groups),
+                share,
                 functools.partial(self._line_of, replica),
             )
             if measures is None:
                 return None
-            row = nodes[replica * stages : (replica + 1) * stages]
-            if config.is_round(costs.step - 1):
-                # A row's local steps follow one another: each fills and drains the pipeline.
-                microbatches = length // config.sync.every
-            before = current[replica * links : (replica + 1) * links]
-            storages = stage_configs(config, epoch.storages)
-            plan = functools.partial(self._plan_row, row, measures, microbatches, before, storages)
-            plans.append((measures, before, plan))
+            rows.append(measures)
+        return rows
+
+    def _windows(
+        self,
+        epoch: Epoch,
+        held: Sequence[Sequence[Candidate]],
+        rows: Sequence[StepMeasures],
+        costs: StepCosts,
+    ) -> Callable[[], tuple[Windows, list[WindowsPlanned]]]:
+        """A function for a thread. It plans the windows, and makes an event for each row whose windows
+        change."""
+        links = hops(self._config, epoch.stages)
+        current = epoch.planned_windows or (0,) * (epoch.rows * links)
+        configs = stage_configs(self._config, epoch.storages)
+        microbatches = [self._group_length * len(groups) for groups in epoch.groups]
+        if self._config.is_round(costs.step - 1):
+            # A row's local steps follow one another: each fills and drains the pipeline.
+            microbatches = [self._group_length // self._config.sync.every] * epoch.rows
 
         def work() -> tuple[Windows, list[WindowsPlanned]]:
-            found = [plan() for _, _, plan in plans]
-            changes = [
-                windows_planned(epoch.number, costs.step, replica, measures, windows)
-                for replica, ((measures, before, _), windows) in enumerate(zip(plans, found, strict=True))
-                if windows != before
-            ]
-            return tuple(window for windows in found for window in windows), changes
+            planned: list[int] = []
+            changes: list[WindowsPlanned] = []
+            for replica, (nodes, measures) in enumerate(zip(held, rows, strict=True)):
+                before = current[replica * links : (replica + 1) * links]
+                windows = plan_windows(
+                    measures,
+                    chunks=chunks_of(self._config, epoch.stages),
+                    microbatches=microbatches[replica],
+                    most_held=self._most_held(nodes, configs),
+                    current=before,
+                )
+                planned.extend(windows)
+                if windows != before:
+                    changes.append(windows_planned(epoch.number, costs.step, replica, measures, windows))
+            return tuple(planned), changes
 
         return work
+
+    def _lines(
+        self,
+        epoch: Epoch,
+        held: Sequence[Sequence[Candidate]],
+        rows: Sequence[StepMeasures],
+        costs: StepCosts,
+    ) -> Callable[[], tuple[Lines, float]]:
+        """A function for a thread. It says what codecs are planned by, and the seconds of a microbatch."""
+        config, stages = self._config, epoch.stages
+        counts = [self._group_length * len(groups) for groups in epoch.groups]
+        shown = [
+            where_shown(measures, row_costs(costs, replica), counts[replica])
+            for replica, measures in enumerate(rows)
+        ]
+        configs = stage_configs(config, epoch.storages)
+        nothing = PackingTimes()
+        packing = tuple(
+            slowest_packing([self._packing.get(row[stage].node_id, nothing) for row in held])
+            for stage in range(stages)
+        )
+
+        def work() -> tuple[Lines, float]:
+            if self._width[0] != epoch.number:
+                widest = min(self._widest(row, max(counts), configs) for row in held)
+                self._width = epoch.number, widest
+            training, model = config.training, config.model
+            lines = Lines(
+                measures=slowest(shown),
+                chunks=chunks_of(config, stages),
+                shape=(training.microbatch, model.sequence, model.hidden),
+                windows=(self._width[1],) * hops(config, stages),
+                microbatches=max(counts),
+                packing=packing,
+            )
+            return lines, costs.seconds / max(counts)
+
+        return work
+
+    @property
+    def _group_length(self) -> int:
+        """Microbatches of a gradient group."""
+        return self._config.microbatches // self._config.pipeline.groups
 
     def _report_of(self, replica: int, source: int, target: int) -> LinkReport | None:
         return self._link_report(Place(replica, source), Place(replica, target))
@@ -130,39 +229,29 @@ class WindowPlanner:
     def _line_of(self, replica: int, stage: int) -> LinkRate:
         return self._line(Place(replica, stage))
 
-    def _plan_row(
-        self,
-        nodes: Sequence[Candidate],
-        measures: StepMeasures,
-        microbatches: int,
-        current: Windows,
-        configs: Sequence[RunConfig] | None,
-    ) -> Windows:
-        """The windows of one row's links."""
-        config, stages = self._config, len(nodes)
+    def _most_held(self, nodes: Sequence[Candidate], configs: Sequence[RunConfig] | None) -> Sequence[int]:
+        """Chunk activations that each stage of a row has memory for."""
         memory, devices = [node.memory_bytes for node in nodes], [node.devices for node in nodes]
-        return plan_windows(
-            measures,
-            chunks=chunks_of(config, stages),
-            microbatches=microbatches,
-            most_held=most_held(config, stages, memory, self._samples, devices, configs),
-            current=current,
-        )
+        return most_held(self._config, len(nodes), memory, self._samples, devices, configs)
 
-    async def run(self) -> None:
-        """Plan until cancelled."""
-        while True:
-            await self._measured.wait()
-            self._measured.clear()
-            assert self._newest is not None, "it is set before the event"
-            epoch, nodes, costs = self._newest
-            if (work := self._work(epoch, nodes, costs)) is not None:
-                began = time.monotonic()
-                windows, changes = await asyncio.to_thread(work)
-                self._use(epoch.number, windows)
-                for change in changes:
-                    self._emit(change)
-                await asyncio.sleep(max(self._pause, PAUSE_TIMES * (time.monotonic() - began)))
+    def _widest(
+        self, nodes: Sequence[Candidate], microbatches: int, configs: Sequence[RunConfig] | None
+    ) -> int:
+        """The widest window, the same on all links, that these stages have memory for; the run file's if it
+        sets one."""
+        config, stages = self._config, len(nodes)
+        if config.pipeline.window != "auto":
+            return config.pipeline.window
+        most = self._most_held(nodes, configs)
+        head_first = head_share(config, stages) is not None
+        low, high = 0, microbatches
+        while low < high:
+            width = (low + high + 1) // 2
+            windows = (width,) * hops(config, stages)
+            orders = schedule(stages, chunks_of(config, stages), microbatches, windows, head_first=head_first)
+            fits = all(held_activations(o) <= room for o, room in zip(orders, most, strict=True))
+            low, high = (width, high) if fits else (low, width - 1)
+        return low
 
 
 def windows_planned(
@@ -191,118 +280,8 @@ def windows_planned(
     )
 
 
-class CodecPlanner:
-    """Makes `Lines` of what a step has cost."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        samples: int,
-        link_report: Callable[[Place, Place], LinkReport | None],
-        use: Callable[[int, Lines, float], None],
-    ) -> None:
-        """
-        Args:
-            samples: of one pass over the text.
-            use: receives what was measured, with the number of its epoch and the seconds of a microbatch.
-        """
-        self._config = config
-        self._samples = samples
-        self._link_report = link_report
-        self._use = use
-        self._measured = asyncio.Event()
-        self._work: tuple[int, Callable[[], tuple[Lines, float] | None]] = (0, lambda: None)
-        self._packing: dict[str, PackingTimes] = {}
-        self._width: tuple[int, int] = (0, 0)
-        """An epoch's number and the widest window that its stages have memory for."""
-
-    def heard(self, node_id: str, message: CodecTimes) -> None:
-        """What packing takes a node, as it says."""
-        self._packing.pop(node_id, None)
-        self._packing[node_id] = PackingTimes(message.times)
-        if len(self._packing) > MOST_NODES:
-            del self._packing[next(iter(self._packing))]
-
-    def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
-        """A step of `epoch`, which these nodes host, has cost this."""
-        chunks, share = chunks_of(self._config, epoch.stages), head_share(self._config, epoch.stages)
-        length = self._config.microbatches // self._config.pipeline.groups
-        rows: list[StepMeasures] = []
-        for replica, groups in enumerate(epoch.groups):
-            report = functools.partial(self._report_of, replica)
-            of_row, count = row_costs(costs, replica), length * len(groups)
-            one = measured(of_row, report, chunks, count, share)
-            if one is None:
-                return
-            rows.append(where_shown(one, of_row, count))
-        most = length * max(map(len, epoch.groups))
-        configs = stage_configs(self._config, epoch.storages)
-        # Read now: the epoch goes on while the plan is made.
-        number, held = (
-            epoch.number,
-            [nodes[row * epoch.stages :][: epoch.stages] for row in range(epoch.rows)],
-        )
-        nothing = PackingTimes()
-        packing = tuple(
-            slowest_packing([self._packing.get(row[stage].node_id, nothing) for row in held])
-            for stage in range(epoch.stages)
-        )
-
-        def work() -> tuple[Lines, float]:
-            if self._width[0] != number:
-                self._width = number, min(self._widest(row, most, configs) for row in held)
-            windows = (self._width[1],) * hops(self._config, len(held[0]))
-            training, model = self._config.training, self._config.model
-            shape = training.microbatch, model.sequence, model.hidden
-            lines = Lines(
-                measures=slowest(rows),
-                chunks=chunks,
-                shape=shape,
-                windows=windows,
-                microbatches=most,
-                packing=packing,
-            )
-            return lines, costs.seconds / most
-
-        self._work = number, work
-        self._measured.set()
-
-    async def run(self) -> None:
-        """Measure until cancelled."""
-        while True:
-            await self._measured.wait()
-            self._measured.clear()
-            epoch, work = self._work
-            if (found := await asyncio.to_thread(work)) is not None:
-                self._use(epoch, *found)
-
-    def _report_of(self, replica: int, source: int, target: int) -> LinkReport | None:
-        return self._link_report(Place(replica, source), Place(replica, target))
-
-    def _widest(
-        self, nodes: Sequence[Candidate], microbatches: int, configs: Sequence[RunConfig] | None
-    ) -> int:
-        """The widest window, the same on all links, that these stages have memory for; the run file's if it
-        sets one."""
-        config, stages = self._config, len(nodes)
-        if config.pipeline.window != "auto":
-            return config.pipeline.window
-        memory, devices = [node.memory_bytes for node in nodes], [node.devices for node in nodes]
-        most = most_held(config, stages, memory, self._samples, devices, configs)
-        head_first = head_share(config, stages) is not None
-        low, high = 0, microbatches
-        while low < high:
-            width = (low + high + 1) // 2
-            windows = (width,) * hops(config, stages)
-            orders = schedule(stages, chunks_of(config, stages), microbatches, windows, head_first=head_first)
-            fits = all(held_activations(o) <= room for o, room in zip(orders, most, strict=True))
-            low, high = (width, high) if fits else (low, width - 1)
-        return low
-
-
 def where_shown(measures: StepMeasures, costs: StepCosts, microbatches: int) -> StepMeasures:
-    """Of a row, with the rates of lines that its step shows; without a limit elsewhere."""
+    """Of a row, with the rates of links that its step shows; without a limit elsewhere."""
     shown: dict[tuple[int, int], bool] = {}
     for link in costs.links:
         seconds = link.bytes / microbatches / link.capacity if link.capacity > 0 else 0.0
@@ -317,6 +296,7 @@ def where_shown(measures: StepMeasures, costs: StepCosts, microbatches: int) -> 
     joints = [(at, (at + 1) % stages) for at in range(len(measures.links))]
     return replace(
         measures,
+        lines=(),
         links=tuple(
             replace(link, up=rate(low, high, link.up), down=rate(high, low, link.down))
             for link, (low, high) in zip(measures.links, joints, strict=True)
@@ -362,11 +342,11 @@ class Planners:
         move: Callable[[PlacePlan, str], Awaitable[None]],
         emit: Callable[[Event], None],
     ) -> None:
-        """`accounting` has the newest reports. Else as `WindowPlanner`, `CodecPlanner` and `PlacePlanner`."""
+        """`accounting` has the newest reports. Else as `LinkPlanner` and `PlacePlanner`."""
         pipeline = config.pipeline
-        self._planners: list[WindowPlanner | CodecPlanner | PlacePlanner] = []
+        self._planners: list[LinkPlanner | PlacePlanner] = []
         self._places: PlacePlanner | None = None
-        self._codecs: CodecPlanner | None = None
+        self._links: LinkPlanner | None = None
         if pipeline.measures_places:
             self._places = PlacePlanner(
                 config,
@@ -379,22 +359,17 @@ class Planners:
                 tell=lambda text: emit(Notice(text=text)),
             )
             self._planners.append(self._places)
-        if pipeline.window == "auto":
-            self._planners.append(
-                WindowPlanner(
-                    config,
-                    samples=samples,
-                    link_report=accounting.link_report,
-                    line=accounting.line,
-                    use=use_windows,
-                    emit=emit,
-                )
+        if pipeline.window == "auto" or pipeline.plans_codecs:
+            self._links = LinkPlanner(
+                config,
+                samples=samples,
+                link_report=accounting.link_report,
+                line=accounting.line,
+                use_windows=use_windows,
+                use_lines=use_lines,
+                emit=emit,
             )
-        if pipeline.plans_codecs:
-            self._codecs = CodecPlanner(
-                config, samples=samples, link_report=accounting.link_report, use=use_lines
-            )
-            self._planners.append(self._codecs)
+            self._planners.append(self._links)
 
     def step_done(self, epoch: Epoch, nodes: Sequence[Candidate], costs: StepCosts) -> None:
         """Steps of `epoch`, which these nodes host, have cost this."""
@@ -405,8 +380,8 @@ class Planners:
     def heard(self, node_id: str, message: BlockTime | PeerRate | CodecTimes) -> None:
         """A node has measured itself, or its line to another."""
         if isinstance(message, CodecTimes):
-            if self._codecs is not None:
-                self._codecs.heard(node_id, message)
+            if self._links is not None:
+                self._links.heard(node_id, message)
         elif self._places is not None:
             self._places.heard(node_id, message)
 

@@ -93,7 +93,7 @@ class Committed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class Assignment:
     """Who hosts what, row after row: with one row `hosts[i]` hosts stage i."""
 
     hosts: tuple[str, ...]
@@ -140,17 +140,23 @@ class Epoch:
     passes."""
 
     def __init__(
-        self, number: int, grid: Grid, record: OnRecord, rules: StepRules, *, windows: tuple[int, ...] = ()
+        self,
+        number: int,
+        assignment: Assignment,
+        record: OnRecord,
+        rules: StepRules,
+        *,
+        windows: tuple[int, ...] = (),
     ) -> None:
         """`windows`: as for `plan_windows`."""
         self.number = number
-        self.hosts, self.addresses, self.groups = grid.hosts, grid.addresses, grid.groups
-        self.kinds = grid.kinds or ("",) * len(grid.hosts)
+        self.hosts, self.addresses, self.groups = assignment.hosts, assignment.addresses, assignment.groups
+        self.kinds = assignment.kinds or ("",) * len(assignment.hosts)
         """What the bits of each host's results depend on."""
-        self._seats = {node: seat for seat, node in enumerate(grid.hosts)}
-        self.rows = len(grid.groups)
-        self.stages = len(grid.hosts) // self.rows
-        self._group_count = sum(map(len, grid.groups))
+        self._seats = {node: seat for seat, node in enumerate(assignment.hosts)}
+        self.rows = len(assignment.groups)
+        self.stages = len(assignment.hosts) // self.rows
+        self._group_count = sum(map(len, assignment.groups))
         self.step = max(record.newest_snapshot, record.newest_state)
         """The step that runs, or runs next; until all are placed, where the record says that the run is."""
         self.phase = Phase.PLACING
@@ -710,7 +716,9 @@ class EpochSeries:
         """Nodes and rows that it was made for."""
         self._began = 0.0
 
-    def begin(self, grid: Grid, *, newest_snapshot: int, suspect_step: int | None, now: float) -> Epoch:
+    def begin(
+        self, assignment: Assignment, *, newest_snapshot: int, suspect_step: int | None, now: float
+    ) -> Epoch:
         """The next epoch. Its nodes are about to receive their places."""
         self._last_number += 1
         self._began = now
@@ -719,10 +727,12 @@ class EpochSeries:
             self._record = record = replace(record, lineages={*record.lineages, ended.lineage})
         self.current = Epoch(
             self._last_number,
-            grid,
+            assignment,
             replace(record, newest_snapshot=newest_snapshot, suspect_step=suspect_step),
             self._rules,
-            windows=self._windows if (len(grid.hosts), len(grid.groups)) == self._windows_of else (),
+            windows=self._windows
+            if (len(assignment.hosts), len(assignment.groups)) == self._windows_of
+            else (),
         )
         return self.current
 

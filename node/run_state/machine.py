@@ -34,7 +34,7 @@ from node.run_state.actions import (
     sent_away,
 )
 from node.run_state.audits import Auditor, Contradiction, Difference
-from node.run_state.epoch import Epoch, EpochSeries, Grid, Phase, StepPlan, StepRules
+from node.run_state.epoch import Assignment, Epoch, EpochSeries, Phase, StepPlan, StepRules
 from node.run_state.failures import (
     FASTER,
     Blame,
@@ -943,16 +943,16 @@ class RunMachine:
         self._unseen = 0.0
         self._roster.placed(nodes, self._assigner.rows)
         self._departures.placed(nodes, now)
-        grid = Grid(
+        assignment = Assignment(
             hosts=nodes,
             addresses=tuple(self.members[node].address for node in nodes),
             groups=self._sharing.groups_for(nodes, rows=self._assigner.rows, now=now),
             kinds=self._roster.kinds(nodes),
         )
         newest, suspect = self._snapshots.newest, self._failures.suspect_step
-        epoch = self._epochs.begin(grid, newest_snapshot=newest, suspect_step=suspect, now=now)
+        epoch = self._epochs.begin(assignment, newest_snapshot=newest, suspect_step=suspect, now=now)
         placement = RecordPlacement(
-            epoch=epoch.number, nodes=nodes, addresses=grid.addresses, groups=grid.groups
+            epoch=epoch.number, nodes=nodes, addresses=assignment.addresses, groups=assignment.groups
         )
         return [placement, *epoch.announce()]
 

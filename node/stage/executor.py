@@ -236,8 +236,8 @@ class StageExecutor:
         samples: Mapping[BatchPart, np.ndarray],
         loss_scale: float = 0.0,
     ) -> Vote:
-        """The stage's vote, after forward and backward of every microbatch in the order that `Turns` gives; in
-        a round, after local steps.
+        """The stage's vote, after forward and backward of every microbatch in the order of `StepOrder`; in a
+        round, after local steps.
 
         With a `loss_scale` above `node.training.loss_scale.LEAST`, gradients that are not finite do not fail
         the step: norms are infinite then.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
 from node.coordinator.placing import PlacePlanner
-from node.run_state.epoch import Committed, Epoch, Grid, OnRecord, StepRules
+from node.run_state.epoch import Assignment, Committed, Epoch, OnRecord, StepRules
 from node.run_state.membership import Member
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
@@ -35,7 +35,7 @@ def epoch(hosts: tuple[str, ...] = ("node-a", "node-b")) -> Epoch:
         neighbours=lambda stage, _stages: {1 - stage},
         history=VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})]),
     )
-    return Epoch(1, Grid(hosts=hosts, addresses=("a:1", "b:1")), OnRecord(), rules)
+    return Epoch(1, Assignment(hosts=hosts, addresses=("a:1", "b:1")), OnRecord(), rules)
 
 
 def costs(step: int, blocks: tuple[int, int] = (3, 3)) -> StepCosts:

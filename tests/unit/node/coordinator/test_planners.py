@@ -11,8 +11,8 @@ import pytest
 
 from node.config.schema import PipelineSection, RunConfig, SyncSection
 from node.coordinator import planners
-from node.coordinator.planners import TELLS_SECONDS, CodecPlanner, WindowPlanner, where_shown
-from node.run_state.epoch import Epoch, Grid, OnRecord, StepRules
+from node.coordinator.planners import TELLS_SECONDS, LinkPlanner, where_shown
+from node.run_state.epoch import Assignment, Epoch, OnRecord, StepRules
 from node.run_state.grid import ONE_ROW, Groups
 from node.run_state.stage_assignment import Candidate
 from node.run_state.votes import VoteHistory
@@ -35,8 +35,8 @@ def epoch(number: int, groups: Groups = ONE_ROW) -> Epoch:
         neighbours=lambda stage, _stages: {1 - stage},
         history=VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})]),
     )
-    grid = Grid(hosts=("a", "b"), addresses=("a:1", "b:1"), groups=groups)
-    return Epoch(number, grid, OnRecord(), rules)
+    assignment = Assignment(hosts=("a", "b"), addresses=("a:1", "b:1"), groups=groups)
+    return Epoch(number, assignment, OnRecord(), rules)
 
 
 def costs(step: int, *, seconds: float = 1.0) -> StepCosts:
@@ -64,16 +64,19 @@ def far_apart(_source: int, _target: int) -> LinkReport:
 
 @contextlib.asynccontextmanager
 async def planning(
-    config: RunConfig = CONFIG, emit: Callable[[Event], None] = lambda _: None
-) -> AsyncIterator[tuple[WindowPlanner, "asyncio.Queue[Plan]"]]:
+    config: RunConfig = CONFIG,
+    emit: Callable[[Event], None] = lambda _: None,
+    use_lines: Callable[[int, Lines, float], None] = lambda *_: None,
+) -> AsyncIterator[tuple[LinkPlanner, "asyncio.Queue[Plan]"]]:
     """A planner at work, and its plans."""
     plans: asyncio.Queue[Plan] = asyncio.Queue()
-    planner = WindowPlanner(
+    planner = LinkPlanner(
         config,
         samples=9,
         link_report=far_apart,
         line=lambda _: LinkRate(),
-        use=lambda *plan: plans.put_nowait(plan),
+        use_windows=lambda *plan: plans.put_nowait(plan),
+        use_lines=use_lines,
         emit=emit,
         pause=0.0,
     )
@@ -188,17 +191,19 @@ def test_a_rate_counts_only_where_tensors_show_it() -> None:
     assert [one.latency for one in found] == [0.01, 0.01]
 
 
-async def test_codecs_are_planned_by_what_nodes_say_of_their_packing() -> None:
-    plans: asyncio.Queue[tuple[int, Lines, float]] = asyncio.Queue()
-    planner = CodecPlanner(CONFIG, samples=9, link_report=far_apart, use=lambda *plan: plans.put_nowait(plan))
+async def test_codecs_and_windows_are_planned_by_one_measure_of_a_step() -> None:
+    """Codecs at each step, and by what nodes say of their packing."""
+    pipeline = replace(CONFIG.pipeline, forward_codec="auto", backward_codec="auto")
+    found: asyncio.Queue[tuple[int, Lines, float]] = asyncio.Queue()
     slow = CodecTimes(times=(CodecTime(codec="fixed-8", pack=2e-9, unpack=1e-9),))
-    planner.heard("b", CodecTimes(times=()))
-    planner.heard("b", slow)
-    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-        running = group.create_task(planner.run())
+    async with planning(
+        replace(CONFIG, pipeline=pipeline), use_lines=lambda *lines: found.put_nowait(lines)
+    ) as (planner, plans):
+        planner.heard("b", CodecTimes(times=()))
+        planner.heard("b", slow)
         planner.step_done(epoch(7), NODES, costs(1))
-        number, found, seconds = await plans.get()
-        running.cancel()
-    assert number == 7 and seconds == pytest.approx(costs(1).seconds / CONFIG.microbatches)
-    assert [one.of("fixed-6") for one in found.packing] == [(0.0, 0.0), (2e-9, 1e-9)]
-    assert [one.of("trellis-3") for one in found.packing] == [(0.0, 0.0)] * 2
+        number, lines, seconds = await found.get()
+        assert (await plans.get())[0] == number == 7
+    assert seconds == pytest.approx(costs(1).seconds / CONFIG.microbatches)
+    assert [one.of("fixed-6") for one in lines.packing] == [(0.0, 0.0), (2e-9, 1e-9)]
+    assert [one.of("trellis-3") for one in lines.packing] == [(0.0, 0.0)] * 2

@@ -7,7 +7,7 @@ import pytest
 from node.cli.resume import CHANGEABLE
 from node.config.schema import RunConfig
 from node.run_file.loader import change_config, default_config, from_json, to_json, with_absolute_paths
-from node.run_state.epoch import Epoch, Grid, OnRecord, StepRules
+from node.run_state.epoch import Assignment, Epoch, OnRecord, StepRules
 from node.run_state.failures import Failures
 from node.run_state.votes import VoteHistory
 from wire.errors import ConfigError
@@ -46,7 +46,7 @@ def test_a_diverged_run_can_follow_its_own_advice() -> None:
         neighbours=lambda _stage, _stages: (),
         history=VoteHistory(lambda _stages: [frozenset()]),
     )
-    epoch = Epoch(1, Grid(hosts=("a",), addresses=("a:1",)), OnRecord(), rules)
+    epoch = Epoch(1, Assignment(hosts=("a",), addresses=("a:1",)), OnRecord(), rules)
     epoch.uncompressed = True
     remedy = getattr(Failures().not_finite(epoch, "the loss"), "remedy", "")
     key = remedy.removeprefix("lower ").partition(",")[0]

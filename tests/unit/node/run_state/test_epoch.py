@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from node.run_state.actions import RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
-from node.run_state.epoch import Committed, Epoch, Grid, OnRecord, Phase, StepRules
+from node.run_state.epoch import Committed, Epoch, Assignment, OnRecord, Phase, StepRules
 from node.run_state.held_out import HeldOutPass, HeldOutSchedule
 from node.run_state.votes import (
     LEAST,
@@ -53,7 +53,7 @@ def epoch(
         history=VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})]),
         unlabelled=unlabelled,
     )
-    return Epoch(4, Grid(hosts=("a", "b"), addresses=("a:1", "b:1")), record, rules)
+    return Epoch(4, Assignment(hosts=("a", "b"), addresses=("a:1", "b:1")), record, rules)
 
 
 def placed(held: int, voted: bool = False, lineage: int = 0) -> Placed:
