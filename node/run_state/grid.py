@@ -11,15 +11,12 @@ from functools import cache
 from statistics import median
 
 from node.schedule.gradient_groups import GroupTree
+from node.tuning.decisions import GAIN, pays
 
 Groups = tuple[tuple[int, ...], ...]
 """The gradient groups of each row."""
 ONE_ROW: Groups = ((0,),)
 
-GAIN = 0.10
-"""Groups move only if the step is expected to be this much shorter: a move costs a placement."""
-PAYBACK_STEPS = 200
-"""What a move saves in so many steps, or in those that are left, is more than it costs."""
 SHARED_STEPS = 30
 """Steps of an epoch before its groups may move; twice as many after each move, as speeds vary."""
 MOST_SHARED_STEPS = 1000
@@ -187,7 +184,7 @@ class GroupSharing:
         if len(groups) == 1 or steps < self._wait:
             return False
         saved = self._better(hosts, groups)[1]
-        return saved > 0.0 and saved * min(left, PAYBACK_STEPS) > self._change_seconds
+        return pays(saved, 0.0, cost=self._change_seconds, steps_left=left)
 
     def _better(self, hosts: Sequence[str], current: Groups) -> tuple[Groups, float]:
         """A sharing with a step shorter by `GAIN`, and the seconds that it saves; the current one and 0."""
@@ -210,7 +207,7 @@ class GroupSharing:
         saved = _longest(current, usual) - _longest(other, usual)
         # Noise makes one of equal rows look faster, but not its slow steps shorter than another's fast ones.
         certain = _longest(other, rows_at(0.75)) < _longest(current, rows_at(0.25))
-        if other == current or saved < GAIN * median(self._steps) or not certain:
+        if other == current or not certain or not pays(saved, median(self._steps), cost=0.0, steps_left=1):
             return current, 0.0
         return other, saved
 

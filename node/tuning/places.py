@@ -3,7 +3,7 @@
 What is planned is a whole grid: rows of nodes, and one split for all rows, whose stages must hold the same
 blocks. Until steps have shown how fast a node is it gets no more blocks than an even share, and a grid with
 such nodes has the present split. A plan is worth a move only if the step gets shorter by a tenth of what the
-coordinator measured, and pays back what the move takes (`node.tuning.stage_order.pays`).
+coordinator measured, and pays back what the move takes (`node.tuning.decisions.pays`).
 
 A node could say that the line to its neighbour is slow, to have another neighbour. Steps that are far shorter
 than such a line allows show that it is not so: then the lines in use count as no bottleneck.
@@ -16,18 +16,17 @@ from itertools import pairwise
 
 import numpy as np
 
+from node.tuning.decisions import StepHistory, pays
 from node.tuning.speeds import Speeds
 from node.tuning.stage_order import (
     Machines,
     StageOrder,
     Work,
-    pays,
     plan_order,
     rows_of,
     split_by_speed,
     step_seconds,
 )
-from node.tuning.step_history import StepHistory
 from wire.errors import ConfigError
 
 MOST_GROWTH = 2
@@ -174,7 +173,7 @@ def plan_places(
     length = measured or before
     # No step is shorter than its floor.
     then = max(seconds, length * seconds / before)
-    if not pays(length, then, move_seconds=move_seconds, steps_left=steps_left):
+    if not pays(length - then, length, cost=move_seconds, steps_left=steps_left):
         return None
     return PlacePlan(grid=grid, now_seconds=length, then_seconds=then, shown=speeds.shown())
 

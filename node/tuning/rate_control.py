@@ -11,7 +11,7 @@ from statistics import median
 
 from node.tuning.codec_plan import FREE, CodecPlan, Lines, Way, plan_codecs, seconds_of
 from node.tuning.codec_times import of_gradients
-from node.tuning.step_history import StepHistory
+from node.tuning.decisions import StepHistory, pays
 from wire.codecs.formats import codec_format
 from wire.errors import ConfigError
 from wire.spec import Direction
@@ -19,10 +19,9 @@ from wire.spec import Direction
 RISE = 1.5
 """A tensor's bytes may grow by this factor from one plan to the next, so that a line reported as fast is
 measured before it carries much more."""
-GAIN = 0.1
-"""A plan is worth an epoch if a step is expected to take this much less time,"""
 MORE_BITS = 0.15
-"""or if tensors have this much more bits of precision on average, and a step takes hardly longer."""
+"""A plan that takes hardly longer is worth an epoch if tensors have this much more bits of precision on
+average."""
 WATCHED = 8
 """Steps by which a plan is judged."""
 WORSE = 0.05
@@ -72,7 +71,7 @@ class RateControl:
 
         found = plan_codecs(lines, self._rungs, may)
         now, then = seconds_of(lines, self.current), seconds_of(lines, found)
-        faster = then < (1 - GAIN) * now
+        faster = pays(now - then, now, cost=0.0, steps_left=1)
         finer = then <= (1 + FREE) * now and self._bits(lines, found) >= (1 + MORE_BITS) * self._bits(
             lines, self.current
         )

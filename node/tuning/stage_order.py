@@ -30,10 +30,6 @@ EXACT = 12
 """Nodes for which every order counts."""
 EVERY = 8
 """Nodes of which no order has a shorter step than the planned one."""
-GAIN = 0.10
-"""Stages move only if a step becomes shorter by at least this share."""
-PAYBACK_STEPS = 200
-"""A move must save what it takes within this many steps, or within those that are left."""
 _NO_WAY = math.inf
 
 Matrix = NDArray[np.float64]
@@ -155,12 +151,6 @@ def plan_order(machines: Machines, work: Work) -> StageOrder | None:
     nodes = _Exact(machines, work).nodes()
     best = None if nodes is None else search.best_of((nodes, nodes[::-1]))
     return best if best is None or machines.count > EVERY else search.least(best)
-
-
-def pays(now: float, then: float, *, move_seconds: float, steps_left: int, gain: float = GAIN) -> bool:
-    """Whether to move from a step of `now` seconds to one of `then`, which takes `move_seconds` to begin."""
-    saved = now - then
-    return saved >= gain * now and saved * min(steps_left, PAYBACK_STEPS) > move_seconds
 
 
 def rows_of(machines: Machines, work: Work, rows: int) -> list[StageOrder]:

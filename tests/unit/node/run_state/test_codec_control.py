@@ -9,16 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.coordinator.decisions import record_plan, recorded_codecs
+from node.coordinator.decisions import (
+    record_plan,
+    recorded_codecs,
+    recorded_places,
+    recorded_splits,
+    recorded_storages,
+)
 from node.coordinator.store import Store
-from node.run_state.actions import Action, RecordCodecs, RecordPlacement, Released, Send
+from node.run_state.actions import Action, RecordCodecs, RecordPlacement, RecordStorages, Released, Send
 from node.run_state.codec_control import CodecControl
 from node.run_state.epoch import Committed
 from node.run_state.run_plan import Past
 from node.schedule.floor import LinkRate
 from node.tuning.codec_plan import CodecPlan, Lines
 from node.tuning.codec_times import PackingTimes, of_gradients
+from node.tuning.places import Grid, PlacePlan
 from node.tuning.rate_control import WATCHED, RateHistory
+from node.tuning.storage_choice import StoragePlan
 from node.tuning.window_plan import StepMeasures
 from tests.support.examples import examples
 from tests.support.machine_driver import Driver, of_kind, restore_of, sent
@@ -213,9 +221,31 @@ def test_plans_are_in_the_database_and_a_new_one_replaces_later_ones(tmp_path: P
         record_plan(store, RecordCodecs(epoch=40, step=10, plan=three))
         assert recorded_codecs(store) == RateHistory(((0, one), (10, three)))
         with store.writing() as db:
-            db.execute('UPDATE codec_plans SET plan = \'{"activations": ["nothing"]}\' WHERE step = 10')
+            db.execute('UPDATE decisions SET decision = \'{"activations": ["nothing"]}\' WHERE at = 10')
         with pytest.raises(UserError, match="a recorded plan of codecs cannot be read"):
             recorded_codecs(store)
+
+
+def test_decisions_of_a_run_that_began_with_other_tables_are_read_and_kept(tmp_path: Path) -> None:
+    plan, storages = same("trellis-3", 2), StoragePlan(())
+    places = Grid(hosts=("a", "b"), split=(1, 2))
+    tables = {
+        "codec_plans (step, epoch, plan)": (0, 1, plan.to_json()),
+        "place_plans (epoch, plan)": (3, PlacePlan(grid=places, now_seconds=2.0, then_seconds=1.0).to_json()),
+        "splits (step, split)": (4, "[1, 2]"),
+    }
+    with Store.create(tmp_path / "run", run_id="r", config_json="{}", pin=b"", now=0.0) as store:
+        with store.writing() as db:
+            for table, row in tables.items():
+                db.execute(f"CREATE TABLE {table}")
+                db.execute(f"INSERT INTO {table.split()[0]} VALUES ({','.join('?' * len(row))})", row)
+        for _ in range(2):  # before a decision is added, and after
+            assert recorded_codecs(store) == RateHistory(((0, plan),))
+            assert recorded_splits(store).changes == ((4, (1, 2)),)
+            found = recorded_places(store)
+            assert found is not None and (found[0], found[1].grid, found[2]) == (3, places, 1)
+            record_plan(store, RecordStorages(epoch=2, step=1, plan=storages))
+        assert recorded_storages(store).at(1) == storages
 
 
 def test_a_slow_row_sets_the_rates_of_all() -> None:

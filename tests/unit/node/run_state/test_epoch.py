@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from node.run_state.actions import RecordCommit, RecordHeldOut, RecordRestored, Send, StepDone
-from node.run_state.epoch import Committed, Epoch, Assignment, OnRecord, Phase, StepRules
+from node.run_state.epoch import Assignment, Committed, Epoch, OnRecord, Phase, StepRules
 from node.run_state.held_out import HeldOutPass, HeldOutSchedule
 from node.run_state.votes import (
     LEAST,

@@ -9,7 +9,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from node.run_state.grid import (
-    GAIN,
     Groups,
     GroupSharing,
     holders_by_stage,
@@ -19,6 +18,7 @@ from node.run_state.grid import (
 )
 from node.run_state.stage_assignment import Candidate, StageAssigner, assign
 from node.schedule.gradient_groups import GroupTree
+from node.tuning.decisions import GAIN
 
 
 def nodes(names: str) -> list[Candidate]:

@@ -122,6 +122,6 @@ def test_the_record_is_in_the_runs_database_and_damage_is_named(tmp_path: Path) 
             ((0, StoragePlan((WIDE,))), (5, StoragePlan((NARROW, WIDE))))
         )
         with store.writing() as db:
-            db.execute("UPDATE storage_plans SET plan = '[' WHERE step = 5")
+            db.execute("UPDATE decisions SET decision = '[' WHERE at = 5")
         with pytest.raises(UserError, match=r"damaged.*put back a copy"):
             recorded_storages(store)

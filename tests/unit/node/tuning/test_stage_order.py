@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from node.tuning import stage_order
+from node.tuning.decisions import pays
 from node.tuning.stage_order import (
     Machines,
     StageOrder,
     Work,
-    pays,
     plan_order,
     rows_of,
     split_by_speed,
@@ -135,14 +135,14 @@ def test_a_node_that_claims_too_much_costs_no_more_than_its_own_stage() -> None:
     measured, right = step_seconds(of, believed, job), plan_order(of, job)
     assert right is not None
     assert step_seconds(of, right, job) <= measured
-    assert pays(measured, step_seconds(of, right, job), move_seconds=30.0, steps_left=1000)
+    assert pays(measured - step_seconds(of, right, job), measured, cost=30.0, steps_left=1000)
 
 
 def test_a_move_must_gain_a_tenth_and_pay_back() -> None:
-    assert pays(10.0, 8.0, move_seconds=60.0, steps_left=1000)
-    assert not pays(10.0, 9.5, move_seconds=0.0, steps_left=1000)
-    assert not pays(10.0, 8.0, move_seconds=60.0, steps_left=20)
-    assert not pays(10.0, 8.0, move_seconds=500.0, steps_left=10_000)
+    assert pays(2.0, 10.0, cost=60.0, steps_left=1000)
+    assert not pays(0.5, 10.0, cost=0.0, steps_left=1000)
+    assert not pays(2.0, 10.0, cost=60.0, steps_left=20)
+    assert not pays(2.0, 10.0, cost=500.0, steps_left=10_000)
 
 
 def test_rows_have_nodes_of_their_own_and_the_slowest_gains_by_exchange() -> None:
