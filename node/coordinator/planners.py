@@ -32,10 +32,11 @@ from wire.messages import BlockTime, CoordinatorMessage, PeerRate
 from wire.telemetry import CodecTimes, LinkReport
 
 BUSY = 0.5
-"""A link shows its rate if tensors keep it busy for this share of a step,"""
-TELLS_SECONDS = 0.02
-"""or if one tensor takes this long: late acknowledgements distort shorter transfers. Other links count as
+"""A link shows its rate if tensors keep it busy for this share of a step. Links that do not show it count as
 fast, and their tensors grow by `rate_control.RISE` at most from one plan to the next."""
+TELLS_SECONDS = 0.02
+"""A link shows its rate, too, if one tensor takes this long: late acknowledgements distort shorter
+transfers."""
 MOST_NODES = 4096
 """The newest nodes whose packing times are kept."""
 PLAN_SECONDS = 1.0
@@ -82,6 +83,8 @@ class LinkPlanner:
         self._pause = pause
         self._measured = asyncio.Event()
         self._newest: tuple[Epoch, Sequence[Candidate], StepCosts] | None = None
+        self._doubted: tuple[int, bool] = (0, False)
+        """The epoch of the newest plan of windows, and whether it wanted a change that was not made."""
         self._packing: dict[str, PackingTimes] = {}
         self._width: tuple[int, int] = (0, 0)
         """An epoch's number and the widest window that its stages have memory for."""
@@ -120,11 +123,20 @@ class LinkPlanner:
             if plans_windows:
                 work = self._windows(epoch, held, rows, costs)
                 windows, changes = await asyncio.to_thread(work)
-                self._use_windows(number, windows)
-                for change in changes:
-                    self._emit(change)
+                if self._counts(number, is_change=bool(changes)):
+                    self._use_windows(number, windows)
+                    for change in changes:
+                        self._emit(change)
                 ended = time.monotonic()
                 due = ended + max(self._pause, PAUSE_TIMES * (ended - began))
+
+    def _counts(self, epoch: int, *, is_change: bool) -> bool:
+        """Whether a plan of windows is followed. One step may be noise: after an epoch's first plan only the
+        second one in a row that wants a change makes one."""
+        number, is_doubted = self._doubted
+        counts = not is_change or number != epoch or is_doubted
+        self._doubted = epoch, not counts
+        return counts
 
     def _rows(self, epoch: Epoch, costs: StepCosts) -> list[StepMeasures] | None:
         """What each row was measured to take; None if nobody has measured the step."""

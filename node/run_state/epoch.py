@@ -725,14 +725,13 @@ class EpochSeries:
         record, ended = self._record, self.ended
         if record.lineages is not None and ended is not None and ended.lineage is not None:
             self._record = record = replace(record, lineages={*record.lineages, ended.lineage})
+        same = self._windows_of == (len(assignment.hosts), len(assignment.groups))
         self.current = Epoch(
             self._last_number,
             assignment,
             replace(record, newest_snapshot=newest_snapshot, suspect_step=suspect_step),
             self._rules,
-            windows=self._windows
-            if (len(assignment.hosts), len(assignment.groups)) == self._windows_of
-            else (),
+            windows=self._windows if same else (),
         )
         return self.current
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -111,6 +112,31 @@ async def test_windows_that_change_are_an_event_with_what_they_were_planned_from
     assert event.rates_up == event.rates_down == (0.0,) and event.lines_down == (0.0, 0.0), "nothing is known"
     assert min(event.forward + event.backward) > 0
     assert from_json(event.to_json()) == event
+
+
+async def test_one_step_that_differs_changes_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two in a row do, and windows that are planned again as they are stay."""
+
+    begun: queue.Queue[None] = queue.Queue()
+
+    def plan_windows(measures: StepMeasures, **_: object) -> Windows:
+        begun.put(None)
+        return (round(measures.forward[0]),)
+
+    monkeypatch.setattr(planners, "plan_windows", plan_windows)
+    found: list[Event] = []
+    # The first plan of an epoch counts at once; a single 9, 1 or 3 is noise.
+    plan_of_step = [(2, True), (2, True), (9, False), (2, True), (1, False), (2, True), (3, False), (4, True)]
+    line = epoch(7)
+    async with planning(emit=found.append) as (planner, plans):
+        for step, (seconds, counts) in enumerate(plan_of_step, 1):
+            planner.step_done(line, NODES, costs(step, seconds=seconds))
+            await asyncio.to_thread(begun.get, timeout=SECONDS)
+            if counts:
+                assert await plans.get() == (7, (seconds,))
+                line.plan_windows((seconds,))
+    assert plans.empty()
+    assert [one.windows for one in found if isinstance(one, WindowsPlanned)] == [(2,), (4,)]
 
 
 async def test_a_round_has_the_windows_of_one_local_step() -> None:
