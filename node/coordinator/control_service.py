@@ -100,7 +100,7 @@ class Handler(SessionHandler, Protocol):
         """Raises NotDueError if this node is not to upload it now, ProtocolViolationError if never."""
         ...
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None: ...
+    async def store_layer(self, permit: UploadPermit, data: bytes) -> None: ...
 
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         """A node that was asked for a layer handed in what cannot be it."""
@@ -318,7 +318,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                 chunk = await anext(uploaded, None)
             if came != size:
                 raise NotDueError(f"{what} ended after {came} of {size} bytes")
-            await self._handler.store_layer(permit, bytes(data), first.sha256)
+            await self._handler.store_layer(permit, bytes(data))
         except NotDueError:
             raise
         except ProtocolViolationError as error:

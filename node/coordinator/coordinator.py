@@ -21,7 +21,7 @@ from node.coordinator.changes import Changes
 from node.coordinator.decisions import record_places, record_plan
 from node.coordinator.disk import Disk
 from node.coordinator.enrolment import EnrolmentHandler
-from node.coordinator.kept_snapshots import KeptSnapshots
+from node.coordinator.kept_snapshots import KeptSnapshots, SnapshotBook
 from node.coordinator.planners import Planners
 from node.coordinator.relays import RelayDesk
 from node.coordinator.reporter import Emit, Reporter, Tracer
@@ -72,7 +72,7 @@ from node.run_state.held_out import LOSSLESS
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, as_told, run_plan, step_plan
 from node.state.manifest import MANIFEST_NAME, Manifest, UnitEntry
-from node.state.snapshot import Checked, list_snapshots
+from node.state.snapshot import list_snapshots
 from node.state.weights import CheckpointError
 from node.telemetry import events
 from node.telemetry.costs import Place, group_seconds
@@ -114,7 +114,7 @@ Happening = Callable[[float], list[Action]]
 
 
 class Coordinator:
-    """Implements `node.coordinator.control_service.Handler`."""
+    """Implements `node.coordinator.control_service.Handler` and `SnapshotRun`."""
 
     def __init__(
         self,
@@ -147,37 +147,19 @@ class Coordinator:
         self._reporter = Reporter(config, emit, unreported)
         self._tracer = Tracer(config.telemetry, directory, self._places)
         self._disk = Disk(lambda text: emit(events.DiskRoom(text=text, full=self._disk.is_full)))
-        self._snapshots = SnapshotHandler(
-            config=config,
-            windows=corpus.windows,
-            directory=directory / "snapshots",
-            run_id=run_id,
-            store=store,
-            layer_received=self._layer_received,
-            stored=self._snapshot_stored,
-            damaged=self._snapshot_damaged,
-            failed=self._fail,
-            disk=self._disk,
-            scale_of=past.scale_of,
-        )
-        self._kept = KeptSnapshots(
+        self._last_epoch = past.last_epoch
+        self._corpus_sha256 = corpus.fingerprint()
+        book = SnapshotBook(
             config=config,
             windows=corpus.windows,
             directory=directory,
             run_id=run_id,
             store=store,
-            told_config=told_config,
-            about=functools.partial(self._about, corpus.fingerprint(), past.last_epoch),
-            here=self._addresses,
-            known=lambda: list_snapshots(directory / "snapshots"),
-            send=self._send,
-            layer_received=self._layer_received,
-            stored=self._kept_stored,
-            unavailable=self._unavailable,
-            failed=self._fail,
             disk=self._disk,
             scale_of=past.scale_of,
         )
+        self._snapshots = SnapshotHandler(book, self)
+        self._kept = KeptSnapshots(book, told_config, self)
         self._exports = SnapshotExports(config, directory)
         self._planners = Planners(
             config,
@@ -187,7 +169,7 @@ class Coordinator:
             use_lines=self._use_lines,
             past=past,
             members=lambda: self._machine.members,
-            send=self._send,
+            send=self.send,
             move=self._move,
             emit=emit,
         )
@@ -350,7 +332,7 @@ class Coordinator:
     def _post(self, happening: Happening) -> None:
         self._events.put_nowait(happening)
 
-    def _fail(self, reason: str, exit_code: int = RunError.exit_code) -> None:
+    def fail(self, reason: str, exit_code: int = RunError.exit_code) -> None:
         self.exit_code = exit_code
         self._post(lambda _now: self._machine.fail(reason))
 
@@ -359,7 +341,7 @@ class Coordinator:
     async def _carry_out(self, action: Action) -> None:
         match action:
             case Send():
-                self._send(action.node_id, action.message)
+                self.send(action.node_id, action.message)
             case RecordPlacement():
                 self._reporter.placed()
                 self.relays.placed(action.nodes, action.addresses, len(action.groups))
@@ -413,7 +395,7 @@ class Coordinator:
 
     async def _open_snapshot(self, step: int, epoch: Epoch) -> None:
         # Layers do not go by the relay: a node that others cannot reach hands its own in here.
-        reachable = self._addresses().keys() >= {*epoch.snapshot_nodes}
+        reachable = self.addresses().keys() >= {*epoch.snapshot_nodes}
         place = snapshot_place(self.config, step, [one.hello.download_rate for one in self._sessions])
         if is_url(place):
             return self._kept.expect(step, [epoch.snapshot_nodes], place)
@@ -432,7 +414,7 @@ class Coordinator:
         ][:1]
         self._kept.expect(step, [epoch.snapshot_nodes, *second])
         for node in (node for row in second for node in row):
-            self._send(node, TakeSnapshot(epoch=epoch.number, step=step))
+            self.send(node, TakeSnapshot(epoch=epoch.number, step=step))
 
     def _snapshot_agreed(self, action: SnapshotAgreed) -> None:
         names = unit_names(self.config.model)
@@ -457,9 +439,9 @@ class Coordinator:
         text = (
             f"the snapshot of step {step} is set aside: {action.reason}; the newest before is that of {whole}"
         )
-        self._unavailable(step, whole, text)
+        self.snapshot_lost(step, whole, text)
 
-    def _send(self, node_id: str, message: CoordinatorMessage) -> None:
+    def send(self, node_id: str, message: CoordinatorMessage) -> None:
         """Add what the state machine does not know: where a snapshot's layers go, who relays, who waited."""
         if isinstance(message, TakeSnapshot) and message.step in self._kept:
             message = replace(message, place=self._kept.place(message.step))
@@ -467,11 +449,12 @@ class Coordinator:
             message = self.relays.with_relays(node_id, message)
         self._sessions.send(node_id, message, self._answers.waited(node_id, message))
 
-    def _about(self, corpus_sha256: str, last_epoch: int) -> dict[str, object]:
+    def record(self) -> dict[str, object]:
         epoch = self._machine.epoch
-        return {"corpus_sha256": corpus_sha256, "epoch": last_epoch if epoch is None else epoch.number}
+        number = self._last_epoch if epoch is None else epoch.number
+        return {"corpus_sha256": self._corpus_sha256, "epoch": number}
 
-    def _addresses(self) -> dict[str, str]:
+    def addresses(self) -> dict[str, str]:
         """Connected nodes that others can reach, and where; hosts in the order of their stages first."""
         found = {session.node_id: session.address for session in self._sessions if session.address}
         hosts = self._machine.epoch.hosts if self._machine.epoch is not None else ()
@@ -637,12 +620,12 @@ class Coordinator:
         except Exception as error:
             # Whatever it is, no step can go on without its samples.
             if isinstance(error, ThinwireError):
-                self._fail(str(error), error.exit_code)
+                self.fail(str(error), error.exit_code)
                 raise
             what = " ".join(f"the training data cannot be read ({type(error).__name__}: {error})".split())
             if self.bug is None:
                 self.bug = error
-                self._fail(what)
+                self.fail(what)
             raise RunError(what) from None
         if part is BatchPart.LABELS and not groups:
             counts = are_labels(packed, steps)
@@ -680,7 +663,7 @@ class Coordinator:
         try:
             yield
         except CheckpointError as error:
-            self._fail(str(error), error.exit_code)
+            self.fail(str(error), error.exit_code)
             raise
 
     def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
@@ -688,9 +671,9 @@ class Coordinator:
             raise NotDueError(f"{node_id} is not in the run at present")
         return self._snapshots.permit(node_id, step, unit)
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+    async def store_layer(self, permit: UploadPermit, data: bytes) -> None:
         try:
-            await self._snapshots.put(permit, data, digest)
+            await self._snapshots.put(permit, data)
         except WrongLayerError as error:
             self._wrong_layer(error)
             raise
@@ -699,25 +682,16 @@ class Coordinator:
         self._post(lambda now: self._machine.layer_refused(permit.node_id, permit.step, why, now))
         await self._snapshots.give_up(permit)
 
-    def _layer_received(self, step: int, unit: str) -> None:
+    def layer_received(self, step: int, unit: str) -> None:
         self._post(lambda now: self._machine.layer_received(step, unit, now))
 
-    def _snapshot_stored(self, manifest: Manifest) -> None:
-        path = str(self._snapshots.path(manifest.step))
-        self._reporter.snapshot_stored(manifest.step, manifest.total_bytes, path, manifest.weights_sha256)
-        self._exports.stored(manifest.step)
-        self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
-
-    def _kept_stored(self, manifest: Manifest) -> None:
-        where = self._kept.where_in_words(manifest.step)
+    def snapshot_stored(self, manifest: Manifest, where: str, *, is_here: bool) -> None:
         self._reporter.snapshot_stored(manifest.step, manifest.total_bytes, where, manifest.weights_sha256)
+        if is_here:
+            self._exports.stored(manifest.step)
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
 
-    def _unavailable(self, step: int, whole: int, text: str) -> None:
-        self._emit(events.SnapshotSetAside(text=text, step=step, whole=whole))
+    def snapshot_lost(self, step: int, whole: int, text: str) -> None:
+        if text:
+            self._emit(events.SnapshotSetAside(text=text, step=step, whole=whole))
         self._post(lambda _now: self._machine.snapshot_damaged(step, whole))
-
-    def _snapshot_damaged(self, step: int, checked: Checked) -> None:
-        if checked.whole:
-            self._emit(events.SnapshotSetAside(text=checked.news(), step=step, whole=checked.whole))
-        self._post(lambda _now: self._machine.snapshot_damaged(step, checked.whole))

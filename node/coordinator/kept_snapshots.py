@@ -13,9 +13,9 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from node.config.schema import RunConfig
 from node.coordinator.disk import Disk
@@ -23,9 +23,9 @@ from node.coordinator.store import SnapshotRecord, Store
 from node.model.units import unit_names
 from node.run_state.layer_places import LayerPlaces
 from node.schedule.placement import most_layer_bytes, stage_units
-from node.state.manifest import FORMAT, Manifest, SnapshotDamagedError, UnitEntry, weights_sha256
+from node.state.manifest import Manifest, SnapshotDamagedError, UnitEntry
 from node.state.object_store import ObjectStore, run_folder, stored_steps
-from node.state.snapshot import write_errors
+from node.state.snapshot import list_snapshots, write_errors
 from node.training.loss_scale import ScaleOf, no_scale
 from wire.errors import NotYetError, ProtocolViolationError, RunError, WrongLayerError
 from wire.identity.files import write_private
@@ -76,8 +76,33 @@ def set_kept_aside(run_directory: Path, step: int) -> None:
     path.replace(path.with_name(f"{path.name}.damaged"))
 
 
-class KeptSnapshots:
-    """One run's. Call everything on the event loop; disk work runs on threads."""
+class SnapshotRun(Protocol):
+    """The run whose snapshots are kept: the coordinator."""
+
+    def addresses(self) -> Mapping[str, str]:
+        """Connected nodes and their addresses, hosts in the order of their stages first."""
+
+    def record(self) -> Mapping[str, object]:
+        """What nodes keep of the run, beside the manifests, for `thinwire recover`."""
+
+    def send(self, node_id: str, message: CoordinatorMessage) -> None: ...
+
+    def layer_received(self, step: int, unit: str) -> None:
+        """A node has saved a layer, or handed it in."""
+
+    def snapshot_stored(self, manifest: Manifest, where: str, *, is_here: bool) -> None:
+        """A snapshot is complete and recorded; `is_here`: in the run directory."""
+
+    def snapshot_lost(self, step: int, whole: int, text: str) -> None:
+        """The snapshot of `step` cannot be used. `whole`: the newest one that can; 0 if none can. `text`
+        says so, and is empty if nothing changes."""
+
+    def fail(self, reason: str) -> None:
+        """The disk or the database fails."""
+
+
+class SnapshotBook:
+    """What is common to a run's snapshots, wherever their layers are: limits, the database and its disk."""
 
     def __init__(
         self,
@@ -87,15 +112,6 @@ class KeptSnapshots:
         directory: Path,
         run_id: str,
         store: Store,
-        told_config: RunConfig,
-        about: Callable[[], Mapping[str, object]],
-        here: Callable[[], Mapping[str, str]],
-        known: Callable[[], Sequence[int]],
-        send: Callable[[str, CoordinatorMessage], object],
-        layer_received: Callable[[int, str], None],
-        stored: Callable[[Manifest], None],
-        unavailable: Callable[[int, int, str], None],
-        failed: Callable[[str], None],
         disk: Disk,
         scale_of: ScaleOf = no_scale,
     ) -> None:
@@ -103,36 +119,47 @@ class KeptSnapshots:
         Args:
             windows: samples of one pass over the text.
             directory: the run's.
-            told_config: the config as nodes may know it, for manifests.
-            about: what nodes keep of the run, beside the manifests, for `thinwire recover`.
-            here: connected nodes and their addresses, hosts in the order of their stages first.
-            known: steps of the snapshots at the coordinator.
-            send: sends a message to a node.
-            layer_received: called for every layer that a node has saved, with its step.
-            stored: called for every snapshot that is complete and recorded.
-            unavailable: called when no connected node holds a layer, with the snapshot's step, an older one
-                to go on from, and a line that says so.
-            failed: called with the reason when the disk or the database fails.
             disk: repeats writes that find the disk full.
             scale_of: of the loss, for manifests.
         """
-        self._config = config
-        self._windows = windows
-        self._run_directory = directory
-        self._run_id = run_id
-        self._store = store
+        self.config = config
+        self.windows = windows
+        self.directory = directory
+        self.run_id = run_id
+        self.store = store
+        self.disk = disk
+        self.scale_of = scale_of
+        self.units = unit_names(config.model)
+
+    def most_bytes(self, unit: str) -> int:
+        """The most that a unit's file may have. Raises ProtocolViolationError if there is no such unit."""
+        if unit not in self.units:
+            raise ProtocolViolationError(f"this model has no layer unit {unit[:40]!r}")
+        return most_layer_bytes(self.config, unit, self.windows)
+
+    def record(self, manifest: Manifest) -> None:
+        """Put a complete snapshot on record. Blocks."""
+        self.store.record_snapshot(SnapshotRecord.of(manifest, time.time()), manifest.units)
+
+    def held(self, complete: Sequence[int]) -> list[int]:
+        """Which of these complete snapshots, oldest first, stay. Blocks."""
+        run = self.config.run
+        best = self.store.best_of(complete) if run.keep_best else None
+        newest = complete[-max(1, run.keep_snapshots) :]
+        return [step for step in complete if step in newest or step == best]
+
+
+class KeptSnapshots:
+    """One run's. Call everything on the event loop; disk work runs on threads."""
+
+    def __init__(self, book: SnapshotBook, told_config: RunConfig, run: SnapshotRun) -> None:
+        """`told_config` is the config as nodes may know it, for manifests."""
+        self._book = book
+        self._config = book.config
+        self._run_directory = directory = book.directory
         self._told_config = told_config
-        self._about = about
-        self._here = here
-        self._known = known
-        self._send = send
-        self._layer_received = layer_received
-        self._stored = stored
-        self._unavailable = unavailable
-        self._failed = failed
-        self._disk = disk
-        self._scale_of = scale_of
-        self._units = unit_names(config.model)
+        self._run = run
+        self._units = book.units
         self._places = LayerPlaces(self._units)
         self._first_missed: dict[int, float] = {}
         """By step, when somebody first asked for a layer that no connected node holds."""
@@ -157,9 +184,9 @@ class KeptSnapshots:
             try:
                 await self._complete()
             except RunError as error:
-                self._failed(str(error))
-            for ask in self._places.asks(tuple(self._here()), time.monotonic()):
-                self._send(ask.node_id, Prefetch(step=ask.step, units=ask.units, keep=True))
+                self._run.fail(str(error))
+            for ask in self._places.asks(tuple(self._run.addresses()), time.monotonic()):
+                self._run.send(ask.node_id, Prefetch(step=ask.step, units=ask.units, keep=True))
             try:
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._changed.wait()
@@ -172,10 +199,6 @@ class KeptSnapshots:
         """Where the layers of `step` go: `NODES`, or a folder in an object store."""
         return self._places.url(step) or NODES
 
-    def where_in_words(self, step: int) -> str:
-        """The same, for people."""
-        return self._places.url(step) or "the disks of the run's nodes"
-
     def expect(self, step: int, rows: Sequence[Sequence[str]], url: str = "") -> None:
         """The nodes of these rows, by stage, are about to save the state of `step`: on their disks, or in the
         object store that is named."""
@@ -184,7 +207,7 @@ class KeptSnapshots:
             for node, units in zip(nodes, stage_units(self._config, len(nodes)), strict=True):
                 for unit in units:
                     makers[unit].append(node)
-        self._places.expect(step, makers, time.monotonic(), run_folder(url, self._run_id) if url else "")
+        self._places.expect(step, makers, time.monotonic(), run_folder(url, self._book.run_id) if url else "")
 
     def agreed(self, step: int, hashes: Mapping[str, str]) -> list[tuple[str, str]]:
         """As `LayerPlaces.agreed`."""
@@ -197,7 +220,7 @@ class KeptSnapshots:
             self._places.drop(step)
 
     async def refuse(self, step: int) -> None:
-        """A complete snapshot is not the run's state: it no longer counts."""
+        """A complete snapshot no longer counts: it is not the run's state, or it is an old one."""
         url = self._places.url(step)
         self._places.drop(step)
         await asyncio.to_thread(self._remove, step, url)
@@ -212,17 +235,16 @@ class KeptSnapshots:
         known = set(self._known())
         unknown = []
         for file in layers:
-            self._check(file.unit)
-            if file.bytes > most_layer_bytes(self._config, file.unit, self._windows):
+            if file.bytes > self._book.most_bytes(file.unit):
                 raise ProtocolViolationError(f"layer {file.unit} cannot have {file.bytes} bytes")
             if self._places.held(node_id, file):
-                self._layer_received(file.step, file.unit)
+                self._run.layer_received(file.step, file.unit)
             elif self._places.is_wrong(node_id, file):
                 raise WrongLayerError(node_id, file.step, file.unit)
             elif file.step in self._places or file.step not in known:
                 unknown.append((file.step, file.unit))
         for step, unit in missing:
-            self._check(unit)
+            self._book.most_bytes(unit)
             self._places.lost(node_id, step, unit, time.monotonic())
         self._changed.set()
         return unknown
@@ -239,12 +261,12 @@ class KeptSnapshots:
 
         Raises NotYetError while holders may still come back, RunError when none did.
         """
-        self._check(unit)
-        here = self._here()
+        self._book.most_bytes(unit)
+        here = self._run.addresses()
         for other in bad:
             if self._places.doubted(other, step, unit):
                 log.warning("node %s found no good copy of layer %s at node %s", node_id, unit, other)
-                self._send(other, Prefetch(step=step, units=(unit,), keep=True))
+                self._run.send(other, Prefetch(step=step, units=(unit,), keep=True))
         entry = self._places.entry(step, unit)
         holders = self._places.holders(step, unit)
         found = [PlacedStage(node_id=one, address=here[one]) for one in holders if one in here]
@@ -260,9 +282,9 @@ class KeptSnapshots:
         manifests = [self._manifest(step).to_json() for step in self._places.complete]
         urls = {step: url for step in self._places.complete if (url := self._places.url(step))}
         record = {
-            **self._about(),
+            **self._run.record(),
             "format": RECORD_FORMAT,
-            "run_id": self._run_id,
+            "run_id": self._book.run_id,
             "manifests": manifests,
             "urls": urls,
         }
@@ -279,23 +301,25 @@ class KeptSnapshots:
         what = f"layer {unit} of the snapshot of step {step} is held by {who}"
         if time.monotonic() - since < settings.regroup_seconds + settings.silent_seconds:
             raise NotYetError(f"{what}, which is not here yet")
-        here = set(self._here())
+        here = set(self._run.addresses())
         places = self._places
         older = {other for other in places.complete if not places.missing(other, here)} | {*self._known()}
         if whole := [other for other in older if other < step]:
-            self._unavailable(step, max(whole), f"{what}, which is not here: going on from step {max(whole)}")
+            self._run.snapshot_lost(
+                step, max(whole), f"{what}, which is not here: going on from step {max(whole)}"
+            )
             self._places.drop(step)
         raise RunError(f"{what}, which is not here: start it again")
 
     async def _complete(self) -> None:
-        here = self._here()
+        here = self._run.addresses()
         for step in self._places.under_way:
             if step not in self._places or not self._places.is_whole(step, here, time.monotonic()):
                 continue
             manifest = self._manifest(step)
             holders = {unit: self._places.holders(step, unit) for unit in self._units}
             write = functools.partial(asyncio.to_thread, self._write, manifest, holders)
-            await self._disk.write(write)
+            await self._book.disk.write(write)
             if self._places.entries(step) != manifest.units:
                 continue  # it was requested again meanwhile
             self._places.completed(step)
@@ -303,10 +327,10 @@ class KeptSnapshots:
             await self._prune()
             retain = self.message()
             if url := self._places.url(step):
-                await asyncio.to_thread(_put_record, url, retain.record)
-            for node_id in self._here():
-                self._send(node_id, retain)
-            self._stored(manifest)
+                await asyncio.to_thread(_hold, url, retain)
+            for node_id in self._run.addresses():
+                self._run.send(node_id, retain)
+            self._run.snapshot_stored(manifest, url or "the disks of the run's nodes", is_here=False)
 
     def _write(self, manifest: Manifest, holders: Mapping[str, Sequence[str]]) -> None:
         write_kept_manifest(self._run_directory, manifest, self._places.url(manifest.step))
@@ -315,50 +339,39 @@ class KeptSnapshots:
             write_private(self._run_directory / DIRECTORY / HOLDERS_FILE, text.encode())
         except OSError as error:
             log.warning("who holds step %d was not written down: %s", manifest.step, error)
-        self._store.record_snapshot(SnapshotRecord.of(manifest, time.time()), manifest.units)
+        self._book.record(manifest)
 
     async def _prune(self) -> None:
-        run, complete = self._config.run, self._places.complete
-        best = await asyncio.to_thread(self._store.best_of, complete) if run.keep_best else None
-        for step in complete[: -max(1, run.keep_snapshots)]:
-            if step != best:
-                url = self._places.url(step)
-                self._places.drop(step)
-                await asyncio.to_thread(self._remove, step, url)
+        held = await asyncio.to_thread(self._book.held, self._places.complete)
+        for step in self._places.complete:
+            if step not in held:
+                await self.refuse(step)
 
     def _remove(self, step: int, url: str) -> None:
         path = self._run_directory / DIRECTORY / f"step-{step:08d}.json"
         path.unlink(missing_ok=True)
         path.with_suffix(".url").unlink(missing_ok=True)
-        self._store.delete_snapshot(step)
+        self._book.store.delete_snapshot(step)
         if url:
             try:
-                ObjectStore(url).drop(step)
+                ObjectStore(url).remove(step)
             except RunError as error:
                 log.warning("the snapshot of step %d was not removed: %s", step, error)
 
     def _manifest(self, step: int) -> Manifest:
+        book = self._book
         entries = self._places.entries(step)
-        return Manifest(
-            format=FORMAT,
-            run_id=self._run_id,
-            step=step,
-            # Through JSON, so that a manifest equals itself read back: tuples become lists.
-            config=json.loads(json.dumps(asdict(self._told_config))),
-            units=entries,
-            weights_sha256=weights_sha256(entry.weights_sha256 for entry in entries),
-            loss_scale=self._scale_of(step),
-        )
+        return Manifest.of(book.run_id, step, self._told_config, entries, book.scale_of(step))
 
-    def _check(self, unit: str) -> None:
-        if unit not in self._units:
-            raise ProtocolViolationError(f"this model has no layer unit {unit[:40]!r}")
+    def _known(self) -> tuple[int, ...]:
+        """Steps of the snapshots at the coordinator."""
+        return list_snapshots(self._run_directory / "snapshots")
 
 
-def _put_record(url: str, record: str) -> None:
-    """Nodes keep it too, so that a failure here costs nothing but convenience."""
+def _hold(url: str, retain: Retain) -> None:
+    """Nodes keep the record too, so that a failure here costs nothing but convenience."""
     try:
-        ObjectStore(url).put_record(record)
+        ObjectStore(url).hold(retain.steps, retain.record)
     except RunError as error:
         log.warning("%s", error)
 

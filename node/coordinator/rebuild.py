@@ -38,9 +38,9 @@ from node.coordinator.store import (
 )
 from node.run_file.loader import from_json, load_config, to_json, to_toml
 from node.run_state.actions import RecordCodecs, RecordStorages
-from node.state.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
+from node.state.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError, SnapshotStore, UnitEntry
 from node.state.object_store import ObjectStore, wrong_url
-from node.state.snapshot import SnapshotWriter, list_snapshots, read_manifest, snapshot_directory
+from node.state.snapshot import SnapshotFolder, list_snapshots, read_manifest, snapshot_directory
 from node.state.snapshot_cache import RECORD_FILE, SnapshotCache
 from node.telemetry import events
 from node.telemetry.history import evicted_nodes, plans_made, step_done
@@ -271,8 +271,7 @@ def newest_record(places: Sequence[Path | str]) -> NodeRecord:
     for place in places:
         path = place if isinstance(place, str) else snapshots_of(place) / RECORD_FILE
         try:
-            data = ObjectStore(path).record() if isinstance(path, str) else path.read_bytes()
-            found.append(_read(data, str(path)))
+            found.append(_read(_store(place).record(), str(path)))
             _compare(found[-1], path, layers)
         except OSError as error:
             raise UserError(
@@ -303,6 +302,11 @@ def _compare(
             )
 
 
+def _store(place: Path | str) -> ObjectStore | SnapshotCache:
+    """A node's state directory, or a run's folder in an object store (a string)."""
+    return ObjectStore(place) if isinstance(place, str) else SnapshotCache(snapshots_of(place), 0)
+
+
 def snapshots_of(folder: Path) -> Path:
     """Where a node's state directory has its layers; also if that folder itself is given."""
     return folder if (folder / RECORD_FILE).is_file() else folder / "snapshots"
@@ -322,7 +326,8 @@ def recover(
         raise RunError(f"{directory} cannot be written ({error.strerror}): make room there") from error
     for manifest in record.manifests:
         write_kept_manifest(directory, manifest, record.urls.get(manifest.step, ""))
-    here = _copy(newest, config, directory, [place for place in places if isinstance(place, Path)])
+    nodes = [_store(place) for place in places if isinstance(place, Path)]
+    here = _copy(newest, config, directory, nodes)
     # The database comes last: a directory with a database is complete.
     with Store.create(
         directory, run_id=record.run_id, config_json=to_json(config), pin=authority.pin, now=now
@@ -340,31 +345,27 @@ def recover(
     return f"recovered run {record.run_id} at the snapshot of step {newest.step}; {where}"
 
 
-def _copy(manifest: Manifest, config: RunConfig, directory: Path, folders: Sequence[Path]) -> bool:
-    """Copy the snapshot's layers if these folders have all of them, and say whether they do."""
-    caches = [SnapshotCache(snapshots_of(folder), 0) for folder in folders]
-    names = [{(name.step, name.unit, name.sha256) for name in cache.names()} for cache in caches]
-    holders = {
-        entry.unit: [
-            cache
-            for cache, known in zip(caches, names, strict=True)
-            if (manifest.step, entry.unit, entry.sha256) in known
-        ]
-        for entry in manifest.units
-    }
-    if not all(holders.values()):
-        return False
-    writer = SnapshotWriter(directory / "snapshots", config, manifest.run_id, windows=2**62)
+def _copy(manifest: Manifest, config: RunConfig, directory: Path, stores: Sequence[SnapshotStore]) -> bool:
+    """Copy the snapshot's layers if these stores have all of them, and say whether they do."""
+    folder = SnapshotFolder(directory / "snapshots", config, manifest.run_id, windows=2**62)
     for entry in manifest.units:
-        copies = (cache.get(manifest.step, entry.unit) for cache in holders[entry.unit])
-        kept = next((copy for copy in copies if copy is not None), None)
-        if kept is None or kept.sha256 != entry.sha256:
+        if (data := _find(entry, manifest.step, stores)) is None:
+            folder.remove(manifest.step)
             return False
         try:
-            writer.put(manifest.step, entry.unit, kept.data, kept.sha256)
+            folder.put(manifest.step, entry.unit, data)
         except ProtocolViolationError as error:
             raise RunError(f"layer {entry.unit} of step {manifest.step} cannot be used: {error}") from None
     return True
+
+
+def _find(entry: UnitEntry, step: int, stores: Sequence[SnapshotStore]) -> bytes | None:
+    """A layer's file from the first store that has it whole."""
+    for store in stores:
+        file = store.get(step, entry.unit, entry.bytes + 1)
+        if file is not None and file.sha256 == entry.sha256:
+            return file.data
+    return None
 
 
 def _read(data: bytes, where: str) -> NodeRecord:

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +13,13 @@ from typing import TypeVar
 
 from node import faults
 from node.config.schema import RunConfig
-from node.coordinator.disk import Disk
-from node.coordinator.store import SnapshotRecord, Store
-from node.model.units import unit_names
-from node.schedule.placement import most_layer_bytes, stage_units
+from node.coordinator.kept_snapshots import SnapshotBook, SnapshotRun
+from node.schedule.placement import stage_units
 from node.state.export import export
 from node.state.manifest import Manifest, SnapshotDamagedError, UnitEntry, unit_file
 from node.state.snapshot import (
-    Checked,
-    SnapshotWriter,
+    SnapshotFolder,
     list_snapshots,
-    prune,
     read_manifest,
     read_unit,
     set_aside,
@@ -33,7 +28,6 @@ from node.state.snapshot import (
 )
 from node.state.start import read_units
 from node.state.unit_state import read_tensors, unit_hash, weights_file
-from node.training.loss_scale import ScaleOf, no_scale
 from wire.errors import ProtocolViolationError, RunError, ThinwireError, WrongLayerError
 from wire.messages import UnitHash
 
@@ -87,7 +81,6 @@ class UploadPermit:
 class _Upload:
     permit: UploadPermit
     data: bytes
-    digest: str
     done: asyncio.Future[None]
     """Resolved when stored; its sender may have gone."""
 
@@ -95,42 +88,13 @@ class _Upload:
 class SnapshotHandler:
     """One run's snapshots. Disk work runs on threads."""
 
-    def __init__(
-        self,
-        *,
-        config: RunConfig,
-        windows: int,
-        directory: Path,
-        run_id: str,
-        store: Store,
-        layer_received: Callable[[int, str], None],
-        stored: Callable[[Manifest], None],
-        damaged: Callable[[int, Checked], None],
-        failed: Callable[[str], None],
-        disk: Disk,
-        scale_of: ScaleOf = no_scale,
-    ) -> None:
-        """
-        Args:
-            windows: samples of one pass over the text.
-            directory: where the run keeps its snapshots.
-            layer_received: called for every layer that a node has handed in, with its step.
-            stored: called for every snapshot that is complete and recorded.
-            damaged: called when the newest snapshot turns out damaged, with its step and what is left.
-            failed: called with the reason when the disk or the database fails.
-            disk: repeats writes while the disk is full.
-            scale_of: of the loss, for manifests.
-        """
-        self._config = config
-        self._windows = windows
-        self._directory = directory
-        self._store = store
-        self._writer = SnapshotWriter(directory, config, run_id, windows, scale_of)
-        self._layer_received = layer_received
-        self._stored = stored
-        self._damaged = damaged
-        self._failed = failed
-        self._disk = disk
+    def __init__(self, book: SnapshotBook, run: SnapshotRun) -> None:
+        self._book = book
+        self._config = book.config
+        self._run = run
+        self._directory = book.directory / "snapshots"
+        self._store = book.store
+        self._folder = SnapshotFolder(self._directory, book.config, book.run_id, book.windows, book.scale_of)
         self._wanted: dict[int, Hosts] = {}
         """By step, in the order of the requests; those of steps that are complete are among them."""
         self._came: Counter[tuple[int, str]] = Counter()
@@ -161,7 +125,7 @@ class SnapshotHandler:
                     upload.done.set_exception(told)
                 continue
             if manifest is not None:
-                self._stored(manifest)
+                self._run.snapshot_stored(manifest, str(self.path(manifest.step)), is_here=True)
             if not upload.done.done():
                 upload.done.set_result(None)
 
@@ -185,7 +149,7 @@ class SnapshotHandler:
             for other in old:
                 await self._forget(other)
             if self._wanted.pop(step, None) is not None:
-                await asyncio.to_thread(self._writer.discard, step)
+                await asyncio.to_thread(self._folder.discard, step)
             self._wanted[step] = hosts
             if before is not None and not before.done():
                 before.set_result(None)
@@ -203,7 +167,7 @@ class SnapshotHandler:
         """Take in no more of a step, and remove what is there of it if that is not complete."""
         self._settle(step, None)
         if self._wanted.pop(step, None) is not None and step > self._newest:
-            await asyncio.to_thread(self._writer.discard, step, remove=True)
+            await asyncio.to_thread(self._folder.discard, step, remove=True)
 
     def agreed(self, step: int, agreement: Agreement) -> None:
         """What the layers of `step` are, as their holders agree: no other file is stored."""
@@ -214,7 +178,7 @@ class SnapshotHandler:
         self._settle(step, None)
         if step in self._wanted:
             async with self._writing:
-                await asyncio.to_thread(self._writer.discard, step)
+                await asyncio.to_thread(self._folder.discard, step)
 
     async def refuse(self, step: int) -> None:
         """Set a complete snapshot aside, which is not the run's state."""
@@ -234,14 +198,14 @@ class SnapshotHandler:
 
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
         """What the manifest of a complete snapshot says of a unit's file."""
-        self._check_unit(unit)
+        self._book.most_bytes(unit)
         if step == 0:
             return (await self._first_layer(unit))[0]
         return (await self._whole(step, lambda: read_manifest(self.path(step)))).entry(unit)
 
     async def layer(self, step: int, unit: str) -> bytes:
         """A unit's file of a complete snapshot."""
-        self._check_unit(unit)
+        self._book.most_bytes(unit)
         faults.reach_coordinator(faults.Phase.STATE_FETCH, step=step)
         if step == 0:
             return (await self._first_layer(unit))[1]
@@ -272,7 +236,7 @@ class SnapshotHandler:
             NotDueError: nobody asked for it, or another node uploads it.
             ProtocolViolationError: there is no such unit, or it has come whole too often.
         """
-        self._check_unit(unit)
+        most_bytes = self._book.most_bytes(unit)
         hosts = self._wanted.get(step)
         if hosts is None:
             raise NotDueError(f"nobody asked for a snapshot of step {step}")
@@ -286,13 +250,13 @@ class SnapshotHandler:
             node_id=node_id,
             step=step,
             unit=unit,
-            most_bytes=most_layer_bytes(self._config, unit, self._windows),
+            most_bytes=most_bytes,
             hosts=hosts,
             agreed=self._agreements[step],
             is_stored=step < self._newest,
         )
 
-    async def put(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+    async def put(self, permit: UploadPermit, data: bytes) -> None:
         """Wait until it is agreed what the unit is, pass its file to `run`, and wait until it is stored. Of a
         step that is, it is dropped.
 
@@ -304,13 +268,13 @@ class SnapshotHandler:
         if permit.is_stored:
             return
         faults.reach_coordinator(faults.Phase.SNAPSHOT, step=permit.step)
-        self._layer_received(permit.step, permit.unit)
+        self._run.layer_received(permit.step, permit.unit)
         if not await self._is_agreed(permit, data):
             return
         done = asyncio.get_running_loop().create_future()
-        self._uploads.put_nowait(_Upload(permit=permit, data=data, digest=digest, done=done))
+        self._uploads.put_nowait(_Upload(permit=permit, data=data, done=done))
         # On a full disk the call would time out. Nobody counts on the layer before it is stored.
-        full = asyncio.create_task(self._disk.full())
+        full = asyncio.create_task(self._book.disk.full())
         try:
             await asyncio.wait({done, full}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -341,7 +305,7 @@ class SnapshotHandler:
             if permit.step < self._newest:
                 return None
             self._check_current(permit)
-            manifest = await self._disk.write(partial(asyncio.to_thread, self._store_unit, upload))
+            manifest = await self._book.disk.write(partial(asyncio.to_thread, self._store_unit, upload))
             if manifest is not None:
                 self._newest = max(self._newest, manifest.step)
                 for step in list(self._wanted)[:-MOST_WANTED]:
@@ -389,7 +353,8 @@ class SnapshotHandler:
             checked = await asyncio.to_thread(set_damaged_aside, self._directory)
             if not checked.damaged:
                 return
-            self._damaged(step, checked)
+            news = checked.news() if checked.whole else ""
+            self._run.snapshot_lost(step, checked.whole, news)
             if checked.whole:
                 # Later steps will be asked for again and must then be stored.
                 self._newest = min(self._newest, checked.whole)
@@ -400,7 +365,7 @@ class SnapshotHandler:
         """The error that the sender gets; failures of the disk or the database end the run."""
         if isinstance(error, ThinwireError | OSError):
             if isinstance(error, RunError):
-                self._failed(str(error))
+                self._run.fail(str(error))
             return error
         log.error("layer %s of step %d could not be taken in", permit.unit, permit.step, exc_info=error)
         return RunError(
@@ -409,23 +374,16 @@ class SnapshotHandler:
 
     def _store_unit(self, upload: _Upload) -> Manifest | None:
         permit = upload.permit
-        manifest = self._writer.put(permit.step, permit.unit, upload.data, upload.digest)
+        manifest = self._folder.put(permit.step, permit.unit, upload.data)
         if manifest is not None:
-            self._record(manifest)
+            self._book.record(manifest)
+            complete = self._folder.steps()
+            held = self._book.held(complete)
+            # Nobody goes back to what is older and incomplete, and its uploads may never complete.
+            self._folder.hold(held)
+            for step in {*complete}.difference(held):
+                self._store.delete_snapshot(step)
         return manifest
-
-    def _record(self, manifest: Manifest) -> None:
-        self._store.record_snapshot(SnapshotRecord.of(manifest, time.time()), manifest.units)
-        run = self._config.run
-        best = self._store.best_of(list_snapshots(self._directory)) if run.keep_best else None
-        for step in prune(self._directory, run.keep_snapshots, best):
-            self._store.delete_snapshot(step)
-        # Nobody goes back to older steps, and their uploads may never complete.
-        self._writer.discard_below(manifest.step)
-
-    def _check_unit(self, unit: str) -> None:
-        if unit not in unit_names(self._config.model):
-            raise ProtocolViolationError(f"this model has no layer unit {unit[:40]!r}")
 
 
 def _matches(data: bytes, agreement: Agreement, unit: str) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from node.config.schema import RunConfig
 from node.model.labels import IGNORED, SMALL_BYTES, BatchPart, bytes_of, from_bytes, steps_at_once
 from node.stage.layer_peers import LayerPlace
-from node.state.snapshot_cache import LayerFile
+from node.state.manifest import LayerFile
 from wire.channels import NOT_YET, open_channel
 from wire.coordinator_messages_proto import coordinator_message_from_proto, refusal_from_proto
 from wire.errors import (

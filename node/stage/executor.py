@@ -37,6 +37,7 @@ from node.stage.tensor_transfer import TensorTransfer, example_tensor
 from node.state.serialization import without_cache
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.overflow import Overflow
+from node.tuning.memory_plan import Room
 from wire.codecs.base import Codec
 from wire.messages import Vote
 from wire.spec import Direction, TensorKey
@@ -56,16 +57,17 @@ class StageExecutor:
         clock: StageClock,
         model: StageCompute,
         *,
-        windows: int = 0,
+        room: Room | None = None,
     ) -> None:
         """
         Args:
             model: computes the stage; boundary tensors are on `device`.
-            windows: samples of one pass over the text, for a codec with a sample cache.
+            room: the memory that this node plans its stage for, and the samples of one pass over the text.
         """
         self.config = config
         self.device = device
         self.clock = clock
+        self.room = room or Room()
         self.stage = -1
         self.stages = 0
         self.state_step = -1
@@ -85,7 +87,7 @@ class StageExecutor:
             clock.switch if on_cpu and not remembers else None,
             unpacks_beside=not on_cpu and not remembers,
         )
-        self._caches = BoundaryCaches(config, windows) if remembers else None
+        self._caches = BoundaryCaches(config, self.room.windows) if remembers else None
         self._codecs = StageCodecs(config, self._caches)
         self._newest_step = 0
         """The step that was begun last."""

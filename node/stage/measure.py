@@ -11,6 +11,7 @@ import torch
 
 from node.schedule.routing import Peer
 from node.stage.allocator import largest_allocated
+from node.stage.node_metrics import NodeMetrics
 from node.telemetry.clock import ClockSync, SpanRing, StageClock, Times, difference
 from node.telemetry.trace_files import TracedSteps
 from wire.line_meter import Line
@@ -24,10 +25,15 @@ from wire.transfers import TransferKind
 class NodeMeter:
     """Totals of the current epoch. Call it on the event loop."""
 
-    def __init__(self, device: torch.device, line: Line | None = None) -> None:
-        """`line`: the node's, which its links measure."""
+    def __init__(self, device: torch.device, line: Line, metrics: NodeMetrics) -> None:
+        """
+        Args:
+            line: the node's, which its links measure.
+            metrics: get every report.
+        """
         self.sync = ClockSync()
-        self.line = line or Line()
+        self.line = line
+        self._metrics = metrics
         self.relay: Relay | None = None
         """What this node carries for others, if it does."""
         self.ring = SpanRing()
@@ -85,12 +91,15 @@ class NodeMeter:
         clock: StageClock,
         links: Mapping[Peer, tuple[LinkStats, int]],
         codec_of: Callable[[Direction], str],
+        stage: int = -1,
+        stages: int = 0,
     ) -> Telemetry:
         """The report of this moment.
 
         Args:
             links: by neighbour: the link's totals and its queued bytes.
             codec_of: the name of the codec in use for a kind of tensor.
+            stage: the node's, of `stages`; -1 for none.
         """
         times: dict[str, float] = {}
         wall = 0.0
@@ -103,7 +112,7 @@ class NodeMeter:
         skew = time.time() - (time.monotonic() + self.sync.offset) if self.sync.known else 0.0
         on_gpu = self._device.type == "cuda"
         resident = resident_bytes()
-        return Telemetry(
+        report = Telemetry(
             epoch=self._epoch,
             times=times,
             wall_seconds=wall,
@@ -123,6 +132,8 @@ class NodeMeter:
             line_up=self.line.up(time.monotonic()),
             line_down=self.line.down(time.monotonic()),
         )
+        self._metrics.report(report, stage, stages)
+        return report
 
     def _link(
         self,

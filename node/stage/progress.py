@@ -3,6 +3,7 @@
 Before the first step it says what the node waits for: compilation, neighbours, so many bytes of its state.
 """
 
+import logging
 import statistics
 import time
 from collections import deque
@@ -14,6 +15,8 @@ from node.config.schema import RunConfig
 from node.run_file.addresses import parse_listen
 from node.telemetry.format import bytes_text, count_text, duration_text
 from wire.identity.names import join_address, split_address
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 """Between two looks at a node's clock and links."""
@@ -49,8 +52,12 @@ class Reading:
 class Progress:
     """Counts steps and bytes; `line` says what there is to say. Call it on the event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, tell: Callable[[str], None] = log.info
+    ) -> None:
+        """`tell` shows the owner a line."""
         self._clock = clock
+        self.tell = tell
         self._steps = 0
         self._place = ""
         self._doing = ""

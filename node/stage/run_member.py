@@ -8,30 +8,25 @@ from dataclasses import replace
 import torch
 
 from node import faults
-from node.config.join_options import OwnerAllows
 from node.model.lora_shapes import trained_specs
 from node.model.units import state_bytes as unit_bytes
 from node.model.units import units_text
 from node.schedule.placement import stage_units
 from node.schedule.routing import Peer
 from node.stage import out_of_memory
-from node.stage.coordinator_client import Batches, CoordinatorClient
+from node.stage.coordinator_client import Batches
 from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask, LinkEvents
 from node.stage.executor import StageExecutor
 from node.stage.following import Follower, State
 from node.stage.inbox import Inbox, TensorLink
-from node.stage.layer_peers import LayerPeers
 from node.stage.measure import NodeMeter
-from node.stage.node_metrics import NodeMetrics
 from node.stage.progress import Progress
 from node.stage.session import Session
 from node.stage.snapshot_transfer import SnapshotTransfer
 from node.stage.sums_kept import SumsKept
 from node.stage.watchdog import ComputeThread
-from node.state.snapshot_cache import SnapshotCache
 from node.telemetry.format import bytes_text
-from node.tuning.memory_plan import Room
 from node.tuning.storage_choice import (
     allowed_storages,
     chosen_config,
@@ -53,9 +48,7 @@ from wire.messages import (
     SendLayers,
     TakeSnapshot,
     Validate,
-    Welcome,
 )
-from wire.pacing import Pacer
 from wire.telemetry import Telemetry
 
 RunMessage = (
@@ -83,63 +76,40 @@ class RunMember:
 
     def __init__(
         self,
-        welcome: Welcome,
         executor: StageExecutor,
         *,
         session: Session,
-        client: CoordinatorClient,
+        batches: Batches,
         links: EpochLinks,
-        cache: SnapshotCache,
+        snapshots: SnapshotTransfer,
         sums: SumsKept,
-        peers: LayerPeers,
-        allows: OwnerAllows,
-        pacer: Pacer | None,
         compute: ComputeThread,
-        room: Room,
         meter: NodeMeter,
-        metrics: NodeMetrics,
         group: asyncio.TaskGroup,
-        tell: Callable[[str], None],
         progress: Progress,
     ) -> None:
         """
         Args:
-            pacer: the node's bandwidth limit, if it has one.
-            room: the memory that this node plans its stage for.
-            group: runs the background tasks; their errors end the node.
             sums: this node's summed gradients, for nodes that follow the run.
-            tell: shows the volunteer a line.
+            group: runs the background tasks; their errors end the node.
             progress: gets what the node is at.
         """
-        self.config_json = welcome.config_json
         self.executor = executor
         self.inbox = Inbox()
         self.progress = progress
-        self.batches = Batches(executor.config, client, group)
-        self._room = room
-        self._snapshots = SnapshotTransfer(
-            config=executor.config,
-            windows=welcome.windows,
-            client=client,
-            cache=cache,
-            peers=peers,
-            allows=allows,
-            pacer=pacer,
-            group=group,
-            post=session.post,
-            tell=tell,
-        )
+        self.batches = batches
+        self._room = executor.room
+        self._snapshots = snapshots
         self._sums = sums
-        self._follower = Follower(self, peers.fetch_sums, group, session.post, tell)
+        self._follower = Follower(self, snapshots.fetch_sums, group, session.post, progress.tell)
         self._session = session
         self.post = session.post
         self._links = links
         self.compute = compute.run
         self._clock = compute.clock
         self._meter = meter
-        self._metrics = metrics
         self._group = group
-        self._tell = tell
+        self._tell = progress.tell
         self._running: tuple[EpochTask, asyncio.Task[None]] | None = None
         """The current epoch; None between epochs."""
         self._storage_seconds: dict[tuple[int, int], Mapping[str, float]] = {}
@@ -267,11 +237,10 @@ class RunMember:
         self._meter.step_begins(self._clock)
 
     def telemetry(self) -> Telemetry:
-        report = self._meter.telemetry(self._clock, self._links.totals(), self.executor.codec_name)
         placement = None if self._running is None else self._running[0].placement
         stage = (-1, 0) if placement is None else (placement.stage, len(placement.stages))
-        self._metrics.report(report, *stage)
-        return report
+        totals, codec_name = self._links.totals(), self.executor.codec_name
+        return self._meter.telemetry(self._clock, totals, codec_name, *stage)
 
     def open_links(
         self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents

@@ -18,7 +18,7 @@ from node.config.join_options import OwnerAllows
 from node.config.schema import RunConfig
 from node.run_file.loader import from_json
 from node.stage.block_measure import block_seconds, measured_times
-from node.stage.coordinator_client import CoordinatorClient
+from node.stage.coordinator_client import Batches, CoordinatorClient
 from node.stage.epoch_links import EpochLinks
 from node.stage.executor import StageExecutor
 from node.stage.layer_peers import LayerPeers, LayersHeld
@@ -30,7 +30,7 @@ from node.stage.packing_meter import PackingMeter
 from node.stage.progress import LOOK_SECONDS, Progress, Reading, Shows, page_address
 from node.stage.run_member import RunMember
 from node.stage.session import IdentityHolder, Session, renew_certificates, short_reason
-from node.stage.snapshot_transfer import check_store
+from node.stage.snapshot_transfer import SnapshotTransfer, check_store
 from node.stage.stage_model import StageDevices
 from node.stage.sums_kept import SumsKept
 from node.stage.watchdog import ComputeThread, StuckError
@@ -123,7 +123,7 @@ class NodeRuntime:
             settings.control_address, lambda: identity.current, FIRST_OUTAGE_SECONDS, settings.pacer
         )
         line = Line(settings.pacer.rate if settings.pacer is not None else 0.0)
-        self._meter = NodeMeter(settings.devices.first, line)
+        self._meter = NodeMeter(settings.devices.first, line, self._metrics)
         self._links = EpochLinks(
             identity,
             LinkSettings(
@@ -138,7 +138,7 @@ class NodeRuntime:
         )
         self._mapped = MappedPort((), tell)
         self._peers = LayerPeers(identity)
-        self.progress = Progress()
+        self.progress = Progress(tell=tell)
         self._client.layer_bytes_came = self._peers.bytes_came = self.progress.came
         self._session = Session(self._client)
         self._compute = ComputeThread()
@@ -152,6 +152,7 @@ class NodeRuntime:
         self._member: RunMember | None = None
         self._packing: PackingMeter | None = None
         """Built on the coordinator's welcome."""
+        self._config_json = ""
 
     async def run(self) -> Finish:
         """Serve until the end of the run. Raises Refused, LinkLostError or RunError.
@@ -316,13 +317,14 @@ class NodeRuntime:
     async def _join(self, group: asyncio.TaskGroup, welcome: Welcome) -> None:
         """Become a member of the run; a welcome after a reconnect must name the same run."""
         if self._member is not None:
-            if self._member.config_json != welcome.config_json:
+            if self._config_json != welcome.config_json:
                 raise RunError("the coordinator came back with another run file: join again")
             self._member.offer_layers()
             self._member.batches.forget()
             if self._packing is not None:
                 self._packing.forget_told()
             return
+        self._config_json = welcome.config_json
         config = from_json(welcome.config_json)
         if line := cannot_compute(config.training, self._settings.devices.first):
             raise RunError(line)
@@ -369,23 +371,28 @@ class NodeRuntime:
         sums = self._sums = SumsKept(at.with_name(f"{at.name}-sums"), self._settings.cache_bytes // SUMS_PART)
         held = LayersHeld(cache, sums, self._settings.pacer, lambda: self._links.busy)
         self._links.serve_layers(LayerServer(held))
-        self._member = RunMember(
-            welcome,
-            executor,
-            session=self._session,
+        snapshots = SnapshotTransfer(
+            config=config,
+            windows=welcome.windows,
             client=self._client,
-            links=self._links,
             cache=cache,
-            sums=sums,
             peers=self._peers,
             allows=self._settings.allows,
             pacer=self._settings.pacer,
-            compute=self._compute,
-            room=room,
-            meter=self._meter,
-            metrics=self._metrics,
             group=group,
+            post=self._session.post,
             tell=self._tell,
+        )
+        self._member = RunMember(
+            executor,
+            session=self._session,
+            batches=Batches(config, self._client, group),
+            links=self._links,
+            snapshots=snapshots,
+            sums=sums,
+            compute=self._compute,
+            meter=self._meter,
+            group=group,
             progress=self.progress,
         )
         self._member.offer_layers()
@@ -401,7 +408,7 @@ class NodeRuntime:
             # Triton launches on the thread's current device, wherever the tensors are.
             torch.cuda.set_device(device)
         model = self._settings.devices.start(config, room)
-        executor = StageExecutor(config, device, self._compute.clock, model, windows=room.windows)
+        executor = StageExecutor(config, device, self._compute.clock, model, room=room)
         executor.compile_codecs()
         return executor
 
@@ -475,6 +482,4 @@ class NodeRuntime:
     def _telemetry(self) -> Telemetry:
         if self._member is not None:
             return self._member.telemetry()
-        report = self._meter.telemetry(self._compute.clock, {}, lambda _: "")
-        self._metrics.report(report, -1, 0)
-        return report
+        return self._meter.telemetry(self._compute.clock, {}, lambda _: "")

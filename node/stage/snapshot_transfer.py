@@ -21,10 +21,10 @@ from node.stage.following import State
 from node.stage.layer_peers import LayerPeers, LayerPlace
 from node.state.hub import PREFIX as HUB
 from node.state.hub import Repository
-from node.state.manifest import unit_weights_sha256
+from node.state.manifest import LayerFile, unit_weights_sha256
 from node.state.object_store import ObjectStore, is_below, wrong_url
 from node.state.serialization import deserialize_unit, serialize_unit
-from node.state.snapshot_cache import LayerFile, SnapshotCache
+from node.state.snapshot_cache import NO_ROOM, SnapshotCache
 from node.state.start import read_units
 from node.state.unit_state import (
     PARAMETER_PREFIX,
@@ -38,7 +38,6 @@ from node.tuning.snapshot_place import is_url
 from wire.errors import DataError, LinkError, RunError, ThinwireError, UserError
 from wire.messages import (
     MOST_HELD,
-    NODES,
     FailureKind,
     HeldLayer,
     NodeMessage,
@@ -92,6 +91,7 @@ class SnapshotTransfer:
         self._client = client
         self._cache = cache
         self._peers = peers
+        self.fetch_sums = peers.fetch_sums
         self._allows = allows
         self._pacer = pacer
         self._group = group
@@ -200,7 +200,7 @@ class SnapshotTransfer:
 
     def retain(self, wanted: Retain) -> None:
         """Keep these snapshots and remove older ones."""
-        self._beside(asyncio.to_thread(self._cache.retain, wanted.steps, wanted.record))
+        self._beside(asyncio.to_thread(self._cache.hold, wanted.steps, wanted.record))
 
     def send(self, wanted: SendLayers) -> None:
         """Send layers that this node holds to the coordinator."""
@@ -246,25 +246,20 @@ class SnapshotTransfer:
             answer = await self._client.layer(step, unit, limit, kept, bad)
             if isinstance(answer, bytes):
                 if kept is None or answer is not kept.data:
-                    await asyncio.to_thread(self._cache.put, step, unit, answer)
+                    await self._keep_copy(step, unit, answer)
                 return answer, False
             if kept is not None and kept.sha256 == answer.sha256:
                 data = kept.data
-            elif answer.url:
-                try:
-                    data = await self._get(answer, limit)
-                except RunError as error:
-                    trouble = str(error)
-                    await asyncio.sleep(STORE_SECONDS)
-                    continue
-                await asyncio.to_thread(self._cache.put, step, unit, data)
             else:
                 try:
-                    data = await self._peers.fetch(answer, limit, bad)
-                except LinkError as error:
+                    get = self._get(answer, limit) if answer.url else self._peers.fetch(answer, limit, bad)
+                    data = await get
+                except (LinkError, RunError) as error:
                     trouble = str(error)
+                    if answer.url:
+                        await asyncio.sleep(STORE_SECONDS)
                     continue
-                await asyncio.to_thread(self._cache.put, step, unit, data)
+                await self._keep_copy(step, unit, data)
             if bad:
                 await self._client.layer(step, unit, limit, None, bad)  # so that they look at their copies
             return data, not answer.url
@@ -284,7 +279,7 @@ class SnapshotTransfer:
             log.warning("%s; the coordinator sends these weights", error)
             return None
         data = await asyncio.to_thread(weights_file, weights)
-        return LayerFile(data, (await asyncio.to_thread(hashlib.sha256, data)).hexdigest())
+        return await asyncio.to_thread(LayerFile.of, data)
 
     async def _upload(self, epoch: int, take: TakeSnapshot, state: State, stage: int) -> bool:
         """Save every layer; whether all are. A missing layer fails the epoch: the run may wait for it."""
@@ -292,23 +287,28 @@ class SnapshotTransfer:
         for unit, tensors in state.items():
             faults.reach(faults.Phase.SNAPSHOT, stage=stage, step=step)
             data = await asyncio.to_thread(serialize_unit, tensors)
-            stored = await asyncio.to_thread(self._cache.put, step, unit, data)
             try:
-                if not take.place:
-                    await self._client.put_layer(step, unit, data)
-                elif is_url(take.place):
-                    await self._put(take.place, step, unit, data)
-                    await self._client.hold_layers([await asyncio.to_thread(self._held, step, unit, data)])
-                elif take.place != NODES or not stored:
-                    raise RunError("there is no room on this node's disk: free some, or join with --max-disk")
+                if take.place and not is_url(take.place):
+                    await asyncio.to_thread(self._cache.put, step, unit, data)
                 else:
+                    await self._keep_copy(step, unit, data)
+                if is_url(take.place):
+                    await self._put(take.place, step, unit, data)
+                if take.place:
                     await self._client.hold_layers([await asyncio.to_thread(self._held, step, unit, data)])
+                else:
+                    await self._client.put_layer(step, unit, data)
             except ThinwireError as error:
                 failure = f"layer {unit} of the snapshot of step {step} was not stored: {error}"
                 log.warning("%s", failure)
                 self._post(StepFailed(epoch=epoch, step=step, kind=FailureKind.INTERNAL, message=failure))
                 return False
         return True
+
+    async def _keep_copy(self, step: int, unit: str, data: bytes) -> None:
+        """Keep a file on this node's disk, if there is room."""
+        with contextlib.suppress(RunError):
+            await asyncio.to_thread(self._cache.put, step, unit, data)
 
     async def _put(self, url: str, step: int, unit: str, data: bytes) -> None:
         """Store a layer in the run's object store; a store that fails has a minute to come back."""
@@ -330,10 +330,10 @@ class SnapshotTransfer:
         """A layer from the run's object store, its SHA-256 checked. Raises RunError."""
         check_store(place.url, self._allows.store)
         store = await asyncio.to_thread(ObjectStore, place.url)
-        data = await asyncio.to_thread(store.get, place.step, place.unit, min(limit, place.bytes) + 1)
-        if (await asyncio.to_thread(hashlib.sha256, data)).hexdigest() != place.sha256:
+        file = await asyncio.to_thread(store.get, place.step, place.unit, min(limit, place.bytes) + 1)
+        if file.sha256 != place.sha256:
             raise RunError(f"layer {place.unit} of step {place.step} is damaged in {place.url}")
-        return data
+        return file.data
 
     async def _prefetch(self, wanted: Prefetch) -> None:
         for unit in wanted.units:
@@ -363,7 +363,7 @@ class SnapshotTransfer:
         """Report a copy on this node's disk to the coordinator that a stage can go on from."""
         kept = await asyncio.to_thread(self._cache.get, step, unit)
         if kept is None:
-            raise RunError("there is no room on this node's disk")
+            raise RunError(NO_ROOM)
         held = await asyncio.to_thread(self._held, step, unit, data)
         for unknown in await self._client.hold_layers([held]):
             await asyncio.to_thread(self._cache.drop, *unknown)

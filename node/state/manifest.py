@@ -6,13 +6,14 @@ each of its parameters, sorted by name.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from node.config.schema import RunConfig
 from node.training.loss_scale import LossScale
 from wire.errors import RunError
 
@@ -58,6 +59,22 @@ class Manifest:
     loss_scale: LossScale | None = None
     """Of the next step, in a run that computes in float16."""
 
+    @classmethod
+    def of(
+        cls, run_id: str, step: int, config: RunConfig, units: Sequence[UnitEntry], scale: LossScale | None
+    ) -> "Manifest":
+        """The manifest of a snapshot with these files, in model order."""
+        return cls(
+            format=FORMAT,
+            run_id=run_id,
+            step=step,
+            # Through JSON, so that a manifest equals itself read back: tuples become lists.
+            config=json.loads(json.dumps(asdict(config))),
+            units=tuple(units),
+            weights_sha256=weights_sha256(entry.weights_sha256 for entry in units),
+            loss_scale=scale,
+        )
+
     @property
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.units)
@@ -102,6 +119,41 @@ class Manifest:
         if manifest.weights_sha256 != weights_sha256(entry.weights_sha256 for entry in units):
             raise SnapshotDamagedError(f"the manifest of {where} contradicts itself on weights")
         return manifest
+
+
+class LayerFile(NamedTuple):
+    """A unit's snapshot file."""
+
+    data: bytes
+    sha256: str
+    """In hex."""
+
+    @classmethod
+    def of(cls, data: bytes) -> "LayerFile":
+        return cls(data, sha256(data).hexdigest())
+
+
+class SnapshotStore(Protocol):
+    """A place that keeps the layers of a run's snapshots: the coordinator's folder, a node's disk, or an
+    object store. What a file must be is the caller's to know: it compares the SHA-256.
+
+    Every call blocks, and raises RunError if the place fails: call them from a thread.
+    """
+
+    def put(self, step: int, unit: str, data: bytes) -> object:
+        """Store a layer unit's file durably; it is there as a whole or not at all."""
+
+    def get(self, step: int, unit: str, size: int) -> LayerFile | None:
+        """At most `size` bytes of a unit's file; None if it is missing or known to be damaged."""
+
+    def steps(self) -> Sequence[int]:
+        """Steps whose files are here, oldest first; in the coordinator's folder, of complete snapshots."""
+
+    def remove(self, step: int) -> None:
+        """Remove a snapshot, if it is there."""
+
+    def hold(self, steps: Collection[int], record: str = "") -> None:
+        """Keep these snapshots and remove older ones; `record` is what `thinwire recover` needs."""
 
 
 def unit_file(unit: str) -> str:

@@ -12,15 +12,16 @@ import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
-from hashlib import sha256
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from node.state.manifest import MANIFEST_NAME, Manifest, unit_file
+from node.state.manifest import MANIFEST_NAME, LayerFile, Manifest, unit_file
 from wire.errors import RunError, UserError
 
 RECORD_FILE = "run.json"
+_STEP = re.compile(r"step-(\d{8,})")
 _EXTRAS = {"s3": "s3fs"}
 """By scheme, the package that fsspec needs beside itself and that `thinwire[store]` brings."""
 _FOLDERS = ("file", "local")
@@ -80,7 +81,7 @@ def run_folder(url: str, run_id: str) -> str:
 
 
 class ObjectStore:
-    """One run's part of a store. Every call blocks: use `asyncio.to_thread`."""
+    """One run's part of a store. Implements `node.state.manifest.SnapshotStore`."""
 
     def __init__(self, url: str) -> None:
         """`url` is the run's own folder, as `run_folder` gives it. Raises UserError if it cannot be one."""
@@ -93,31 +94,38 @@ class ObjectStore:
             self._files, self._root = fsspec.core.url_to_fs(self.url)
 
     def put(self, step: int, unit: str, data: bytes) -> None:
-        """Store a layer unit's file; it is there as a whole or not at all. Raises RunError."""
         self._put(f"{self._step(step)}/{unit_file(unit)}", data)
 
-    def get(self, step: int, unit: str, size: int) -> bytes:
-        """A layer unit's file, at most `size` bytes of it. Raises RunError; the hash is the caller's to
-        check."""
+    def get(self, step: int, unit: str, size: int) -> LayerFile:
+        """As of every store; raises RunError for a missing file too, since the store's library may not tell
+        that from another failure."""
         path = f"{self._step(step)}/{unit_file(unit)}"
         with self._errors(path):
             self._refuse_link(path)
             with self._files.open(path, "rb") as file:
-                return bytes(file.read(size))
+                return LayerFile.of(bytes(file.read(size)))
 
-    def put_record(self, text: str) -> None:
-        """Store what `thinwire recover` needs. Raises RunError."""
-        self._put(f"{self._root}/{RECORD_FILE}", text.encode())
+    def steps(self) -> tuple[int, ...]:
+        with self._errors(self._root):
+            paths = self._files.ls(self._root, detail=False) if self._files.exists(self._root) else ()
+        names = (path.rstrip("/").rpartition("/")[2] for path in paths)
+        return tuple(sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name))))
+
+    def hold(self, steps: Collection[int], record: str = "") -> None:
+        for step in self.steps():
+            if step < max(steps, default=0) and step not in steps:
+                self.remove(step)
+        if record:
+            self._put(f"{self._root}/{RECORD_FILE}", record.encode())
 
     def record(self) -> bytes:
-        """What `put_record` stored last. Raises RunError."""
+        """What `hold` stored last. Raises RunError."""
         path = f"{self._root}/{RECORD_FILE}"
         with self._errors(path):
             self._refuse_link(path)
             return bytes(self._files.cat_file(path))
 
-    def drop(self, step: int) -> None:
-        """Remove a snapshot, if it is there. Raises RunError."""
+    def remove(self, step: int) -> None:
         path = self._step(step)
         with self._errors(path):
             self._refuse_link(path)
@@ -185,10 +193,10 @@ def bring(run_directory: Path, step: int) -> Path:
         store = ObjectStore(stored_steps(run_directory)[step])
         directory.mkdir(parents=True, exist_ok=True)
         for entry in manifest.units:
-            data = store.get(step, entry.unit, entry.bytes + 1)
-            if sha256(data).hexdigest() != entry.sha256:
+            file = store.get(step, entry.unit, entry.bytes + 1)
+            if file.sha256 != entry.sha256:
                 raise RunError(f"layer {entry.unit} of step {step} is damaged in {store.url}")
-            (directory / entry.file).write_bytes(data)
+            (directory / entry.file).write_bytes(file.data)
         # Last: with a manifest a folder is complete.
         (directory / MANIFEST_NAME).write_text(manifest.to_json())
     except OSError as error:

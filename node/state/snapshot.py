@@ -11,15 +11,14 @@ files: call them from a thread, never on the event loop.
 """
 
 import errno
-import json
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -30,14 +29,13 @@ from node.config.schema import RunConfig
 from node.model.units import unit_names
 from node.state.manifest import (
     DAMAGED_NAME,
-    FORMAT,
     MANIFEST_NAME,
+    LayerFile,
     Manifest,
     SnapshotDamagedError,
     UnitEntry,
     unit_file,
     unit_weights_sha256,
-    weights_sha256,
 )
 from node.state.unit_state import check_state, parameters_of, read_tensors
 from node.telemetry.format import bytes_text
@@ -147,26 +145,6 @@ def set_aside(directory: Path) -> None:
         raise RunError(f"cannot rename {manifest} ({error.strerror}); check its permissions") from error
 
 
-def prune(root: Path, keep: int, pinned: int | None = None) -> tuple[int, ...]:
-    """Remove all but the newest `keep` complete snapshots (at least one stays) and that of step `pinned`.
-    Returns the steps removed.
-
-    Damaged snapshots older than all of these are removed too.
-    """
-    complete = list_snapshots(root)
-    older = complete[: -max(1, keep)]
-    removed = tuple(step for step in older if step != pinned)
-    for step, directory in _step_directories(root):
-        if complete and step < complete[len(older)] and _is_aside(directory):
-            _remove(directory)
-    for step in removed:
-        directory = snapshot_directory(root, step)
-        # The manifest first: an interrupted removal leaves an incomplete snapshot, not a damaged one.
-        _remove(directory / MANIFEST_NAME)
-        _remove(directory)
-    return removed
-
-
 def discard_incomplete(root: Path, below: int | None = None) -> tuple[int, ...]:
     """Remove incomplete snapshots, of steps below `below` if given. Returns their steps."""
     complete = set(list_snapshots(root))
@@ -251,8 +229,9 @@ def _opened(path: Path) -> BinaryIO:
     return when_there_are_some(lambda: path.open("rb"))
 
 
-class SnapshotWriter:
-    """Collects the units of snapshots as stages upload them; the last one completes a snapshot.
+class SnapshotFolder:
+    """The coordinator's: collects the units of snapshots as stages upload them; the last one completes a
+    snapshot. Implements `node.state.manifest.SnapshotStore`.
 
     Units may come in any order, from several threads, and for several steps at once. Before a step is
     uploaded again call `discard`, so that no snapshot mixes units of two attempts at it.
@@ -270,29 +249,55 @@ class SnapshotWriter:
         self._scale_of = scale_of
         self._run = config
         self._windows = windows
-        # Through JSON, so that a manifest equals itself read back: tuples become lists.
-        self._config = json.loads(json.dumps(asdict(config)))
         self._run_id = run_id
         self._units = unit_names(config.model)
         self._entries: dict[int, dict[str, UnitEntry]] = {}
         self._lock = Lock()
 
-    def put(self, step: int, unit: str, data: bytes, digest: str) -> Manifest | None:
+    def get(self, step: int, unit: str, size: int) -> LayerFile:
+        """As of every store. Raises what `read_unit` does."""
+        return LayerFile.of(read_unit(snapshot_directory(self._root, step), unit)[:size])
+
+    def steps(self) -> tuple[int, ...]:
+        return list_snapshots(self._root)
+
+    def remove(self, step: int) -> None:
+        with self._lock:
+            self._remove(step)
+
+    def hold(self, steps: Collection[int], record: str = "") -> None:
+        """As of every store; incomplete snapshots that are older than the newest of `steps` go too, and
+        damaged ones that are older than all. No record is kept: the database is in the same directory."""
+        newest, oldest = max(steps, default=0), min(steps, default=0)
+        with self._lock:
+            for step, directory in _step_directories(self._root):
+                if step not in steps and step < (oldest if _is_aside(directory) else newest):
+                    self._remove(step)
+            discard_incomplete(self._root, below=newest)
+
+    def _remove(self, step: int) -> None:
+        directory = snapshot_directory(self._root, step)
+        self._entries.pop(step, None)
+        # The manifest first: an interrupted removal leaves an incomplete snapshot, not a damaged one.
+        for path in (directory / MANIFEST_NAME, directory):
+            if path.exists():
+                _remove(path)
+
+    def put(self, step: int, unit: str, data: bytes) -> Manifest | None:
         """Store one unit; a repeated upload replaces the earlier one.
 
         Args:
             step: optimizer steps taken.
             data: from `serialize_unit`.
-            digest: its SHA-256 in hex, as the sender computed it.
 
         Returns:
             The manifest, once all units of the step are stored; else None.
 
         Raises:
-            ProtocolViolationError: damaged in transfer, or unusable for a resume; nothing is stored.
+            ProtocolViolationError: unusable for a resume; nothing is stored.
             RunError: the disk is full or cannot be written; no partial file is left.
         """
-        entry = self._check(unit, data, digest)
+        entry = self._check(unit, data)
         directory = snapshot_directory(self._root, step)
         with self._lock:
             if (directory / MANIFEST_NAME).exists():
@@ -307,7 +312,8 @@ class SnapshotWriter:
             entries[unit] = entry
             if len(entries) < len(self._units):
                 return None
-            manifest = self._manifest(step, entries)
+            units = [entries[unit] for unit in self._units]
+            manifest = Manifest.of(self._run_id, step, self._run, units, self._scale_of(step))
             _write(directory / MANIFEST_NAME, manifest.to_json().encode(), step)
             # All files of one that was damaged are written again.
             (directory / DAMAGED_NAME).unlink(missing_ok=True)
@@ -326,38 +332,14 @@ class SnapshotWriter:
             if remove and directory.is_dir() and not is_complete(directory) and not _is_aside(directory):
                 _remove(directory)
 
-    def discard_below(self, step: int) -> None:
-        """Drop incomplete snapshots of lower steps, also from disk.
-
-        Raises:
-            RunError: they cannot be removed.
-        """
-        with self._lock:
-            self._entries = {other: entries for other, entries in self._entries.items() if other >= step}
-            discard_incomplete(self._root, below=step)
-
     def missing(self, step: int) -> tuple[str, ...]:
         """Units of a step's snapshot that have not come yet, in model order."""
         with self._lock:
             return tuple(unit for unit in self._units if unit not in self._entries.get(step, {}))
 
-    def _manifest(self, step: int, entries: dict[str, UnitEntry]) -> Manifest:
-        units = tuple(entries[unit] for unit in self._units)
-        return Manifest(
-            format=FORMAT,
-            run_id=self._run_id,
-            step=step,
-            config=self._config,
-            units=units,
-            weights_sha256=weights_sha256(entry.weights_sha256 for entry in units),
-            loss_scale=self._scale_of(step),
-        )
-
-    def _check(self, unit: str, data: bytes, digest: str) -> UnitEntry:
+    def _check(self, unit: str, data: bytes) -> UnitEntry:
         if unit not in self._units:
             raise ProtocolViolationError(f"upload of unit {unit!r}, which this model does not have; refused")
-        if sha256(data).hexdigest() != digest:
-            raise ProtocolViolationError(f"upload of unit {unit} was damaged on the way; send it again")
         try:
             tensors = read_tensors(data)
         except RunError as error:
@@ -372,7 +354,7 @@ class SnapshotWriter:
             unit=unit,
             file=unit_file(unit),
             bytes=len(data),
-            sha256=digest,
+            sha256=sha256(data).hexdigest(),
             weights_sha256=unit_weights_sha256(parameters_of(tensors)),
         )
 

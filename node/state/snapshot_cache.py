@@ -11,23 +11,20 @@ reached the same step with other bits; so a node asks the coordinator whether it
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from node.state.manifest import LayerFile
+from wire.errors import RunError
+
 KEPT_STEPS = 2
 """Steps to keep beside those that the coordinator wants kept."""
 RECORD_FILE = "run.json"
+NO_ROOM = "there is no room on this node's disk: free some, or join with --max-disk"
 _SUM = 32
-
-
-class LayerFile(NamedTuple):
-    """A unit's snapshot file."""
-
-    data: bytes
-    sha256: str
-    """In hex."""
 
 
 class LayerName(NamedTuple):
@@ -40,16 +37,16 @@ class LayerName(NamedTuple):
 
 
 class SnapshotCache:
-    """Holds the newest steps, at most `limit` bytes. All calls block on the disk: use `asyncio.to_thread`."""
+    """Holds the newest steps, at most `limit` bytes. Implements `node.state.manifest.SnapshotStore`."""
 
     def __init__(self, directory: Path, limit: int) -> None:
         self._directory = directory
         self._limit = limit
         self._kept: frozenset[int] = frozenset()
-        """Steps of complete snapshots: only `retain` removes their files."""
+        """Steps of complete snapshots: only `hold` removes their files."""
 
-    def get(self, step: int, unit: str) -> LayerFile | None:
-        """The unit's file, or None if it is missing or damaged. A damaged one is removed."""
+    def get(self, step: int, unit: str, size: int = sys.maxsize) -> LayerFile | None:
+        """As of every store. A damaged file is removed."""
         path = self._path(step, unit)
         try:
             content = path.read_bytes() if path is not None else b""
@@ -57,38 +54,45 @@ class SnapshotCache:
             return None
         digest, data = content[:_SUM], content[_SUM:]
         if hashlib.sha256(data).digest() == digest:
-            return LayerFile(data, digest.hex())
+            return LayerFile(data[:size], digest.hex())
         if path is not None:
             path.unlink(missing_ok=True)
         return None
 
-    def put(self, step: int, unit: str, data: bytes) -> bool:
-        """Store a file durably if there is room. False if there is none, or the disk fails."""
+    def put(self, step: int, unit: str, data: bytes) -> None:
         path = self._path(step, unit)
         if path is None:
-            return False
+            raise RunError(f"{unit[:40]!r} is no layer unit")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not self._make_room(path, len(data) + _SUM):
-                return False
+                raise RunError(NO_ROOM)
             _write(path, hashlib.sha256(data).digest(), data)
-        except OSError:
-            return False
-        return True
+        except OSError as error:
+            raise RunError(f"{path} cannot be written ({error.strerror}): make room there") from error
 
     def drop(self, step: int, unit: str) -> None:
         """Remove a file that is of no snapshot."""
         if (path := self._path(step, unit)) is not None:
             path.unlink(missing_ok=True)
 
-    def retain(self, steps: Collection[int], record: str = "") -> None:
-        """Keep these steps and remove older ones; `record` is for `thinwire recover`. A failing disk is no
-        error here."""
+    def steps(self) -> tuple[int, ...]:
+        return tuple(step for step, _ in self._steps())
+
+    def remove(self, step: int) -> None:
+        shutil.rmtree(self._directory / str(step), ignore_errors=True)
+
+    def record(self) -> bytes:
+        """What `hold` stored last. Raises OSError."""
+        return (self._directory / RECORD_FILE).read_bytes()
+
+    def hold(self, steps: Collection[int], record: str = "") -> None:
+        """As of every store. A failing disk is no error here: other nodes hold copies."""
         self._kept = frozenset(steps)
         newest = max(steps, default=0)
-        for step, directory in self._steps():
+        for step in self.steps():
             if step < newest and step not in self._kept:
-                shutil.rmtree(directory, ignore_errors=True)
+                self.remove(step)
         if record:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
@@ -117,15 +121,15 @@ class SnapshotCache:
             if other.is_dir() and not other.name.isdigit():
                 shutil.rmtree(other, ignore_errors=True)
         step = int(path.parent.name)
-        older = [other for other, _ in self._steps() if other < step]
+        older = [other for other in self.steps() if other < step]
         free = [other for other in older if other not in self._kept]
         # Of complete snapshots the newest stays, whatever the limit.
         last = [other for other in older if other in self._kept and other != max(self._kept)]
         while free and len(free) >= KEPT_STEPS:
-            shutil.rmtree(self._directory / str(free.pop(0)), ignore_errors=True)
+            self.remove(free.pop(0))
         given_up = [*free, *last]
         while given_up and self._size(path) + size > self._limit:
-            shutil.rmtree(self._directory / str(given_up.pop(0)), ignore_errors=True)
+            self.remove(given_up.pop(0))
         return self._size(path) + size <= self._limit
 
     def _steps(self) -> list[tuple[int, Path]]:

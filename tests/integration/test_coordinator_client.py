@@ -10,7 +10,7 @@ import pytest
 
 from node.model.labels import BatchPart
 from node.stage.coordinator_client import CoordinatorClient
-from node.state.snapshot_cache import LayerFile
+from node.state.manifest import LayerFile
 from wire.channels import NOT_YET
 from wire.errors import LinkLostError
 from wire.v1 import control_pb2, control_pb2_grpc

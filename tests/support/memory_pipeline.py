@@ -143,7 +143,7 @@ class MemoryPipeline:
                 CPU,
                 StageClock(),
                 StageModel(config, CPU, room=room, host=None if room is None else LateHostMemory()),
-                windows=self._corpus.windows,
+                room=Room(windows=self._corpus.windows),
             )
             for _ in range(self.rows * stages)
         ]

@@ -1,7 +1,6 @@
 """Snapshots of a small model, as a run writes them."""
 
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from node.model.chunk import build_chunk
 from node.schedule.placement import split_units
 from node.state.manifest import Manifest
 from node.state.serialization import serialize_unit
-from node.state.snapshot import SnapshotWriter
+from node.state.snapshot import SnapshotFolder
 from node.training.optimizer import StageOptimizer
 
 MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
@@ -25,13 +24,13 @@ def unit_states(seed: int = 0, chunks: int = 1) -> dict[str, dict[str, Tensor]]:
     return {unit: optimizer.unit_state(unit) for unit in optimizer.units}
 
 
-def put(writer: SnapshotWriter, step: int, unit: str, tensors: Mapping[str, Tensor]) -> Manifest | None:
+def put(writer: SnapshotFolder, step: int, unit: str, tensors: Mapping[str, Tensor]) -> Manifest | None:
     data = serialize_unit(tensors)
-    return writer.put(step, unit, data, sha256(data).hexdigest())
+    return writer.put(step, unit, data)
 
 
 def write_snapshot(root: Path, step: int, seed: int = 0) -> Manifest:
-    writer = SnapshotWriter(root, CONFIG, "run-1")
+    writer = SnapshotFolder(root, CONFIG, "run-1")
     manifest = None
     for unit, tensors in unit_states(seed).items():
         assert manifest is None

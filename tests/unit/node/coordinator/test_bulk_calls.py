@@ -112,7 +112,7 @@ class Handler:
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         self.layers_refused.append((permit.unit, why))
 
-    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+    async def store_layer(self, permit: UploadPermit, data: bytes) -> None:
         self.stored.append(data)
 
 

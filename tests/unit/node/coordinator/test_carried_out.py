@@ -237,7 +237,7 @@ async def test_nodes_learn_no_paths(tmp_path: Path) -> None:
         told = from_json(welcome.config_json)
         names = DataSection(**dict(zip(files, files, strict=True)), sources=("books", "pages"))
         assert told == replace(config, data=names, model=replace(config.model, from_="small"))
-        run.coordinator._fail(f"{folder}texts/a.jsonl line 3 is not JSON; its folder is {folder}texts")
+        run.coordinator.fail(f"{folder}texts/a.jsonl line 3 is not JSON; its folder is {folder}texts")
         assert await run.peer("a").hear() == welcome
         assert (await run.end()).reason.startswith(folder)
         assert run.coordinator._machine.goodbye.reason == "a.jsonl line 3 is not JSON; its folder is texts"

@@ -58,9 +58,9 @@ def manifest(
 def node_folder(folder: Path, kept: Manifest, files: dict[str, bytes], *, epoch: int = 3) -> Path:
     cache = SnapshotCache(folder / "snapshots", 10**8)
     for unit, data in files.items():
-        assert cache.put(kept.step, unit, data)
+        cache.put(kept.step, unit, data)
     record = {"format": RECORD_FORMAT, "run_id": kept.run_id, "epoch": epoch, "corpus_sha256": "c" * 64}
-    cache.retain([kept.step], json.dumps({**record, "manifests": [kept.to_json()]}))
+    cache.hold([kept.step], json.dumps({**record, "manifests": [kept.to_json()]}))
     return folder
 
 

@@ -19,6 +19,7 @@ from node.config.schema import ModelSection, RunConfig
 from node.coordinator import disk as disk_module
 from node.coordinator import snapshot_handler
 from node.coordinator.disk import Disk, check_room
+from node.coordinator.kept_snapshots import SnapshotBook
 from node.coordinator.snapshot_handler import (
     MOST_REPEATS,
     Agreement,
@@ -32,12 +33,12 @@ from node.model.units import unit_names
 from node.schedule.placement import split_units, stage_units
 from node.state.manifest import Manifest
 from node.state.serialization import serialize_unit
-from node.state.snapshot import Checked, SnapshotWriter, list_snapshots
+from node.state.snapshot import Checked, SnapshotFolder, list_snapshots
 from node.state.unit_state import unit_hash
 from node.training.optimizer import StageOptimizer
 from node.view.totals import snapshots_need
 from wire.errors import DiskFullError, ProtocolViolationError, RunError, UserError, WrongLayerError
-from wire.messages import UnitHash
+from wire.messages import CoordinatorMessage, UnitHash
 
 MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
 CONFIG = RunConfig(model=MODEL)
@@ -54,7 +55,7 @@ def files(seed: int) -> dict[str, bytes]:
 
 
 class Told:
-    """The handler's calls to the run."""
+    """The run: keeps what it is told."""
 
     def __init__(self) -> None:
         self.stored: asyncio.Queue[Manifest] = asyncio.Queue()
@@ -64,24 +65,36 @@ class Told:
         self.received: list[tuple[int, str]] = []
         self.said: list[str] = []
         self.disk = Disk(self.said.append, retry_seconds=0.01)
+        self.fail = self.failed.append
+
+    def addresses(self) -> dict[str, str]:
+        return {}
+
+    def record(self) -> dict[str, object]:
+        return {}
+
+    def send(self, node_id: str, message: CoordinatorMessage) -> None:
+        raise AssertionError(f"nothing is sent to {node_id}: {message}")
+
+    def layer_received(self, step: int, unit: str) -> None:
+        self.received.append((step, unit))
+
+    def snapshot_stored(self, manifest: Manifest, where: str, *, is_here: bool) -> None:
+        assert is_here and where.endswith(f"{manifest.step:08d}")
+        self.stored.put_nowait(manifest)
+
+    def snapshot_lost(self, step: int, whole: int, text: str) -> None:
+        self.damaged.append((step, whole))
 
 
 @contextlib.asynccontextmanager
 async def desk_at(directory: Path) -> AsyncIterator[tuple[SnapshotHandler, Told]]:
     told = Told()
     with Store.create(directory, run_id="run-1", config_json="{}", pin=b"p" * 32, now=0.0) as store:
-        handler = SnapshotHandler(
-            config=CONFIG,
-            windows=1,
-            directory=directory / "snapshots",
-            run_id="run-1",
-            store=store,
-            layer_received=lambda step, unit: told.received.append((step, unit)),
-            stored=told.stored.put_nowait,
-            damaged=lambda step, checked: told.damaged.append((step, checked.whole)),
-            failed=told.failed.append,
-            disk=told.disk,
+        book = SnapshotBook(
+            config=CONFIG, windows=1, directory=directory, run_id="run-1", store=store, disk=told.disk
         )
+        handler = SnapshotHandler(book, told)
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
             running = group.create_task(handler.run())
             yield handler, told
@@ -98,7 +111,7 @@ async def asked(
 
 
 async def hand_in(handler: SnapshotHandler, step: int, unit: str, data: bytes, node: str = SEATS[0]) -> None:
-    await handler.put(handler.permit(node, step, unit), data, hashlib.sha256(data).hexdigest())
+    await handler.put(handler.permit(node, step, unit), data)
 
 
 async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
@@ -106,15 +119,15 @@ async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
 ) -> None:
     """A node that ends while its last layer is being written has its call cancelled."""
     writing, go_on = threading.Event(), threading.Event()
-    put = SnapshotWriter.put
+    put = SnapshotFolder.put
 
-    def slow(writer: SnapshotWriter, step: int, unit: str, data: bytes, digest: str) -> Manifest | None:
+    def slow(writer: SnapshotFolder, step: int, unit: str, data: bytes) -> Manifest | None:
         if unit == UNITS[-1]:
             writing.set()
             assert go_on.wait(SECONDS)
-        return put(writer, step, unit, data, digest)
+        return put(writer, step, unit, data)
 
-    monkeypatch.setattr(SnapshotWriter, "put", slow)
+    monkeypatch.setattr(SnapshotFolder, "put", slow)
     async with desk_at(tmp_path) as (handler, told):
         made = files(0)
         await asked(handler, 4, made)
@@ -156,16 +169,16 @@ async def test_a_refusal_is_its_senders_and_the_next_upload_is_stored(
     made = files(0)
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, made)
-        with pytest.raises(ProtocolViolationError, match="damaged on the way"):
+        with pytest.raises(WrongLayerError):
             permit = handler.permit(SEATS[0], 4, UNITS[0])
-            await handler.put(permit, made[UNITS[0]], "0" * 64)
+            await handler.put(permit, b"another file")
         assert told.failed == []
 
         def full(*_: object) -> Manifest | None:
             raise RunError("the disk is full")
 
         with monkeypatch.context() as patch:
-            patch.setattr(SnapshotWriter, "put", full)
+            patch.setattr(SnapshotFolder, "put", full)
             with pytest.raises(RunError, match="the disk is full"):
                 await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         assert told.failed == ["the disk is full"]
@@ -178,14 +191,14 @@ async def test_a_full_disk_pauses_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sender does not have to wait; a snapshot is announced only when it is on disk."""
-    made, put, room = files(0), SnapshotWriter.put, threading.Event()
+    made, put, room = files(0), SnapshotFolder.put, threading.Event()
 
-    def full(writer: SnapshotWriter, step: int, unit: str, data: bytes, digest: str) -> Manifest | None:
+    def full(writer: SnapshotFolder, step: int, unit: str, data: bytes) -> Manifest | None:
         if not room.is_set():
             raise DiskFullError("disk full: head.safetensors needs 9 bytes")
-        return put(writer, step, unit, data, digest)
+        return put(writer, step, unit, data)
 
-    monkeypatch.setattr(SnapshotWriter, "put", full)
+    monkeypatch.setattr(SnapshotFolder, "put", full)
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, made)
         for unit in UNITS:
@@ -210,7 +223,7 @@ async def test_a_run_that_ends_at_once_waits_for_no_disk(
     def full(*_: object) -> Manifest | None:
         raise DiskFullError("disk full")
 
-    monkeypatch.setattr(SnapshotWriter, "put", full)
+    monkeypatch.setattr(SnapshotFolder, "put", full)
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, files(0))
         await hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]])
@@ -269,16 +282,16 @@ async def test_a_file_that_numpy_refuses_is_its_senders_error(tmp_path: Path, da
 
 @pytest.mark.parametrize("alone", [False, True])
 async def test_a_layer_that_nobody_agreed_on_replaces_nothing(tmp_path: Path, *, alone: bool) -> None:
-    """An honest hash with another file, another hash with its file, and sums that are not the file's."""
+    """Another file, no file at all, and sums that are not the file's."""
     made, other = files(0), files(1)
     unit = UNITS[0]
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, made)
-        for data, digest in ((other[unit], made[unit]), (other[unit], other[unit]), (b"no file", made[unit])):
+        for data in (other[unit], b"no file"):
             permit = handler.permit(SEATS[0], 4, unit)
             assert permit is not None
             with pytest.raises(WrongLayerError) as error:
-                await handler.put(permit, data, hashlib.sha256(digest).hexdigest())
+                await handler.put(permit, data)
             assert (error.value.node_id, error.value.step, error.value.unit) == (SEATS[0], 4, unit)
         said = {name: unit_hash(load(data)) for name, data in made.items()}
         lie = {**said, unit: said[unit]._replace(weights=2 * said[unit].weights)}
@@ -322,7 +335,7 @@ async def test_an_unexpected_error_is_also_counted_for_its_sender(
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, made)
         with monkeypatch.context() as patch:
-            patch.setattr(SnapshotWriter, "put", broken)
+            patch.setattr(SnapshotFolder, "put", broken)
             with pytest.raises(RunError, match=f"could not take in layer {UNITS[0]} of step 4: its log"):
                 await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         assert "Traceback" in caplog.text and "what nobody foresaw" in caplog.text
@@ -341,7 +354,7 @@ async def test_a_disk_error_ends_the_run_even_if_the_sender_has_left(
         assert go_on.wait(SECONDS)
         raise RunError("the disk is full")
 
-    monkeypatch.setattr(SnapshotWriter, "put", full)
+    monkeypatch.setattr(SnapshotFolder, "put", full)
     async with desk_at(tmp_path) as (handler, told):
         await asked(handler, 4, files(0))
         sender = asyncio.create_task(hand_in(handler, 4, UNITS[0], files(0)[UNITS[0]]))
@@ -374,7 +387,7 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
         await asked(handler, 4, made, ("node-b", "node-c"))
         with pytest.raises(NotDueError, match="requested again"):
             data = made[last[0]]
-            await handler.put(begun, data, hashlib.sha256(data).hexdigest())
+            await handler.put(begun, data)
         with pytest.raises(ProtocolViolationError, match="another node's to hand in"):
             await hand_in(handler, 4, first[0], made[first[0]], "node-a")
         for node, units in (("node-c", last), ("node-b", first)):
@@ -397,7 +410,7 @@ async def test_what_came_of_a_refused_attempt_is_removed(tmp_path: Path) -> None
         await handler.give_up(begun)
         assert list((tmp_path / "snapshots").iterdir()) == []
         with pytest.raises(NotDueError, match="requested again"):
-            await handler.put(begun, made[UNITS[1]], hashlib.sha256(made[UNITS[1]]).hexdigest())
+            await handler.put(begun, made[UNITS[1]])
         await stored(handler, told, 4)
         await handler.give_up(begun)  # a later attempt, or a snapshot that is complete, stays
         assert list_snapshots(tmp_path / "snapshots") == (4,)
@@ -426,7 +439,7 @@ async def test_remains_of_older_snapshots_are_removed_with_the_next_complete_one
         # What still comes of older ones is of no use, and no error: that would end its node's epoch.
         assert handler.permit(SEATS[0], 5, UNITS[1]).is_stored
         data = made[UNITS[1]]
-        await handler.put(begun, data, hashlib.sha256(data).hexdigest())
+        await handler.put(begun, data)
         assert on_disk() == ["step-00000007", "step-00000009"]
         for unit in UNITS[1:]:
             await hand_in(handler, 9, unit, made[unit])

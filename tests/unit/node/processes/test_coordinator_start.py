@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,7 +29,7 @@ from node.run_state.actions import Stop
 from node.run_state.run_plan import Past
 from node.schedule.placement import split_units
 from node.state.serialization import serialize_unit
-from node.state.snapshot import SnapshotWriter, list_snapshots, read_manifest, snapshot_directory
+from node.state.snapshot import SnapshotFolder, list_snapshots, read_manifest, snapshot_directory
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, Entry, HistoryWriter, history_size, read_history
 from node.training.optimizer import StageOptimizer
@@ -243,12 +242,12 @@ def one_with_snapshots(directory: Path, monkeypatch: pytest.MonkeyPatch, *steps:
         build_chunk(config.model, units, 0, torch.device("cpu")) for units in split_units(config.model, 1)
     ]
     optimizer = StageOptimizer(chunks, config.training)
-    writer = SnapshotWriter(directory / "snapshots", config, "run")
+    writer = SnapshotFolder(directory / "snapshots", config, "run")
     with Store.open(directory) as store:
         for step in steps:
             for unit in optimizer.units:
                 data = serialize_unit(optimizer.unit_state(unit))
-                writer.put(step, unit, data, sha256(data).hexdigest())
+                writer.put(step, unit, data)
             store.record_snapshot(SnapshotRecord(step, "", 1, complete=True, created=BEGAN))
         store.record_step(replace(RECORD, step=steps[-1] + 2))
     return config

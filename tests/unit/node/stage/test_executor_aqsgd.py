@@ -21,6 +21,7 @@ from node.schedule.placement import split_units
 from node.stage.executor import StageExecutor
 from node.stage.stage_model import StageModel
 from node.telemetry.clock import StageClock
+from node.tuning.memory_plan import Room
 from tests.support.memory_pipeline import TEXT, MemoryPipeline, corpus
 from tests.support.reference_trainer import ReferenceTrainer, Step
 from wire.codecs.registry import codec
@@ -159,7 +160,7 @@ def test_a_replacement_goes_on_bit_for_bit(snapshot_at: int) -> None:
         snapshot = stages.state()
         stages.train(9 - snapshot_at)
         model = StageModel(CONFIG, CPU)
-        stages.executors[1] = StageExecutor(CONFIG, CPU, StageClock(), model, windows=WINDOWS - 3)
+        stages.executors[1] = StageExecutor(CONFIG, CPU, StageClock(), model, room=Room(windows=WINDOWS - 3))
         stages.executors[1].place(1, 3)
         stages.forget()
         stages.restore(snapshot_at, snapshot.__getitem__)
@@ -231,4 +232,4 @@ def test_a_stage_needs_the_number_of_samples_and_the_room() -> None:
     with pytest.raises(
         ConfigError, match=r"would keep 0.000207 GB of activations at one of 3 stages .*cache_gb"
     ):
-        StageExecutor(tight, CPU, StageClock(), StageModel(tight, CPU), windows=100)
+        StageExecutor(tight, CPU, StageClock(), StageModel(tight, CPU), room=Room(windows=100))

@@ -17,7 +17,8 @@ from node.stage import snapshot_transfer
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.layer_peers import LayerPeers
 from node.stage.snapshot_transfer import SnapshotTransfer
-from node.state.snapshot_cache import LayerFile, SnapshotCache
+from node.state.manifest import LayerFile
+from node.state.snapshot_cache import SnapshotCache
 from node.state.unit_state import weights_file
 from wire.errors import DataError, LinkLostError
 from wire.messages import FailureKind, NodeMessage, Prefetch, StepFailed, TakeSnapshot

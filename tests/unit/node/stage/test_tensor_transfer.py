@@ -18,6 +18,7 @@ from node.stage.device_transfer import CpuTransfer, CudaTransfer, DeviceTransfer
 from node.stage.stage_model import StageModel
 from node.stage.tensor_transfer import BadTensorError, Incoming, TensorTransfer
 from node.telemetry.clock import StageClock, TimeKind
+from node.tuning.memory_plan import Room
 from wire.codecs.base import Codec
 from wire.codecs.host_copies import Mark
 from wire.codecs.registry import codec
@@ -188,7 +189,7 @@ def test_a_stage_compiles_its_codecs(forward: str, tried: list[str], monkeypatch
         RunConfig(),
         pipeline=replace(PipelineSection(), forward_codec=forward, backward_codec="fixed-6"),
     )
-    stage = executor.StageExecutor(config, CPU, StageClock(), StageModel(config, CPU), windows=4)
+    stage = executor.StageExecutor(config, CPU, StageClock(), StageModel(config, CPU), room=Room(windows=4))
     stage.compile_codecs()
     stage._transfer._thread.shutdown(wait=True)
     boundary = TensorSpec(torch.float32, (2, 256, 256))

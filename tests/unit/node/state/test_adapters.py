@@ -1,7 +1,6 @@
 """Runs with adapters: PEFT loads the export, a merged model computes the same, a checkpoint is the base."""
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,7 +28,7 @@ from node.model.units import unit_names
 from node.state.export import export
 from node.state.merging import merged_parameters
 from node.state.serialization import as_frozen, deserialize_unit, serialize_unit
-from node.state.snapshot import SnapshotWriter
+from node.state.snapshot import SnapshotFolder
 from node.state.start import read_units
 from node.training.optimizer import StageOptimizer
 from tests.support.memory_pipeline import MemoryPipeline, corpus
@@ -64,10 +63,10 @@ def trained(config: RunConfig) -> Chunk:
 
 def snapshot(run_directory: Path, config: RunConfig, chunk: Chunk) -> None:
     optimizer = StageOptimizer([chunk], config.training)
-    writer = SnapshotWriter(run_directory / "snapshots", config, "run")
+    writer = SnapshotFolder(run_directory / "snapshots", config, "run")
     for unit in unit_names(config.model):
         data = serialize_unit(optimizer.unit_state(unit))
-        writer.put(4, unit, data, hashlib.sha256(data).hexdigest())
+        writer.put(4, unit, data)
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT's own

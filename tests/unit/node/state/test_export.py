@@ -1,7 +1,6 @@
 """Exported folders: the same bytes as imported, and a model that transformers loads and runs."""
 
 import asyncio
-import hashlib
 import importlib.util
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -33,7 +32,7 @@ from node.state import export as module
 from node.state.byte_tokenizer import byte_pieces
 from node.state.export import export
 from node.state.serialization import serialize_unit
-from node.state.snapshot import SnapshotWriter, prune, read_unit, snapshot_directory
+from node.state.snapshot import SnapshotFolder, read_unit, snapshot_directory
 from node.state.start import read_units
 from node.state.whole_model import WholeModel
 from node.telemetry.events import HeldOutLoss
@@ -67,10 +66,10 @@ def snapshot(run_directory: Path, config: RunConfig, step: int = 4) -> StageOpti
 def write_snapshot(
     run_directory: Path, config: RunConfig, state: Mapping[str, dict[str, torch.Tensor]], step: int
 ) -> None:
-    writer = SnapshotWriter(run_directory / "snapshots", config, "run")
+    writer = SnapshotFolder(run_directory / "snapshots", config, "run")
     for unit in unit_names(config.model):
         data = serialize_unit(state[unit])
-        writer.put(step, unit, data, hashlib.sha256(data).hexdigest())
+        writer.put(step, unit, data)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +451,7 @@ def test_the_next_snapshot_is_exported_where_the_run_removes_the_newest(
     def read_as_the_run_goes_on(directory: Path, unit: str) -> bytes:
         if directory.name == "step-00000004" and unit == block_name(0):
             snapshot(run, config, 8)
-            prune(run / "snapshots", 1)
+            SnapshotFolder(run / "snapshots", config, "run").hold((8,))
         return read_unit(directory, unit)
 
     monkeypatch.setattr(module, "read_unit", read_as_the_run_goes_on)

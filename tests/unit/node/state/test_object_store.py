@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.stage.snapshot_transfer import check_store
+from node.state.manifest import LayerFile
 from node.state.object_store import ObjectStore, is_below, run_folder, wrong_url
 from tests.support.s3 import s3_server
 from wire.errors import RunError, UserError
@@ -32,16 +33,18 @@ def test_a_layer_comes_back_and_a_snapshot_can_be_removed(url: str) -> None:
     store.put(100, "head", b"old")
     store.put(100, "head", b"new")
     store.put(200, "head", b"later")
-    store.put_record("{}")
+    store.hold((), "{}")
     other = ObjectStore(f"{url}/run1/")
-    assert other.get(100, "block.0000", len(data)) == data
-    assert other.get(100, "block.0000", 10) == data[:10], "no more than is asked for"
-    assert (other.get(100, "head", 100), other.record()) == (b"new", b"{}")
-    store.drop(100)
-    store.drop(100)
+    assert other.get(100, "block.0000", len(data)) == LayerFile.of(data)
+    assert other.get(100, "block.0000", 10).data == data[:10], "no more than is asked for"
+    assert (other.get(100, "head", 100).data, other.record()) == (b"new", b"{}")
+    assert other.steps() == (100, 200)
+    store.remove(100)
+    store.hold((200,))
+    assert other.steps() == (200,) and other.record() == b"{}"
     with pytest.raises(RunError, match=r"head\.safetensors in the object store .*: .*check that"):
         store.get(100, "head", 100)
-    assert store.get(200, "head", 100) == b"later"
+    assert store.get(200, "head", 100).data == b"later"
 
 
 @pytest.mark.parametrize(
@@ -145,8 +148,8 @@ def test_no_symbolic_link_leads_out_of_a_store(tmp_path: Path) -> None:
         lambda: store.put(1, "embed", b"x"),
         lambda: store.put(2, "head", b"x"),
         lambda: store.get(1, "head", 10),
-        lambda: store.drop(1),
-        lambda: store.put_record("{}"),
+        lambda: store.remove(1),
+        lambda: store.hold((), "{}"),
         lambda: store.record(),
     ):
         with pytest.raises(RunError, match="leads out of"):

@@ -20,11 +20,10 @@ from node.schedule.placement import split_units
 from node.state.manifest import MANIFEST_NAME, unit_weights_sha256, weights_sha256
 from node.state.serialization import deserialize_unit, load_unit, serialize_unit
 from node.state.snapshot import (
-    SnapshotWriter,
+    SnapshotFolder,
     discard_incomplete,
     held_by_nodes,
     list_snapshots,
-    prune,
     read_manifest,
     read_unit,
     set_damaged_aside,
@@ -43,7 +42,7 @@ def files_below(root: Path) -> list[str]:
 
 def test_written_and_read_back(tmp_path: Path) -> None:
     states = unit_states()
-    writer = SnapshotWriter(tmp_path, CONFIG, "run-1")
+    writer = SnapshotFolder(tmp_path, CONFIG, "run-1")
     for unit in reversed(UNITS[1:]):
         assert put(writer, 100, unit, states[unit]) is None
     assert writer.missing(100) == ("embed",)
@@ -83,7 +82,7 @@ def test_weights_hash_ignores_split_and_optimizer_but_no_weight(tmp_path: Path) 
     def hash_with(unit: str, name: str) -> str:
         states = unit_states(chunks=2)
         states[unit][name].view(-1)[-1] += 1
-        writer = SnapshotWriter(tmp_path / f"{unit}-{name}", CONFIG, "other-run")
+        writer = SnapshotFolder(tmp_path / f"{unit}-{name}", CONFIG, "other-run")
         manifests = [put(writer, 7, each, tensors) for each, tensors in states.items()]
         assert manifests[-1] is not None
         return manifests[-1].weights_sha256
@@ -157,18 +156,15 @@ def test_a_torn_or_strange_manifest_is_refused(tmp_path: Path) -> None:
 
 
 def test_bad_uploads_leave_nothing(tmp_path: Path) -> None:
-    writer = SnapshotWriter(tmp_path, CONFIG, "run-1")
+    writer = SnapshotFolder(tmp_path, CONFIG, "run-1")
     states = unit_states()
     data = serialize_unit(states["head"])
-    digest = sha256(data).hexdigest()
     wider = {**states["head"], "parameter.norm.weight": torch.ones(17)}
     fewer = {name: value for name, value in states["head"].items() if name != "parameter.norm.weight"}
     with pytest.raises(ProtocolViolationError, match="this model does not have"):
-        writer.put(1, "../../etc/x", data, digest)
-    with pytest.raises(ProtocolViolationError, match="damaged on the way"):
-        writer.put(1, "head", data[:-1] + b"\xff", digest)
+        writer.put(1, "../../etc/x", data)
     with pytest.raises(ProtocolViolationError, match="cannot be read"):
-        writer.put(1, "head", b"junk", sha256(b"junk").hexdigest())
+        writer.put(1, "head", b"junk")
     for tensors in (wider, fewer, states["embed"]):
         with pytest.raises(ProtocolViolationError, match="does not fit this model"):
             put(writer, 1, "head", tensors)
@@ -178,7 +174,7 @@ def test_bad_uploads_leave_nothing(tmp_path: Path) -> None:
 
 def test_repeated_uploads(tmp_path: Path) -> None:
     manifest = write_snapshot(tmp_path, 3)
-    writer = SnapshotWriter(tmp_path, CONFIG, "run-1")
+    writer = SnapshotFolder(tmp_path, CONFIG, "run-1")
     # The reply was lost, so the stage sends again.
     assert put(writer, 3, "head", unit_states()["head"]) == manifest
     with pytest.raises(ProtocolViolationError, match="differs from the complete snapshot"):
@@ -193,7 +189,7 @@ def test_repeated_uploads(tmp_path: Path) -> None:
 
 
 def test_uploads_from_many_threads(tmp_path: Path) -> None:
-    writer = SnapshotWriter(tmp_path, CONFIG, "run-1")
+    writer = SnapshotFolder(tmp_path, CONFIG, "run-1")
     work = [(step, unit, tensors) for step in (1, 2) for unit, tensors in unit_states().items()]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda item: put(writer, *item), work))
@@ -203,7 +199,7 @@ def test_uploads_from_many_threads(tmp_path: Path) -> None:
 
 def test_half_written_snapshots_are_ignored_and_removed(tmp_path: Path) -> None:
     write_snapshot(tmp_path, 10)
-    writer = SnapshotWriter(tmp_path, CONFIG, "run-1")
+    writer = SnapshotFolder(tmp_path, CONFIG, "run-1")
     put(writer, 20, "head", unit_states()["head"])
     (snapshot_directory(tmp_path, 10) / ".head.safetensors.abc.tmp").write_text("left by a crash")
     (tmp_path / "notes").mkdir()
@@ -219,14 +215,14 @@ def test_half_written_snapshots_are_ignored_and_removed(tmp_path: Path) -> None:
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     for step in (100, 5, 30, 40):
         write_snapshot(tmp_path, step)
-    writer = SnapshotWriter(tmp_path, CONFIG, "run-1")
+    writer = SnapshotFolder(tmp_path, CONFIG, "run-1")
     put(writer, 200, "head", unit_states()["head"])
-    assert prune(tmp_path, 2) == (5, 30)
+    writer.hold((40, 100))
     assert list_snapshots(tmp_path) == (40, 100)
     assert writer.missing(200) != UNITS  # one that is being written is left alone
     assert snapshot_directory(tmp_path, 200).is_dir()
-    assert prune(tmp_path, 0) == (40,)
-    assert list_snapshots(tmp_path) == (100,)
+    writer.hold(writer.steps()[-1:])
+    assert writer.steps() == (100,)
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_partial(
@@ -234,7 +230,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_partial(
 ) -> None:
     """The kernel's own error at fsync, where a full disk may first be noticed."""
     write_snapshot(tmp_path, 1)
-    writer = SnapshotWriter(tmp_path, CONFIG, "run-1")
+    writer = SnapshotFolder(tmp_path, CONFIG, "run-1")
     states = unit_states()
     put(writer, 2, "embed", states["embed"])
     before = files_below(tmp_path)
@@ -260,7 +256,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_partial(
 
 def test_files_wait_until_there_are_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers may hold them all for a while. A snapshot that cannot be read then is not a damaged one."""
-    writer, states = SnapshotWriter(tmp_path, CONFIG, "run-1"), unit_states()
+    writer, states = SnapshotFolder(tmp_path, CONFIG, "run-1"), unit_states()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     pauses = 0
@@ -295,7 +291,7 @@ def test_files_wait_until_there_are_descriptors(tmp_path: Path, monkeypatch: pyt
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("a file, not a directory")
-    writer = SnapshotWriter(tmp_path / "root", CONFIG, "run-1")
+    writer = SnapshotFolder(tmp_path / "root", CONFIG, "run-1")
     with pytest.raises(RunError, match=r"cannot write .*head.safetensors \(Not a directory\)"):
         put(writer, 1, "head", unit_states()["head"])
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from node.state.snapshot_cache import SnapshotCache
+from wire.errors import RunError
 
 ROOM = 10**6
 SUM = 32
@@ -88,8 +89,9 @@ def test_older_steps_are_dropped_first_to_keep_the_limit(tmp_path: Path) -> None
     assert cache.get(10, "head") is not None
     cache.put(20, "head", b"d" * 100)
     assert files(tmp_path) == ["20/embed.layer", "20/head.layer"]
-    cache.put(20, "block.0000", b"e" * 101)  # a byte too much, and nothing older to give up
-    cache.put(10, "embed", b"f" * 101)
+    for step, unit in ((20, "block.0000"), (10, "embed")):
+        with pytest.raises(RunError, match="no room"):
+            cache.put(step, unit, b"e" * 101)  # a byte too much, and nothing older to give up
     assert files(tmp_path) == ["20/embed.layer", "20/head.layer"]
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.layer")) <= 3 * (100 + SUM)
 
@@ -105,22 +107,23 @@ def test_complete_snapshots_stay_until_others_are_named(tmp_path: Path) -> None:
     cache = SnapshotCache(tmp_path, ROOM)
     for step in (10, 20, 30):
         cache.put(step, "embed", b"x")
-        cache.retain([10, *([step] if step > 10 else [])], record=f"step {step}")
+        cache.hold([10, *([step] if step > 10 else [])], record=f"step {step}")
     cache.put(40, "embed", b"x")
     assert files(tmp_path) == ["10/embed.layer", "30/embed.layer", "40/embed.layer", "run.json"]
     assert (tmp_path / "run.json").read_text() == "step 30"
-    cache.retain([30, 40])
+    cache.hold([30, 40])
     assert files(tmp_path) == ["30/embed.layer", "40/embed.layer", "run.json"]
 
 
 def test_the_newest_complete_snapshot_is_not_given_up_for_room(tmp_path: Path) -> None:
     cache = SnapshotCache(tmp_path, 2 * (100 + SUM))
     for step in (10, 20):
-        assert cache.put(step, "embed", b"a" * 100)
-    cache.retain([10, 20])
-    assert cache.put(30, "embed", b"b" * 100)
+        cache.put(step, "embed", b"a" * 100)
+    cache.hold([10, 20])
+    cache.put(30, "embed", b"b" * 100)
     assert files(tmp_path) == ["20/embed.layer", "30/embed.layer"]
-    assert not cache.put(30, "head", b"c" * 100)
+    with pytest.raises(RunError, match="no room"):
+        cache.put(30, "head", b"c" * 100)
     assert files(tmp_path) == ["20/embed.layer", "30/embed.layer"]
 
 
@@ -139,15 +142,17 @@ def test_files_are_named_with_their_expected_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unit", ["../../escaped", "/tmp/escaped", "a/b", "..", ".", "", "nul\0"])
 def test_a_unit_whose_name_is_no_file_name_is_not_kept(tmp_path: Path, unit: str) -> None:
     cache = SnapshotCache(tmp_path / "cache", ROOM)
-    cache.put(1, unit, b"x")
+    with pytest.raises(RunError, match="no layer unit"):
+        cache.put(1, unit, b"x")
     assert cache.get(1, unit) is None
     assert files(tmp_path) == []
 
 
-def test_a_disk_that_refuses_writes_is_not_an_error(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_writes_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache").write_bytes(b"a file where the directory should be")
     cache = SnapshotCache(tmp_path / "cache", ROOM)
-    cache.put(3, "embed", b"x")
+    with pytest.raises(RunError, match="cannot be written"):
+        cache.put(3, "embed", b"x")
     assert cache.get(3, "embed") is None
 
 
@@ -156,5 +161,6 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("no")
 
     monkeypatch.setattr(Path, "replace", refuse)
-    SnapshotCache(tmp_path, ROOM).put(3, "embed", b"x")
+    with pytest.raises(RunError, match="cannot be written"):
+        SnapshotCache(tmp_path, ROOM).put(3, "embed", b"x")
     assert files(tmp_path) == []

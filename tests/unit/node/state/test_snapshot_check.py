@@ -11,15 +11,15 @@ from node.state import snapshot as snapshot_check
 from node.state.manifest import DAMAGED_NAME, MANIFEST_NAME, SnapshotDamagedError
 from node.state.snapshot import (
     Checked,
+    SnapshotFolder,
     check_snapshot,
     discard_incomplete,
     list_snapshots,
-    prune,
     read_unit,
     set_damaged_aside,
     snapshot_directory,
 )
-from tests.support.snapshots import write_snapshot
+from tests.support.snapshots import CONFIG, write_snapshot
 from wire.errors import RunError
 
 
@@ -137,10 +137,12 @@ def test_a_damaged_snapshot_stays_aside_until_its_peers_are_pruned(tmp_path: Pat
     (snapshot_directory(tmp_path, 80) / ".head.safetensors.abc.tmp").write_text("left by a crash")
     assert discard_incomplete(tmp_path) == ()
     assert not list(tmp_path.rglob("*.tmp"))
-    assert prune(tmp_path, 1) == ()
+    folder = SnapshotFolder(tmp_path, CONFIG, "run-1")
+    folder.hold(folder.steps())
     write_snapshots(tmp_path, 100)
-    assert prune(tmp_path, 2) == () and snapshot_directory(tmp_path, 80).is_dir()
-    assert prune(tmp_path, 1) == (40,)
+    folder.hold((40, 100))
+    assert snapshot_directory(tmp_path, 80).is_dir()
+    folder.hold((100,))
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000100", "step-00000120"]
 
 

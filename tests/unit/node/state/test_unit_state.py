@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from node.model.units import unit_names
 from node.schedule.placement import split_units
 from node.state import unit_state
 from node.state.serialization import CACHE_PREFIX, serialize_unit
-from node.state.snapshot import SnapshotWriter
+from node.state.snapshot import SnapshotFolder
 from node.state.unit_state import check_state, expected_layout, read_tensors, unit_hash
 from node.training.optimizer import StageOptimizer
 from wire.codecs.sample_cache import SampleCache
@@ -172,11 +171,11 @@ def test_an_unusable_state_is_not_stored(
     state = states(config)[BLOCK]
     if config.pipeline.remembers:
         state |= cache(config)
-    writer = SnapshotWriter(tmp_path, config, "run-1", WINDOWS)
+    writer = SnapshotFolder(tmp_path, config, "run-1", WINDOWS)
     good = serialize_unit(state)
     bad = save(change(load(good)))
     with pytest.raises(ProtocolViolationError, match=rf"{BLOCK} does not fit this model \(.*{line}"):
-        writer.put(1, BLOCK, bad, sha256(bad).hexdigest())
+        writer.put(1, BLOCK, bad)
     assert list(tmp_path.iterdir()) == []
-    assert writer.put(1, BLOCK, good, sha256(good).hexdigest()) is None
+    assert writer.put(1, BLOCK, good) is None
     assert writer.missing(1) == ("embed", "head")
