@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from node import faults
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting, Answers
 from node.coordinator.changes import Changes
@@ -74,7 +73,7 @@ from node.run_state.run_plan import Past, as_told, run_plan, step_plan
 from node.state.manifest import MANIFEST_NAME, Manifest, UnitEntry
 from node.state.snapshot import list_snapshots
 from node.state.weights import CheckpointError
-from node.telemetry import events
+from node.telemetry import events, points
 from node.telemetry.costs import Place, group_seconds
 from node.telemetry.history import EVICTED
 from node.tuning.codec_plan import Lines
@@ -482,7 +481,7 @@ class Coordinator:
                 )
             )
         self._reporter.committed(record)
-        faults.reach_coordinator(faults.Phase.COMMIT_APPLY, step=commit.step)
+        points.reach(points.Phase.COMMIT_APPLY, at=points.At.COORDINATOR, step=commit.step)
 
     async def _record_held_out(self, held_out: RecordHeldOut) -> None:
         held_out = replace(held_out, samples=self._held_out.labelled)
@@ -571,14 +570,16 @@ class Coordinator:
                 why = f"it ended: {message.reason}" if message.reason else "it ended, and did not say why"
                 self._post(functools.partial(self._machine.lost, node_id, why))
             case Leave():
-                faults.reach_coordinator(faults.Phase.DRAIN)
+                points.reach(points.Phase.DRAIN, at=points.At.COORDINATOR)
                 self._post(lambda now: self._machine.leave(node_id, now))
             case _:
                 if isinstance(message, Vote):
-                    faults.reach_coordinator(faults.Phase.APPLY, step=message.step - 1)  # is applied, too
-                    faults.reach_coordinator(faults.Phase.VOTING, step=message.step)
+                    points.reach(
+                        points.Phase.APPLY, at=points.At.COORDINATOR, step=message.step - 1
+                    )  # is applied, too
+                    points.reach(points.Phase.VOTING, at=points.At.COORDINATOR, step=message.step)
                 elif isinstance(message, Applied):
-                    faults.reach_coordinator(faults.Phase.APPLY, step=message.step)
+                    points.reach(points.Phase.APPLY, at=points.At.COORDINATOR, step=message.step)
                 self._post(functools.partial(self._machine.message, node_id, message))
 
     def refused(self, node_id: str, why: str) -> None:
@@ -614,7 +615,7 @@ class Coordinator:
         if held_out:
             return to_bytes(part, self._held_out[step * size : (step + 1) * size].part(part))
         for one in wanted:
-            faults.reach_coordinator(faults.Phase.FORWARD, step=one)
+            points.reach(points.Phase.FORWARD, at=points.At.COORDINATOR, step=one)
         try:
             packed = await asyncio.to_thread(packed_parts, self._corpus, wanted, part, groups, count)
         except Exception as error:

@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 
-from node import faults
 from node.coordinator.store import EVICTED_WORDS, Member, Store
-from node.telemetry import events
+from node.telemetry import events, points
 from wire.errors import RefusalCode, RunError
 from wire.identity.authority import CertificateAuthority, csr_public_key, public_key_hash
 from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
@@ -96,7 +95,7 @@ class EnrolmentHandler:
         decision = self._store.admit_token(request.token_id, request.secret, member, useless)
         if decision.refusal is not None:
             return decision.refusal
-        faults.reach_coordinator(faults.Phase.ENROLMENT)
+        points.reach(points.Phase.ENROLMENT, at=points.At.COORDINATOR)
         certificate = certificate or self._authority.issue_node(key, member.node_id, self._lifetime, now)
         return Granted(member.node_id, certificate, self._authority.certificate_pem)
 

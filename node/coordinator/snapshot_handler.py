@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from node import faults
 from node.config.schema import RunConfig
 from node.coordinator.kept_snapshots import SnapshotBook, SnapshotRun
 from node.schedule.placement import stage_units
@@ -28,6 +27,7 @@ from node.state.snapshot import (
 )
 from node.state.start import read_units
 from node.state.unit_state import read_tensors, unit_hash, weights_file
+from node.telemetry import points
 from wire.errors import ProtocolViolationError, RunError, ThinwireError, WrongLayerError
 from wire.messages import UnitHash
 
@@ -206,7 +206,7 @@ class SnapshotHandler:
     async def layer(self, step: int, unit: str) -> bytes:
         """A unit's file of a complete snapshot."""
         self._book.most_bytes(unit)
-        faults.reach_coordinator(faults.Phase.STATE_FETCH, step=step)
+        points.reach(points.Phase.STATE_FETCH, at=points.At.COORDINATOR, step=step)
         if step == 0:
             return (await self._first_layer(unit))[1]
         return await self._whole(step, lambda: read_unit(self.path(step), unit))
@@ -267,7 +267,7 @@ class SnapshotHandler:
             self._came[permit.step, permit.unit] += 1
         if permit.is_stored:
             return
-        faults.reach_coordinator(faults.Phase.SNAPSHOT, step=permit.step)
+        points.reach(points.Phase.SNAPSHOT, at=points.At.COORDINATOR, step=permit.step)
         self._run.layer_received(permit.step, permit.unit)
         if not await self._is_agreed(permit, data):
             return

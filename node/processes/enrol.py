@@ -14,8 +14,8 @@ import grpc
 import grpc.aio
 from cryptography import x509
 
-from node import faults
 from node.processes.patience import Patience
+from node.telemetry import points
 from wire.bootstrap import fetch_authority
 from wire.dialing import proxy_options
 from wire.errors import (
@@ -97,7 +97,7 @@ async def enrol(
             granted, failures = await _ask_all(token, key_pem, request)
         if granted is not None:
             identity, address, control_address = granted
-            faults.reach(faults.Phase.ENROLMENT)
+            points.reach(points.Phase.ENROLMENT)
             try:
                 await asyncio.to_thread(_save, identity, directory, address, control_address)
             except UserError:

@@ -12,7 +12,6 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from node import faults
 from node.schedule.gradient_groups import RowShare
 from node.schedule.placement import chunks_of
 from node.schedule.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
@@ -21,6 +20,7 @@ from node.stage.following import State, StateServices, load_state
 from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
 from node.stage.out_of_memory import ran_out
 from node.stage.tensor_transfer import BadTensorError
+from node.telemetry import points
 from node.telemetry.clock import StageClock, TimeKind
 from wire.errors import (
     CacheMismatchError,
@@ -355,7 +355,7 @@ class EpochTask:
         io.flush()
         if vote is None:
             raise RunError("it ran short of memory, and plans with less from now on")
-        faults.reach(faults.Phase.VOTING, stage=self.stage, step=step)
+        points.reach(points.Phase.VOTING, stage=self.stage, step=step)
         self._vote = vote
 
     async def _validate(self, command: Validate) -> None:
@@ -406,7 +406,7 @@ class EpochTask:
 
     async def _apply(self, commit: Commit) -> None:
         services, executor = self._services, self._services.executor
-        faults.reach(faults.Phase.COMMIT_APPLY, stage=self.stage, step=commit.step)
+        points.reach(points.Phase.COMMIT_APPLY, stage=self.stage, step=commit.step)
         if executor.state_step == commit.step:
 
             def work() -> None:
@@ -414,7 +414,7 @@ class EpochTask:
                 executor.model.adapt(self._seconds)
 
             await services.compute(work)
-            faults.reach(faults.Phase.APPLY, stage=self.stage, step=commit.step)
+            points.reach(points.Phase.APPLY, stage=self.stage, step=commit.step)
             self._step = commit.step + 1
             services.progress.step_done(commit.step + 1)
             services.applied(self.number, commit.step)

@@ -11,10 +11,10 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from node import faults
 from node.stage.executor import StageExecutor
 from node.stage.progress import Progress
 from node.state.serialization import as_frozen, deserialize_unit
+from node.telemetry import points
 from node.training.loss_scale import SKIPPED
 from wire.errors import (
     DeviceLostError,
@@ -89,7 +89,7 @@ async def _fetch_files(services: StateServices, step: int, units: Collection[str
     """The units' snapshot files: they may come from several nodes."""
 
     async def one(unit: str) -> bytes:
-        faults.reach(faults.Phase.STATE_FETCH, stage=services.executor.stage, step=step)
+        points.reach(points.Phase.STATE_FETCH, stage=services.executor.stage, step=step)
         return await services.fetch_layer(step, unit)
 
     return await _several(units, one)
@@ -239,7 +239,7 @@ class Follower:
         units = executor.units
 
         async def one(unit: str) -> bytes:
-            faults.reach(faults.Phase.STATE_FETCH, stage=executor.stage, step=step)
+            points.reach(points.Phase.STATE_FETCH, stage=executor.stage, step=step)
             if not executor.sum_bytes(unit):
                 return b""
             first = units.index(unit) % len(holders)

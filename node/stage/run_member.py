@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from node import faults
 from node.model.lora_shapes import trained_specs
 from node.model.units import state_bytes as unit_bytes
 from node.model.units import units_text
@@ -26,6 +25,7 @@ from node.stage.session import Session
 from node.stage.snapshot_transfer import SnapshotTransfer
 from node.stage.sums_kept import SumsKept
 from node.stage.watchdog import ComputeThread
+from node.telemetry import points
 from node.telemetry.format import bytes_text
 from node.tuning.storage_choice import (
     allowed_storages,
@@ -212,7 +212,7 @@ class RunMember:
 
     def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
         if self._session.leaving:
-            faults.reach(faults.Phase.DRAIN, stage=self.executor.stage, step=take.step)
+            points.reach(points.Phase.DRAIN, stage=self.executor.stage, step=take.step)
         self._snapshots.upload(epoch, take, state, stage=self.executor.stage)
 
     async def witness(

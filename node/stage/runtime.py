@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from node import faults
 from node.config.join_options import OwnerAllows
 from node.config.schema import RunConfig
 from node.run_file.loader import from_json
@@ -35,6 +34,7 @@ from node.stage.stage_model import StageDevices
 from node.stage.sums_kept import SumsKept
 from node.stage.watchdog import ComputeThread, StuckError
 from node.state.snapshot_cache import SnapshotCache
+from node.telemetry import points
 from node.telemetry.clock import TimeKind
 from node.telemetry.trace_files import TracedSteps
 from node.tuning.block_times import BlockTimes
@@ -129,7 +129,7 @@ class NodeRuntime:
             LinkSettings(
                 pacer=settings.pacer,
                 line=line,
-                frame_filter=faults.frame_filter(),
+                frame_filter=points.frame_filter,
                 on_transfer=self._meter.transferred,
                 on_relay_left=self._relay_left,
             ),

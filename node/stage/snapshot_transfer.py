@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from node import faults
 from node.config.join_options import OwnerAllows
 from node.config.schema import RunConfig
 from node.model.units import most_state_bytes, parameter_specs, unit_names
@@ -34,6 +33,7 @@ from node.state.unit_state import (
     unit_hash,
     weights_file,
 )
+from node.telemetry import points
 from node.tuning.snapshot_place import is_url
 from wire.errors import DataError, LinkError, RunError, ThinwireError, UserError
 from wire.messages import (
@@ -285,7 +285,7 @@ class SnapshotTransfer:
         """Save every layer; whether all are. A missing layer fails the epoch: the run may wait for it."""
         step = take.step
         for unit, tensors in state.items():
-            faults.reach(faults.Phase.SNAPSHOT, stage=stage, step=step)
+            points.reach(points.Phase.SNAPSHOT, stage=stage, step=step)
             data = await asyncio.to_thread(serialize_unit, tensors)
             try:
                 if take.place and not is_url(take.place):

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from node import faults
 from node.config.schema import RunConfig
 from node.model.labels import BatchPart
 from node.model.units import EMBED, HEAD
@@ -23,6 +22,7 @@ from node.stage.gradient_sync import GradientSync, SyncIO
 from node.stage.stage_model import StageCompute
 from node.stage.step_order import StepOrder
 from node.stage.tensor_transfer import Incoming, PackedIO, TensorTransfer
+from node.telemetry import points
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.optimizer import sum_tied_gradients
 from node.training.overflow import Overflow
@@ -109,12 +109,12 @@ class StepPasses:
         """Complete the gradients: the sum over all groups, and over both copies of a tied weight."""
         if self.sync is None:
             self.model.finish_step()
-            self._spoil_gradient()
+            self._computed(points.Phase.BACKWARD, self.model.any_gradient())
         else:
             self.clock.switch(TimeKind.SYNC)
             for index, (unit, gradients) in enumerate(self.sync.finish()):
                 if index == 0:
-                    faults.reach(faults.Phase.SYNC, stage=self.layout.stage, step=self.step)
+                    points.reach(points.Phase.SYNC, stage=self.layout.stage, step=self.step)
                 put_group_sums(self.model, unit, gradients, of_round=self._is_round)
         if not self._is_round:
             self._exchange_tied()
@@ -124,7 +124,7 @@ class StepPasses:
         losses: list[Tensor] = []
         for action in self.order.held_out(first, microbatches):
             self.io.check()
-            faults.reach(faults.Phase.VALIDATION, stage=self.layout.stage, step=self.step)
+            points.reach(points.Phase.VALIDATION, stage=self.layout.stage, step=self.step)
             self.model.begin_step()  # keeps nothing for a backward
             with torch.no_grad():
                 result = self._forward(action)
@@ -149,8 +149,8 @@ class StepPasses:
             if not self.transfer.unpacked(needed[turns.choices[0]]):
                 self._end_action()
             action = order[self._begin_turn(turns, order, needed)]
-            phase = faults.Phase.FORWARD if action.kind is Kind.FORWARD else faults.Phase.BACKWARD
-            faults.reach(phase, stage=self.layout.stage, step=self.step)
+            phase = points.Phase.FORWARD if action.kind is Kind.FORWARD else points.Phase.BACKWARD
+            points.reach(phase, stage=self.layout.stage, step=self.step)
             if action.kind is Kind.FORWARD:
                 result = self._forward(action)
                 if self._has_loss(action):
@@ -172,10 +172,10 @@ class StepPasses:
                 if self.layout.sums_tie_alone:
                     sum_own_tie(self.model)
                 if number == 0 and group == self.share.groups[0]:
-                    self._spoil_gradient()
+                    self._computed(points.Phase.BACKWARD, self.model.any_gradient())
                 self.clock.switch(TimeKind.OPTIMIZER)
                 local.step(self.step)
-                faults.reach(faults.Phase.LOCAL_STEP, stage=self.layout.stage, step=self.step)
+                points.reach(points.Phase.LOCAL_STEP, stage=self.layout.stage, step=self.step)
             self.clock.switch(TimeKind.ENCODE)
             self.sync.group_done(group, local.changes())
         local.end()
@@ -205,7 +205,7 @@ class StepPasses:
         if wanted is not None:
             self._begun(self.transfer.computed(), TimeKind.FORWARD, out)
             return result
-        faults.spoil(faults.Phase.FORWARD, result, stage=self.layout.stage, step=self.step)
+        self._computed(points.Phase.FORWARD, result)
         self._begun(self._send(out, result), TimeKind.FORWARD, out)
         return result
 
@@ -252,7 +252,7 @@ class StepPasses:
         self._end_action()
         self.clock.switch(TimeKind.ENCODE)
         if action.microbatch == self.share.microbatches[-1]:
-            self._spoil_gradient()
+            self._computed(points.Phase.BACKWARD, self.model.any_gradient())
             # Other stages wait for the last gradient, and none for the sums: those are packed after it.
             self.transfer.drain()
         taken = self.model.take_gradients(self.layout.chunk_units(action.chunk))
@@ -302,7 +302,6 @@ class StepPasses:
         self.transfer.send(key, self.codec(key), tensor, mark, self.io)
         return mark
 
-    def _spoil_gradient(self) -> None:
-        faults.spoil(
-            faults.Phase.BACKWARD, self.model.any_gradient(), stage=self.layout.stage, step=self.step
-        )
+    def _computed(self, phase: points.Phase, tensor: Tensor | None) -> None:
+        stage = self.layout.stage
+        points.reach(phase, at=points.At.TENSOR, stage=stage, step=self.step, tensor=tensor)

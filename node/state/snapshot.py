@@ -24,7 +24,6 @@ from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
 
-from node import faults
 from node.config.schema import RunConfig
 from node.model.units import unit_names
 from node.state.manifest import (
@@ -38,6 +37,7 @@ from node.state.manifest import (
     unit_weights_sha256,
 )
 from node.state.unit_state import check_state, parameters_of, read_tensors
+from node.telemetry import points
 from node.telemetry.format import bytes_text
 from node.training.loss_scale import ScaleOf, no_scale
 from wire.descriptors import EXHAUSTED, when_there_are_some
@@ -393,11 +393,11 @@ def _write_file(path: Path, data: bytes, step: int) -> None:
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
-            faults.write_snapshot_file(step)
+            points.reach(points.Phase.SNAPSHOT, at=points.At.WRITE, step=step)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        faults.rename_snapshot_file(step)
+        points.reach(points.Phase.SNAPSHOT, at=points.At.RENAME, step=step)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -22,7 +22,6 @@ import torch
 
 from node.config.schema import SyncSection
 from node.display.render import event_lines
-from node.faults import ANY, Fault, Kind, Phase
 from node.run_state.epoch import PROOF_STEPS
 from node.run_state.state_agreement import LEAST_TIMES, MOST_DISPUTES, MOST_TIMES, OTHER_KIND, PROBATION
 from node.telemetry.events import (
@@ -38,6 +37,7 @@ from node.telemetry.events import (
 from scripts.report import RESULTS, ROOT, markdown
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, held, small, until_joined
+from tests.support.faults import ANY, Fault, Kind, Phase
 from wire.version import VERSION
 
 RECORD = RESULTS / "faults.json"
@@ -302,7 +302,7 @@ Made by `python -m scripts.checks.faults`; do not edit.
 
 Each row is one run of real processes over loopback: a coordinator, three stages and, where it says so, a
 spare, or a second row that shares rounds of two local steps. The fault is injected at an exact point
-(`node/faults.py`). Every run that did not stop ended with the losses and the weights SHA-256 of an
+(`tests/support/faults.py`). Every run that did not stop ended with the losses and the weights SHA-256 of an
 undisturbed one, bit for bit.
 
 {markdown(columns, rows)}

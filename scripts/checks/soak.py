@@ -30,12 +30,12 @@ from pathlib import Path
 import torch
 
 from node.config.schema import RunConfig, SyncSection
-from node.faults import ANY, Fault, Kind, Phase
 from node.lab.results import commit, hardware
 from node.telemetry.events import Event, NodeLeft, PlacementMade, RunStarted, StepAborted, StepDone
 from scripts.report import RESULTS
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
+from tests.support.faults import ANY, Fault, Kind, Phase
 from tests.support.run_harness import Coordinator
 
 RECORD, RECORD_OF_ROWS = RESULTS / "soak.json", RESULTS / "soak_rows.json"

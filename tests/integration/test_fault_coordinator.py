@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from node.faults import Fault, Kind, Phase
 from node.stage.coordinator_client import CoordinatorClient
 from node.state.snapshot import list_snapshots
 from node.telemetry.events import NodeJoined, NodeLeft, Notice, PlacementMade, StepAborted
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
+from tests.support.faults import Fault, Kind, Phase
 from tests.support.pki import hello
 from tests.support.terminal import assert_never_silent
 from wire.errors import NotYetError

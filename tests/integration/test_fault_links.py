@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from node.faults import Fault, Kind, Phase
 from node.state.snapshot import list_snapshots
 from node.telemetry.events import NodeJoined, NodeLeft, Notice, PlacementMade, RunFinished, StepAborted
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, held, small
+from tests.support.faults import Fault, Kind, Phase
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from node.config.schema import RunConfig
-from node.faults import Fault, Kind, Phase
 from node.telemetry.events import (
     Event,
     NodeJoined,
@@ -24,6 +23,7 @@ from node.telemetry.events import (
 from node.tuning.memory import stage_storages
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, held, small, until_joined
+from tests.support.faults import Fault, Kind, Phase
 from tests.support.run_harness import Process, packed
 
 pytestmark = pytest.mark.timeout(240)

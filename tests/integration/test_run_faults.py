@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from node.faults import Fault, Kind, Phase
 from node.schedule.placement import head_first
 from node.telemetry.events import NodeLeft, PlacementMade, StepAborted
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
+from tests.support.faults import Fault, Kind, Phase
 from tests.support.run_harness import SMALL, Run, Still
 
 CONFIG = replace(

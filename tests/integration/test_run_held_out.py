@@ -9,12 +9,12 @@ import pytest
 from node.cli.main import main
 from node.config.schema import LoraSection, RunConfig
 from node.coordinator.store import Store
-from node.faults import Fault, Kind, Phase
 from node.schedule.placement import chunk_units
 from node.telemetry.events import HeldOutLoss
 from node.telemetry.history import read_history
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import KILLED, FaultRun, small
+from tests.support.faults import Fault, Kind, Phase
 from tests.support.memory_pipeline import reference_run
 from tests.support.run_harness import Run
 

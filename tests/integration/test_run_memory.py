@@ -10,13 +10,13 @@ import pytest
 from node.config.schema import RunConfig
 from node.display.render import SHORT_ID
 from node.display.watch import PageWatch
-from node.faults import Fault, Kind, Phase
 from node.stage.out_of_memory import NOTE_FILE
 from node.telemetry.events import NodeJoined, NodeLeft, PlacementMade
 from node.telemetry.format import bytes_text
 from node.tuning.memory import stage_bytes
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
+from tests.support.faults import Fault, Kind, Phase
 from tests.support.run_harness import SMALL, Launch, Process, Run, assert_near_undisturbed
 
 pytestmark = pytest.mark.timeout(240)

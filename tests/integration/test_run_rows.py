@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from node.config.schema import RunConfig, SyncSection
-from node.faults import Fault, Kind, Phase
 from node.telemetry.events import Event, Notice, PlacementMade, SnapshotStored, StepDone
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, held, small, until_joined
+from tests.support.faults import Fault, Kind, Phase
 
 CONFIG = replace(
     small(steps=10, snapshot_every=5),

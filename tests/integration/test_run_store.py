@@ -11,12 +11,12 @@ import pytest
 
 from node.config.schema import SnapshotsSection
 from node.coordinator.rebuild import newest_record
-from node.faults import Fault, Kind, Phase
 from node.state.object_store import bring, stored_steps
 from node.state.snapshot import list_snapshots, read_manifest
 from node.telemetry.events import SnapshotStored
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, small
+from tests.support.faults import Fault, Kind, Phase
 from tests.support.links import eventually
 from tests.support.run_harness import undisturbed
 from tests.support.s3 import s3_server

@@ -16,7 +16,6 @@ from typing import Any
 
 from node.config.schema import AuditSection
 from node.display.render import event_lines
-from node.faults import Fault, Kind, Phase
 from node.telemetry.events import (
     Event,
     NodeJoined,
@@ -28,6 +27,7 @@ from node.telemetry.events import (
     StepDone,
 )
 from tests.support.fault_run import FaultRun, small
+from tests.support.faults import Fault, Kind, Phase
 from tests.support.process import Process, StuckError
 from tests.support.run_harness import Launch, undisturbed
 

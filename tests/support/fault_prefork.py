@@ -38,6 +38,7 @@ PROGRAMS = (
     "node.cli.main",
     "node.stage.worker",
     "tests.support.apart_node",
+    "tests.support.faults",
     "tests.support.hasty",
     "tests.support.impatient_node",
     "tests.support.liar",

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 from node.config.schema import RunConfig
 from node.coordinator.store import StepRecord, Store
-from node.faults import VARIABLE, Fault, Kind, Phase, Plan, fired_at
 from node.schedule.placement import chunk_units
 from node.telemetry.events import Event, NodeJoined, NodeLeft, Notice, RunFinished, SnapshotStored, from_json
+from tests.support.faults import VARIABLE, Fault, Kind, Phase, Plan, fired_at
 from tests.support.memory_pipeline import TEXT, reference_run
 from tests.support.ports import free_port
 from tests.support.run_harness import (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Protocol, TypeVar
 
 from node.telemetry.events import Event, JoinLine, RunFinished, RunSummary, StepDone, from_json
+from tests.support.faults import VARIABLE
 
 SECONDS = 150.0
 """Limit of a single wait; far more than anything takes on a busy two-core machine."""
@@ -80,9 +81,10 @@ class Process:
         self._stderr_file = directory / f"{name}.stderr"
         self._changed = threading.Condition()
         self._ended = False
+        faulty = ["tests.support.faults"] if VARIABLE in environment else []
         with self._stderr_file.open("wb") as stderr:
             self._child = launch(
-                [*wrapper, sys.executable, "-m", *program, *arguments],
+                [*wrapper, sys.executable, "-m", *faulty, *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -49,10 +49,10 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.coordinator.store import Store
-from node.faults import VARIABLE, Fault, Kind, Phase, Plan
 from node.run_file.loader import to_toml
 from node.schedule.placement import chunk_units
 from node.telemetry.events import PlacementMade, SnapshotStored, StepDone
+from tests.support.faults import VARIABLE, Fault, Kind, Phase, Plan
 from tests.support.memory_pipeline import TEXT, reference_run
 from tests.support.paths import python_path
 from tests.support.process import SECONDS, Coordinator, Launch, Listener, Process, StuckError

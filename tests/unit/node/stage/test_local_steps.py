@@ -17,7 +17,6 @@ from node.config.schema import (
     SyncSection,
     TrainingSection,
 )
-from node.faults import Phase
 from node.schedule.gradient_groups import RowShare, model_pieces, parts_of_group, piece_bytes, sync_bytes
 from node.stage.executor import StageExecutor
 from node.stage.passes import AutogradPasses
@@ -25,6 +24,7 @@ from node.stage.stage_model import StageModel
 from node.state.serialization import deserialize_unit, serialize_unit
 from node.state.unit_state import check_state
 from node.telemetry.clock import StageClock
+from node.telemetry.points import At, Phase
 from node.training.loaded_state import OUTER, PARAMETER
 from node.training.local_steps import LocalSteps
 from node.training.schedule import learning_rate
@@ -222,12 +222,12 @@ def test_a_round_that_fails_leaves_no_trace(step: int, phase: Phase, monkeypatch
         # The rows' threads take numbers from it; in sync each row takes one, else several.
         passed, last = itertools.count(1), 1 if phase is Phase.SYNC else 3
 
-        def fail(at: Phase, *, stage: int, step: int) -> None:
-            if at is phase and stage == 1 and next(passed) == last:
+        def fail(at: At, reached: Phase, stage: int, step: int, tensor: object) -> None:
+            if at is At.NODE and reached is phase and stage == 1 and next(passed) == last:
                 raise RunError("a fault of this test")
 
         with monkeypatch.context() as patch:
-            patch.setattr("node.stage.step_passes.faults.reach", fail)
+            patch.setattr("node.telemetry.points.hook", fail)
             with pytest.raises(RunError, match="a fault of this test"):
                 stages.outcomes()
         after = stages.state()
@@ -243,14 +243,14 @@ def test_a_round_that_fails_leaves_no_trace(step: int, phase: Phase, monkeypatch
 def test_a_gradient_that_is_not_finite_names_its_unit_and_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def spoil(phase: Phase, tensor: Tensor | None, *, stage: int, step: int) -> None:
-        if phase is Phase.BACKWARD and tensor is not None and stage == 1:
+    def spoil(at: At, phase: Phase, stage: int, step: int, tensor: object) -> None:
+        if at is At.TENSOR and phase is Phase.BACKWARD and isinstance(tensor, Tensor) and stage == 1:
             tensor.fill_(float("nan"))
 
     with MemoryPipeline(CONFIG, rows=ROWS[2]) as stages:
         stages.train(1)
         with monkeypatch.context() as patch:
-            patch.setattr("node.stage.step_passes.faults.spoil", spoil)
+            patch.setattr("node.telemetry.points.hook", spoil)
             with pytest.raises(NonFiniteError, match=r"the gradient of .* of block.* in local step 1"):
                 stages.outcomes()
         stages.forget()

@@ -1,13 +1,16 @@
 """Inject faults at exact points of a run, inside real processes: for tests and `make soak`.
 
-THINWIRE_FAULTS holds a `Plan` as JSON; without it every call here returns at once. A fault says what happens,
-in which phase of which stage, at which step. Each happens `count` times in the whole run, also across
-restarts: a process first creates a marker file in the plan's directory, which holds the time.
+    THINWIRE_FAULTS=PLAN python -m tests.support.faults PROGRAM ARGUMENTS...
+
+PLAN is a `Plan` as JSON; without it nothing happens. A fault says what happens, in which phase of which
+stage, at which step. Each happens `count` times in the whole run, also across restarts: a process first creates a
+marker file in the plan's directory, which holds the time.
 """
 
 import asyncio
 import errno
 import fcntl
+import importlib
 import json
 import logging
 import math
@@ -15,25 +18,23 @@ import os
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
 
+import torch
+
+from node.telemetry import points
+from node.telemetry.points import ANY, At, Phase
 from wire.errors import UserError
 from wire.frames import frame_step, frame_tag, pack_frame, parse_frame
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 VARIABLE = "THINWIRE_FAULTS"
-ANY = -1
-"""Any stage or step."""
-
 log = logging.getLogger(__name__)
 
 
@@ -78,33 +79,14 @@ class Kind(StrEnum):
     """kill -9 of the coordinator between a snapshot's temporary file and its rename."""
 
 
-class Phase(StrEnum):
-    """When. Most phases have a point at the node and one at the coordinator."""
-
-    ENROLMENT = "enrolment"
-    """Admitted; not yet on the node's disk."""
-    STATE_FETCH = "state-fetch"
-    FORWARD = "forward"
-    SENDING = "sending"
-    BACKWARD = "backward"
-    LOCAL_STEP = "local-step"
-    """After a gradient group's local step; at the node alone."""
-    SYNC = "sync"
-    """Gradient groups are being summed, the first layer unit's are; at the node alone."""
-    VALIDATION = "validation"
-    """Before a held-out microbatch's forward; at the node alone."""
-    VOTING = "voting"
-    """The step's work is done; the vote is not sent yet."""
-    COMMIT_APPLY = "commit-apply"
-    """The commit is recorded (coordinator) or received (node), and not acted on yet."""
-    APPLY = "apply"
-    """The optimizer has stepped; nothing is sent yet."""
-    SNAPSHOT = "snapshot"
-    DRAIN = "drain"
-    """The node has asked to leave; its state is being saved."""
-
-
-_AT_NODE = frozenset({Kind.KILL, Kind.STOP, Kind.HOLD, Kind.LEAVE, Kind.CUT, Kind.CUT_CONTROL, Kind.MEMORY})
+_KINDS = {
+    At.NODE: {Kind.KILL, Kind.STOP, Kind.HOLD, Kind.LEAVE, Kind.CUT, Kind.CUT_CONTROL, Kind.MEMORY},
+    At.TENSOR: {Kind.NAN},
+    At.COORDINATOR: {Kind.COORDINATOR_KILL},
+    At.WRITE: {Kind.DISK_FULL},
+    At.RENAME: {Kind.TORN_WRITE},
+}
+"""What may happen at each kind of point."""
 _ON_FRAMES = frozenset(
     {Kind.STALL, Kind.DELAY, Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER, Kind.TRUNCATE, Kind.NONSENSE}
 )
@@ -171,48 +153,26 @@ def fired_at(marker: Path) -> float:
     return float(marker.read_text())
 
 
-# ---- points of a run
+# ---- installed
 
 
-def reach(phase: Phase, *, stage: int = ANY, step: int = ANY) -> None:
-    """A node is at this point of its work."""
-    if (armed := _armed()) is not None:
-        for fault in armed.due(_AT_NODE, phase, stage, step):
-            _happen(fault, armed.plan)
+def install() -> None:
+    """Have the faults that the environment plans happen in this process. Raises UserError."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        points.hook = points.frame_filter = None
+        return
+    armed = _Armed(Plan.from_json(text))
+    log.warning("%s is set: %d faults will happen on purpose", VARIABLE, len(armed.plan.faults))
+    points.hook, points.frame_filter = armed.reached, FrameFaults(armed)
 
 
-def reach_coordinator(phase: Phase, *, step: int = ANY) -> None:
-    """The coordinator is at this point."""
-    if (armed := _armed()) is not None:
-        for _ in armed.due({Kind.COORDINATOR_KILL}, phase, ANY, step):
-            _signal_self(signal.SIGKILL)
-
-
-def write_snapshot_file(step: int) -> None:
-    """The coordinator is about to write a snapshot file. Raises OSError."""
-    if (armed := _armed()) is not None:
-        for _ in armed.due({Kind.DISK_FULL}, Phase.SNAPSHOT, ANY, step):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def rename_snapshot_file(step: int) -> None:
-    """A snapshot file is on disk under its temporary name."""
-    if (armed := _armed()) is not None:
-        for _ in armed.due({Kind.TORN_WRITE}, Phase.SNAPSHOT, ANY, step):
-            _signal_self(signal.SIGKILL)
-
-
-def spoil(phase: Phase, tensor: "Tensor | None", *, stage: int, step: int) -> None:
-    """The stage has computed this tensor."""
-    if (armed := _armed()) is not None and tensor is not None:
-        for _ in armed.due({Kind.NAN}, phase, stage, step):
-            tensor.fill_(math.nan)
-
-
-def frame_filter() -> "FrameFaults | None":
-    """For `wire.link_state.LinkSettings`: replaces the frames that a node sends."""
-    armed = _armed()
-    return None if armed is None else FrameFaults(armed)
+def main() -> int:
+    """Install the faults, then run the program that is named first with the remaining arguments."""
+    install()
+    del sys.argv[0]
+    code: int = importlib.import_module(sys.argv[0]).main()
+    return code
 
 
 class FrameFaults:
@@ -224,7 +184,7 @@ class FrameFaults:
 
     async def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]:
         step = frame_step(frame)
-        reach(Phase.SENDING, stage=stage, step=step)
+        points.reach(Phase.SENDING, stage=stage, step=step)
         frames = [frame]
         if (held := self._held.pop(peer_stage, None)) is not None:
             frames.append(held)
@@ -258,6 +218,13 @@ class _Armed:
     passed: dict[Fault, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def reached(self, at: At, phase: Phase, stage: int, step: int, tensor: object) -> None:
+        """The hook of `node.telemetry.points`. Raises OSError or MemoryError."""
+        if at is At.TENSOR and tensor is None:
+            return
+        for fault in self.due(_KINDS[at], phase, stage, step):
+            _happen(fault, self.plan, tensor)
+
     def due(self, kinds: Collection[Kind], phase: Phase, stage: int, step: int) -> list[Fault]:
         return [
             fault
@@ -274,16 +241,6 @@ class _Armed:
         with self.lock:
             passed = self.passed[fault] = self.passed.get(fault, 0) + 1
         return passed > fault.skip
-
-
-@cache
-def _armed() -> _Armed | None:
-    text = os.environ.get(VARIABLE)
-    if not text:
-        return None
-    plan = Plan.from_json(text)
-    log.warning("%s is set: %d faults will happen on purpose", VARIABLE, len(plan.faults))
-    return _Armed(plan)
 
 
 def _claim(plan: Plan, fault: Fault) -> bool:
@@ -303,10 +260,10 @@ def _claim(plan: Plan, fault: Fault) -> bool:
         written.unlink()
 
 
-def _happen(fault: Fault, plan: Plan) -> None:
+def _happen(fault: Fault, plan: Plan, tensor: object) -> None:
     log.warning("fault on purpose: %s", fault.name)
     match fault.kind:
-        case Kind.KILL:
+        case Kind.KILL | Kind.COORDINATOR_KILL | Kind.TORN_WRITE:
             _signal_self(signal.SIGKILL)
         case Kind.STOP:
             _signal_self(signal.SIGSTOP)
@@ -321,6 +278,10 @@ def _happen(fault: Fault, plan: Plan) -> None:
             _reset_connections(lambda port: port == plan.control_port)
         case Kind.MEMORY:
             raise MemoryError(fault.name)
+        case Kind.NAN:
+            cast(torch.Tensor, tensor).fill_(math.nan)
+        case Kind.DISK_FULL:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _signal_self(number: signal.Signals) -> None:
@@ -352,3 +313,7 @@ def _of_another_session(frame: bytes) -> bytes:
     tag = frame_tag(frame)
     parsed = parse_frame(frame, tag)
     return pack_frame(replace(parsed, session=parsed.session ^ 1), tag)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

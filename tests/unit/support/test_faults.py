@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from node import faults
-from node.faults import VARIABLE, Fault, Kind, Phase, Plan, fired_at
+from node.telemetry import points
+from node.telemetry.points import At, Phase
+from tests.support import faults
+from tests.support.faults import VARIABLE, Fault, Kind, Plan, fired_at
 from wire.errors import UserError
 from wire.frames import Frame, parse_frame
 from wire.frames import pack_frame as packed
@@ -20,17 +22,22 @@ TAG = 7
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Every test reads its own environment; afterwards this process knows no faults."""
-    faults._armed.cache_clear()
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test plans its own faults; afterwards this process knows none."""
     yield
-    faults._armed.cache_clear()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    faults.install()
 
 
 def arm(monkeypatch: pytest.MonkeyPatch, directory: Path, *planned: Fault) -> Plan:
     plan = Plan(directory=str(directory), faults=planned)
     monkeypatch.setenv(VARIABLE, plan.to_json())
+    faults.install()
     return plan
+
+
+def write_snapshot_file(step: int) -> None:
+    points.reach(Phase.SNAPSHOT, at=At.WRITE, step=step)
 
 
 def frame(step: int, sequence: int = 0) -> bytes:
@@ -48,30 +55,30 @@ def test_a_plan_reads_itself_back() -> None:
 def test_an_invalid_plan_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(UserError, match=f"{VARIABLE} is no plan of faults"):
-        faults.reach(Phase.FORWARD)
+        faults.install()
 
 
 def test_nothing_happens_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    faults.reach(Phase.FORWARD, stage=0, step=0)
-    faults.write_snapshot_file(0)
-    assert faults.frame_filter() is None
+    faults.install()
+    points.reach(Phase.FORWARD, stage=0, step=0)
+    assert points.hook is None and points.frame_filter is None
 
 
 def test_a_fault_happens_once_in_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     full = Fault(kind=Kind.DISK_FULL, phase=Phase.SNAPSHOT, step=4, skip=1)
     plan = arm(monkeypatch, tmp_path, full)
-    faults.write_snapshot_file(3)
-    faults.write_snapshot_file(4)
+    write_snapshot_file(3)
+    write_snapshot_file(4)
     assert plan.markers(full) == []
     with pytest.raises(OSError) as failure:
-        faults.write_snapshot_file(4)
+        write_snapshot_file(4)
     assert failure.value.errno == errno.ENOSPC
     (marker,) = plan.markers(full)
     assert fired_at(marker) > 0
-    faults._armed.cache_clear()  # another process
+    faults.install()  # another process
     for _ in range(3):
-        faults.write_snapshot_file(4)
+        write_snapshot_file(4)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -80,7 +87,7 @@ def test_a_tensor_is_spoiled_as_often_as_planned(monkeypatch: pytest.MonkeyPatch
     spoiled = []
     for stage in (0, 1, 1, 1):
         tensor = torch.zeros(2)
-        faults.spoil(Phase.BACKWARD, tensor, stage=stage, step=2)
+        points.reach(Phase.BACKWARD, at=At.TENSOR, stage=stage, step=2, tensor=tensor)
         spoiled.append(bool(tensor.isnan().all()))
     assert spoiled == [False, True, True, False]
 
@@ -90,7 +97,7 @@ async def test_frames_are_damaged_as_planned(
     kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     arm(monkeypatch, tmp_path, Fault(kind=kind, phase=Phase.SENDING, stage=1, step=2))
-    filter_ = faults.frame_filter()
+    filter_ = points.frame_filter
     assert filter_ is not None
     other, first, second = frame(1), frame(2), frame(2, 1)
     assert await filter_(other, 1, 2) == [other]
@@ -115,9 +122,9 @@ def test_held_threads_continue_when_the_gate_opens(monkeypatch: pytest.MonkeyPat
     with ThreadPoolExecutor(1) as thread:
         with plan.gate(fault).open("a") as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
-            held = thread.submit(faults.reach, Phase.FORWARD, stage=0, step=2)
+            held = thread.submit(points.reach, Phase.FORWARD, stage=0, step=2)
             with pytest.raises(TimeoutError):
                 held.result(timeout=0.1)
             assert len(plan.markers(fault)) == 1
         held.result(timeout=30)
-    faults.reach(Phase.FORWARD, stage=0, step=2)
+    points.reach(Phase.FORWARD, stage=0, step=2)
