@@ -101,7 +101,7 @@ class RunMember:
         self._room = executor.room
         self._snapshots = snapshots
         self._sums = sums
-        self._follower = Follower(self, snapshots.fetch_sums, group, session.post, progress.tell)
+        self._follower = Follower(self, snapshots.peers.fetch_sums, group, session.post, progress.tell)
         self._session = session
         self.post = session.post
         self._links = links

@@ -90,8 +90,7 @@ class SnapshotTransfer:
         self._windows = windows
         self._client = client
         self._cache = cache
-        self._peers = peers
-        self.fetch_sums = peers.fetch_sums
+        self.peers = peers
         self._allows = allows
         self._pacer = pacer
         self._group = group
@@ -252,7 +251,7 @@ class SnapshotTransfer:
                 data = kept.data
             else:
                 try:
-                    get = self._get(answer, limit) if answer.url else self._peers.fetch(answer, limit, bad)
+                    get = self._get(answer, limit) if answer.url else self.peers.fetch(answer, limit, bad)
                     data = await get
                 except (LinkError, RunError) as error:
                     trouble = str(error)

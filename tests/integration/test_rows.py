@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -16,10 +16,9 @@ from node.schedule.gradient_groups import microbatches_of, model_pieces, piece_b
 from node.schedule.routing import Peer
 from node.stage.coordinator_client import Batches
 from node.stage.epoch_links import EpochLinks
-from node.stage.epoch_task import EpochTask, LinkEvents, State
+from node.stage.epoch_task import EpochTask, LinkEvents
 from node.stage.executor import StageExecutor
-from node.stage.inbox import Inbox, TensorLink
-from node.stage.progress import Progress
+from node.stage.inbox import TensorLink
 from node.stage.session import IdentityHolder
 from node.stage.stage_model import StageModel
 from node.stage.watchdog import ComputeThread
@@ -27,6 +26,7 @@ from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from tests.support.links import SECONDS, quick
 from tests.support.memory_pipeline import corpus, reference_run
 from tests.support.pki import new_authority, new_node
+from tests.support.services import FakeServices
 from wire.messages import (
     Applied,
     Begin,
@@ -43,7 +43,6 @@ from wire.messages import (
     Vote,
 )
 from wire.spec import Direction
-from wire.telemetry import Telemetry
 
 Result = TypeVar("Result")
 Heard = TypeVar("Heard", bound=NodeMessage)
@@ -75,71 +74,28 @@ class RowBatches:
         return np.ascontiguousarray(rows[:, 1:] if part is BatchPart.LABELS else rows[:, :-1])
 
 
-class Node:
-    """A node without a coordinator. Implements `node.stage.epoch_task.Services`."""
+class Node(FakeServices):
+    """With a stage of its own and real links. Every state is held, and no snapshot is taken."""
 
     def __init__(self, links: EpochLinks, data: Corpus) -> None:
         device = torch.device("cpu")
         self.thread = ComputeThread()
-        self.executor = StageExecutor(CONFIG, device, self.thread.clock, StageModel(CONFIG, device))
-        self.inbox = Inbox()
+        super().__init__(
+            StageExecutor(CONFIG, device, self.thread.clock, StageModel(CONFIG, device)), files={}
+        )
         self.batches = cast(Batches, RowBatches(data))
-        self.progress = Progress()
-        self.links = links
+        self.to_others = links
         self.address = PlacedStage(node_id="", address="")
-        self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.task: EpochTask | None = None
         self.running: asyncio.Task[None] | None = None
-
-    def post(self, message: NodeMessage) -> None:
-        self.said.put_nowait(message)
 
     async def compute(self, work: Callable[[], Result]) -> Result:
         return await self.thread.run(work)
 
-    def state_bytes(self, units: Collection[str]) -> int:
-        raise AssertionError("every state is held")
-
-    async def settle(self) -> None:
-        pass
-
-    async def storage_seconds(self, stage: int, stages: int) -> Mapping[str, float]:
-        return {}
-
-    def keep_sums(self, *, wanted: bool) -> None:
-        assert not wanted, "nobody follows"
-
-    async def fetch_layer(self, step: int, unit: str) -> bytes:
-        raise AssertionError("every state is held")
-
-    async def fetch_weights(self, units: tuple[str, ...]) -> State:
-        raise AssertionError("there is no checkpoint")
-
-    def upload(self, epoch: int, step: int, state: State) -> None:
-        raise AssertionError("no snapshot is taken")
-
-    def uploading(self, step: int) -> bool:
-        return False
-
-    def applied(self, epoch: int, step: int) -> None:
-        pass
-
-    def waited_for_votes(self, seconds: float) -> None:
-        pass
-
-    def count_time(self) -> None:
-        pass
-
-    def step_begins(self) -> None:
-        pass
-
-    def telemetry(self) -> Telemetry:
-        return Telemetry()
-
     def open_links(
         self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
     ) -> contextlib.AbstractAsyncContextManager[Mapping[Peer, TensorLink]]:
-        return self.links.open(placement, peers, CONFIG, events)
+        return self.to_others.open(placement, peers, CONFIG, events)
 
     async def hear(self, kind: type[Heard]) -> Heard:
         message = await self.said.get()
@@ -235,7 +191,7 @@ async def nodes(count: int, folder: Path) -> AsyncIterator[list[Node]]:
             for _ in range(count):
                 identity = new_node(authority)
                 node = Node(EpochLinks(IdentityHolder(identity, folder), quick()), data)
-                port = await node.links.start("127.0.0.1:0")
+                port = await node.to_others.start("127.0.0.1:0")
                 node.address = PlacedStage(node_id=identity.node_id, address=f"127.0.0.1:{port}")
                 found.append(node)
             yield found
@@ -246,7 +202,7 @@ async def nodes(count: int, folder: Path) -> AsyncIterator[list[Node]]:
             node.inbox.interrupt("the test is over")
             if node.running is not None:
                 node.running.cancel()
-            await node.links.stop()
+            await node.to_others.stop()
             node.thread.shutdown(wait=True)
 
 
@@ -271,7 +227,7 @@ async def test_two_rows_sync_over_links_and_one_goes_on_alone_with_the_same_bits
             # What crossed the sockets: frames' headers included, and little of control.
             sent = {
                 direction: size
-                for peer, (stats, _) in node.links.totals().items()
+                for peer, (stats, _) in node.to_others.totals().items()
                 if peer == Peer(1, stage)
                 for direction, size in stats.direction_bytes_sent.items()
             }
@@ -284,7 +240,7 @@ async def test_two_rows_sync_over_links_and_one_goes_on_alone_with_the_same_bits
         grid.tell(Begin(epoch=grid.epoch, step=grid.step))
         dead = rows[1][1]
         await dead.end_epoch()
-        await dead.links.stop()
+        await dead.to_others.stop()
         await grid.nodes[0].hear(StepFailed)
         await grid.place([(rows[0], (0, 1, 2, 3))])
         await grid.run_step()

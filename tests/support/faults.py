@@ -3,8 +3,8 @@
     THINWIRE_FAULTS=PLAN python -m tests.support.faults PROGRAM ARGUMENTS...
 
 PLAN is a `Plan` as JSON; without it nothing happens. A fault says what happens, in which phase of which
-stage, at which step. Each happens `count` times in the whole run, also across restarts: a process first creates a
-marker file in the plan's directory, which holds the time.
+stage, at which step. Each happens `count` times in the whole run, also across restarts: a process first makes
+a marker file in the plan's directory, which holds the time.
 """
 
 import asyncio

@@ -2,25 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import pytest
 import torch
-from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.labels import BatchPart
 from node.schedule.gradient_groups import RowShare
 from node.schedule.routing import Peer
-from node.stage.coordinator_client import Batches
-from node.stage.epoch_task import EpochTask, LinkEvents, State
+from node.stage.epoch_task import EpochTask, State
 from node.stage.executor import StageExecutor
-from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
-from node.stage.progress import Progress
+from node.stage.inbox import LoopIO, StepInterrupted
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
+from tests.support.services import FakeServices
 from wire.errors import (
     CacheMismatchError,
     DeviceLostError,
@@ -138,84 +136,12 @@ class Stage:
         return 64
 
 
-class Node:
-    """Implements `Services`; messages for the coordinator land in `said`."""
+class Node(FakeServices):
+    """With the stage whose arithmetic is counting."""
 
     def __init__(self, stage: Stage) -> None:
+        super().__init__(cast(StageExecutor, stage))
         self.stage = stage
-        self.executor = cast(StageExecutor, stage)
-        self.inbox = Inbox()
-        self.batches = cast(Batches, None)  # neither the first nor the last stage
-        self.progress = Progress()
-        self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
-        self.uploads: list[tuple[int, int]] = []
-        self.witnessed: list[tuple[int, int]] = []
-        self.waited: list[float] = []
-        self.arrives = True
-        self.linked: list[tuple[Peer, ...]] = []
-        self.fetched: list[tuple[int, str]] = []
-        self.missing: ThinwireError | None = None
-        self.links: dict[Peer, TensorLink] = {}
-
-    def post(self, message: NodeMessage) -> None:
-        self.said.put_nowait(message)
-
-    async def compute(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.to_thread(work)
-
-    async def settle(self) -> None:
-        pass
-
-    async def storage_seconds(self, stage: int, stages: int) -> Mapping[str, float]:
-        return {}
-
-    def keep_sums(self, *, wanted: bool) -> None:
-        assert not wanted, "nobody follows"
-
-    async def fetch_layer(self, step: int, unit: str) -> bytes:
-        if self.missing is not None:
-            raise self.missing
-        self.fetched.append((step, unit))
-        return b""
-
-    def state_bytes(self, units: Collection[str]) -> int:
-        return len(units)
-
-    def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
-        self.uploads.append((epoch, take.step))
-
-    async def witness(
-        self, epoch: int, step: int, copy: Callable[[str], Awaitable[Mapping[str, Tensor]]]
-    ) -> None:
-        self.witnessed.append((epoch, step))
-
-    def uploading(self, step: int) -> bool:
-        return self.arrives
-
-    def applied(self, epoch: int, step: int) -> None:
-        pass
-
-    def waited_for_votes(self, seconds: float) -> None:
-        self.waited.append(seconds)
-
-    def count_time(self) -> None:
-        pass
-
-    def step_begins(self) -> None:
-        pass
-
-    def telemetry(self) -> Telemetry:
-        return Telemetry()
-
-    @contextlib.asynccontextmanager
-    async def open_links(
-        self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents
-    ) -> AsyncIterator[Mapping[Peer, TensorLink]]:
-        self.linked.append(peers)
-        try:
-            yield self.links
-        finally:
-            self.linked.append(())
 
 
 class Talk:

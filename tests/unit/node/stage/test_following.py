@@ -1,7 +1,7 @@
 """A node that follows the run from a snapshot holds the run's state after every step, to the bit."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -20,15 +20,15 @@ from node.config.schema import (
 )
 from node.stage.executor import StageExecutor
 from node.stage.following import TRIES, Follower
-from node.stage.progress import Progress
 from node.stage.stage_model import StageModel
 from node.stage.sums_kept import SumsKept
 from node.state.serialization import serialize_unit
 from node.telemetry.clock import StageClock
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from tests.support.memory_pipeline import CPU, MemoryPipeline
+from tests.support.services import FakeServices
 from wire.errors import LinkError
-from wire.messages import Follow, Following, FollowStep, NodeMessage, PlacedStage, Vote
+from wire.messages import Follow, Following, FollowStep, PlacedStage, Vote
 
 Result = TypeVar("Result")
 CONFIG = RunConfig(
@@ -114,32 +114,18 @@ def test_summed_gradients_alone_lead_from_a_state_to_the_next(name: str, tmp_pat
 # ---- the follower's part of the conversation
 
 
-class Node:
-    """Implements `StateServices` for a newcomer to stage 1; `said` is what it tells the coordinator."""
+class Node(FakeServices):
+    """A newcomer to stage 1."""
 
     def __init__(self, snapshot: Mapping[str, Mapping[str, Tensor]], sums: SumsKept) -> None:
-        self.executor = new_executor(CONFIG)
-        self.progress = Progress()
-        self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        super().__init__(
+            new_executor(CONFIG), {unit: serialize_unit(state) for unit, state in snapshot.items()}
+        )
         self.asked: list[str] = []
         self.damaged: set[str] = set()
         """Sources whose gradients are those of another step."""
         self.gone = False
-        self._snapshot = snapshot
         self._sums = sums
-
-    def state_bytes(self, units: Collection[str]) -> int:
-        return len(units)
-
-    async def compute(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.to_thread(work)
-
-    async def fetch_layer(self, step: int, unit: str) -> bytes:
-        assert step == 1
-        return serialize_unit(self._snapshot[unit])
-
-    async def fetch_weights(self, units: tuple[str, ...]) -> Mapping[str, Mapping[str, Tensor]]:
-        raise AssertionError("there is no checkpoint")
 
     async def fetch_sums(self, holders: tuple[PlacedStage, ...], step: int, unit: str, size: int) -> bytes:
         self.asked.append(holders[0].node_id)
