@@ -91,7 +91,7 @@ def _pieces(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        yield memoryview(np.ascontiguousarray(tensors[name]).reshape(-1)).cast("B")
+        yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
 
 
 @cache

@@ -3,8 +3,12 @@
 Both are None in production, and then to pass a point does nothing.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wire.link_state import FrameFilter
 
 ANY = -1
 """Any stage or step."""
@@ -51,7 +55,7 @@ class At(StrEnum):
 
 hook: Callable[[At, Phase, int, int, object], None] | None = None
 """Called with where and when, the stage, the step, and the tensor that was computed, if one was."""
-frame_filter: Callable[[bytes, int, int], Awaitable[Sequence[bytes]]] | None = None
+frame_filter: "FrameFilter | None" = None
 """A `wire.link_state.FrameFilter`."""
 
 
