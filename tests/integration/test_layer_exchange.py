@@ -99,7 +99,7 @@ async def scene(directory: Path, holders: int = 2) -> AsyncIterator[Scene]:
         for number in range(holders):
             identity = new_node(authority)
             cache = SnapshotCache(directory / str(number), 10**7)
-            assert cache.put(STEP, UNIT, DATA)
+            cache.put(STEP, UNIT, DATA)
             server = LinkServer(identity=identity, run_id=RUN_ID)
             holder = Holder(cache, SumsKept(directory / f"{number}-sums", 10**7))
             server.layers = LayerServer(holder)

@@ -343,6 +343,7 @@ class Asked:
         """Whether it was to be at once."""
         self._stop = asyncio.Event()
         self.changes = SimpleNamespace(applied=())
+        self.bug: Exception | None = None
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
         self.stops.append(at_once)

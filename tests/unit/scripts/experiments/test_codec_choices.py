@@ -1,6 +1,5 @@
 """Ways of coding at equal bits: lengths add up, and predictions use earlier values only."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from scripts.docs import codecs
 from scripts.experiments import code_lengths
 from scripts.experiments import codec_choices as choices
 
@@ -113,33 +110,3 @@ def test_tokens_predict_from_rows_before_alone() -> None:
     assert abs(direction) == pytest.approx(1)
     every, _, all_share = choices.token_prediction(x, ids, True)
     assert all_share == 3 / 5 and (every[0] != 0).any()
-
-
-def test_recorded_results_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = (normal(1, 128, 6) @ normal(6, 128, seed=1)).bfloat16() * 1e-5
-    tokens = torch.randint(0, 20, (1, 129), generator=torch.Generator().manual_seed(1))
-    kinds = {"activation.0": x, "activation.1": x * 3, "gradient.0": x * 2}
-    save_file({**kinds, "tokens": tokens}, tmp_path / "boundaries-step7.safetensors")
-    ways = (choices.PLAIN, replace(choices.PLAIN, tokens="rows before"))
-    recorded = [tmp_path / "boundaries-step7.safetensors"]
-    found = choices.measure(recorded, ways)
-    assert len(found["results"]) == 2 * 2 * (len(ways) + 1)
-    assert 0.3 < found["rows_with_their_token_before"] < 1
-    for row in found["results"]:
-        assert row["tensors"] == (2 if row["kind"] == "activation" else 1)
-        assert row["rate"] - 0.02 < row["bits_per_element"] <= row["rate"] + 1e-4
-        assert 0.001 < row["relative_error"] < 0.3
-    path = tmp_path / "codec_choices.json"
-    path.write_text(json.dumps({**found, "torch": "2", "python": "3", "commit": "abc"}), encoding="utf-8")
-    monkeypatch.setattr(codecs, "CODEC_CHOICES", path)
-    lines = codecs.codec_choices().splitlines()
-    assert lines[0].startswith(
-        "| way of coding | activations, step7, 4.41 bits | gradients, step7, 4.41 bits |"
-    )
-    assert lines[2].startswith("| scales of rows and columns | 0.")
-    assert any(line.startswith("| trellis-R | 0.") for line in lines)
-    # Without token ids the ways that need them are left out.
-    save_file(kinds, tmp_path / "boundaries-step7.safetensors")
-    without = choices.measure(recorded, ways)
-    assert {row["way"] for row in without["results"]} == {choices.PLAIN.name, choices.PRODUCT}
-    assert without["rows_with_their_token_before"] is None
