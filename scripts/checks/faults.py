@@ -393,10 +393,9 @@ Two nodes that differ need a third of their kind: one of another row, a spare, o
 changes places with one of the two. With exactly two of a kind, both compute the audited step again. One that
 gives another value than before is wrong: so a card that errs at random is found. One that errs alike each
 time is not told from the honest one: the operator reads both names, once, and the run goes on with what both
-gave, since leaving out one of them at random spoils as much. If such a pair's norms differ, the two may no
-longer hold the same state: one row goes on alone, that of the node whose norm stayed the same, or else the
-first; the other node remains a member. Whether the right one goes on is chance, until another of their kind
-joins.
+gave. If the *gradient norms* of such a pair differ, twice, and no third of their kind can compute the step,
+the run hands in the state before it and ends, with the stage and both names: neither is chosen. If one of the
+two goes by itself meanwhile, the other goes on as alone at its stage, and a line says so.
 
 ### The state that a member hands in
 
@@ -414,11 +413,20 @@ are such members, in three rows of two stages without audits.
   changes places with one of the two, computes the state again from the newest agreed snapshot; then two
   say the same. Without a third the run goes on without that snapshot; if that happens {MOST_DISPUTES}
   times more in a row, or where the run waits for it (at its end, or when a node leaves), it stops, and
-  says which two differ.
+  says which two differ. If one of the two goes, no snapshot of the other alone is taken either, until
+  another node has computed the same.
+- *A majority of those that held the state before*, two of three or three of four that lie alike, is
+  believed: who says the right thing is shut out. Half of them, two of four, is not.
 - *Newcomers* that follow the run compute one gradient group of an older row, too, in each of their first
   {PROBATION} steps, also without audits. If what they compute differs, that step runs again without them, and
-  nothing is held against them: what they were given may be wrong. Until then their word decides nothing
+  nothing is held against them: what they were given may be wrong. One whose hashes differ a second time is
+  shut out. Until then their word decides nothing
   against that of who held the state before.
+- *A refused layer* is not asked of another row: the next step's snapshot is another row's. Rows that hand in
+  nothing keep no copy of their layers, only the hashes.
+- *Restarts and ends*: a coordinator that starts again remembers no hashes of a snapshot under way, and nobody
+  that was shut out; such a node is found again at its next lie. What is said after the last snapshot is
+  agreed on, or in an attempt that ends before all have spoken, names nobody, and changes nothing.
 - *Half of the holders gone* before they have said what they held: that snapshot is not taken, and the next
   step's is.
 
@@ -460,15 +468,17 @@ def _states() -> str:
     report = json.loads(STATES.read_text(encoding="utf-8"))
     rows = report["rows"]
     runs, lied = sum(row["seeds"] for row in rows), sum(row["lied"] for row in rows)
-    most = max(row["most_steps_until_named"] for row in rows if row["rows"] > 2)
-    ended = sum(row["ended_right"] for row in rows)
+    most = max(row["most_steps_until_named"] for row in rows)
+    ended, named = sum(row["ended_right"] for row in rows), sum(row["named"] for row in rows)
     kinds = ", ".join(dict.fromkeys(row["lie"] for row in rows))
     return (
         f"`python -m scripts.checks.attack --states 100` runs such lies ({kinds}) against the run's state "
         f"machine in a simulated world, with 2, 3 and 4 rows, with and without audits, newcomers and deaths "
-        f"at random times. Recorded: {runs} runs, with a lie in {lied}; no other state was stored or "
-        f"loaded in any, and no honest node was shut out. {ended} of the {lied} ended with the right state, "
-        f"the others by name. With three rows or more the liar was named within {most} steps of its lie."
+        f"at random times. Liars lie only while half or more of those that held their layers before are "
+        f"honest. Recorded: {runs} runs, with a lie in {lied}; no other state was stored or loaded in any, "
+        f"and no honest node was shut out. {ended} of the {lied} ended with the right state, the others by "
+        f"name. In {named} a line named a liar, alone or with those that it contradicted; where most were "
+        f"honest, within {most} steps of its lie."
     )
 
 

@@ -61,6 +61,12 @@ class Attack:
     """Where snapshots are kept."""
     gateways: int = 0
     """Processes that keep the control sessions in place of the coordinator."""
+    steps: int = STEPS
+    """The run's."""
+    comes_back: bool = False
+    """Its process is started again each time that it is killed."""
+    is_exact: bool = True
+    """It changes no bit. Else what it says counts until it is found: norms within bounds scale clipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +91,14 @@ class Seen:
     """The line that the operator reads."""
     status: tuple[str, ...]
     """Lines of `thinwire status` about the attacker, after the run."""
+    is_exact: bool = True
+    """Whether the bits have to be equal."""
 
     @property
     def good(self) -> bool:
         """The run ends as an undisturbed one, no honest member is harmed, the liar has lost its stage, and a
         line names it, then and in the run's status."""
-        unharmed = self.ended and self.bits_equal and not self.honest_harmed
+        unharmed = self.ended and (self.bits_equal or not self.is_exact) and not self.honest_harmed
         return unharmed and self.replaced and bool(self.line) and bool(self.status)
 
 
@@ -149,7 +157,28 @@ STATES = tuple(
         ("layer-of-another", 0, "nodes", "saves other layers than it says"),
     )
 )
-MEMBERS = (*MEMBERS, _AT_A_GATEWAY, *STATES)
+SLOWLY = (
+    Attack(
+        name="growing-norms",
+        what="votes squared norms that double in each step",
+        lie="growing-norms",
+        step=15,
+        steps=50,
+        is_exact=False,
+    ),
+    Attack(
+        name="dies",
+        what="dies instead of voting, and comes back, each time that it has a stage",
+        lie="dies",
+        rows=2,
+        spares=0,
+        audits=False,
+        steps=600,
+        comes_back=True,
+    ),
+)
+"""Longer ones: what they do shows in many steps."""
+MEMBERS = (*MEMBERS, _AT_A_GATEWAY, *STATES, *SLOWLY)
 
 
 # ---- members that lie
@@ -160,7 +189,7 @@ class LyingRun(FaultRun):
     spares are there."""
 
     def __init__(self, directory: Path, chosen: Attack, *, launch: Launch = subprocess.Popen) -> None:
-        config = small(steps=STEPS, snapshot_every=SNAPSHOT_EVERY, silent_seconds=10.0)
+        config = small(steps=chosen.steps, snapshot_every=SNAPSHOT_EVERY, silent_seconds=10.0)
         if chosen.rows > 1:
             groups = 2 if chosen.rows == 2 else 4
             rows = replace(
@@ -175,6 +204,8 @@ class LyingRun(FaultRun):
         super().__init__(directory, config, [hold], launch=launch)
         self.marker = directory / "lied"
         self.liar: Process | None = None
+        self._again: list[Process] = []
+        """The liar's later processes."""
         self._chosen = chosen
         self._spares_wait = contextlib.ExitStack()
         fcntl.flock(self._spares_wait.enter_context(self.plan.gate(hold).open("a")), fcntl.LOCK_EX)
@@ -201,12 +232,20 @@ class LyingRun(FaultRun):
         self._spares_wait.close()
 
     def add_node(self, token: str | None = None, *, state_dir: Path | None = None, liar: str = "") -> Process:
-        if liar:
-            self.program = ("tests.support.liar", liar, str(self._chosen.step), str(self.marker))
+        comes_back = self.liar is not None and state_dir == self.state_dirs[self.liar]
+        if liar or comes_back:
+            lie = self._chosen.lie, str(self._chosen.step), str(self.marker)
+            self.program = ("tests.support.liar", *lie)
         try:
-            return super().add_node(token, state_dir=state_dir)
+            node = super().add_node(token, state_dir=state_dir)
         finally:
             self.program = ("node.cli.main",)
+        self._again += [node] * comes_back
+        return node
+
+    @property
+    def honest(self) -> list[Process]:
+        return [node for node in self.nodes if node is not self.liar and node not in self._again]
 
     def wait_joined(self, count: int) -> None:
         """Wait until `count` nodes have joined."""
@@ -223,7 +262,11 @@ def anywhere(chosen: Attack, seed: int) -> Attack:
     """The same lie at a stage and from a step that the seed says."""
     draw = random.Random(f"{seed} {chosen.name}")
     places = STAGES if chosen.rows == 1 else 2 * chosen.rows
-    return replace(chosen, stage=draw.randrange(places), step=draw.randrange(1, STEPS - 1))
+    return replace(
+        chosen,
+        stage=draw.randrange(places),
+        step=draw.randrange(1, STEPS - 1) if chosen.steps == STEPS else chosen.step,
+    )
 
 
 def attack(
@@ -237,7 +280,9 @@ def attack(
         run.assemble(liar_at=chosen.stage, hasty=hasty)
         code, deadline = None, time.monotonic() + MOST_SECONDS
         with contextlib.suppress(StuckError):
-            code = run.tend(restart=False, seconds=STUCK_SECONDS, until=lambda _: time.monotonic() > deadline)
+            code = run.tend(
+                restart=chosen.comes_back, seconds=STUCK_SECONDS, until=lambda _: time.monotonic() > deadline
+            )
         return _seen(run, chosen, code, stuck=code is None)
 
 
@@ -265,9 +310,7 @@ def _seen(run: LyingRun, chosen: Attack, code: int | None, *, stuck: bool) -> Se
     honest = [f"{event.node_id}: {event.reason}" for event in left if event.node_id != liar_id]
     if not stuck:
         honest += [
-            f"exit code {node.wait_exit()}: {node.complaints}"
-            for node in run.nodes
-            if node is not run.liar and node.wait_exit() != 0
+            f"exit code {node.wait_exit()}: {node.complaints}" for node in run.honest if node.wait_exit() != 0
         ]
     ended = code == 0 and len(run.records) == run.config.run.steps
     done, newest = [lied_at], 0
@@ -287,6 +330,7 @@ def _seen(run: LyingRun, chosen: Attack, code: int | None, *, stuck: bool) -> Se
         honest_harmed=tuple(honest),
         line=_line(run, liar_id, stuck=stuck),
         status=() if stuck else _status(run, liar_id),
+        is_exact=chosen.is_exact,
     )
 
 

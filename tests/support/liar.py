@@ -10,6 +10,8 @@ first lie.
 import asyncio
 import contextlib
 import math
+import os
+import signal
 import sys
 import time
 from collections import deque
@@ -226,6 +228,16 @@ def _honest(_: Liar, message: NodeMessage) -> list[NodeMessage]:
     return [message]
 
 
+def _growing(liar: Liar, vote: Vote) -> list[NodeMessage]:
+    times = 2.0 ** (vote.step - liar.first_step)
+    return [replace(vote, norms={unit: times * norm for unit, norm in vote.norms.items()})]
+
+
+def _die(liar: Liar, vote: Vote) -> list[NodeMessage]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return []
+
+
 _NAN_NORMS = _norms(lambda _: math.nan)
 LIES: dict[str, Lie] = {
     "nan-once": _once(_NAN_NORMS),
@@ -257,6 +269,8 @@ LIES: dict[str, Lie] = {
         lambda _, vote: [replace(vote, norms={**{unit: 1e6 for unit in range(5)}, **vote.norms})]
     ),
     "huge-norm": _norms(lambda _: 1e60),
+    "growing-norms": _votes(_growing),
+    "dies": _votes(_die),
 }
 """By name: what it sends in place of a message."""
 

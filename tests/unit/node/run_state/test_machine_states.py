@@ -17,7 +17,7 @@ from node.run_state.actions import (
     Stop,
 )
 from node.run_state.failures import MAX_STRIKES
-from node.run_state.state_agreement import MOST_DISPUTES, Dispute, Finding, StateAgreement
+from node.run_state.state_agreement import MOST_DISPUTES, Dispute, Finding, Settled, StateAgreement
 from node.run_state.wrong_values import _Doubt
 from tests.support.machine_driver import REGROUP, Driver, of_kind, placement_of, stop_of, unit_numbers
 from tests.support.state_attacks import STATE_LIES, attack_state
@@ -135,7 +135,44 @@ def test_a_run_without_an_older_snapshot_ends() -> None:
     assert stop.failed and "not the run's state" in stop.reason
 
 
+@pytest.mark.parametrize("said", ["1", "2"])
+def test_who_stays_when_one_of_two_that_differ_goes_is_not_believed_alone(said: str) -> None:
+    states = StateAgreement(unit_numbers)
+    found: list[Finding] = []
+
+    def says(*words: str) -> Finding:
+        hosts = ("a", "b")[: len(words)]
+        states.expect(_grid(hosts))
+        for node, content in zip(hosts, words, strict=True):
+            units = {unit: UnitHash(content * 64, 1.0, 1.0, 1.0) for unit in range(6)}
+            found.extend(states.said(node, StateHashes(epoch=1, step=4, units=units)))
+        return found[-1]
+
+    assert says("1", "2") == Dispute(
+        step=4, nodes=("a", "b"), what="the state of stage 0 after step 4 is not the same in all rows"
+    )
+    if said == "2":
+        assert isinstance(says(said), Settled), "the other one has said the same"
+        return
+    alone = says(said)
+    assert isinstance(alone, Dispute) and "since node a, node b differed" in alone.what
+
+
 # ---- newcomers
+
+
+def _grid(hosts: tuple[str, ...], newcomers: str = "", number: int = 1) -> SimpleNamespace:
+    """The epoch of one stage and these rows in step 4."""
+    return SimpleNamespace(
+        step=4,
+        number=number,
+        stages=1,
+        hosts=hosts,
+        kinds=("",) * len(hosts),
+        newcomers=frozenset(newcomers),
+        snapshot_nodes=hosts[:1],
+        trained=frozenset(range(6)),
+    )
 
 
 def test_newcomers_never_outvote_who_held_the_state_before() -> None:
@@ -145,18 +182,8 @@ def test_newcomers_never_outvote_who_held_the_state_before() -> None:
     run.restored()
     run.steps(1)
     epoch = run.epoch
-    states, kinds = StateAgreement(unit_numbers), ("", "", "")
-    grid = SimpleNamespace(
-        step=4,
-        number=epoch.number,
-        stages=1,
-        hosts=("a", "b", "c"),
-        kinds=kinds,
-        newcomers=frozenset("bc"),
-        snapshot_nodes=("a",),
-        trained=frozenset(range(6)),
-    )
-    states.expect(grid)
+    states = StateAgreement(unit_numbers)
+    states.expect(_grid(("a", "b", "c"), "bc", epoch.number))
     found: list[Finding] = []
     for node, content in (("a", "1"), ("b", "2"), ("c", "2")):
         units = {unit: UnitHash(content * 64, 1.0, 1.0, 1.0) for unit in range(6)}
