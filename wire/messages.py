@@ -1,19 +1,42 @@
-"""Messages between a node and the coordinator, as plain dataclasses.
+"""Messages between a node and the coordinator, as plain dataclasses whose fields declare what is allowed.
 
-Their wire form is in `node_messages_proto.py` and `coordinator_messages_proto.py`. State machines
-take and return these. Step numbers start at 0; the *state* of step s is the weights after s applied steps.
+`wire.messages_proto` derives their wire form. State machines take and return these. Step numbers start at 0;
+the *state* of step s is the weights after s applied steps.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from wire.declared import (
+    LONGEST_SECONDS,
+    Amount,
+    Finite,
+    Line,
+    NodeId,
+    Parsed,
+    Present,
+    Seconds,
+    Size,
+    Squared,
+    Text,
+    Within,
+)
 from wire.identity.enrolment import Hardware, Refusal
+from wire.identity.names import clean_name
 from wire.telemetry import CodecTimes, StepSpans, Telemetry
 
 LONGEST_REASON = 240
 """Characters of a node's reason to leave; longer text is cut."""
+DIGEST_BYTES = 16
+"""Of a SHA-256: enough that nobody finds other bytes with the same one."""
+
+Reason = Annotated[str, Line(LONGEST_REASON)]
+Digest = Annotated[bytes, Size(DIGEST_BYTES)]
+FiniteSquares = Annotated[float, Within(0.0, sys.float_info.max)]
+"""A sum of squares of what is known to be finite."""
 
 
 class FailureKind(IntEnum):
@@ -54,15 +77,15 @@ class Hello:
     protocol: int
     peer_address: str
     hardware: Hardware
-    flops: float
+    flops: Amount
     """Matrix multiplication rate, measured."""
-    download_rate: float
+    download_rate: Amount
     """Bytes a second from the coordinator, measured."""
     epoch: int
     process_nonce: int
-    name: str = ""
+    name: Annotated[str, Parsed(clean_name)] = ""
     """What its owner calls it, as `clean_name` returns it."""
-    relay_rate: float = 0.0
+    relay_rate: Amount = 0.0
     """Bytes a second that it relays for others; 0: it does not."""
     mapped_port: int = 0
     """A port of its router that leads to the node's own; 0: none."""
@@ -79,7 +102,7 @@ class Placed:
     """Whether it also holds the gradients of step `held_step`, voted and not yet applied."""
     lineage: int = 0
     """Lineage of the held state: the epoch that loaded it. A replayed step belongs to another lineage."""
-    storages: Mapping[str, float] = field(default_factory=dict)
+    storages: Mapping[Text, Seconds] = field(default_factory=dict)
     """With `storage.allow`: seconds of a microbatch with each storage that fits here, by its name."""
 
 
@@ -88,10 +111,6 @@ class Ready:
     epoch: int
     telemetry: Telemetry
     """Totals before the epoch's first step."""
-
-
-DIGEST_BYTES = 16
-"""Of a SHA-256: enough that nobody finds other bytes with the same one."""
 
 
 class BoundaryEnd(NamedTuple):
@@ -111,9 +130,9 @@ class GroupDigests:
     The same weights and inputs give the same digests in every row whose nodes compute the same bits.
     """
 
-    gradient: bytes
+    gradient: Digest
     """Of the packed gradient of the stage's layer units."""
-    boundaries: Mapping[BoundaryEnd, bytes] = field(default_factory=dict)
+    boundaries: Mapping[BoundaryEnd, Digest] = field(default_factory=dict)
     """Of the packed tensors of the group's microbatches, in their order."""
     loss: float | None = None
     """Where the head is, of a group that the row computes only to check another row."""
@@ -128,7 +147,7 @@ class Vote:
 
     epoch: int
     step: int
-    norms: Mapping[int, float]
+    norms: Mapping[int, Squared]
     loss: float | None
     """None if a run has several gradient groups."""
     group_losses: Mapping[int, float] = field(default_factory=dict)
@@ -163,7 +182,7 @@ class StepFailed:
     epoch: int
     step: int
     kind: FailureKind
-    message: str
+    message: Text
     peer_stage: int = -1
     """The neighbour at fault, for `FailureKind.PEER`."""
     peer_replica: int = 0
@@ -173,13 +192,13 @@ class StepFailed:
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     telemetry: Telemetry
-    sent_at: float = 0.0
+    sent_at: Finite = 0.0
     """On the node's monotonic clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    reason: str
+    reason: Reason
     failed: bool = False
     """True: the node ends now and its state is lost. False: it asks to leave once its state is saved."""
 
@@ -192,20 +211,20 @@ class Following:
     """That the node began with."""
     step: int
     """The step whose state it holds now."""
-    failed: str = ""
+    failed: Reason = ""
     """Why it holds none, if it does not."""
 
 
 class UnitHash(NamedTuple):
     """What a layer unit's state is. The sums of squares tell about what it is where bits may differ."""
 
-    sha256: str
+    sha256: Annotated[str, Size(32)]
     """Of its snapshot file, in hex."""
-    weights: float = 0.0
+    weights: FiniteSquares = 0.0
     """Sum of squares of its weights,"""
-    moments: float = 0.0
+    moments: FiniteSquares = 0.0
     """of the first moments of the optimizer,"""
-    squares: float = 0.0
+    squares: FiniteSquares = 0.0
     """and of the second ones. Of moments in 8 bits: of the scales of their blocks."""
 
 
@@ -229,14 +248,14 @@ class RelayTimes:
     `RELAY_LEFT` for one that a link of this node has left, as it was much faster by another.
     """
 
-    times: Mapping[str, float]
+    times: Mapping[NodeId, Seconds]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTime:
     """With placement by measurement: what a block of the run takes this node."""
 
-    seconds: float
+    seconds: Seconds
     """Forward and backward, a microbatch."""
 
 
@@ -244,12 +263,12 @@ class BlockTime:
 class PeerRate:
     """Answer to `ProbePeer`."""
 
-    node_id: str
-    round_trip: float = 0.0
+    node_id: NodeId
+    round_trip: Seconds = 0.0
     """Seconds; 0: the node could not be reached."""
-    up: float = 0.0
+    up: Amount = 0.0
     """Bytes a second to it,"""
-    down: float = 0.0
+    down: Amount = 0.0
     """and from it; 0 where nothing came."""
 
 
@@ -280,7 +299,7 @@ NodeMessage = (
 class Welcome:
     node_id: str
     config_json: str
-    heartbeat_seconds: float
+    heartbeat_seconds: Annotated[float, Within(sys.float_info.min, LONGEST_SECONDS)]
     windows: int = 0
     """Samples in one pass over the text; with the seed it determines which samples a step sees."""
 
@@ -289,11 +308,11 @@ class Welcome:
 class HeartbeatReply:
     """Lets a node measure the offset of its clock to the coordinator's."""
 
-    sent_at: float
+    sent_at: Finite
     """Copied from the heartbeat."""
-    at: float
+    at: Finite
     """The coordinator's Unix time at receipt."""
-    pause: float = 0.0
+    pause: Amount = 0.0
     """Seconds until the next heartbeat; 0: as `Welcome` says."""
 
 
@@ -307,7 +326,7 @@ class PlacedStage:
 class PlacedRow:
     """A row of the grid, as a node sees it: a thousand of them need not know all of each other."""
 
-    node: PlacedStage
+    node: Annotated[PlacedStage, Present()]
     """That hosts the same stage as the node that is told."""
     groups: tuple[int, ...]
     """The gradient groups that it computes, a contiguous run."""
@@ -328,6 +347,12 @@ class Placement:
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By neighbour: where it may be dialled if its first address does not answer, host:port."""
 
+    def contradiction(self) -> str:
+        if self.stage >= len(self.stages):
+            return f"stage {self.stage} is not one of {len(self.stages)}"
+        rows = max(1, len(self.rows))
+        return f"replica {self.replica} is not one of {rows} rows" if self.replica >= rows else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Relays:
@@ -340,7 +365,7 @@ class Relays:
 class ProbePeer:
     """Measure the line to this node (`wire.peer_probe`) and answer with a `PeerRate`."""
 
-    peer: PlacedStage
+    peer: Annotated[PlacedStage, Present()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,9 +385,9 @@ class Begin:
     """Keep this step's summed gradients, packed: newcomers fetch them."""
     audited: tuple[int, ...] = ()
     """Gradient groups of another row, to compute as well and only to give their digests."""
-    waited_seconds: float = 0.0
+    waited_seconds: Amount = 0.0
     """Of the node's wait since its last answer: how long other stages had not answered yet."""
-    loss_scale: float = 0.0
+    loss_scale: Amount = 0.0
     """The loss's factor, of a run that computes in float16; 0 in others. Votes have the norms of gradients of
     the loss times this."""
     digests: bool = False
@@ -373,10 +398,10 @@ class Begin:
 class Commit:
     epoch: int
     step: int
-    clip_coefficient: float
+    clip_coefficient: Amount
     """0: the step is skipped."""
-    lr: float
-    waited_seconds: float = 0.0
+    lr: Amount
+    waited_seconds: Amount = 0.0
     """As in `Begin`."""
     then: Begin | None = None
     """The step to begin as soon as this one is applied; its vote says that it is. None: say `Applied`."""
@@ -422,7 +447,7 @@ class Retain:
 class ShutOut:
     """Nodes that are no longer in the run, though their certificates are still valid: serve them nothing."""
 
-    node_ids: tuple[str, ...]
+    node_ids: tuple[Text, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,6 +473,10 @@ class Follow:
     sources: tuple[PlacedStage, ...] = ()
     """Nodes of this stage, which keep the summed gradients of their steps."""
 
+    def contradiction(self) -> str:
+        impossible = self.sources and self.stage >= self.stages
+        return f"stage {self.stage} is not one of {self.stages}" if impossible else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FollowStep:
@@ -456,16 +485,16 @@ class FollowStep:
     snapshot: int
     """That of the `Follow` before it."""
     step: int
-    clip_coefficient: float
-    lr: float
-    norms: Mapping[int, float]
+    clip_coefficient: Amount
+    lr: Amount
+    norms: Mapping[int, Squared]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TakeSnapshot:
     epoch: int
     step: int
-    place: str = ""
+    place: Text = ""
     """Where its layers go: "" to the coordinator, `NODES`, or an object store's URL."""
     only_hashes: bool = False
     """Save nothing: another row does. Only say what the layers are."""
@@ -482,19 +511,19 @@ class Validate:
     step: int
     number: int
     microbatches: int
-    waited_seconds: float = 0.0
+    waited_seconds: Amount = 0.0
     """As in `Begin`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
     epoch: int
-    reason: str
+    reason: Text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    reason: str
+    reason: Text
     failed: bool
     paused: bool = False
     """The run has steps left and may be resumed: nodes may wait for that."""

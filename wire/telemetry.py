@@ -1,9 +1,11 @@
-"""A node's measurements of itself, sent to the coordinator (wire form: `telemetry_proto.py`)."""
+"""A node's measurements of itself, sent to the coordinator; fields declare what is allowed in them."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from wire.codecs.formats import codec_format
+from wire.declared import Amount, AtMost, Count, Finite, Line, Parsed, Seconds, Text
 from wire.spec import ON_LINKS, Direction, TensorKey
 
 DIRECT = "direct"
@@ -11,6 +13,11 @@ TOGETHER = "simultaneous open"
 """Both ends dialled at the same moment, which opens the NAT of each for the other."""
 RELAY = "relay"
 """The coordinator's. Of a volunteer's the node id follows: see `relay_path`."""
+
+LONGEST_PATH = 40
+"""Characters of the name of a link's path."""
+MOST_CODEC_TIMES = 32
+"""In one message."""
 
 NOT_TOGETHER = {
     "proxy": "through a proxy nobody can dial at the same moment",
@@ -37,14 +44,20 @@ def known_path(path: str) -> str:
     return path if known else ""
 
 
+def known_codec(name: str) -> str:
+    """`name` if it is a codec's; otherwise raises ConfigError."""
+    codec_format(name)
+    return name
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlowReport:
     """Frames sent to one neighbour for one direction, and the elements they carried."""
 
     direction: Direction
-    codec: str
-    bytes_sent: int
-    elements_sent: int
+    codec: Text
+    bytes_sent: Count
+    elements_sent: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,28 +65,28 @@ class LinkReport:
     """One neighbour's link. Bytes are everything this program wrote to and read from both sockets."""
 
     peer_stage: int
-    bytes_sent: int
-    bytes_received: int
-    retransmits: int
+    bytes_sent: Count
+    bytes_received: Count
+    retransmits: Count
     """Frames sent again."""
-    rejects: int
+    rejects: Count
     """Damaged frames received and asked for again."""
-    rtt_seconds: float
+    rtt_seconds: Seconds
     """Smoothed round trip; 0 before the first ping was answered."""
-    least_rtt_seconds: float = 0.0
+    least_rtt_seconds: Seconds = 0.0
     """The least of the newest round trips: without time in queues."""
-    capacity: float = 0.0
+    capacity: Amount = 0.0
     """Measured bytes a second towards the neighbour; 0 while not known."""
-    busy_seconds: float = 0.0
+    busy_seconds: Seconds = 0.0
     """Time in which something waited to be sent or acknowledged."""
-    queued_bytes: int = 0
+    queued_bytes: Count = 0
     """Bytes that wait to be sent or acknowledged now."""
     flows: tuple[FlowReport, ...] = ()
     peer_replica: int = 0
     """The neighbour's row."""
-    path: str = ""
+    path: Annotated[str, Line(LONGEST_PATH)] = ""
     """`DIRECT`, `TOGETHER`, `RELAY` or a `relay_path`; empty while not known."""
-    not_together: str = ""
+    not_together: Annotated[str, Line(LONGEST_PATH)] = ""
     """If it is relayed, a key of `NOT_TOGETHER`; empty while not known, and at the end that is dialled."""
 
 
@@ -86,28 +99,28 @@ class Telemetry:
 
     epoch: int = 0
     """0 for a node without a stage."""
-    times: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[Text, Seconds] = field(default_factory=dict)
     """Seconds by kind; they sum to `wall_seconds`."""
-    wall_seconds: float = 0.0
+    wall_seconds: Seconds = 0.0
     links: tuple[LinkReport, ...] = ()
-    memory_bytes: int = 0
+    memory_bytes: Count = 0
     """Resident set of the process now."""
-    peak_memory_bytes: int = 0
-    gpu_memory_bytes: int = 0
+    peak_memory_bytes: Count = 0
+    gpu_memory_bytes: Count = 0
     """Device memory that torch holds now; 0 without a GPU."""
-    gpu_peak_memory_bytes: int = 0
-    clock_skew_seconds: float = 0.0
+    gpu_peak_memory_bytes: Count = 0
+    clock_skew_seconds: Finite = 0.0
     """The node's wall clock minus the coordinator's."""
-    clock_error_seconds: float = 0.0
+    clock_error_seconds: Seconds = 0.0
     """Bound on its error: half the round trip of the measurement; 0 before it is known."""
-    relayed_bytes: int = 0
+    relayed_bytes: Count = 0
     """Carried for others since the process began."""
     relay_pairs: int = 0
     """Pairs of connections of others that it joins now; a link has two."""
-    relay_refused: int = 0
-    line_up: float = 0.0
+    relay_refused: Count = 0
+    line_up: Amount = 0.0
     """Bytes a second that all links together send at most, as set or as seen; 0 while not known."""
-    line_down: float = 0.0
+    line_down: Amount = 0.0
     """The same of what they receive, as seen."""
 
 
@@ -213,9 +226,9 @@ class StepSpans:
     epoch: int
     step: int
     stage: int
-    clock_offset: float
+    clock_offset: Finite
     """Added to a span's start it gives the coordinator's Unix time."""
-    clock_error: float
+    clock_error: Seconds
     """Bound on its error, seconds."""
     dropped: int
     """Spans lost because the ring was full."""
@@ -227,20 +240,17 @@ class StepSpans:
 class CodecTime:
     """What one codec takes a node, in seconds an element."""
 
-    codec: str
-    pack: float
-    unpack: float
+    codec: Annotated[str, Parsed(known_codec)]
+    pack: Seconds
+    unpack: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecTimes:
     """With codecs that are planned: what packing takes this node, as it tried and as its steps showed."""
 
-    times: tuple[CodecTime, ...]
+    times: Annotated[tuple[CodecTime, ...], AtMost(MOST_CODEC_TIMES)]
 
-
-MOST_CODEC_TIMES = 32
-"""In one message."""
 
 MOST_SPANS = 2000
 """Spans in one message, which must fit a message of the control connection."""

@@ -31,7 +31,6 @@ from node.coordinator.snapshot_handler import NotDueError, UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
 from node.state.manifest import UnitEntry
 from wire.channels import NOT_YET
-from wire.coordinator_messages_proto import coordinator_message_to_proto
 from wire.errors import (
     NotYetError,
     ProtocolViolationError,
@@ -44,6 +43,7 @@ from wire.front import Front
 from wire.identity.credentials import peer_node_id
 from wire.identity.enrolment import Refusal
 from wire.messages import MOST_HELD, HeldLayer, Hello, PlacedStage
+from wire.messages_proto import coordinator_message_to_proto
 from wire.v1 import control_pb2, control_pb2_grpc, enrolment_pb2
 
 log = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ from wire.descriptors import raise_limit
 from wire.errors import ProtocolViolationError
 from wire.front import Front, start_behind
 from wire.identity.credentials import mutual_tls, peer_node_id
-from wire.node_messages_proto import split_report
+from wire.messages_proto import split_report
 from wire.telemetry import Telemetry
 
 log = logging.getLogger(__name__)

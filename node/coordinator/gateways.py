@@ -37,13 +37,12 @@ from node.coordinator.reports import Reported, reported
 from node.coordinator.sessions import NO_HELLO, ControlSession, SessionDesk, hello_from, parsed
 from node.run_file.loader import to_json
 from wire.admission import Limits, address_group
-from wire.coordinator_messages_proto import packed, wait_head
 from wire.descriptors import raise_limit
 from wire.errors import ProtocolViolationError
 from wire.front import Front
 from wire.identity.enrolment import Refusal
 from wire.messages import CoordinatorMessage, Hello, Waiting
-from wire.node_messages_proto import node_message_from_proto
+from wire.messages_proto import node_message_from_proto, packed, wait_head
 from wire.pacing import Backoff
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from node.telemetry.clock import TimeKind
 from wire.errors import ProtocolViolationError
 from wire.messages import Applied, Heartbeat, Ready, Validated, Vote
+from wire.messages_proto import telemetry_from_bytes
 from wire.telemetry import Telemetry
-from wire.telemetry_proto import telemetry_from_bytes
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from wire.messages import (
     ShutOut,
     with_wait,
 )
-from wire.node_messages_proto import node_message_from_proto
+from wire.messages_proto import node_message_from_proto
 from wire.v1 import control_pb2
 from wire.version import PROTOCOL, VERSION
 

@@ -18,7 +18,6 @@ from node.model.labels import IGNORED, SMALL_BYTES, BatchPart, bytes_of, from_by
 from node.stage.layer_peers import LayerPlace
 from node.state.manifest import LayerFile
 from wire.channels import NOT_YET, open_channel
-from wire.coordinator_messages_proto import coordinator_message_from_proto, refusal_from_proto
 from wire.errors import (
     LinkError,
     LinkLostError,
@@ -33,7 +32,7 @@ from wire.errors import (
 from wire.identity.credentials import NodeIdentity
 from wire.identity.enrolment import Refusal
 from wire.messages import CoordinatorMessage, HeldLayer, Hello, NodeMessage, PlacedStage
-from wire.node_messages_proto import node_message_to_proto
+from wire.messages_proto import coordinator_message_from_proto, node_message_to_proto, refusal_from_proto
 from wire.pacing import RECONNECT_SECONDS, Backoff, Pacer
 from wire.v1 import control_pb2, control_pb2_grpc
 

@@ -37,12 +37,15 @@ from node.telemetry import events
 from node.telemetry.clock import TimeKind
 from node.view.view_builder import RunViewBuilder
 from scripts.report import RESULTS
-from wire.coordinator_messages_proto import coordinator_message_to_proto
 from wire.messages import Heartbeat
-from wire.node_messages_proto import node_message_from_proto, node_message_to_proto
+from wire.messages_proto import (
+    coordinator_message_to_proto,
+    node_message_from_proto,
+    node_message_to_proto,
+    telemetry_to_proto,
+)
 from wire.spec import Direction
 from wire.telemetry import DIRECT, FlowReport, LinkReport, Telemetry
-from wire.telemetry_proto import telemetry_to_proto
 from wire.v1 import control_pb2
 
 OUT = RESULTS / "member_costs.json"

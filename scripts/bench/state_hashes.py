@@ -32,7 +32,7 @@ from node.tuning.snapshot_place import stage_state_bytes
 from scripts.bench.compute import SHAPES
 from scripts.report import RESULTS, write
 from wire.messages import StateHashes, UnitHash
-from wire.node_messages_proto import node_message_to_proto
+from wire.messages_proto import node_message_to_proto
 
 STAGES, BLOCKS = 4, 16
 MICROBATCHES = 32

@@ -21,9 +21,9 @@ from node.run_file.loader import load_config
 from node.telemetry.clock import SpanRing
 from node.telemetry.trace_files import TraceWriter, segments
 from tests.support.memory_pipeline import MemoryPipeline
+from wire.messages_proto import node_message_from_proto, node_message_to_proto
 from wire.spec import Direction, TensorKey
 from wire.telemetry import StepSpans
-from wire.telemetry_proto import spans_from_proto, spans_to_proto
 from wire.v1 import control_pb2
 
 LINK_SPANS = 6
@@ -72,13 +72,15 @@ def way_of_spans(count: int, directory: Path) -> dict[str, float]:
 
     def pack() -> None:
         nonlocal packed
-        packed = spans_to_proto(spans).SerializeToString()
+        packed = node_message_to_proto(spans).SerializeToString()
 
     packing = processor_seconds(pack)
     writer = TraceWriter(directory, 10**9)
 
     def keep() -> None:
-        writer.add("node-aaaaaaaaaa", spans_from_proto(control_pb2.StepSpans.FromString(packed)))
+        came = node_message_from_proto(control_pb2.NodeMessage.FromString(packed))
+        assert isinstance(came, StepSpans)
+        writer.add("node-aaaaaaaaaa", came)
         writer.write(writer.take())
 
     before = sum(path.stat().st_size for path in segments(directory / "trace"))

@@ -18,7 +18,7 @@ SAYS = {
     "internal": "a spare takes stage",
     "accuse-both": "a spare takes stage",
     "blame-link": "a spare takes stage",
-    "negative-norm": "quarantined: a squared norm cannot be -1.0",
+    "negative-norm": "quarantined: Vote.norms cannot be -1.0",
     "flood-heartbeats": "quarantined: a heartbeat of",
     "flood-gateway": "quarantined: a heartbeat of",
     "flood-spans": "quarantined: more spans than steps can have",

@@ -369,7 +369,7 @@ class World:
         if self.open.get(node_id) is not session:
             return
         if isinstance(message, Vote) and min(message.norms.values()) < 0:
-            # As `wire.node_messages_proto` refuses it: the session closes, and the node dials again.
+            # As `wire.messages_proto` refuses it: the session closes, and the node dials again.
             session.broken = True
             self.happen(lambda machine: machine.refused(node_id, "a norm below 0", self.now))
         elif isinstance(message, Leave) and message.failed:

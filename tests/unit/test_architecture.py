@@ -51,9 +51,7 @@ EDGE = {
         "node/stage/coordinator_client.py",
         "wire/connection.py",
         "wire/layer_exchange.py",
-        "wire/node_messages_proto.py",
-        "wire/coordinator_messages_proto.py",
-        "wire/telemetry_proto.py",
+        "wire/messages_proto.py",
     )
 }
 """Modules that may use protobuf's types."""

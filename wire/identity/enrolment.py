@@ -1,30 +1,45 @@
 """Messages of joining a run, as plain values; protobuf stays in the servicer and the client."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from wire.declared import Parsed, Text
 from wire.errors import RefusalCode, Refused
 
 CPU = "cpu"
 """The device's name without an accelerator."""
 
 
+
+def at_least_one(count: int) -> int:
+    """A number of which 0, a field that was not sent, means 1."""
+    return count or 1
+
+
+Some = Annotated[int, Parsed(at_least_one)]
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A node's hardware, by its own report: shown to people, never trusted."""
 
-    device: str
+    device: Text
     """`cpu` or the accelerator's name."""
     cores: int
     memory_bytes: int
     """Of the device a stage would use; of several, the smallest one's."""
-    devices: int = 1
+    devices: Some = 1
     """Devices that share the stage, each in its own process."""
-    tensor_parallel: int = 1
+    tensor_parallel: Some = 1
     """How many of them share each block; divides `devices`."""
     host_bytes: int = 0
     """Main memory for what each device moves there; 0 if that is the devices' own."""
-    arithmetic: str = ""
+    arithmetic: Text = ""
     """What the bits of its results depend on: nodes that say the same compute the same."""
+
+    def contradiction(self) -> str:
+        whole = self.devices % self.tensor_parallel == 0
+        return "" if whole else f"{self.devices} devices cannot be rows of {self.tensor_parallel}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,7 @@ class Refusal:
     """No, and why: one line that says what was wrong and what to do."""
 
     code: RefusalCode
-    message: str
+    message: Text
 
     def error(self) -> Refused:
         """The same as an exception."""

@@ -22,12 +22,11 @@ from node.stage.coordinator_client import CoordinatorClient
 from node.state.manifest import UnitEntry
 from tests.support.pki import hello, new_authority, new_node
 from wire.channels import make_server, open_channel
-from wire.coordinator_messages_proto import coordinator_message_to_proto
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
 from wire.identity.credentials import mutual_tls
 from wire.identity.enrolment import Refusal
 from wire.messages import CoordinatorMessage, Finish, Heartbeat, NodeMessage
-from wire.node_messages_proto import node_message_to_proto
+from wire.messages_proto import coordinator_message_to_proto, node_message_to_proto
 from wire.telemetry import Telemetry
 from wire.v1 import control_pb2, control_pb2_grpc
 

@@ -10,12 +10,17 @@ from node.coordinator.accounting import CLOCK_RATIO, FASTEST, SLACK_SECONDS, Acc
 from node.telemetry.clock import TimeKind
 from node.telemetry.costs import OTHER_CODEC, CostsSum, Place, bits_per_element, idle_by_stage, mbit_by_stage
 from wire.messages import Begin, Commit, Finish
+from wire.messages_proto import telemetry_from_bytes, telemetry_to_proto
 from wire.spec import Direction
 from wire.telemetry import FlowReport, LinkReport, Telemetry
-from wire.telemetry_proto import telemetry_from_proto, telemetry_to_proto
 
 SEATS = ("a", "b")
 EPOCH = 3
+
+
+def sent(report: Telemetry) -> Telemetry:
+    """As the coordinator reads it."""
+    return telemetry_from_bytes(telemetry_to_proto(report).SerializeToString())
 
 
 def totals(
@@ -315,10 +320,10 @@ def test_reports_and_costs_have_the_fields_of_their_classes_in_order() -> None:
     """They are made without their classes' own `__init__`; the history has the fields in this order."""
     books = accounting()
     for stage, node in enumerate(SEATS):
-        books.report(node, telemetry_from_proto(telemetry_to_proto(totals(1, stage=stage))))
+        books.report(node, sent(totals(1, stage=stage)))
     books.begin_epoch(EPOCH, SEATS)
     for stage, node in enumerate(SEATS):
-        books.report(node, telemetry_from_proto(telemetry_to_proto(totals(2, stage=stage))))
+        books.report(node, sent(totals(2, stage=stage)))
     costs, report = books.step(1, 2.0), books.newest["a"]
     assert report == totals(2)
     every = [report, *report.links, *report.links[0].flows]

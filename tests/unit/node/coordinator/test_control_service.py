@@ -23,7 +23,7 @@ from tests.support.ports import free_port
 from wire.errors import LinkError, RefusalCode, Refused
 from wire.identity.enrolment import Refusal
 from wire.messages import CoordinatorMessage, Finish, NodeMessage
-from wire.node_messages_proto import node_message_to_proto
+from wire.messages_proto import node_message_to_proto
 from wire.v1 import control_pb2_grpc
 
 SECONDS = 20.0

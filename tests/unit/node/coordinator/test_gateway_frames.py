@@ -21,9 +21,9 @@ from node.coordinator.gateway_frames import (
     sent,
     sent_waited,
 )
-from wire.coordinator_messages_proto import coordinator_message_from_proto, packed, wait_head
 from wire.errors import ProtocolViolationError
 from wire.messages import Begin, Commit, Validate, Waiting, with_wait
+from wire.messages_proto import coordinator_message_from_proto, packed, wait_head
 from wire.v1 import control_pb2
 
 BEGIN = Begin(epoch=3, step=8, link_windows=(2, 0, 1), audited=(1,), loss_scale=1024.0)

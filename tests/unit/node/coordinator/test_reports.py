@@ -9,7 +9,7 @@ from node.coordinator.reports import REPORTING, Newest, SealedReport, reported, 
 from tests.unit.node.coordinator.test_accounting import EPOCH, SEATS, totals
 from wire.errors import ProtocolViolationError
 from wire.messages import Applied, Heartbeat, NodeMessage, Ready, Validated, Vote
-from wire.node_messages_proto import node_message_from_proto, node_message_to_proto, split_report
+from wire.messages_proto import node_message_from_proto, node_message_to_proto, split_report
 from wire.telemetry import Telemetry
 from wire.v1 import control_pb2
 

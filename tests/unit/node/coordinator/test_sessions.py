@@ -7,7 +7,7 @@ import pytest
 from node.coordinator.sessions import CALLS, MOST_LINKS, MessageLimits, heartbeat_pause, measured
 from node.run_file.loader import default_config
 from wire.messages import Heartbeat, NodeMessage, Ready, Vote
-from wire.node_messages_proto import node_message_to_proto
+from wire.messages_proto import node_message_to_proto
 from wire.telemetry import MOST_SPANS, LinkReport, Span, StepSpans, Telemetry
 
 CONFIG = default_config(["coordinator.heartbeat_seconds=1", "telemetry.trace=off"])

@@ -1,0 +1,161 @@
+"""What a message's fields may hold, written where the message is declared.
+
+A message is a frozen dataclass. The type of each field says what it holds; `Annotated` adds what is allowed.
+`wire.messages_proto` derives the conversion to and from protobuf from that, and the tests derive examples and
+attacks: a new field needs a line in the dataclass and one in the `.proto` file.
+
+A message may have a method `contradiction() -> str`: what its fields say against each other, or nothing.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from wire.identity.names import is_node_id
+
+LONGEST_SECONDS = 1e9
+"""The longest time accepted: no run lasts 30 years."""
+MOST = 10**18
+"""The most of any other measurement, such as bytes or operations a second; well below 2**63."""
+LONGEST_LINE = 1000
+"""Characters of a text for people; longer text is cut."""
+
+
+@dataclass(frozen=True)
+class Within:
+    """A number from `least` to `most`, both included."""
+
+    least: float
+    most: float
+    nan: bool = False
+    """Whether it may be no number."""
+
+    def allows(self, value: float) -> bool:
+        return self.least <= value <= self.most or (self.nan and value != value)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Text of one line: it is cut, and characters that could harm a terminal become spaces."""
+
+    most: int = LONGEST_LINE
+    """Characters."""
+
+    def clean(self) -> Callable[[str], str]:
+        """What makes text such a line."""
+        most = self.most
+        return lambda text: _kept_line(text[:most])
+
+
+@dataclass(frozen=True)
+class Size:
+    """So many bytes. A field of type `str` holds them in hex."""
+
+    bytes: int
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Entries of a tuple or a mapping."""
+
+    entries: int
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a function makes of the value that came. It raises ValueError or ConfigError to refuse it."""
+
+    parse: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Present:
+    """A nested message that must be there. Without this, one that is not there counts as an empty one."""
+
+
+class Declared(NamedTuple):
+    """A field's declaration, or that of an entry of a tuple or a mapping."""
+
+    kind: Any
+    """Its type: a class, `tuple[X, ...]` or `Mapping[K, V]`."""
+    marks: tuple[Any, ...] = ()
+    optional: bool = False
+    """Whether it may be None."""
+
+    def mark(self, kind: type) -> Any:
+        """Its mark of this class, or None."""
+        return next((mark for mark in self.marks if isinstance(mark, kind)), None)
+
+    @property
+    def origin(self) -> Any:
+        """`tuple` or `Mapping` of a collection, else None."""
+        return get_origin(self.kind)
+
+    @property
+    def is_record(self) -> bool:
+        """Whether it is a dataclass or a NamedTuple."""
+        return hasattr(self.kind, "_fields") or hasattr(self.kind, "__dataclass_fields__")
+
+    @property
+    def entries(self) -> tuple["Declared", ...]:
+        """Of a collection: what it holds; of a mapping the keys, then the values."""
+        return tuple(declared(one) for one in get_args(self.kind) if one is not Ellipsis)
+
+
+def declared(hint: Any) -> Declared:
+    """What an annotation says."""
+    marks: tuple[Any, ...] = ()
+    optional = False
+    while True:
+        if get_origin(hint) is Annotated:
+            marks += hint.__metadata__
+            hint = hint.__origin__
+        elif get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint):
+            (hint,) = (one for one in get_args(hint) if one is not NoneType)
+            optional = True
+        else:
+            return Declared(hint, marks, optional)
+
+
+@cache
+def declared_fields(kind: type) -> dict[str, Declared]:
+    """The fields of a dataclass or a NamedTuple, by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    names = kind._fields if hasattr(kind, "_fields") else [one.name for one in fields(kind)]
+    return {name: declared(hints[name]) for name in names}
+
+
+def line(text: str) -> str:
+    """`text` as one line of at most `LONGEST_LINE` characters that cannot harm a terminal."""
+    return _kept_line(text[:LONGEST_LINE])
+
+
+@lru_cache(maxsize=1024)
+def _kept_line(text: str) -> str:
+    """Kept, as the same words come again and again."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def node_id(text: str) -> str:
+    """`text` if it is a node's id; otherwise raises ValueError."""
+    if not is_node_id(text):
+        raise ValueError("not a node's id")
+    return text
+
+
+Seconds = Annotated[float, Within(0.0, LONGEST_SECONDS)]
+"""A measured time."""
+Amount = Annotated[float, Within(0.0, MOST)]
+"""A rate, a factor or another measurement that is not negative."""
+Count = Annotated[int, Within(0, MOST)]
+"""A measured whole number."""
+Finite = Annotated[float, Within(-sys.float_info.max, sys.float_info.max)]
+"""A number of either sign."""
+Squared = Annotated[float, Within(0.0, float("inf"), nan=True)]
+"""A sum of squares that may have overflowed: infinite or NaN, never negative."""
+Text = Annotated[str, Line()]
+"""Text for people."""
+NodeId = Annotated[str, Parsed(node_id)]

@@ -1,0 +1,479 @@
+"""The protobuf form of every control message, derived from its declaration (`wire.declared`).
+
+Fields have the names that they have in `wire/v1/control.proto`. Where the two forms differ:
+
+- A mapping travels as entries: messages whose first fields are the key and whose others are the value.
+- A number that may be None has a field `has_NAME` beside it.
+- Spans travel in columns.
+
+Reading checks every value once, and raises `ProtocolViolationError` with the field's name for one that is not
+allowed. Whether a message makes sense in the run is for the state machines to decide.
+
+Each class is compiled once, at import: a thousand members send reports twice a second.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, get_args
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from wire.declared import AtMost, Declared, Line, Parsed, Present, Size, Within, declared_fields, line
+from wire.errors import ConfigError, ProtocolViolationError
+from wire.identity.enrolment import Refusal
+from wire.messages import CoordinatorMessage, NodeMessage, Waiting
+from wire.telemetry import MOST_SPANS, SPAN_COLUMNS, SpanColumns, StepSpans, Telemetry
+from wire.v1 import control_pb2, enrolment_pb2
+
+Convert = Callable[[Any], Any]
+
+
+def _refuse(where: str, why: str) -> NoReturn:
+    raise ProtocolViolationError(f"{where} {line(why)[:120]}")
+
+
+# ---- values
+
+
+class _Way(NamedTuple):
+    """How a value travels. None: as it is."""
+
+    encode: Convert | None = None
+    decode: Convert | None = None
+    bound: Within | None = None
+    """Of a number; `decode` does not check it."""
+
+
+def _check(bound: Within | None, where: str) -> Callable[[Collection[float]], None]:
+    """A check that all of some numbers are within a bound."""
+    if bound is None:
+        return lambda values: None
+    least, most, nan = bound.least, bound.most, bound.nan
+
+    def check(values: Collection[float]) -> None:
+        # With a NaN the sum is one, too. Where this fails, the numbers are looked at one by one.
+        if not values or (
+            least <= min(values) and max(values) <= most and (nan or (total := sum(values)) == total)
+        ):
+            return
+        for value in values:
+            if not bound.allows(value):
+                _refuse(where, f"cannot be {value}")
+
+    return check
+
+
+def _scalar(one: Declared, where: str) -> _Way:
+    """Of a number, text, bytes or a member of an enumeration."""
+    if (size := one.mark(Size)) is not None:
+        in_hex = one.kind is str
+
+        def sized(value: bytes) -> Any:
+            if len(value) != size.bytes:
+                _refuse(where, f"cannot have {len(value)} bytes: expected {size.bytes}")
+            return value.hex() if in_hex else value
+
+        return _Way(bytes.fromhex if in_hex else None, sized)
+    if (text := one.mark(Line)) is not None:
+        return _Way(None, text.clean())
+    members: dict[Any, Any] = {}
+    if (parsed := one.mark(Parsed)) is not None:
+        parse: Convert = parsed.parse
+    elif issubclass(one.kind, Enum):
+        members, parse = {member.value: member for member in one.kind}, one.kind
+    else:
+        return _Way(bound=one.mark(Within))
+
+    def parsed_value(value: Any) -> Any:
+        if value in members:  # much faster than the enumeration's own look-up
+            return members[value]
+        try:
+            return parse(value)
+        except (ValueError, ConfigError) as error:
+            _refuse(where, f"cannot be {value!r:.40}: {error}")
+
+    return _Way(None, parsed_value)
+
+
+def _way(one: Declared, field: FieldDescriptor, where: str) -> _Way:
+    """Of a field's value that is there."""
+    if one.is_record:
+        return _Way(*form_of(one.kind, field.message_type))
+    if one.origin is None:
+        return _scalar(one, where)
+    collection = _tuple if one.origin is tuple else _mapping
+    encode, decode = collection(one, field.message_type, where)
+    if (limit := one.mark(AtMost)) is None:
+        return _Way(encode, decode)
+
+    def limited(entries: Collection[Any]) -> Any:
+        if len(entries) > limit.entries:
+            _refuse(where, f"cannot have {len(entries)} entries: {limit.entries} at most")
+        return decode(entries)
+
+    return _Way(encode, limited)
+
+
+def _tuple(one: Declared, message: Any, where: str) -> tuple[Convert | None, Convert]:
+    (entry,) = one.entries
+    if message is None:
+        _, convert, bound = _scalar(entry, where)
+        check = _check(bound, where)
+
+        def scalars(values: Iterable[Any]) -> tuple[Any, ...]:
+            found = tuple(values) if convert is None else tuple(map(convert, values))
+            check(found)
+            return found
+
+        return None, scalars
+    encode, decode = form_of(entry.kind, message)
+    return (lambda values: [encode(value) for value in values]), (
+        lambda values: tuple([decode(value) for value in values])
+    )
+
+
+def _mapping(one: Declared, entry: Any, where: str) -> tuple[Convert, Convert]:
+    (key, keys), (value, others) = parts_of(one, entry)
+    # By number, or as they are by name.
+    items: Convert = (lambda held: held.items()) if key.kind is str else (lambda held: sorted(held.items()))
+    if len(keys) == len(others) == 1:
+        ((at_key,), (at_value,)) = keys, others
+        pair = attrgetter(at_key, at_value)
+        way, name = _way(value, entry.fields_by_name[at_value], where), _scalar(key, where).decode
+        give, take, check = way.encode or _same, way.decode, _check(way.bound, where)
+
+        def decode(entries: Iterable[Any]) -> dict[Any, Any]:
+            pairs = map(pair, entries)
+            found = dict(pairs) if name is None else {name(at): held for at, held in pairs}
+            check(found.values())
+            return found if take is None else {at: take(held) for at, held in found.items()}
+
+        return (lambda held: [{at_key: at, at_value: give(one)} for at, one in items(held)]), decode
+    key_form = _part(key, entry, keys, where)
+    value_form = _part(value, entry, others, where)
+    return (
+        lambda held: [{**key_form.encode(at), **value_form.encode(one)} for at, one in items(held)],
+        lambda entries: {key_form.decode(one): value_form.decode(one) for one in entries},
+    )
+
+
+Part = tuple[Declared, list[str]]
+"""A mapping's key or value, and the fields of an entry that hold it."""
+
+
+def parts_of(one: Declared, entry: Descriptor) -> tuple[Part, Part]:
+    """A mapping's key and value."""
+    key, value = one.entries
+    names = [field.name for field in entry.fields]
+    keys = list(declared_fields(key.kind)) if key.is_record else names[:1]
+    return (key, keys), (value, [name for name in names if name not in keys])
+
+
+def _part(one: Declared, entry: Descriptor, names: list[str], where: str) -> "Form":
+    """What these fields of an entry hold together."""
+    if one.is_record:
+        return form_of(one.kind, entry, frozenset(names))
+    (name,) = names
+    way, value = _way(one, entry.fields_by_name[name], where), attrgetter(name)
+    give, take, check = way.encode or _same, way.decode or _same, _check(way.bound, where)
+
+    def decode(message: Any) -> Any:
+        found = value(message)
+        check((found,))
+        return take(found)
+
+    return Form(lambda held: {name: give(held)}, decode)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# ---- messages
+
+
+class Form(NamedTuple):
+    """The two directions of a message."""
+
+    encode: Callable[[Any], dict[str, Any]]
+    """The protobuf message's fields, as its constructor takes them."""
+    decode: Convert
+
+
+class _Joint(NamedTuple):
+    """A field that travels as several."""
+
+    names: tuple[str, ...]
+    encode: Callable[[Any], dict[str, Any]]
+    """Takes the whole message."""
+    decode: Convert
+    """Makes the field's value of the whole protobuf message."""
+
+
+def _columns_of(message: StepSpans) -> dict[str, Any]:
+    columns = SpanColumns.of(message.epoch, message.spans)
+    return {"names": columns.names, **dict(zip(SPAN_COLUMNS, columns.columns, strict=True))}
+
+
+def _spans_of(message: control_pb2.StepSpans) -> SpanColumns:
+    if len(message.kinds) > MOST_SPANS:
+        _refuse("StepSpans.spans", f"cannot have {len(message.kinds)} entries: {MOST_SPANS} at most")
+    names = [line(name) for name in message.names]
+    try:
+        return SpanColumns(message.epoch, names, [list(getattr(message, one)) for one in SPAN_COLUMNS])
+    except ValueError as error:
+        _refuse("StepSpans.spans", f"cannot be read: {error}")
+
+
+_JOINT: dict[tuple[type, str], _Joint] = {(StepSpans, "spans"): _Joint(("names", *SPAN_COLUMNS), _columns_of, _spans_of)}
+
+
+@functools.cache
+def form_of(kind: type, message: Descriptor, only: frozenset[str] = frozenset()) -> Form:
+    """Of a dataclass or a NamedTuple.
+
+    Args:
+        only: the fields of the protobuf message that the class holds; empty: all.
+
+    Raises TypeError if the declarations of the two differ in a field.
+    """
+    there = {field.name: field for field in message.fields if not only or field.name in only}
+    plain: dict[str, _Way] = {}
+    encode: dict[str, Convert] = {}
+    dropped: list[str] = []
+    whole_encode: list[Convert] = []
+    whole_decode: dict[str, Convert] = {}
+    for name, one in declared_fields(kind).items():
+        where = f"{kind.__name__}.{name}"
+        if (joint := _JOINT.get((kind, name))) is None and name not in there:
+            raise TypeError(f"{where} has no field in {message.full_name}")
+        if joint is not None:
+            whole_encode.append(joint.encode)
+            whole_decode[name] = joint.decode
+            dropped.append(name)
+            names = joint.names
+        elif one.optional and not one.is_record:
+            part, flag = _part(one, message, [name], where), f"has_{name}"
+            whole_encode.append(_flagged_fields(name, part.encode, flag))
+            whole_decode[name] = _flagged_value(part.decode, flag)
+            names = name, flag
+        elif one.is_record:
+            form = form_of(one.kind, there[name].message_type)
+            encode[name] = _unless_none(form.encode) if one.optional else form.encode
+            whole_decode[name] = _nested(one, there[name], form.decode, where)
+            names = (name,)
+        else:
+            plain[name] = way = _way(one, there[name], where)
+            if way.encode is not None:
+                encode[name] = way.encode
+            names = (name,)
+        for other in names:
+            del there[other]
+    if there:
+        raise TypeError(f"{kind.__name__} has no field for {', '.join(there)} of {message.full_name}")
+    return Form(_encoder(kind, encode, whole_encode, dropped), _decoder(kind, plain, whole_decode))
+
+
+def _flagged_fields(name: str, encode: Convert, flag: str) -> Convert:
+    def fields(held: Any) -> dict[str, Any]:
+        value = getattr(held, name)
+        return {flag: False} if value is None else {**encode(value), flag: True}
+
+    return fields
+
+
+def _flagged_value(decode: Convert, flag: str) -> Convert:
+    return lambda message: decode(message) if getattr(message, flag) else None
+
+
+def _unless_none(convert: Convert) -> Convert:
+    return lambda value: None if value is None else convert(value)
+
+
+def _nested(one: Declared, field: Any, convert: Convert, where: str) -> Convert:
+    name, value = field.name, attrgetter(field.name)
+    required, optional = one.mark(Present) is not None, one.optional
+
+    @functools.cache
+    def absent() -> Any:
+        if required:
+            _refuse(where, "is missing")
+        return None if optional else convert(GetMessageClass(field.message_type)())
+
+    return lambda message: convert(value(message)) if message.HasField(name) else absent()
+
+
+def _encoder(
+    kind: type, converts: Mapping[str, Convert], whole: list[Convert], dropped: list[str]
+) -> Callable[[Any], dict[str, Any]]:
+    names, converted = tuple(declared_fields(kind)), list(converts.items())
+    has_dict = bool(kind.__dictoffset__)
+
+    def encode(held: Any) -> dict[str, Any]:
+        values = {**vars(held)} if has_dict else {name: getattr(held, name) for name in names}
+        for name, convert in converted:
+            values[name] = convert(values[name])
+        for more in whole:
+            values.update(more(held))
+        for name in dropped:
+            del values[name]
+        return values
+
+    return encode
+
+
+def _decoder(kind: type, plain: Mapping[str, _Way], whole: Mapping[str, Convert]) -> Convert:
+    """The function is written out, as `dataclasses` does: a loop over fields takes twice as long."""
+    used: dict[str, Any] = {"kind": kind, "new": kind.__new__, "set_dict": object.__setattr__}
+    checks, values = [], []
+    for number, name in enumerate(declared_fields(kind)):
+        value, way = f"message.{name}", plain.get(name)
+        if way is None:
+            used[f"convert_{number}"] = whole[name]
+            value = f"convert_{number}(message)"
+        elif way.decode is not None:
+            used[f"convert_{number}"] = way.decode
+            value = f"convert_{number}({value})"
+        elif way.bound is not None:
+            check = _check(way.bound, f"{kind.__name__}.{name}")
+            used |= {f"least_{number}": way.bound.least, f"most_{number}": way.bound.most}
+            used[f"check_{number}"] = check
+            checks.append(f"value_{number} = {value}")
+            checks.append(f"if not least_{number} <= value_{number} <= most_{number}: ")
+            checks[-1] += f"check_{number}((value_{number},))"
+            value = f"value_{number}"
+        values.append(f"{name!r}: {value}")
+    made = [f"values = {{{', '.join(values)}}}"]
+    if kind.__dictoffset__:
+        # Its own `__init__` sets field after field through `object.__setattr__`.
+        made += ["found = new(kind)", "set_dict(found, '__dict__', values)"]
+    else:
+        made.append("found = kind(**values)")
+    if (contradiction := getattr(kind, "contradiction", None)) is not None:
+        used |= {"contradiction": contradiction, "refuse": _refuse, "name": f"{kind.__name__}:"}
+        made.append("if why := contradiction(found): refuse(name, why)")
+    body = [*checks, *made, "return found"]
+    exec("def decode(message):\n " + "\n ".join(body), used)
+    decode: Convert = used["decode"]
+    return decode
+
+
+MessageT = TypeVar("MessageT")
+
+
+class _Messages(Generic[MessageT]):
+    """All messages that one side sends, by their name in the `oneof` of the message around them."""
+
+    def __init__(self, union: Any, around: Any, sender: str) -> None:
+        kinds = {kind.__name__: kind for kind in get_args(union)}
+        fields = {field.message_type.name: field for field in around.oneofs_by_name["body"].fields}
+        self._sender = sender
+        self._forms = {
+            fields[name].name: form_of(kind, fields[name].message_type) for name, kind in kinds.items()
+        }
+        self._names = {kind: fields[name].name for name, kind in kinds.items()}
+
+    def fields(self, message: MessageT) -> dict[str, Any]:
+        """What the constructor of the message around it takes."""
+        name = self._names[type(message)]
+        return {name: self._forms[name].encode(message)}
+
+    def read(self, around: Any) -> MessageT:
+        form = self._forms.get(name := around.WhichOneof("body") or "")
+        if form is None:
+            raise ProtocolViolationError(f"{self._sender} sent an empty control message")
+        found: MessageT = form.decode(getattr(around, name))
+        return found
+
+
+_OF_NODES: _Messages[NodeMessage] = _Messages(NodeMessage, control_pb2.NodeMessage.DESCRIPTOR, "a node")
+_OF_THE_COORDINATOR: _Messages[CoordinatorMessage] = _Messages(
+    CoordinatorMessage, control_pb2.CoordinatorMessage.DESCRIPTOR, "the coordinator"
+)
+_REPORT = form_of(Telemetry, control_pb2.Telemetry.DESCRIPTOR)
+_REFUSAL = form_of(Refusal, enrolment_pb2.Refusal.DESCRIPTOR)
+
+
+def node_message_to_proto(message: NodeMessage) -> control_pb2.NodeMessage:
+    return control_pb2.NodeMessage(**_OF_NODES.fields(message))
+
+
+def node_message_from_proto(message: control_pb2.NodeMessage) -> NodeMessage:
+    """Raises `ProtocolViolationError` for an empty message and for a value that its declaration refuses."""
+    return _OF_NODES.read(message)
+
+
+def coordinator_message_to_proto(message: CoordinatorMessage) -> control_pb2.CoordinatorMessage:
+    return control_pb2.CoordinatorMessage(**_OF_THE_COORDINATOR.fields(message))
+
+
+def coordinator_message_from_proto(message: control_pb2.CoordinatorMessage) -> CoordinatorMessage:
+    """As `node_message_from_proto`."""
+    return _OF_THE_COORDINATOR.read(message)
+
+
+def refusal_from_proto(message: enrolment_pb2.Refusal) -> Refusal:
+    found: Refusal = _REFUSAL.decode(message)
+    return found
+
+
+# ---- what gateways pass on
+
+
+def telemetry_to_proto(telemetry: Telemetry) -> control_pb2.Telemetry:
+    return control_pb2.Telemetry(**_REPORT.encode(telemetry))
+
+
+def telemetry_from_bytes(data: bytes) -> Telemetry:
+    """Raises `ProtocolViolationError` for bytes that do not parse and for a report that no node sends."""
+    try:
+        message = control_pb2.Telemetry.FromString(data)
+    except DecodeError:
+        raise ProtocolViolationError("bytes came that are no report") from None
+    found: Telemetry = _REPORT.decode(message)
+    return found
+
+
+def split_report(message: control_pb2.NodeMessage, kind: str) -> tuple[bytes, bytes, Telemetry]:
+    """The message without its report, the report's bytes, and what it says. `message` loses it.
+
+    `kind` is one that has a report. Raises `ProtocolViolationError` for a report that no correct node sends.
+    """
+    body = getattr(message, kind)
+    report: Telemetry = _REPORT.decode(body.telemetry)
+    data = body.telemetry.SerializeToString()
+    body.ClearField("telemetry")
+    return message.SerializeToString(), data, report
+
+
+_newest_packed: tuple[CoordinatorMessage | None, bytes] = (None, b"")
+
+
+def packed(message: CoordinatorMessage) -> bytes:
+    """The message as bytes. The newest is kept: a step has the same for many nodes."""
+    global _newest_packed
+    kept, data = _newest_packed
+    if message is not kept and message != kept:
+        data = coordinator_message_to_proto(message).SerializeToString()
+        _newest_packed = message, data
+    return data
+
+
+def wait_head(message: Waiting) -> bytes:
+    """The encoded prefix of `waited_seconds` in a message of this kind.
+
+    With the packed double behind it, it can follow `packed(message)`: protobuf merges parts of one field.
+    """
+    return _WAIT_HEADS[type(message)]
+
+
+_WAIT_HEADS = {
+    kind: control_pb2.CoordinatorMessage(
+        **{kind.__name__.lower(): {"waited_seconds": 1.0}}
+    ).SerializeToString()[:-8]
+    for kind in get_args(Waiting)
+}
