@@ -229,7 +229,9 @@ def _spans_of(message: control_pb2.StepSpans) -> SpanColumns:
         _refuse("StepSpans.spans", f"cannot be read: {error}")
 
 
-_JOINT: dict[tuple[type, str], _Joint] = {(StepSpans, "spans"): _Joint(("names", *SPAN_COLUMNS), _columns_of, _spans_of)}
+_JOINT: dict[tuple[type, str], _Joint] = {
+    (StepSpans, "spans"): _Joint(("names", *SPAN_COLUMNS), _columns_of, _spans_of)
+}
 
 
 @functools.cache

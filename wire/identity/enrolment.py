@@ -10,7 +10,6 @@ CPU = "cpu"
 """The device's name without an accelerator."""
 
 
-
 def at_least_one(count: int) -> int:
     """A number of which 0, a field that was not sent, means 1."""
     return count or 1
