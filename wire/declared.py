@@ -14,8 +14,6 @@ from functools import cache, lru_cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from wire.identity.names import is_node_id
-
 LONGEST_SECONDS = 1e9
 """The longest time accepted: no run lasts 30 years."""
 MOST = 10**18
@@ -139,13 +137,6 @@ def _kept_line(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
-def node_id(text: str) -> str:
-    """`text` if it is a node's id; otherwise raises ValueError."""
-    if not is_node_id(text):
-        raise ValueError("not a node's id")
-    return text
-
-
 Seconds = Annotated[float, Within(0.0, LONGEST_SECONDS)]
 """A measured time."""
 Amount = Annotated[float, Within(0.0, MOST)]
@@ -158,4 +149,3 @@ Squared = Annotated[float, Within(0.0, float("inf"), nan=True)]
 """A sum of squares that may have overflowed: infinite or NaN, never negative."""
 Text = Annotated[str, Line()]
 """Text for people."""
-NodeId = Annotated[str, Parsed(node_id)]

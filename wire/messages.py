@@ -15,7 +15,6 @@ from wire.declared import (
     Amount,
     Finite,
     Line,
-    NodeId,
     Parsed,
     Present,
     Seconds,
@@ -25,7 +24,7 @@ from wire.declared import (
     Within,
 )
 from wire.identity.enrolment import Hardware, Refusal
-from wire.identity.names import clean_name
+from wire.identity.names import clean_name, is_node_id
 from wire.telemetry import CodecTimes, StepSpans, Telemetry
 
 LONGEST_REASON = 240
@@ -33,6 +32,15 @@ LONGEST_REASON = 240
 DIGEST_BYTES = 16
 """Of a SHA-256: enough that nobody finds other bytes with the same one."""
 
+
+def node_id(text: str) -> str:
+    """`text` if it is a node's id; otherwise raises ValueError."""
+    if not is_node_id(text):
+        raise ValueError("not a node's id")
+    return text
+
+
+NodeId = Annotated[str, Parsed(node_id)]
 Reason = Annotated[str, Line(LONGEST_REASON)]
 Digest = Annotated[bytes, Size(DIGEST_BYTES)]
 FiniteSquares = Annotated[float, Within(0.0, sys.float_info.max)]

@@ -3,7 +3,7 @@
 The reference for `kernels.fp8.ops`. `kernels.fp8.cpu` gives the same bits; `kernels.fp8.triton` too, except
 that moments may differ in the last bits of logarithms.
 
-Gradients (design section 4). A block has one exponent e; its values are code * 2**e, with the largest code
+Gradients. A block has one exponent e; its values are code * 2**e, with the largest code
 from 224 to 448. Scaling by a power of two is exact. So a value that an addition does not change keeps its
 code however often the block is packed again, as long as its exponent stays.
 

@@ -3,7 +3,7 @@
 Shape legend: B batch, S sequence, C hidden, H heads, K key/value heads, D = C / H, F ffn, V vocab.
 
 A block is a list of separate steps (norm, QKV, attention, output projection, norm, feed-forward), because
-AGoQ stores or recomputes each step's input separately (design section 4). The residual stream, and so the
+AGoQ stores or recomputes each step's input separately. The residual stream, and so the
 boundary tensor, stays float32 under autocast too. Between T tensor-parallel ranks, S below is S / T
 outside of attention and the feed-forward, and H, K and F inside are the rank's own.
 """

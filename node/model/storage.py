@@ -1,7 +1,7 @@
 """The forms in which a block keeps activations for backward, and their bytes; a head's pieces. Torch-free.
 
-Four kinds of tensor, each in its own form; everything else is recomputed in backward (design, section 4;
-AGoQ, arXiv 2605.00539, table 1). U is the unit of that table: batch x sequence x hidden x 2 bytes.
+Four kinds of tensor, each in its own form; everything else is recomputed in backward
+(AGoQ, arXiv 2605.00539, table 1). U is the unit of that table: batch x sequence x hidden x 2 bytes.
 """
 
 from collections.abc import Sequence

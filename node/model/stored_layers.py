@@ -1,4 +1,4 @@
-"""The two halves of a block as autograd functions that choose what backward keeps (design, section 4).
+"""The two halves of a block as autograd functions that choose what backward keeps.
 
 Shape legend: B batch, S sequence, C hidden, H heads, K key/value heads, D = C / H, F ffn.
 

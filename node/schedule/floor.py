@@ -7,8 +7,8 @@ gone the rest of its way. So a step takes at least, for every resource,
 
     fill (to the resource) + microbatches x time a microbatch + drain (from it to the end of the step)
 
-and the largest of these is the floor (design section 5: max(compute, bytes over the busiest link direction /
-its rate) a microbatch, with the fill and drain that nobody can avoid).
+and the largest of these is the floor (max(compute, bytes over the busiest link direction / its rate) a
+microbatch, with the fill and drain that nobody can avoid).
 """
 
 import math

@@ -8,22 +8,19 @@ new segment. When all segments exceed the limit, the oldest are removed.
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
 
 from wire.errors import ConfigError, RunError
-from wire.spec import Direction, TensorKey
-from wire.telemetry import SPAN_COLUMNS, Span, SpanColumns, StepSpans
+from wire.telemetry import SPAN_COLUMNS, SpanColumns, StepSpans
 
 TRACE_DIRECTORY = "trace"
 SEGMENT_BYTES = 4 * 1024 * 1024
 MOST_WAITING = 16 * 1024 * 1024
 """Most bytes of lines in memory; more is dropped while the disk is slow."""
-_TICKS = 1e6
-"""A second, in traces of earlier versions."""
 _GZIP = 31  # makes zlib use a gzip header
 _PLACE = re.compile(rb'\{"epoch":(\d+),"step":(\d+),"stage":(\d+),')
 """The start of a line, which is all that is needed to find a step."""
@@ -186,19 +183,8 @@ def _from_line(line: bytes) -> Batch:
     raw = json.loads(line)
     node_id, names, kept, epoch = raw.pop("node"), raw.pop("names"), raw.pop("spans"), raw["epoch"]
     replica = raw.pop("replica", 0)
-    spans: Collection[Span]
-    if isinstance(kept, dict):
-        spans = SpanColumns(epoch, names, [kept[column] for column in SPAN_COLUMNS])
-    else:
-        spans = tuple(_of_row(epoch, names, row) for row in kept)
+    spans = SpanColumns(epoch, names, [kept[column] for column in SPAN_COLUMNS])
     return Batch(node_id, StepSpans(spans=spans, **raw), replica)
-
-
-def _of_row(epoch: int, names: Sequence[str], row: Sequence[int]) -> Span:
-    """Traces of earlier versions have a row a span."""
-    kind, start, length, peer, *place = row
-    key = TensorKey(epoch, place[0], place[1], place[2], Direction(place[3])) if place else None
-    return Span(names[kind], start / _TICKS, length / _TICKS, key, peer)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 In fp32, autograd accumulates the gradients of fp32 weights in `.grad`. Gradients of bf16 weights are bf16;
 each is added to an fp32 main gradient as soon as backward has made it, and dropped.
 
-In e4m3 (design section 4) each matrix's gradient is added to block-wise codes as soon as backward has made
+In e4m3 each matrix's gradient is added to block-wise codes as soon as backward has made
 it, and dropped, so at most one matrix's gradient exists in full, or those of half a block that packs its
 activations. Vectors are few and stay fp32. Steps of more than `MOST_TO_NEAREST` microbatches round
 stochastically.

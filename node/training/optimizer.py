@@ -1,7 +1,7 @@
 """AdamW over the layer units that one process holds.
 
 Everything is kept and reported by unit, so that norms sum to the same bits and snapshots restore on any
-split. Moments are float32, or e4m3 for matrices (`[training] moments`, design section 4);
+split. Moments are float32, or e4m3 for matrices (`[training] moments`);
 `node.training.gradients` keeps gradients. Snapshots hold weights as float32, which holds bfloat16 exactly.
 """
 

@@ -17,10 +17,10 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from wire.declared import AtMost, Declared, Line, Parsed, Present, Size, Within, declared_fields, node_id
+from wire.declared import AtMost, Declared, Line, Parsed, Present, Size, Within, declared_fields
 from wire.identity.enrolment import Hardware, at_least_one
 from wire.identity.names import clean_name
-from wire.messages import Follow, PlacedStage, Placement
+from wire.messages import Follow, PlacedStage, Placement, node_id
 from wire.messages_proto import form_of, parts_of
 from wire.spec import ON_LINKS, TensorKey
 from wire.telemetry import Span, StepSpans, known_codec

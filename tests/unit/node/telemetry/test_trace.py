@@ -213,18 +213,6 @@ def test_written_values_are_read_back(tmp_path: Path) -> None:
     assert writer.broken == ""
 
 
-def test_the_trace_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """It has a row a span, with its start, and not columns."""
-    (tmp_path / "trace").mkdir()
-    rows = [[0, 1_100_000, 50_000, 2, 1, 0, 0, 0], [1, 1_500_000, 250_000, -1]]
-    fields = {"epoch": 1, "step": 1, "stage": 0, "clock_offset": 0.5, "clock_error": 0.001, "dropped": 0}
-    line = {**fields, "spans": rows, "node": "a", "names": ["forward", "optimizer"]}
-    (tmp_path / "trace" / "spans-000001.jsonl.gz").write_bytes(gzip.compress(json.dumps(line).encode()))
-    (found,) = read_batches(tmp_path, 0, 9)
-    expected = (Span("forward", 1.1, 0.05, key(0, step=1), 2), Span("optimizer", 1.5, 0.25))
-    assert found.spans.spans == expected
-
-
 @pytest.mark.parametrize(
     "columns",
     [
