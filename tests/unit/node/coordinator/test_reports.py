@@ -92,5 +92,5 @@ def test_a_gateway_that_sends_no_report_is_wrong(payload: bytes) -> None:
 
 
 def test_a_report_with_impossible_numbers_is_its_nodes_fault() -> None:
-    with pytest.raises(ProtocolViolationError, match="Telemetry.wall_seconds"):
+    with pytest.raises(ProtocolViolationError, match=r"Telemetry\.wall_seconds"):
         passed_on(replace(VOTE, telemetry=Telemetry(wall_seconds=-1.0)))
