@@ -10,6 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 
@@ -117,10 +118,10 @@ class Connection:
         before = -math.inf
         while True:
             data = await stream.read()
-            state.stats.bytes_received += len(data)
+            state.count(bytes_received=len(data))
             if data == KEEP_ALIVE:
                 continue
-            state.stats.frames_received += 1
+            state.frames_received += 1
             if state.settings.line is not None:
                 # A frame after another was carried since that one came; of one after a pause nobody knows.
                 at = now()
@@ -148,10 +149,10 @@ class Connection:
             frame = state.sender.next_frame(now())
             again = state.sender.retransmits > sent_again
             if frame is None:
-                keep_alive_at = keep_alive.due_at(state.stats.least_rtt_seconds)
+                keep_alive_at = keep_alive.due_at(state.figures.least_round_trip_seconds)
                 if keep_alive_at is not None and keep_alive_at <= now():
                     await stream.write(KEEP_ALIVE)
-                    state.stats.bytes_sent += len(KEEP_ALIVE)
+                    state.count(bytes=len(KEEP_ALIVE))
                     keep_alive.sent(now())
                     continue
                 deadlines = [at for at in (state.sender.deadline, keep_alive_at) if at is not None]
@@ -215,13 +216,13 @@ class Connection:
         self._wrote_at = now()
         await stream.write(data)
         self._wrote_at = math.inf
-        self._state.stats.bytes_sent += len(data)
+        self._state.count(bytes=len(data))
 
     async def _read_control(self, stream: ByteStream) -> None:
         while True:
             data = await stream.read()
             self._heard_at = now()
-            self._state.stats.bytes_received += len(data)
+            self._state.count(bytes_received=len(data))
             try:
                 message = link_pb2.LinkMessage.FromString(data)
             except DecodeError as error:
@@ -235,7 +236,7 @@ class Connection:
         limit = self._state.settings.silent_seconds
         if self._silent_seconds is None:
             return limit
-        return min(limit, max(self._silent_seconds, 4 * self._state.stats.rtt_seconds))
+        return min(limit, max(self._silent_seconds, 4 * self._state.figures.round_trip_seconds))
 
     def _watch_silence(self) -> None:
         """End the connection once the control stream brings or takes nothing for `_silent_after`.
@@ -286,7 +287,7 @@ class Connection:
         state = self._state
         state.sender.acknowledge(next_sequence, credit_limit)
         state.meter.acknowledged(
-            state.sender.acknowledged_bytes, round_trip=state.stats.least_rtt_seconds, now=at
+            state.sender.acknowledged_bytes, round_trip=state.figures.least_round_trip_seconds, now=at
         )
         if state.transfers is not None:
             state.transfers.acknowledged(next_sequence, at)
@@ -313,10 +314,14 @@ class Connection:
         sent_at = self._pings.pop(nonce, None)
         if sent_at is None:
             return
-        sample, stats = now() - sent_at, self._state.stats
-        stats.rtt_seconds = sample if stats.rtt_seconds == 0 else 0.875 * stats.rtt_seconds + 0.125 * sample
-        self._state.round_trips.append(sample)
-        stats.least_rtt_seconds = min(self._state.round_trips)
+        state, sample = self._state, now() - sent_at
+        before = state.figures.round_trip_seconds
+        state.round_trips.append(sample)
+        state.figures = replace(
+            state.figures,
+            round_trip_seconds=0.875 * before + 0.125 * sample if before else sample,
+            least_round_trip_seconds=min(state.round_trips),
+        )
         if not self._ponged:
             self._ponged = True
             self._on_change()

@@ -25,7 +25,8 @@ from wire.channels import LinkIdentity, open_channel
 from wire.connection import NO_FRAMES, Connection, now, wait_until
 from wire.delivery import SLOW_TIMES
 from wire.errors import LinkError, LinkLostError, ProtocolViolationError, RefusalCode, Refused, ThinwireError
-from wire.link_state import LinkSettings, LinkState, LinkStats, OnTensor
+from wire.figures import LinkFigures
+from wire.link_state import LinkSettings, LinkState, OnTensor
 from wire.pacing import Backoff
 from wire.spec import TensorKey
 from wire.stream_receiver import Expect
@@ -56,7 +57,7 @@ QUIET_SECONDS, QUIET_POLL_SECONDS = 30.0, 0.02
 """How long a better path waits until nothing is on its way, and how often that is looked at."""
 _CLOSE_SECONDS = 5.0
 
-__all__ = ["DialledLink", "Link", "LinkPath", "LinkSettings", "LinkStats", "dial_link"]
+__all__ = ["DialledLink", "Link", "LinkPath", "LinkSettings", "dial_link"]
 
 
 class Link(ABC):
@@ -99,20 +100,30 @@ class Link(ABC):
         return self._trouble
 
     @property
-    def stats(self) -> LinkStats:
-        """A copy of the totals so far."""
-        sender, receiver = self._state.sender, self._state.receiver
+    def figures(self) -> LinkFigures:
+        """Totals since the link was made, and what it is like now. The flows' codecs are not named."""
+        state = self._state
         return replace(
-            self._state.stats,
+            state.figures,
+            source=state.stage,
+            target=state.peer_stage,
             path=self.path,
-            direction_bytes_sent=dict(self._state.stats.direction_bytes_sent),
-            direction_elements_sent=dict(self._state.stats.direction_elements_sent),
-            retransmits=sender.retransmits,
-            rejects=receiver.rejects,
-            stale=receiver.stale,
-            busy_seconds=self._state.meter.busy_seconds(now()),
-            capacity=self._state.meter.capacity,
+            retransmits=state.sender.retransmits,
+            rejects=state.receiver.rejects,
+            busy_seconds=state.meter.busy_seconds(now()),
+            capacity=state.meter.capacity,
+            queued_bytes=state.sender.queued_bytes,
         )
+
+    @property
+    def frames(self) -> tuple[int, int]:
+        """Frames sent, and frames received."""
+        return self._state.frames_sent, self._state.frames_received
+
+    @property
+    def reconnects(self) -> int:
+        """Connections after the first."""
+        return self._state.reconnects
 
     @property
     def held_bytes(self) -> int:
@@ -131,7 +142,7 @@ class Link(ABC):
     def send(self, key: TensorKey, payload: Payload, elements: int = 0) -> None:
         """Queue a tensor's packed bytes; never blocks. The bytes must not change until acknowledged.
 
-        `elements`: how many these are of, for `stats`. Raises the link's error after it has ended,
+        `elements`: how many these are of, for `figures`. Raises the link's error after it has ended,
         `LinkError` when the outbox is full.
         """
         self._raise_if_over()
@@ -245,7 +256,7 @@ class Link(ABC):
         if connection is None or self._over.is_set():
             return
         if connection.up and not self._up.is_set():
-            self._state.stats.reconnects += self._was_up
+            self._state.reconnects += self._was_up
             self._was_up = True
             self._down.clear()
             self._up.set()
@@ -356,10 +367,10 @@ class DialledLink(Link):
         """Those of them of which it is not known that others are faster."""
 
     @property
-    def stats(self) -> LinkStats:
+    def figures(self) -> LinkFigures:
         said = self.why_not.get(TOGETHER, "") if is_relayed(self.path) else ""
         known = (word for word, words in NOT_TOGETHER.items() if words in said)
-        return replace(super().stats, not_together=next(known, ""))
+        return replace(super().figures, not_together=next(known, ""))
 
     @property
     def _peer(self) -> str:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from wire.delivery import Delivery, Service
+from wire.figures import FlowFigures, LinkFigures
 from wire.frames import FRAME_BYTES, HEADER_BYTES, frame_direction, frame_place, run_tag
 from wire.line_meter import Line
 from wire.link_meter import LinkMeter
@@ -73,40 +74,6 @@ class LinkSettings:
 
 
 @dataclass(kw_only=True)
-class LinkStats:
-    """Totals of one link since it was made. Bytes count whole messages of both streams, frame headers
-    included; gRPC, TLS and TCP add under 1 % for tensors of many frames."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    frames_sent: int = 0
-    frames_received: int = 0
-    direction_bytes_sent: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
-    """Bytes of frames sent, by direction: of tensors whose last frame was sent, and of frames sent again."""
-    direction_elements_sent: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
-    """Elements of these tensors, as `Link.send` was told."""
-    retransmits: int = 0
-    """Frames sent again."""
-    rejects: int = 0
-    """Damaged frames received and asked for again."""
-    stale: int = 0
-    """Frames dropped because nobody expected their tensor."""
-    reconnects: int = 0
-    path: str = ""
-    """Of the newest connection; see `wire.telemetry`."""
-    not_together: str = ""
-    """Why both ends could not dial at once, a key of `wire.telemetry.NOT_TOGETHER`; empty if not known."""
-    rtt_seconds: float = 0.0
-    """Smoothed round trip of a ping on the control stream; 0 before the first."""
-    least_rtt_seconds: float = 0.0
-    """The least round trip of the newest `MEASURED_PINGS`: without time in queues."""
-    busy_seconds: float = 0.0
-    """Time in which tensors waited to be sent or acknowledged."""
-    capacity: float = 0.0
-    """Bytes a second that the link delivers while it is busy; 0 while not known."""
-
-
-@dataclass(kw_only=True)
 class LinkState:
     """State of a link that outlives its connections."""
 
@@ -119,7 +86,11 @@ class LinkState:
     on_tensor: OnTensor
     delivery: Delivery
     session: int = 0
-    stats: LinkStats = field(default_factory=LinkStats)
+    figures: LinkFigures = field(default_factory=LinkFigures)
+    """Since the link was made; `Link.figures` adds what others know. Its flows have no codec."""
+    frames_sent: int = 0
+    frames_received: int = 0
+    reconnects: int = 0
     service: Service = field(default_factory=Service)
     meter: LinkMeter = field(default_factory=LinkMeter)
     transfers: TransferLog | None = None
@@ -191,20 +162,27 @@ class LinkState:
     def frame_sent(self, frame: bytes, *, again: bool) -> None:
         """Count a frame. A direction's bytes and elements grow by whole tensors, so that their ratio is right
         at any time."""
-        stats, place = self.stats, frame_place(frame)
+        place = frame_place(frame)
         direction, first = frame_direction(frame), self.settings.held_out_from
         if direction is Direction.ACTIVATION and first is not None and place.key is not None:
             direction = Direction.HELD_OUT if place.key.microbatch >= first else direction
-        stats.bytes_sent += len(frame)
-        stats.frames_sent += 1
+        self.count(bytes=len(frame))
+        self.frames_sent += 1
         if again:
-            stats.direction_bytes_sent[direction] += len(frame)
+            self._count_flow(direction, len(frame), 0)
             return
         self.tensor_bytes += len(frame)
         if place.is_last:
-            stats.direction_bytes_sent[direction] += self.tensor_bytes
-            stats.direction_elements_sent[direction] += self.elements.popleft()
+            self._count_flow(direction, self.tensor_bytes, self.elements.popleft())
             self.tensor_bytes = 0
+
+    def count(self, **by: int) -> None:
+        """Let figures grow."""
+        self.figures = self.figures.grown(**by)
+
+    def _count_flow(self, direction: Direction, size: int, elements: int) -> None:
+        flow = FlowFigures(direction=direction, codec="", bytes=size, elements=elements)
+        self.figures += LinkFigures(flows=(flow,))
 
     def forget(self) -> None:
         """Drop all tensors. The ended link stays, to answer a neighbour that ends the epoch later."""

@@ -1,11 +1,12 @@
 """A node's measurements of itself, sent to the coordinator; fields declare what is allowed in them."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from wire.codecs.formats import codec_format
-from wire.declared import Amount, AtMost, Count, Finite, Line, Parsed, Seconds, Text
+from wire.declared import Amount, AtMost, Count, Finite, Parsed, Seconds
+from wire.figures import LinkFigures, StageFigures
 from wire.spec import ON_LINKS, Direction, TensorKey
 
 DIRECT = "direct"
@@ -14,8 +15,6 @@ TOGETHER = "simultaneous open"
 RELAY = "relay"
 """The coordinator's. Of a volunteer's the node id follows: see `relay_path`."""
 
-LONGEST_PATH = 40
-"""Characters of the name of a link's path."""
 MOST_CODEC_TIMES = 32
 """In one message."""
 
@@ -51,47 +50,7 @@ def known_codec(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowReport:
-    """Frames sent to one neighbour for one direction, and the elements they carried."""
-
-    direction: Direction
-    codec: Text
-    bytes_sent: Count
-    elements_sent: Count
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkReport:
-    """One neighbour's link. Bytes are everything this program wrote to and read from both sockets."""
-
-    peer_stage: int
-    bytes_sent: Count
-    bytes_received: Count
-    retransmits: Count
-    """Frames sent again."""
-    rejects: Count
-    """Damaged frames received and asked for again."""
-    rtt_seconds: Seconds
-    """Smoothed round trip; 0 before the first ping was answered."""
-    least_rtt_seconds: Seconds = 0.0
-    """The least of the newest round trips: without time in queues."""
-    capacity: Amount = 0.0
-    """Measured bytes a second towards the neighbour; 0 while not known."""
-    busy_seconds: Seconds = 0.0
-    """Time in which something waited to be sent or acknowledged."""
-    queued_bytes: Count = 0
-    """Bytes that wait to be sent or acknowledged now."""
-    flows: tuple[FlowReport, ...] = ()
-    peer_replica: int = 0
-    """The neighbour's row."""
-    path: Annotated[str, Line(LONGEST_PATH)] = ""
-    """`DIRECT`, `TOGETHER`, `RELAY` or a `relay_path`; empty while not known."""
-    not_together: Annotated[str, Line(LONGEST_PATH)] = ""
-    """If it is relayed, a key of `NOT_TOGETHER`; empty while not known, and at the end that is dialled."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Telemetry:
+class Telemetry(StageFigures):
     """Totals of one epoch: time since its first step began, bytes since its links opened.
 
     The coordinator takes differences.
@@ -99,16 +58,8 @@ class Telemetry:
 
     epoch: int = 0
     """0 for a node without a stage."""
-    times: Mapping[Text, Seconds] = field(default_factory=dict)
-    """Seconds by kind; they sum to `wall_seconds`."""
-    wall_seconds: Seconds = 0.0
-    links: tuple[LinkReport, ...] = ()
-    memory_bytes: Count = 0
-    """Resident set of the process now."""
-    peak_memory_bytes: Count = 0
-    gpu_memory_bytes: Count = 0
-    """Device memory that torch holds now; 0 without a GPU."""
-    gpu_peak_memory_bytes: Count = 0
+    links: tuple[LinkFigures, ...] = ()
+    """Those that the node sends on."""
     clock_skew_seconds: Finite = 0.0
     """The node's wall clock minus the coordinator's."""
     clock_error_seconds: Seconds = 0.0

@@ -4,18 +4,19 @@ Reports hold totals, so only the newest of a node counts, once somebody asks: a 
 to keep it.
 """
 
-import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from node.coordinator.reports import NO_REPORT, AnyReport, Newest, is_continued, opened
 from node.schedule.floor import LinkRate
-from node.telemetry.costs import Ledger, LinkKey, LinkSums, Place, StageSums
-from node.telemetry.events import FlowCost, LinkCost, StageCost, StageTimes, StepCosts
+from node.telemetry.costs import Ledger
+from node.telemetry.events import StageCost, StepCosts
+from wire.figures import LinkFigures, LinkKey, Place, StageFigures
 from wire.made import made
 from wire.messages import CoordinatorMessage, Waiting
 from wire.spec import Direction
-from wire.telemetry import NOT_TOGETHER, LinkReport, Telemetry, known_path
+from wire.telemetry import Telemetry
 
 CLOCK_RATIO = 1.01
 """How much faster than ours a node's clock may run."""
@@ -130,19 +131,15 @@ class Accounting:
         ledger, self._step = self._step, Ledger(self._codecs)
         if ledger.links.keys() != self._links.keys():
             self._links = dict.fromkeys(sorted(ledger.links))
-        nothing, report_of = StageSums(), self._link_reports()
         costs = StepCosts(
             step=step,
             seconds=seconds,
             aborted=aborted,
             stages=tuple(
-                self._stage_cost(place, node, ledger.stages.get(place, nothing))
+                _stage_cost(place, node, ledger.stages.get(place, _NO_TIME))
                 for place, node in self._places.items()
             ),
-            links=tuple(
-                _link_cost(source, target, ledger.links[source, target], report_of.get((source, target)))
-                for source, target in self._links
-            ),
+            links=tuple(_without_held_out(ledger.links[ends]) for ends in self._links),
         )
         if aborted:
             self._place((), self.rows)
@@ -152,26 +149,12 @@ class Accounting:
         """Who hosts what in the epoch that runs, row after row."""
         return self._places
 
-    def stage_times(self) -> tuple[StageTimes, ...]:
+    def stage_times(self) -> tuple[StageCost, ...]:
         """Each stage's time by kind, over the whole run."""
         return tuple(
-            StageTimes(
-                replica=place.replica,
-                stage=place.stage,
-                node_id=self._hosts.get(place, ""),
-                wall_seconds=sums.wall,
-                seconds=dict(sums.seconds),
-            )
-            for place, sums in sorted(self.run.stages.items(), key=lambda stage: stage[0])
+            _stage_cost(place, self._hosts.get(place, ""), sums)
+            for place, sums in sorted(self.run.stages.items())
         )
-
-    def link_report(self, source: Place, target: Place) -> LinkReport | None:
-        """The sender's newest report of this direction of a link, if the link is in use."""
-        newest = self.newest.get(self._places.get(source, ""))
-        for one in () if newest is None else newest.links:
-            if one.peer_stage == target.stage and one.peer_replica == target.replica:
-                return one
-        return None
 
     def reports(self) -> dict[str, Telemetry]:
         """Each node's newest report; of a stage's node the newest that is counted: it is decoded already."""
@@ -191,71 +174,20 @@ class Accounting:
         self._places = {Place(*divmod(index, stages)): node for index, node in enumerate(hosts)}
         self._place_of = {node: place for place, node in self._places.items()}
 
-    def _link_reports(self) -> Mapping[tuple[Place, tuple[int, int]], LinkReport]:
-        """As `link_report`, of all links."""
-        found: dict[tuple[Place, tuple[int, int]], LinkReport] = {}
-        for place, node in self._places.items():
-            if (newest := self.newest.get(node)) is not None:
-                for one in newest.links:
-                    found.setdefault((place, (one.peer_replica, one.peer_stage)), one)
-        return found
 
-    def _stage_cost(self, place: Place, node_id: str, sums: StageSums) -> StageCost:
-        newest = self.newest.get(node_id, NO_REPORT)
-        return made(
-            StageCost,
-            {
-                "stage": place.stage,
-                "node_id": node_id,
-                "wall_seconds": sums.wall,
-                "seconds": sums.seconds,  # not copied: this ledger no longer changes
-                "memory_bytes": newest.memory_bytes,
-                "peak_memory_bytes": newest.peak_memory_bytes,
-                "gpu_memory_bytes": newest.gpu_memory_bytes,
-                "gpu_peak_memory_bytes": newest.gpu_peak_memory_bytes,
-                "replica": place.replica,
-            },
-        )
+_NO_TIME = StageFigures()
 
 
-_DIRECTIONS = {direction: direction.name.lower() for direction in Direction}
-_known_path = functools.lru_cache(maxsize=1024)(known_path)
+def _stage_cost(place: Place, node_id: str, sums: StageFigures) -> StageCost:
+    return made(StageCost, {**vars(sums), "stage": place.stage, "node_id": node_id, "replica": place.replica})
 
 
-def _link_cost(source: Place, target: Place, sums: LinkSums, newest: LinkReport | None) -> LinkCost:
-    """Of a step: without what held-out samples sent, part of which may be reported with it."""
-    flows = [
-        made(
-            FlowCost,
-            {
-                "direction": _DIRECTIONS[flow[0]],
-                "codec": flow[1],
-                "bytes": size,
-                "elements": sums.flow_elements[flow],
-            },
-        )
-        for flow, size in sums.flow_bytes.items()
-        if flow[0] is not Direction.HELD_OUT
-    ]
-    return made(
-        LinkCost,
-        {
-            "source": source.stage,
-            "target": target.stage,
-            "bytes": max(0, sums.bytes - sums.held_out_bytes),
-            "flows": tuple(flows),
-            "busy_seconds": sums.busy,
-            "capacity": newest.capacity if newest else 0.0,
-            "round_trip_seconds": newest.rtt_seconds if newest else 0.0,
-            "retransmits": sums.retransmits,
-            "rejects": sums.rejects,
-            "queued_bytes": newest.queued_bytes if newest else 0,
-            "source_replica": source.replica,
-            "target_replica": target.replica,
-            "path": _known_path(newest.path) if newest else "",
-            "not_together": newest.not_together if newest and newest.not_together in NOT_TOGETHER else "",
-        },
-    )
+def _without_held_out(link: LinkFigures) -> LinkFigures:
+    """What steps sent: part of what held-out samples sent may be reported with them."""
+    if not (size := link.held_out_bytes):
+        return link
+    flows = tuple(flow for flow in link.flows if flow.direction is not Direction.HELD_OUT)
+    return replace(link, bytes=max(0, link.bytes - size), flows=flows)
 
 
 class Answers:

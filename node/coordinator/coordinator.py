@@ -74,12 +74,13 @@ from node.state.manifest import MANIFEST_NAME, Manifest, UnitEntry
 from node.state.snapshot import list_snapshots
 from node.state.weights import CheckpointError
 from node.telemetry import events, points
-from node.telemetry.costs import Place, group_seconds
+from node.telemetry.costs import group_seconds
 from node.telemetry.history import EVICTED
 from node.tuning.codec_plan import Lines
 from node.tuning.places import PlacePlan
 from node.tuning.snapshot_place import is_url, snapshot_place
 from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError, WrongLayerError
+from wire.figures import Place
 from wire.identity.enrolment import Refusal
 from wire.messages import (
     NODES,

@@ -5,18 +5,19 @@ Counters belong to this process: they start at 0 with it, as Prometheus expects,
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from node.coordinator.accounting import Accounting
 from node.coordinator.gateways import Gateways
 from node.run_state.actions import AbortKind
 from node.telemetry import events
-from node.telemetry.costs import Ledger, LinkKey, LinkSums, Place
+from node.telemetry.costs import Ledger
 from node.telemetry.metrics import RUN_METRICS, Families, Histogram
 from node.view.run_view import RunView
+from wire.figures import LinkFigures, LinkKey, Place, StageFigures
 from wire.relay import Relay
-from wire.telemetry import LinkReport, Telemetry, is_relayed
+from wire.telemetry import Telemetry, is_relayed
 from wire.version import PROTOCOL, VERSION
 
 COUNTED = (
@@ -90,12 +91,11 @@ class RunMetrics:
             counts=dict(self._counts),
             step_seconds=self._step_seconds.buckets(),
             last_step=self._last_step,
-            stages={place: dict(sums.seconds) for place, sums in run.stages.items()},
-            links={
-                link: replace(sums, flow_bytes=dict(sums.flow_bytes), flow_elements=dict(sums.flow_elements))
-                for link, sums in run.links.items()
-            },
-            places=dict(accounting.places()) if accounting is not None else {},
+            stages=dict(run.stages),
+            links=dict(run.links),
+            places=frozenset(place for place, node in accounting.places().items() if node in reports)
+            if accounting is not None
+            else (),
             reports=reports,
             single={
                 "volunteer_relay_bytes_total": self._volunteers.bytes,
@@ -121,11 +121,11 @@ class Scrape:
     """As `Histogram.buckets` gives it."""
     last_step: float
     """Unix time of the last step done; 0 before the first."""
-    stages: Mapping[Place, Mapping[str, float]]
-    """Seconds by kind."""
-    links: Mapping[LinkKey, LinkSums]
-    places: Mapping[Place, str]
-    """Who hosts what now."""
+    stages: Mapping[Place, StageFigures]
+    links: Mapping[LinkKey, LinkFigures]
+    """Of this process, over all epochs."""
+    places: Collection[Place]
+    """Those of the epoch that runs whose nodes are there."""
     reports: Mapping[str, Telemetry]
     """Each node's newest report."""
     single: Mapping[str, float]
@@ -185,46 +185,26 @@ class Scrape:
         for stage in self.view.stages:
             families.set("stage_info", 1, stage.stage, stage.replica, stage.node_id, stage.device)
             families.set("stage_present", stage.present, stage.stage, stage.replica)
-        for place, seconds in self.stages.items():
-            for kind, value in seconds.items():
-                families.set("stage_seconds_total", value, place.stage, place.replica, kind)
-        for place, node in self.places.items():
-            if (report := self.reports.get(node)) is not None:
-                at = place.stage, place.replica
-                families.set("stage_memory_bytes", report.memory_bytes, *at)
-                families.set("stage_peak_memory_bytes", report.peak_memory_bytes, *at)
-                families.set("stage_gpu_memory_bytes", report.gpu_memory_bytes, *at)
-                families.set("stage_gpu_peak_memory_bytes", report.gpu_peak_memory_bytes, *at)
+        for place, figures in self.stages.items():
+            at = place.stage, place.replica
+            for kind, value in figures.seconds.items():
+                families.set("stage_seconds_total", value, *at, kind)
+            if place in self.places:
+                families.set_memory("stage_", figures, *at)
 
     def _links(self, families: Families) -> None:
         why = {
-            (link.source, link.target, link.source_replica, link.target_replica): "; ".join(
-                filter(None, (link.why_not_direct, link.why_not_together))
-            )
+            link.ends: "; ".join(filter(None, (link.why_not_direct, link.why_not_together)))
             for link in self.view.links
         }
-        newest: dict[tuple[int, int, int, int], LinkReport] = {}
-        for place, node in self.places.items():
-            for of_link in self.reports[node].links if node in self.reports else ():
-                ends = place.stage, of_link.peer_stage, place.replica, of_link.peer_replica
-                newest.setdefault(ends, of_link)
-        for (sender, receiver), sums in self.links.items():
-            link = sender.stage, receiver.stage, sender.replica, receiver.replica
-            families.set("link_bytes_total", sums.bytes, *link)
-            families.set("link_busy_seconds_total", sums.busy, *link)
-            families.set("link_retransmits_total", sums.retransmits, *link)
-            families.set("link_rejects_total", sums.rejects, *link)
-            for (direction, codec), size in sums.flow_bytes.items():
-                flow = *link, direction.name.lower(), codec
-                families.set("link_tensor_bytes_total", size, *flow)
-                families.set("link_elements_total", sums.flow_elements[direction, codec], *flow)
-            if (report := newest.get(link)) is not None:
-                families.set("link_capacity_bytes_per_second", report.capacity or None, *link)
-                families.set("link_round_trip_seconds", report.rtt_seconds or None, *link)
-                families.set("link_queued_bytes", report.queued_bytes, *link)
-                families.set("link_relayed", is_relayed(report.path), *link)
-                if report.path:
-                    families.set("link_path", 1, *link, report.path, why.get(link, ""))
+        for ends, link in self.links.items():
+            labels = link.source, link.target, link.source_replica, link.target_replica
+            families.set_link_totals("link_", link, *labels)
+            if all(place in self.places for place in ends):
+                families.set_link_now("link_", link, *labels)
+                families.set("link_relayed", is_relayed(link.path), *labels)
+                if link.path:
+                    families.set("link_path", 1, *labels, link.path, why.get(ends, ""))
 
 
 class _VolunteerTotals:

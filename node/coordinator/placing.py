@@ -20,7 +20,7 @@ from node.run_state.membership import Member
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
 from node.schedule.placement import block_counts
-from node.telemetry.costs import Place, row_costs
+from node.telemetry.costs import row_costs
 from node.telemetry.events import StepCosts
 from node.tuning.codec_plan import CodecPlan
 from node.tuning.device_memory import Devices
@@ -32,7 +32,6 @@ from node.tuning.stage_order import Work
 from node.tuning.window_plan import measured
 from wire.codecs.formats import codec_format
 from wire.messages import BlockTime, CoordinatorMessage, PeerRate
-from wire.telemetry import LinkReport
 
 LOOK_SECONDS = 0.5
 PLAN_SECONDS = 5.0
@@ -56,7 +55,6 @@ class PlacePlanner:
         samples: int,
         past: Past,
         members: Callable[[], Mapping[str, Member]],
-        link_report: Callable[[Place, Place], LinkReport | None],
         send: Callable[[str, CoordinatorMessage], object],
         move: Callable[[PlacePlan, str], Awaitable[None]],
         tell: Callable[[str], None],
@@ -68,7 +66,6 @@ class PlacePlanner:
             samples: of one pass over the text.
             past: of the run.
             members: who is in the run.
-            link_report: the newest report of (source, target), if there is one.
             move: carries out a plan, once, and tells the operator this line.
             tell: shows the operator a line.
             look: seconds between two looks at who is to measure a line,
@@ -77,7 +74,6 @@ class PlacePlanner:
         self._config = config
         self._samples = samples
         self._members = members
-        self._link_report = link_report
         self._send = send
         self._move = move
         self._tell = tell
@@ -130,8 +126,7 @@ class PlacePlanner:
         }
         for replica, groups in enumerate(epoch.groups):
             count = length * len(groups)
-            report = functools.partial(self._report_of, replica)
-            measures = measured(row_costs(costs, replica), report, 1, count)
+            measures = measured(row_costs(costs, replica), 1, count)
             if measures is None:
                 return
             row = epoch.row(replica)
@@ -296,9 +291,6 @@ class PlacePlanner:
             microbatches=microbatches,
             head_blocks=self._head_blocks,
         )
-
-    def _report_of(self, replica: int, source: int, target: int) -> LinkReport | None:
-        return self._link_report(Place(replica, source), Place(replica, target))
 
     def _most_blocks(self, offer: Candidate) -> int:
         """By the memory that a block of the present split takes, on the stage where that is most."""

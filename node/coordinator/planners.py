@@ -20,7 +20,7 @@ from node.run_state.stage_assignment import Candidate
 from node.schedule.floor import LinkRate
 from node.schedule.placement import chunks_of, head_share, hops
 from node.schedule.schedule import held_activations, schedule
-from node.telemetry.costs import Place, mean_step, row_costs
+from node.telemetry.costs import mean_step, row_costs
 from node.telemetry.events import Event, Notice, StepCosts, WindowsPlanned
 from node.tuning.codec_plan import Lines
 from node.tuning.codec_times import PackingTimes, slowest_packing
@@ -28,8 +28,9 @@ from node.tuning.memory import most_held
 from node.tuning.places import PlacePlan
 from node.tuning.storage_choice import stage_configs
 from node.tuning.window_plan import StepMeasures, Windows, measured, plan_windows
+from wire.figures import Place
 from wire.messages import BlockTime, CoordinatorMessage, PeerRate
-from wire.telemetry import CodecTimes, LinkReport
+from wire.telemetry import CodecTimes
 
 BUSY = 0.5
 """A link shows its rate if tensors keep it busy for this share of a step. Links that do not show it count as
@@ -55,7 +56,6 @@ class LinkPlanner:
         config: RunConfig,
         *,
         samples: int,
-        link_report: Callable[[Place, Place], LinkReport | None],
         line: Callable[[Place], LinkRate],
         use_windows: Callable[[int, Windows], None],
         use_lines: Callable[[int, Lines, float], None],
@@ -65,7 +65,6 @@ class LinkPlanner:
         """
         Args:
             samples: of one pass over the text.
-            link_report: the newest report of (source, target), if there is one.
             line: the most that the machine at a place was seen to send and receive.
             use_windows: receives each plan, with the number of its epoch.
             use_lines: receives what codecs are planned by, with the number of its epoch and the seconds of a
@@ -75,7 +74,6 @@ class LinkPlanner:
         """
         self._config = config
         self._samples = samples
-        self._link_report = link_report
         self._line = line
         self._use_windows = use_windows
         self._use_lines = use_lines
@@ -145,7 +143,6 @@ class LinkPlanner:
         for replica, groups in enumerate(epoch.groups):
             measures = measured(
                 row_costs(costs, replica),
-                functools.partial(self._report_of, replica),
                 chunks,
                 self._group_length * len(groups),
                 share,
@@ -234,9 +231,6 @@ class LinkPlanner:
     def _group_length(self) -> int:
         """Microbatches of a gradient group."""
         return self._config.microbatches // self._config.pipeline.groups
-
-    def _report_of(self, replica: int, source: int, target: int) -> LinkReport | None:
-        return self._link_report(Place(replica, source), Place(replica, target))
 
     def _line_of(self, replica: int, stage: int) -> LinkRate:
         return self._line(Place(replica, stage))
@@ -365,7 +359,6 @@ class Planners:
                 samples=samples,
                 past=past,
                 members=members,
-                link_report=accounting.link_report,
                 send=send,
                 move=move,
                 tell=lambda text: emit(Notice(text=text)),
@@ -375,7 +368,6 @@ class Planners:
             self._links = LinkPlanner(
                 config,
                 samples=samples,
-                link_report=accounting.link_report,
                 line=accounting.line,
                 use_windows=use_windows,
                 use_lines=use_lines,

@@ -30,7 +30,7 @@ from node.run_state.actions import (
 from node.run_state.grid import ONE_ROW
 from node.schedule.placement import stage_units
 from node.telemetry import events
-from node.telemetry.costs import Place, bits_per_element, idle_by_stage, mbit_by_stage
+from node.telemetry.costs import bits_per_element, idle_by_stage, mbit_by_stage
 from node.telemetry.events import Notice, Recovered
 from node.telemetry.format import bytes_text, count_text, duration_text, named
 from node.telemetry.trace_files import TracedSteps, TraceWriter
@@ -39,6 +39,7 @@ from node.tuning.snapshot_place import stage_state_bytes
 from node.tuning.storage_choice import words_of_name
 from node.view.explain import framed_bytes
 from wire.codecs.formats import FP32, codec_format, codec_names, ladder, proposed_names
+from wire.figures import LinkFigures, Place, flow_sum, total
 from wire.messages import Heartbeat
 from wire.telemetry import StepSpans
 
@@ -67,20 +68,8 @@ class _Tally:
     newest: int = 0
     """Highest step so far; steps up to it run again."""
     again: int = 0
-    link_bytes: int = 0
-    flows: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Bytes and elements by kind of tensor, as in the costs of all steps, so that all figures agree."""
-
-    def sent(self, costs: events.StepCosts) -> None:
-        for link in costs.links:
-            self.link_bytes += link.bytes
-            for flow in link.flows:
-                size, elements = self.flows.get(flow.direction, (0, 0))
-                self.flows[flow.direction] = size + flow.bytes, elements + flow.elements
-
-    def bits(self, direction: str) -> float:
-        size, elements = self.flows.get(direction, (0, 0))
-        return 8 * size / elements if elements else 0.0
+    sent: LinkFigures = field(default_factory=LinkFigures)
+    """Of all links, as in the costs of all steps, so that all figures agree."""
 
 
 @dataclass
@@ -289,7 +278,7 @@ class Reporter:
         self._costs_at = time.monotonic()
         before, self._unsummed = self._unsummed, _Unsummed()
         costs = self.accounting.step(step, before.seconds + seconds, aborted=aborted)
-        self._tally.sent(costs)
+        self._tally.sent = total((self._tally.sent, *costs.links))
         return replace(costs, steps=before.steps + 1) if before.steps else costs
 
     def held_out(self, record: RecordHeldOut) -> None:
@@ -337,7 +326,7 @@ class Reporter:
         tally = self._tally
         if tally.steps == 0:
             return None
-        elements = sum(count for _, count in tally.flows.values())
+        elements = sum(flow.elements for flow in tally.sent.flows)
         return events.RunSummary(
             steps=tally.steps,
             first_loss=tally.first_loss,
@@ -345,11 +334,11 @@ class Reporter:
             tokens=tally.tokens,
             seconds=tally.seconds,
             tokens_per_second=tally.tokens / tally.seconds,
-            link_bytes=tally.link_bytes,
+            link_bytes=tally.sent.bytes,
             link_bytes_fp32=4 * elements,
             link_bytes_bf16=2 * elements,
-            bits_forward=tally.bits("activation"),
-            bits_backward=tally.bits("gradient"),
+            bits_forward=flow_sum([tally.sent], "activation").bits,
+            bits_backward=flow_sum([tally.sent], "gradient").bits,
             since=tally.since or 0,
             again=tally.again,
             held_out_bytes=self.accounting.run.held_out_bytes,

@@ -36,8 +36,8 @@ def is_continued(before: Telemetry, now: Telemetry) -> bool:
     if before.epoch != now.epoch or len(before.links) != len(now.links):
         return False
     return all(
-        old.bytes_sent <= new.bytes_sent
-        and (old.peer_stage, old.peer_replica) == (new.peer_stage, new.peer_replica)
+        old.bytes <= new.bytes
+        and old.ends == new.ends
         and [flow.codec for flow in old.flows] == [flow.codec for flow in new.flows]
         for old, new in zip(before.links, now.links, strict=True)
     )
@@ -45,8 +45,8 @@ def is_continued(before: Telemetry, now: Telemetry) -> bool:
 
 def longest_kind(before: Telemetry, after: Telemetry) -> str:
     """The kind of time that grew most between two reports of one node's epoch; "" if none did."""
-    known = before.times if before.epoch == after.epoch else {}
-    grown = {kind: seconds - known.get(kind, 0.0) for kind, seconds in after.times.items()}
+    known = before.seconds if before.epoch == after.epoch else {}
+    grown = {kind: seconds - known.get(kind, 0.0) for kind, seconds in after.seconds.items()}
     kind = max(grown, key=lambda one: grown[one], default="")
     return kind if grown.get(kind, 0.0) > 0 else ""
 

@@ -3,9 +3,8 @@
 Nothing is queued per reader. A slow reader skips views and gets the difference between the one it has and the
 newest, so readers cost a coordinator no memory.
 
-A view of a thousand nodes takes a quarter of a second to make. So it is made in slices, between which the
-event loop does other work. It shows the run as it was when the first slice began. Readers that come meanwhile
-wait for the same view.
+A view of a thousand nodes takes a quarter of a second to make. So it is made on a thread, beside the event
+loop. It shows the run as it was when that began. Readers that come meanwhile wait for the same view.
 """
 
 import asyncio
@@ -13,15 +12,14 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from copy import copy
 from typing import Any, TypeVar
 
-from node.telemetry.events import Event, finite
+from node.telemetry.events import Event
 from node.view.run_view import RunView
-from node.view.slices import SLICE, Slices, ends_slice, in_turns, whole
 from node.view.view_builder import RunViewBuilder
 
-Result = TypeVar("Result")
+Made = TypeVar("Made")
 PAUSE_FACTOR = 19
 """Pause between two views, in times that it takes to make one: views take 1/20 of a core."""
 COLUMNS = ("steps", "times", "values")
@@ -52,11 +50,10 @@ class Feed:
         self._clock = clock
         self._version = 0
         self._made: tuple[int, RunView] | None = None
-        self._making: tuple[int, Slices[RunView]] | None = None
-        """The view that is being made, for all who want one."""
-        self._of_plain_values = asyncio.Lock()
         self._fields: dict[str, Any] | None = None
         """Of the view that is made, once somebody reads them: they take longer than it."""
+        self._making = asyncio.Lock()
+        """One reader makes a view; those behind it find what it made."""
         self._next_at = 0.0
         self._changed = asyncio.Event()
         self._closing = asyncio.Event()
@@ -73,7 +70,7 @@ class Feed:
         """Replace the builder by `past`, which has seen earlier events, and apply later ones to it."""
         for event, at in self._since_start or ():
             past.apply(event, at)
-        self._builder, self._since_start, self._making = past, None, None
+        self._builder, self._since_start = past, None
         self._version += 1
         self._wake()
 
@@ -86,32 +83,22 @@ class Feed:
     def closed(self) -> bool:
         return self._closing.is_set()
 
-    def view(self) -> RunView:
+    async def view(self) -> RunView:
         """As `newest`, not as plain values."""
-        return whole(self.views())
+        async with self._making:
+            return (await self._newest())[1]
 
-    def views(self) -> Slices[RunView]:
-        """The same in slices."""
-        _, view = yield from self._newest()
-        return view
-
-    def newest(self) -> tuple[int, Fields]:
+    async def newest(self) -> tuple[int, Fields]:
         """A version, which grows with every event, and the view as plain values.
 
         Made once for all readers and at a bounded rate, so it may lack the last moment's events, unless the
         feed is closed.
         """
-        return whole(self._plain_values())
-
-    async def view_in_turns(self) -> RunView:
-        """As `view`, with turns of the event loop in between."""
-        return await in_turns(self.views())
-
-    async def newest_in_turns(self) -> tuple[int, Fields]:
-        """As `newest`, with turns of the event loop in between."""
-        # One after another: those behind the first find what it made.
-        async with self._of_plain_values:
-            return await in_turns(self._plain_values())
+        async with self._making:
+            version, view = await self._newest()
+            if self._fields is None:
+                self._fields = await self._on_thread(view.to_fields)
+            return version, self._fields
 
     async def newer(self, version: int) -> None:
         """Wait for an event after `version`, or until the feed is closed."""
@@ -124,53 +111,23 @@ class Feed:
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
 
-    def _newest(self) -> Slices[tuple[int, RunView]]:
-        while True:
-            if self._making is None:
-                began = self._clock()
-                due = self.closed or began >= self._next_at
-                if self._made is not None and not (due and self._made[0] != self._version):
-                    return self._made
-                self._next_at = began
-                self._making = self._version, self._timed(self._builder.slices())
-            version, making = self._making
-            try:
-                next(making)
-            except StopIteration as end:
-                self._made, self._making, self._fields = (version, end.value), None, None
-            except BaseException:  # whatever it is: a generator that raised has no further slices
-                self._making = None
-                raise
-            else:
-                yield
+    async def _newest(self) -> tuple[int, RunView]:
+        made, now = self._made, self._clock()
+        if made is None or (made[0] != self._version and (self.closed or now >= self._next_at)):
+            version, self._next_at = self._version, now
+            # A copy stays as it is while events come.
+            view = await self._on_thread(copy(self._builder).view)
+            self._made = made = version, view
+            self._fields = None
+        return made
 
-    def _plain_values(self) -> Slices[tuple[int, Fields]]:
-        version, view = made = yield from self._newest()
-        found = self._fields
-        if found is None:
-            found = yield from self._timed(_fields_of(view))
-            if self._made is made:
-                self._fields = found
-        return version, found
-
-    def _timed(self, work: Slices[Result]) -> Slices[Result]:
-        """Work, and what its slices took."""
-        spent = 0.0
-        while True:
-            began = self._clock()
-            try:
-                next(work)
-            except StopIteration as end:
-                self._took(began - spent)
-                result: Result = end.value
-                return result
-            spent += self._clock() - began
-            yield
-
-    def _took(self, began: float) -> None:
-        """What made a view has ended; the next one comes so much later."""
+    async def _on_thread(self, make: Callable[[], Made]) -> Made:
+        """What `make` gives. The next view comes so much later as it took."""
+        began = self._clock()
+        found = await asyncio.to_thread(make)
         ended = self._clock()
         self._next_at = max(self._next_at, began) + (1 + PAUSE_FACTOR) * (ended - began)
+        return found
 
     def _wake(self) -> None:
         """Wake those who wait now; later ones wait for the next change."""
@@ -178,40 +135,12 @@ class Feed:
         self._changed = asyncio.Event()
 
 
-def _fields_of(view: RunView) -> Slices[dict[str, Any]]:
-    """As `RunView.to_fields`."""
-    found: dict[str, Any] = {}
-    for name in (one.name for one in fields(view)):
-        value = getattr(view, name)
-        if not isinstance(value, tuple):
-            found[name] = finite(value)
-            continue
-        found[name] = []
-        for number, item in enumerate(value):
-            found[name].append(finite(item))
-            if ends_slice(number):
-                yield
-    return found
-
-
-def json_of(value: Any) -> Slices[str]:
+def json_of(value: Any) -> str:
     """Plain values as JSON without spaces."""
-    if isinstance(value, dict):
-        items = []
-        for key, item in value.items():
-            written = yield from json_of(item)
-            items.append(f"{_dumps(key)}:{written}")
-        return f"{{{','.join(items)}}}"
-    if not isinstance(value, list) or len(value) <= SLICE:
-        return _dumps(value)
-    slices = []
-    for first in range(0, len(value), SLICE):
-        slices.append(_dumps(value[first : first + SLICE])[1:-1])
-        yield
-    return f"[{','.join(slices)}]"
+    return _ENCODER.encode(value)
 
 
-_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 # ---- patches: the fields that differ; of a curve that grew at its end, the new points. As page/stream.js.

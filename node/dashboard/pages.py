@@ -155,7 +155,7 @@ async def _serve(
     if stopped.is_set():
         return  # stopped while a long history was read
     # Gauges that come from the view are right; counters stay 0.
-    metrics = RunMetrics(feed.view_in_turns)
+    metrics = RunMetrics(feed.view)
     async with serve_page(Page(feed=feed, metrics=metrics.render), host, port, tls) as bound:
         tell(page_url(host, bound, tls=tls is not None))
         while not stopped.is_set():

@@ -26,7 +26,6 @@ from node.dashboard.feed import Feed, json_of, make_patch
 from node.dashboard.operator import ChangeGuard, ChangeRequest, Operator, connection_denied, is_loopback
 from node.run_file.addresses import why_not_bound
 from node.telemetry.metrics import CONTENT_TYPE
-from node.view.slices import in_turns
 from wire.admission import Limits
 from wire.descriptors import raise_limit
 from wire.errors import UserError
@@ -204,13 +203,13 @@ class _Routes:
         self._streams = 0
 
     async def view(self, request: web.Request) -> web.Response:
-        message = self._message((await self._feed.newest_in_turns())[1])
-        text = await in_turns(json_of(message))
+        message = self._message((await self._feed.newest())[1])
+        text = await asyncio.to_thread(json_of, message)
         return web.json_response(text=text, headers={"Cache-Control": "no-store"})
 
     async def health(self, request: web.Request) -> web.Response:
         """Runs on the coordinator's event loop, so an answer shows that the loop turns."""
-        return _json({"state": (await self._feed.view_in_turns()).state})
+        return _json({"state": (await self._feed.view()).state})
 
     async def metrics(self, request: web.Request) -> web.Response:
         if self._page.metrics is None:
@@ -239,7 +238,7 @@ class _Routes:
             self._streams -= 1
 
     async def _updates(self, response: web.StreamResponse) -> None:
-        version, sent = await self._feed.newest_in_turns()
+        version, sent = await self._feed.newest()
         await _send(response, "view", self._message(sent))
         over = False
         while not over:
@@ -252,7 +251,7 @@ class _Routes:
                 continue
             # Read once: a close during the write below is handled in the next round.
             over = self._feed.closed
-            version, newest = await self._feed.newest_in_turns()
+            version, newest = await self._feed.newest()
             if patch := make_patch(sent, newest):
                 await _send(response, "patch", self._message(patch))
             sent = newest
@@ -353,7 +352,7 @@ def _json(value: Mapping[str, Any], status: int = 200) -> web.Response:
 
 
 async def _send(response: web.StreamResponse, event: str, message: dict[str, Any]) -> None:
-    data = await in_turns(json_of(message))
+    data = await asyncio.to_thread(json_of, message)
     await _write(response, f"event: {event}\ndata: {data}\n\n".encode())
 
 

@@ -236,7 +236,7 @@ def _tensor_bytes(phase: PhaseSteps, direction: str, tensors: int) -> float:
     for step in phase.costs:
         for link in step.links:
             for flow in link.flows:
-                if flow.direction == direction:
+                if flow.kind == direction:
                     way = (link.source, link.target)
                     sums[way] = sums.get(way, 0) + flow.bytes
     return max(sums.values(), default=0) / (len(phase.costs) * tensors)

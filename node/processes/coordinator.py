@@ -458,10 +458,10 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
     # Before the first event is written to it.
     past_end = history_size(directory)
     feed = Feed(RunViewBuilder(), past_comes=True)
-    metrics = RunMetrics(feed.view_in_turns)
+    metrics = RunMetrics(feed.view)
 
     async def paths() -> list[str]:
-        return path_sentences(await feed.view_in_turns())
+        return path_sentences(await feed.view())
 
     def emit(event: events.Event) -> None:
         say(event)

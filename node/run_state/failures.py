@@ -625,7 +625,7 @@ class Stragglers:
                 return
             epoch, before = self._spent.get(node_id, (0, {}))
             before = before if epoch == phase.at[0] else {}
-            spent = message.telemetry.times
+            spent = message.telemetry.seconds
             phase.waited.setdefault(
                 node_id, {kind: seconds - before.get(kind, 0.0) for kind, seconds in spent.items()}
             )

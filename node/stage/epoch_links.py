@@ -19,8 +19,9 @@ from node.stage.session import IdentityHolder
 from wire.codecs.formats import FP32
 from wire.dialing import connect
 from wire.errors import LinkLostError, ThinwireError, first_error
+from wire.figures import LinkFigures
 from wire.layer_exchange import LayerServer
-from wire.link import PATH_SECONDS, DialledLink, Link, LinkPath, LinkSettings, LinkStats, dial_link
+from wire.link import PATH_SECONDS, DialledLink, Link, LinkPath, LinkSettings, dial_link
 from wire.link_server import AcceptedLink, LinkServer
 from wire.messages import PlacedStage, Placement
 from wire.peer_probe import ProbeServer
@@ -168,9 +169,9 @@ class EpochLinks:
         """Whether tensors wait to be sent."""
         return any(link.queued_bytes for link in self._links.values())
 
-    def totals(self) -> dict[Peer, tuple[LinkStats, int]]:
-        """By neighbour: the link's totals and its queued bytes."""
-        return {peer: (link.stats, link.queued_bytes) for peer, link in self._links.items()}
+    def figures(self) -> dict[Peer, LinkFigures]:
+        """By neighbour. The codecs of flows, and rows, are not named."""
+        return {peer: link.figures for peer, link in self._links.items()}
 
     @contextlib.asynccontextmanager
     async def open(

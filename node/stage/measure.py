@@ -5,6 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,11 +15,11 @@ from node.stage.allocator import largest_allocated
 from node.stage.node_metrics import NodeMetrics
 from node.telemetry.clock import ClockSync, SpanRing, StageClock, Times, difference
 from node.telemetry.trace_files import TracedSteps
+from wire.figures import LinkFigures
 from wire.line_meter import Line
-from wire.link_state import LinkStats
 from wire.relay import Relay
 from wire.spec import Direction, TensorKey
-from wire.telemetry import MOST_SPANS, FlowReport, LinkReport, StepSpans, Telemetry
+from wire.telemetry import MOST_SPANS, StepSpans, Telemetry
 from wire.transfers import TransferKind
 
 
@@ -89,17 +90,19 @@ class NodeMeter:
     def telemetry(
         self,
         clock: StageClock,
-        links: Mapping[Peer, tuple[LinkStats, int]],
+        links: Mapping[Peer, LinkFigures],
         codec_of: Callable[[Direction], str],
         stage: int = -1,
         stages: int = 0,
+        row: int = 0,
     ) -> Telemetry:
         """The report of this moment.
 
         Args:
-            links: by neighbour: the link's totals and its queued bytes.
+            links: by neighbour, as `EpochLinks.figures` gives them.
             codec_of: the name of the codec in use for a kind of tensor.
             stage: the node's, of `stages`; -1 for none.
+            row: the node's own.
         """
         times: dict[str, float] = {}
         wall = 0.0
@@ -114,10 +117,18 @@ class NodeMeter:
         resident = resident_bytes()
         report = Telemetry(
             epoch=self._epoch,
-            times=times,
+            seconds=times,
             wall_seconds=wall,
             links=tuple(
-                self._link(peer, stats, queued, codec_of) for peer, (stats, queued) in sorted(links.items())
+                replace(
+                    link,
+                    source_replica=row,
+                    target_replica=peer.replica,
+                    flows=tuple(
+                        replace(flow, codec=codec_of(_carried(flow.direction))) for flow in link.flows
+                    ),
+                )
+                for peer, link in sorted(links.items())
             ),
             memory_bytes=resident,
             # The system counts the two separately.
@@ -135,40 +146,10 @@ class NodeMeter:
         self._metrics.report(report, stage, stages)
         return report
 
-    def _link(
-        self,
-        peer: Peer,
-        stats: LinkStats,
-        queued: int,
-        codec_of: Callable[[Direction], str],
-    ) -> LinkReport:
-        # Each kind of tensor goes to one neighbour of a row (`routing.py`): the one that got bytes of it.
-        flows = tuple(
-            FlowReport(
-                direction=direction,
-                codec=codec_of(Direction.ACTIVATION if direction is Direction.HELD_OUT else direction),
-                bytes_sent=sent,
-                elements_sent=stats.direction_elements_sent[direction],
-            )
-            for direction, sent in stats.direction_bytes_sent.items()
-            if sent > 0
-        )
-        return LinkReport(
-            peer_stage=peer.stage,
-            peer_replica=peer.replica,
-            bytes_sent=stats.bytes_sent,
-            bytes_received=stats.bytes_received,
-            retransmits=stats.retransmits,
-            rejects=stats.rejects,
-            rtt_seconds=stats.rtt_seconds,
-            least_rtt_seconds=stats.least_rtt_seconds,
-            capacity=stats.capacity,
-            busy_seconds=stats.busy_seconds,
-            queued_bytes=queued,
-            flows=flows,
-            path=stats.path,
-            not_together=stats.not_together,
-        )
+
+def _carried(direction: Direction) -> Direction:
+    """Links carry held-out samples as activations."""
+    return Direction.ACTIVATION if direction is Direction.HELD_OUT else direction
 
 
 def resident_bytes() -> int:

@@ -2,11 +2,13 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from node.run_file.addresses import parse_listen, why_not_bound
-from node.telemetry.costs import Ledger, Place
+from node.telemetry.costs import Ledger
 from node.telemetry.metrics import CONTENT_TYPE, NODE_METRICS, Families
 from wire.errors import UserError
+from wire.figures import Place
 from wire.identity.names import join_address
 from wire.telemetry import Telemetry
 from wire.version import PROTOCOL, VERSION
@@ -52,31 +54,21 @@ class NodeMetrics:
             for kind, seconds in sums.seconds.items():
                 families.set("node_seconds_total", seconds, kind)
         self._links(families)
-        for name in ("memory_bytes", "peak_memory_bytes", "gpu_memory_bytes", "gpu_peak_memory_bytes"):
-            families.set(f"node_{name}", getattr(newest, name))
+        families.set_memory("node_", newest)
         if newest.clock_error_seconds > 0:
             families.set("local_clock_skew_seconds", newest.clock_skew_seconds)
             families.set("local_clock_error_seconds", newest.clock_error_seconds)
         return families.text()
 
     def _links(self, families: Families) -> None:
-        for (sender, receiver), sums in self._ledger.links.items():
-            if sender != _SELF:
-                families.set("node_link_rejects_total", sums.rejects, _peer(*sender))
-                continue
-            target = _peer(*receiver)
-            families.set("node_link_bytes_total", sums.bytes, target)
-            families.set("node_link_busy_seconds_total", sums.busy, target)
-            families.set("node_link_retransmits_total", sums.retransmits, target)
-            for (direction, codec), size in sums.flow_bytes.items():
-                labels = target, direction.name.lower(), codec
-                families.set("node_link_tensor_bytes_total", size, *labels)
-                families.set("node_link_elements_total", sums.flow_elements[direction, codec], *labels)
+        links = self._ledger.links
+        for (sender, receiver), link in links.items():
+            if sender == _SELF:
+                # It counts the damaged frames that came to it.
+                rejects = links[receiver, sender].rejects
+                families.set_link_totals("node_link_", replace(link, rejects=rejects), _peer(*receiver))
         for link in self._newest.links:
-            peer = _peer(link.peer_replica, link.peer_stage)
-            families.set("node_link_capacity_bytes_per_second", link.capacity or None, peer)
-            families.set("node_link_round_trip_seconds", link.rtt_seconds or None, peer)
-            families.set("node_link_queued_bytes", link.queued_bytes, peer)
+            families.set_link_now("node_link_", link, _peer(link.target_replica, link.target))
 
 
 def _codecs(telemetry: Telemetry) -> list[str]:

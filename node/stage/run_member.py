@@ -238,9 +238,10 @@ class RunMember:
 
     def telemetry(self) -> Telemetry:
         placement = None if self._running is None else self._running[0].placement
-        stage = (-1, 0) if placement is None else (placement.stage, len(placement.stages))
-        totals, codec_name = self._links.totals(), self.executor.codec_name
-        return self._meter.telemetry(self._clock, totals, codec_name, *stage)
+        row = 0 if placement is None else placement.replica
+        stage, stages = (-1, 0) if placement is None else (placement.stage, len(placement.stages))
+        figures, codec_name = self._links.figures(), self.executor.codec_name
+        return self._meter.telemetry(self._clock, figures, codec_name, stage=stage, stages=stages, row=row)
 
     def open_links(
         self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents

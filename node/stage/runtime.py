@@ -467,11 +467,11 @@ class NodeRuntime:
     async def _show_progress(self) -> None:
         while True:
             clock = self._compute.clock.snapshot()
-            links = [stats for stats, _ in self._links.totals().values()]
+            links = self._links.figures().values()
             self.progress.read(
                 Reading(
                     computing=sum(clock.get(kind, 0.0) for kind in COMPUTING),
-                    sent=sum(link.bytes_sent for link in links),
+                    sent=sum(link.bytes for link in links),
                     received=sum(link.bytes_received for link in links),
                 )
             )

@@ -5,27 +5,20 @@ the links that it sends on. So sums only grow, whoever hosts a stage, and howeve
 and processes change.
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from node.telemetry.clock import WAITS, TimeKind
-from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts
-from wire.spec import Direction
-from wire.telemetry import LinkReport, Telemetry
+from node.telemetry.events import StepCosts
+from wire.figures import FlowFigures, LinkFigures, LinkKey, Place, StageFigures, counters_of, flow_sum
+from wire.made import made
+from wire.telemetry import NOT_TOGETHER, Telemetry, known_path
 
 _KINDS = tuple(kind.value for kind in TimeKind)
-
-
-class Place(NamedTuple):
-    """A place in the grid of a run."""
-
-    replica: int
-    """The row."""
-    stage: int
 
 
 def row_costs(costs: StepCosts, replica: int) -> StepCosts:
@@ -80,9 +73,7 @@ def mbit_by_stage(costs: StepCosts) -> tuple[tuple[float, ...], tuple[float, ...
 
 def bits_per_element(costs: StepCosts, direction: str) -> float:
     """Bits an element for this kind of tensor, frames and headers included; 0 if none was sent."""
-    flows = [flow for link in costs.links for flow in link.flows if flow.direction == direction]
-    elements = sum(flow.elements for flow in flows)
-    return 8 * sum(flow.bytes for flow in flows) / elements if elements else 0.0
+    return flow_sum(costs.links, direction).bits
 
 
 def mean_step(costs: StepCosts) -> StepCosts:
@@ -93,190 +84,42 @@ def mean_step(costs: StepCosts) -> StepCosts:
         costs,
         seconds=costs.seconds / count,
         steps=1,
-        stages=tuple(
-            replace(
-                stage,
-                wall_seconds=stage.wall_seconds / count,
-                seconds={kind: spent / count for kind, spent in stage.seconds.items()},
-            )
-            for stage in costs.stages
-        ),
-        links=tuple(
-            replace(
-                link,
-                bytes=link.bytes // count,
-                busy_seconds=link.busy_seconds / count,
-                retransmits=link.retransmits // count,
-                rejects=link.rejects // count,
-                flows=tuple(
-                    replace(flow, bytes=flow.bytes // count, elements=flow.elements // count)
-                    for flow in link.flows
-                ),
-            )
-            for link in costs.links
-        ),
+        stages=tuple([stage.over(count) for stage in costs.stages]),
+        links=tuple([link.over(count) for link in costs.links]),
     )
 
 
-class CostsSum:
-    """The costs of several steps together."""
-
-    def __init__(self, first: StepCosts) -> None:
-        self._newest = first
-        self._count = 1
-        self._steps = first.steps
-        self._seconds = first.seconds
-        self._stages: list[_StageTotal] = []
-        self._links: list[_LinkTotal] = []
-
-    def add(self, costs: StepCosts) -> bool:
-        """False, and nothing is added, if placements differ or a step was aborted."""
-        before = self._newest
-        same = (
-            not before.aborted
-            and not costs.aborted
-            and [(one.stage, one.node_id) for one in before.stages]
-            == [(one.stage, one.node_id) for one in costs.stages]
-            and list(map(_ends, before.links)) == list(map(_ends, costs.links))
-        )
-        if not same:
-            return False
-        if self._count == 1:
-            self._stages = [_StageTotal() for _ in costs.stages]
-            self._links = [_LinkTotal() for _ in costs.links]
-            self._add(before)
-        self._add(costs)
-        self._newest = costs
-        self._count += 1
-        self._steps += costs.steps
-        self._seconds += costs.seconds
-        return True
-
-    def total(self) -> StepCosts:
-        """The sum, as the newest step's."""
-        if self._count == 1:
-            return self._newest
-        return replace(
-            self._newest,
-            seconds=self._seconds,
-            steps=self._steps,
-            stages=tuple(map(_summed_stage, self._newest.stages, self._stages)),
-            links=tuple(map(_summed_link, self._newest.links, self._links)),
-        )
-
-    def _add(self, costs: StepCosts) -> None:
-        for stage, sums in zip(costs.stages, self._stages, strict=True):
-            sums.wall += stage.wall_seconds
-            for kind, spent in stage.seconds.items():
-                sums.seconds[kind] = sums.seconds.get(kind, 0.0) + spent
-        for link, of_link in zip(costs.links, self._links, strict=True):
-            of_link.bytes += link.bytes
-            of_link.busy += link.busy_seconds
-            of_link.retransmits += link.retransmits
-            of_link.rejects += link.rejects
-            for flow in link.flows:
-                key = flow.direction, flow.codec
-                size, elements = of_link.flows.get(key, (0, 0))
-                of_link.flows[key] = size + flow.bytes, elements + flow.elements
-
-
-def _ends(link: LinkCost) -> tuple[int, ...]:
-    return link.source_replica, link.source, link.target_replica, link.target
-
-
-def _summed_stage(newest: StageCost, sums: "_StageTotal") -> StageCost:
-    return replace(newest, wall_seconds=sums.wall, seconds=dict(sums.seconds))
-
-
-def _summed_link(newest: LinkCost, sums: "_LinkTotal") -> LinkCost:
+def summed(before: StepCosts, costs: StepCosts) -> StepCosts | None:
+    """The costs of steps that follow each other, as the newest step's. None if placements differ or a step
+    was aborted."""
+    if (
+        before.aborted
+        or costs.aborted
+        or [(stage.stage, stage.node_id) for stage in before.stages]
+        != [(stage.stage, stage.node_id) for stage in costs.stages]
+        or [link.ends for link in before.links] != [link.ends for link in costs.links]
+    ):
+        return None
     return replace(
-        newest,
-        bytes=sums.bytes,
-        busy_seconds=sums.busy,
-        retransmits=sums.retransmits,
-        rejects=sums.rejects,
-        flows=tuple(
-            FlowCost(direction=direction, codec=codec, bytes=size, elements=elements)
-            for (direction, codec), (size, elements) in sums.flows.items()
-        ),
+        costs,
+        seconds=before.seconds + costs.seconds,
+        steps=before.steps + costs.steps,
+        stages=tuple([old + new for old, new in zip(before.stages, costs.stages, strict=True)]),
+        links=tuple([old + new for old, new in zip(before.links, costs.links, strict=True)]),
     )
-
-
-@dataclass
-class _StageTotal:
-    wall: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class _LinkTotal:
-    bytes: int = 0
-    busy: float = 0.0
-    retransmits: int = 0
-    rejects: int = 0
-    flows: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    """Bytes and elements, by kind of tensor and codec."""
 
 
 OTHER_CODEC = "other"
 """Replaces codec names that are not the run's: a node could invent any number of names."""
-
-LinkKey = tuple[Place, Place]
-"""(sender, receiver)."""
-
-
-@dataclass
-class StageSums:
-    """One stage's time; `seconds` by kind sum to `wall`."""
-
-    wall: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_KINDS, 0.0))
-
-
-@dataclass
-class LinkSums:
-    """Traffic of one direction of a link."""
-
-    bytes: int = 0
-    """Everything written to both sockets."""
-    busy: float = 0.0
-    retransmits: int = 0
-    rejects: int = 0
-    flow_bytes: dict[tuple[Direction, str], int] = field(default_factory=dict)
-    """By kind of tensor and codec."""
-    flow_elements: dict[tuple[Direction, str], int] = field(default_factory=dict)
-
-    @property
-    def held_out_bytes(self) -> int:
-        """Of `bytes`, those that held-out samples sent."""
-        return sum(size for (kind, _), size in self.flow_bytes.items() if kind is Direction.HELD_OUT)
-
-
-class LinkGrowth(NamedTuple):
-    """Of one direction of a link."""
-
-    key: LinkKey
-    """From the place whose node reports to its peer."""
-    back: LinkKey
-    """From the peer."""
-    bytes: int
-    busy: float
-    retransmits: int
-    rejects: int
-    flows: Sequence[tuple[tuple[Direction, str], int, int]]
-    """Kind of tensor and codec, bytes, elements."""
-    in_flows: int
-    """Bytes that these claim."""
 
 
 class Growth(NamedTuple):
     """What a node did between two reports."""
 
     place: Place
-    wall: float
-    seconds: Sequence[float]
-    """By kind, in their order."""
-    links: Sequence[LinkGrowth]
+    stage: StageFigures
+    links: Sequence[LinkFigures]
+    """Those on which it sends. `rejects` are of frames that came to it."""
     counted: int
     """Bytes."""
 
@@ -289,8 +132,8 @@ class Ledger:
 
     def __init__(self, codecs: Collection[str] | None = None) -> None:
         self._codecs = codecs
-        self.stages: dict[Place, StageSums] = {}
-        self.links: dict[LinkKey, LinkSums] = {}
+        self.stages: dict[Place, StageFigures] = {}
+        self.links: dict[LinkKey, LinkFigures] = {}
 
     @property
     def held_out_bytes(self) -> int:
@@ -300,24 +143,6 @@ class Ledger:
     @property
     def link_bytes(self) -> int:
         return sum(link.bytes for link in self.links.values())
-
-    @property
-    def elements(self) -> int:
-        return sum(sum(link.flow_elements.values()) for link in self.links.values())
-
-    def bits(self, direction: Direction) -> float:
-        """Bits an element for this kind of tensor, frames and headers included; 0 before the first."""
-        size = self._flows(direction, "flow_bytes")
-        elements = self._flows(direction, "flow_elements")
-        return 8 * size / elements if elements else 0.0
-
-    def _flows(self, direction: Direction, column: str) -> int:
-        return sum(
-            count
-            for link in self.links.values()
-            for (kind, _), count in getattr(link, column).items()
-            if kind is direction
-        )
 
     def growth(
         self,
@@ -329,7 +154,7 @@ class Ledger:
         rows: int = 1,
         *,
         passed: float | None = None,
-    ) -> "Growth":
+    ) -> Growth:
         """What the node of a place did between two reports of one epoch.
 
         Reports are not trusted: kinds of time sum to at most the wall time, and all links together carry at
@@ -339,108 +164,89 @@ class Ledger:
         if passed is None:
             passed = max(0.0, now.wall_seconds - before.wall_seconds)
         left = passed
-        seconds = []
-        total, known = now.times.get, before.times.get
+        seconds = {}
+        total, known = now.seconds.get, before.seconds.get
         for kind in _KINDS:  # known kinds only: a node could invent any
-            spent = total(kind, 0.0) - known(kind, 0.0)
-            if spent <= 0.0:
-                spent = 0.0
-            elif spent > left:
-                spent = left
+            seconds[kind] = spent = min(max(0.0, total(kind, 0.0) - known(kind, 0.0)), left)
             left -= spent
-            seconds.append(spent)
-        earlier = {(link.peer_replica, link.peer_stage): link for link in before.links}
+        stage = made(
+            StageFigures,
+            {**{name: getattr(now, name) for name in _OF_STAGE}, "wall_seconds": passed, "seconds": seconds},
+        )
+        earlier = {(link.target_replica, link.target): link for link in before.links}
         links, counted = [], 0
         for link in now.links:
-            at = link.peer_replica, link.peer_stage
+            at = link.target_replica, link.target
             if at[0] < rows and at[1] < stages and at != place:
-                of_link = self._link_growth(place, at, earlier.get(at), link, passed, most - counted)
-                links.append(of_link)
-                counted += max(of_link.bytes, of_link.in_flows, of_link.retransmits, of_link.rejects)
-        return Growth(place, passed, seconds, links, counted)
+                grown, claimed = self._believed(link, earlier.get(at, _NO_LINK), passed, most - counted)
+                grown["source_replica"], grown["source"] = place
+                links.append(made(LinkFigures, grown))
+                counted += claimed
+        return Growth(place, stage, links, counted)
 
-    def count(self, growth: "Growth") -> None:
+    def count(self, growth: Growth) -> None:
         """Add it."""
-        sums = self.stages.get(growth.place)
-        if sums is None:
-            spent_by_kind = dict(zip(_KINDS, growth.seconds, strict=True))
-            self.stages[growth.place] = StageSums(growth.wall, spent_by_kind)
-        else:
-            sums.wall += growth.wall
-            seconds = sums.seconds
-            for kind, spent in zip(_KINDS, growth.seconds, strict=True):
-                if spent:
-                    seconds[kind] += spent
-        links = self.links
-        for key, back, size, busy, retransmits, rejects, flows, _ in growth.links:
-            if (link := links.get(key)) is None:
-                link = links[key] = LinkSums()
-            link.bytes += size
-            link.busy += busy
-            link.retransmits += retransmits
+        place, stages, links = growth.place, self.stages, self.links
+        stages[place] = stages[place] + growth.stage if place in stages else growth.stage
+        for link in growth.links:
+            key, back = _keys(*link.ends)
             # The receiver counts damaged frames.
-            if (other := links.get(back)) is None:
-                other = links[back] = LinkSums()
-            other.rejects += rejects
-            flow_bytes, flow_elements = link.flow_bytes, link.flow_elements
-            for flow, size, elements in flows:
-                flow_bytes[flow] = flow_bytes.get(flow, 0) + size
-                flow_elements[flow] = flow_elements.get(flow, 0) + elements
+            sent = link if not link.rejects else replace(link, rejects=0)
+            links[key] = links[key] + sent if key in links else sent
+            if back not in links:
+                links[back] = LinkFigures(
+                    source=link.target,
+                    target=link.source,
+                    source_replica=link.target_replica,
+                    target_replica=link.source_replica,
+                )
+            if link.rejects:
+                links[back] = links[back].grown(rejects=link.rejects)
 
-    def _link_growth(
-        self,
-        place: Place,
-        at: tuple[int, int],
-        before: LinkReport | None,
-        now: LinkReport,
-        passed: float,
-        most: float,
-    ) -> "LinkGrowth":
-        before = _baseline(now, before)
-        # Bytes are counted by direction; the first round of an epoch gives its sums another codec's name.
-        earlier = {flow.direction: flow for flow in before.flows}
-        flows, in_flows = [], 0
-        for flow in now.flows:
-            old = earlier.get(flow.direction)
-            left = most - in_flows
+    def _believed(
+        self, now: LinkFigures, before: LinkFigures, passed: float, most: float
+    ) -> tuple[dict[str, Any], int]:
+        """The fields of what a link's totals grew by, each counter within its bounds, and the bytes that they
+        claim."""
+        # Totals begin at zero again when a link is opened again.
+        growth = now - (before if before.bytes <= now.bytes else _NO_LINK)
+        flows, claimed = [], 0
+        for flow in growth.flows:
             # A frame takes at least one byte, an element at least one bit.
-            size = _grown(old.bytes_sent if old else 0, flow.bytes_sent, left)
-            elements = _grown(old.elements_sent if old else 0, flow.elements_sent, 8 * left)
-            flows.append(((flow.direction, self._known(flow.codec)), size, elements))
-            in_flows += max(size, elements // 8)
-        busy = now.busy_seconds - before.busy_seconds
-        return LinkGrowth(
-            *_keys(place, at),
-            _grown(before.bytes_sent, now.bytes_sent, most),
-            0.0 if busy <= 0.0 else min(busy, passed),
-            _grown(before.retransmits, now.retransmits, most),
-            _grown(before.rejects, now.rejects, most),
-            flows,
-            in_flows,
-        )
-
-    def _known(self, codec: str) -> str:
-        return codec if self._codecs is None or codec in self._codecs else OTHER_CODEC
-
-
-@functools.lru_cache(maxsize=65_536)
-def _keys(place: Place, peer: tuple[int, int]) -> tuple[LinkKey, LinkKey]:
-    """Of both directions of the link between two places: the same ones come every step."""
-    at, to = Place(*place), Place(*peer)
-    return (at, to), (to, at)
+            left = most - claimed
+            size, elements = _within(flow.bytes, left), _within(flow.elements, 8 * left)
+            codec = flow.codec if self._codecs is None or flow.codec in self._codecs else OTHER_CODEC
+            fields = {"direction": flow.direction, "codec": codec, "bytes": size, "elements": elements}
+            flows.append(made(FlowFigures, fields))
+            claimed += max(size, elements // 8)
+        found = dict(vars(growth))
+        for name in _LINK_COUNTERS:
+            value = found[name]
+            if isinstance(value, float):
+                found[name] = min(max(0.0, value), passed)
+            elif isinstance(value, int):
+                found[name] = value = _within(value, most)
+                claimed = max(claimed, value)
+        found["flows"] = tuple(flows)
+        found["path"] = _known_path(now.path)
+        found["not_together"] = now.not_together if now.not_together in NOT_TOGETHER else ""
+        return found, claimed
 
 
-def _grown(before: int, now: int, most: float) -> int:
+_LINK_COUNTERS = counters_of(LinkFigures)
+_OF_STAGE = tuple(vars(StageFigures()))
+_NO_LINK = LinkFigures()
+_known_path = lru_cache(maxsize=1024)(known_path)
+
+
+@lru_cache(maxsize=65_536)
+def _keys(sender: Place, receiver: Place) -> tuple[LinkKey, LinkKey]:
+    """Of both directions of a link: the same ones come every step."""
+    return (sender, receiver), (receiver, sender)
+
+
+def _within(grown: int, most: float) -> int:
     """The growth of a counter, clamped to 0 and `most`."""
-    grown = now - before
     if grown <= 0:
         return 0
     return grown if grown <= most else int(max(0.0, most))
-
-
-def _baseline(now: LinkReport, before: LinkReport | None) -> LinkReport:
-    """The report to subtract from `now`: zeros if the link was reopened since."""
-    return _NOTHING if before is None or now.bytes_sent < before.bytes_sent else before
-
-
-_NOTHING = LinkReport(peer_stage=0, bytes_sent=0, bytes_received=0, retransmits=0, rejects=0, rtt_seconds=0.0)

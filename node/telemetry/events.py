@@ -8,11 +8,13 @@ import json
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from enum import EnumType
 from functools import cache
 from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hints
 
 from node.telemetry.format import NO_LABELS, dropped_text
 from wire.errors import ProtocolViolationError
+from wire.figures import Figures, LinkFigures, StageFigures
 
 _KINDS: dict[str, type["Event"]] = {}
 _newest_line: list[tuple["Event | None", str]] = [(None, "")]
@@ -211,64 +213,13 @@ class HeldOutLoss(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageCost:
-    """One stage's cost of a step."""
+class StageCost(StageFigures):
+    """What one stage of a run took, and which node hosted it."""
 
     stage: int
     node_id: str
-    wall_seconds: float
-    seconds: Mapping[str, float]
-    """By kind (forward, backward, encode, ...); they sum to `wall_seconds`."""
-    memory_bytes: int = 0
-    """Resident set of the node's process at the end of the step."""
-    peak_memory_bytes: int = 0
-    gpu_memory_bytes: int = 0
-    """Allocated by torch on the GPU at the end of the step; 0 without a GPU."""
-    gpu_peak_memory_bytes: int = 0
     replica: int = 0
     """The row of the grid."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlowCost:
-    """Traffic of one kind of tensor in one direction of a link, in whole frames."""
-
-    direction: str
-    """`activation`, `gradient`, `tied_share`, `tied_sum`, `sync_share` or `sync_sum`."""
-    codec: str
-    bytes: int
-    elements: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkCost:
-    """One direction of a link over a step: stage `source` sent, stage `target` received."""
-
-    source: int
-    target: int
-    bytes: int
-    """All bytes that `source` wrote to both sockets."""
-    flows: tuple[FlowCost, ...]
-    busy_seconds: float
-    """Time in which tensors waited to be sent or acknowledged."""
-    capacity: float
-    """Measured capacity of this direction, bytes a second; 0 while unknown."""
-    round_trip_seconds: float
-    """Smoothed; 0 before the first reply."""
-    retransmits: int
-    """Frames sent again."""
-    rejects: int
-    """Damaged frames that `target` asked for again."""
-    queued_bytes: int
-    """Waiting to be sent or acknowledged at the end of the step."""
-    source_replica: int = 0
-    """The row of the stage that sent."""
-    target_replica: int = 0
-    path: str = ""
-    """At the end of the step: `direct`, `simultaneous open`, `relay` (the coordinator's) or `relay NODE`;
-    empty while unknown."""
-    not_together: str = ""
-    """Of a relayed link: why both ends could not dial at once, a key of `wire.telemetry.NOT_TOGETHER`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +239,7 @@ class StepCosts(Event):
     """Wall time at the coordinator."""
     aborted: bool
     stages: tuple[StageCost, ...]
-    links: tuple[LinkCost, ...]
+    links: tuple[LinkFigures, ...]
     steps: int = 1
     """How many were summed."""
 
@@ -431,18 +382,6 @@ class SnapshotSetAside(Notice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """Where one stage's wall time went."""
-
-    stage: int
-    node_id: str
-    wall_seconds: float
-    seconds: Mapping[str, float]
-    """Seconds by kind (forward, backward, encode, ...); they sum to `wall_seconds`."""
-    replica: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """Totals since this coordinator went on with the run. Bytes are those on all links, both directions, of
     steps: aborted ones and those that ran again included, held-out samples not."""
@@ -462,7 +401,7 @@ class RunSummary:
     """The same elements at 2 bytes."""
     bits_forward: float
     bits_backward: float
-    stages: tuple[StageTimes, ...]
+    stages: tuple[StageCost, ...]
     snapshot_path: str
     weights_sha256: str
     machines: tuple[str, ...] = ()
@@ -549,6 +488,8 @@ def read_value(value: Any, hint: Any, name: str) -> Any:
                 if (item := value.get(key, MISSING)) is not MISSING
             }
         )
+    if isinstance(hint, EnumType) and isinstance(value, str) and value.upper() in hint.__members__:
+        return hint[value.upper()]
     if hint is float:
         if value is None:
             return float("nan")
@@ -563,37 +504,24 @@ def _optional(one: "Field[Any]") -> bool:
 
 def _dumps(fields: dict[str, Any], separators: tuple[str, str] | None = None) -> str:
     try:
-        return json.dumps(fields, allow_nan=False, separators=separators, default=_fields)
+        return json.dumps(fields, allow_nan=False, separators=separators, default=plain_fields)
     except ValueError:  # there are NaN or infinities, which JSON has not
-        return json.dumps(_plain(fields), separators=separators)
+        return json.dumps(finite(fields), separators=separators)
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def plain_fields(value: Any) -> dict[str, Any]:
     """What JSON's encoder does not know: a dataclass, or a mapping that is no dict."""
+    if isinstance(value, Figures):
+        return value.json_fields()
     return vars(value) if is_dataclass(value) else dict(value)
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON has it: dataclasses as objects, NaN and infinities as null."""
-    if isinstance(value, float):
-        return value if value - value == 0 else None
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if is_dataclass(value):
-        return {key: _plain(item) for key, item in vars(value).items()}
-    return value
 
 
 def finite(value: Any) -> Any:
     """`value` as JSON has it: dataclasses as dictionaries, tuples as lists, NaN and infinities as None."""
     if isinstance(value, float):
         return value if value - value == 0 else None
-    if is_dataclass(value):
-        return {one.name: finite(getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
+    if isinstance(value, Mapping) or is_dataclass(value):
+        return {key: finite(item) for key, item in plain_fields(value).items()}
     return value

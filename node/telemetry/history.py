@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO, TypeVar, cast
 
 from node.telemetry import events
-from node.telemetry.costs import CostsSum
+from node.telemetry.costs import summed
 from wire.errors import ProtocolViolationError, RunError
 
 HISTORY_FILE = "history.jsonl"
@@ -107,7 +107,7 @@ class HistoryWriter:
         self._told = False
         self._lines: deque[str] = deque(maxlen=MOST_WAITING)
         """Not written yet, because the disk is full."""
-        self._pending: CostsSum | None = None
+        self._pending: events.StepCosts | None = None
         self._costs_at = 0.0
 
     def __call__(self, event: events.Event) -> None:
@@ -147,10 +147,10 @@ class HistoryWriter:
 
     def _add_costs(self, costs: events.StepCosts, now: float) -> None:
         """Sum up the costs of fast steps."""
-        if self._pending is not None and not self._pending.add(costs):
+        both = summed(self._pending, costs) if self._pending is not None else None
+        if both is None:
             self._flush_costs(now)
-        if self._pending is None:
-            self._pending = CostsSum(costs)
+        self._pending = both or costs
         pause = COSTS_SECONDS * max(1.0, len(costs.stages) / COSTS_STAGES)
         if not 0 <= now - self._costs_at < pause:
             self._flush_costs(now)
@@ -158,7 +158,7 @@ class HistoryWriter:
     def _flush_costs(self, now: float) -> None:
         if self._pending is not None:
             pending, self._pending, self._costs_at = self._pending, None, now
-            self._append(pending.total(), now)
+            self._append(pending, now)
 
     def _append(self, event: events.Event, now: float, *, replayed: bool = False) -> None:
         if self._broken or self._path is None:

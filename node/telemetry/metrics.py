@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, cast
 
+from wire.figures import LinkFigures, StageFigures
+
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import Collector
@@ -50,7 +52,42 @@ def _gauge(name: str, meaning: str, *labels: str) -> Definition:
 STAGE = ("stage", "replica")
 LINK = ("source", "target", "replica", "target_replica")
 """`replica`: the row of the stage that sends."""
-FLOW = (*LINK, "direction", "codec")
+PEER = ("peer",)
+
+_LINK_COUNTERS = {
+    "bytes": ("bytes_total", "All bytes written to the link's sockets."),
+    "busy_seconds": ("busy_seconds_total", "Time with data to send or to be acknowledged."),
+    "retransmits": ("retransmits_total", "Frames sent again."),
+    "rejects": ("rejects_total", "Damaged frames, requested again."),
+}
+_LINK_GAUGES = {
+    "capacity": ("capacity_bytes_per_second", "Measured capacity; absent while unknown."),
+    "round_trip_seconds": ("round_trip_seconds", "Smoothed round trip; absent while unknown."),
+    "queued_bytes": ("queued_bytes", "Bytes waiting to be sent or acknowledged."),
+}
+_UNKNOWN_AT_ZERO = ("capacity", "round_trip_seconds")
+_MEMORY = {
+    "memory_bytes": "Resident set of the node's process.",
+    "peak_memory_bytes": "Largest so far for that process.",
+    "gpu_memory_bytes": "Allocated by torch on the node's GPU; 0 without one.",
+    "gpu_peak_memory_bytes": "Largest so far for that process.",
+}
+"""Metrics by the field of `LinkFigures` and `StageFigures` that they export."""
+
+
+def _link_metrics(prefix: str, *labels: str) -> tuple[Definition, ...]:
+    flow = (*labels, "direction", "codec")
+    return (
+        *(_counter(prefix + name, meaning, *labels) for name, meaning in _LINK_COUNTERS.values()),
+        _counter(f"{prefix}tensor_bytes_total", "Bytes of frames that carried tensors.", *flow),
+        _counter(f"{prefix}elements_total", "Elements in those frames.", *flow),
+        *(_gauge(prefix + name, meaning, *labels) for name, meaning in _LINK_GAUGES.values()),
+    )
+
+
+def _memory_metrics(prefix: str, *labels: str) -> tuple[Definition, ...]:
+    return tuple(_gauge(prefix + name, meaning, *labels) for name, meaning in _MEMORY.items())
+
 
 RUN_METRICS: tuple[Definition, ...] = (
     _gauge("build_info", "1; the version is in the labels.", "version", "protocol"),
@@ -88,19 +125,8 @@ RUN_METRICS: tuple[Definition, ...] = (
     _gauge("stage_info", "1; the stage's node and its device are in the labels.", *STAGE, "node", "device"),
     _gauge("stage_present", "1 if the stage's node is connected.", *STAGE),
     _counter("stage_seconds_total", "Wall time of the stage's compute thread, by kind.", *STAGE, "kind"),
-    _gauge("stage_memory_bytes", "Resident set of the stage's node process.", *STAGE),
-    _gauge("stage_peak_memory_bytes", "Largest so far for that process.", *STAGE),
-    _gauge("stage_gpu_memory_bytes", "Allocated by torch on the stage's GPU; 0 without one.", *STAGE),
-    _gauge("stage_gpu_peak_memory_bytes", "Largest so far for that process.", *STAGE),
-    _counter("link_bytes_total", "All bytes written to the link's sockets.", *LINK),
-    _counter("link_tensor_bytes_total", "Bytes of frames that carried tensors.", *FLOW),
-    _counter("link_elements_total", "Elements in those frames.", *FLOW),
-    _counter("link_busy_seconds_total", "Time with data to send or to be acknowledged.", *LINK),
-    _counter("link_retransmits_total", "Frames sent again.", *LINK),
-    _counter("link_rejects_total", "Damaged frames, requested again.", *LINK),
-    _gauge("link_capacity_bytes_per_second", "Measured capacity; absent while unknown.", *LINK),
-    _gauge("link_round_trip_seconds", "Smoothed round trip; absent while unknown.", *LINK),
-    _gauge("link_queued_bytes", "Bytes waiting to be sent or acknowledged.", *LINK),
+    *_memory_metrics("stage_", *STAGE),
+    *_link_metrics("link_", *LINK),
     _gauge("link_relayed", "1 if the link goes through a relay, 0 if it is direct.", *LINK),
     _gauge("link_path", "1 for the link's path; `why`: why it takes no better one.", *LINK, "path", "why"),
     _counter("relay_bytes_total", "Bytes that the coordinator's relay carried, both ways together."),
@@ -120,28 +146,14 @@ RUN_METRICS: tuple[Definition, ...] = (
 )
 """At the coordinator, for the whole run. `source` and `target` are the stages that send and receive."""
 
-PEER = ("peer",)
-PEER_FLOW = ("peer", "direction", "codec")
-
 NODE_METRICS: tuple[Definition, ...] = (
     _gauge("build_info", "1; the version is in the labels.", "version", "protocol"),
     _gauge("node_info", "1; node, run and device are in the labels.", "node", "run", "device"),
     _gauge("node_stage", "Stage of the node; -1 for none."),
     _gauge("node_epoch", "Epoch of the placement; 0 before the first."),
     _counter("node_seconds_total", "Wall time of the compute thread, by kind.", "kind"),
-    _counter("node_link_bytes_total", "All bytes written to the link's sockets.", *PEER),
-    _counter("node_link_tensor_bytes_total", "Bytes of frames that carried tensors.", *PEER_FLOW),
-    _counter("node_link_elements_total", "Elements in those frames.", *PEER_FLOW),
-    _counter("node_link_busy_seconds_total", "Time with data to send or to be acknowledged.", *PEER),
-    _counter("node_link_retransmits_total", "Frames sent again.", *PEER),
-    _counter("node_link_rejects_total", "Damaged frames received.", *PEER),
-    _gauge("node_link_capacity_bytes_per_second", "Measured capacity; absent while unknown.", *PEER),
-    _gauge("node_link_round_trip_seconds", "Smoothed round trip; absent while unknown.", *PEER),
-    _gauge("node_link_queued_bytes", "Bytes waiting to be sent or acknowledged.", *PEER),
-    _gauge("node_memory_bytes", "Resident set of the process."),
-    _gauge("node_peak_memory_bytes", "Largest so far."),
-    _gauge("node_gpu_memory_bytes", "Allocated by torch on the GPU; 0 without one."),
-    _gauge("node_gpu_peak_memory_bytes", "Largest so far."),
+    *_link_metrics("node_link_", *PEER),
+    *_memory_metrics("node_"),
     _gauge("local_clock_skew_seconds", "This machine's wall clock minus the coordinator's."),
     _gauge("local_clock_error_seconds", "Bound on the error of the skew."),
 )
@@ -189,6 +201,24 @@ class Families:
         labelled = dict(zip(self._labels[name], map(str, labels), strict=True))
         if value is not None:
             self._metrics[name].add_sample(PREFIX + name, labelled, value)
+
+    def set_link_totals(self, prefix: str, link: LinkFigures, *labels: object) -> None:
+        """The counters of a link."""
+        for name, (metric, _) in _LINK_COUNTERS.items():
+            self.set(prefix + metric, getattr(link, name), *labels)
+        for flow in link.flows:
+            self.set(f"{prefix}tensor_bytes_total", flow.bytes, *labels, flow.kind, flow.codec)
+            self.set(f"{prefix}elements_total", flow.elements, *labels, flow.kind, flow.codec)
+
+    def set_link_now(self, prefix: str, link: LinkFigures, *labels: object) -> None:
+        """What a link is like."""
+        for name, (metric, _) in _LINK_GAUGES.items():
+            value = getattr(link, name)
+            self.set(prefix + metric, value or None if name in _UNKNOWN_AT_ZERO else value, *labels)
+
+    def set_memory(self, prefix: str, stage: StageFigures, *labels: object) -> None:
+        for name in _MEMORY:
+            self.set(prefix + name, getattr(stage, name), *labels)
 
     def observed(self, name: str, buckets: Iterable[tuple[str, float]], total: float) -> None:
         """Add a histogram as `Histogram.buckets` gives it."""

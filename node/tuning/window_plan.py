@@ -26,7 +26,7 @@ from node.schedule.schedule import Kind, held_activations, schedule
 from node.schedule.simulation import Timeline, simulate
 from node.telemetry.clock import TimeKind
 from node.telemetry.events import StepCosts
-from wire.telemetry import LinkReport
+from wire.figures import LinkFigures, flow_sum
 
 TOLERANCE = 0.01
 """A narrower window is taken when its step is at most this much longer than the best one's."""
@@ -70,7 +70,6 @@ class StepMeasures:
 
 def measured(
     costs: StepCosts,
-    link_report: Callable[[int, int], LinkReport | None],
     chunks: int,
     microbatches: int,
     head_share: float | None = None,
@@ -79,7 +78,6 @@ def measured(
     """The measured times of a step; None if it was aborted or a stage sent no report.
 
     Args:
-        link_report: the newest report of (source, target), if there is one.
         microbatches: of the step.
         head_share: as in `StepMeasures`.
         line_of: the most that a stage's machine was seen to send and receive.
@@ -94,15 +92,16 @@ def measured(
     crossings = microbatches * (stages * chunks - 1 + (head_share is not None))
 
     def tensor_bytes(direction: str) -> float:
-        flows = (flow for link in costs.links for flow in link.flows if flow.direction == direction)
-        return sum(flow.bytes for flow in flows) / crossings if stages > 1 else 0.0
+        return flow_sum(costs.links, direction).bytes / crossings if stages > 1 else 0.0
+
+    sent, unknown = {(link.source, link.target): link for link in costs.links}, LinkFigures()
 
     def link(low: int, high: int) -> LinkRate:
-        up, down = link_report(low, high), link_report(high, low)
-        round_trips = [report.least_rtt_seconds for report in (up, down) if report is not None]
+        up, down = sent.get((low, high), unknown), sent.get((high, low), unknown)
+        round_trips = [way.least_round_trip_seconds for way in (up, down) if way.least_round_trip_seconds > 0]
         return LinkRate(
-            up=up.capacity if up is not None and up.capacity > 0 else math.inf,
-            down=down.capacity if down is not None and down.capacity > 0 else math.inf,
+            up=up.capacity or math.inf,
+            down=down.capacity or math.inf,
             latency=min(round_trips, default=0.0) / 2,
         )
 
@@ -115,11 +114,11 @@ def measured(
         """At least what one of its links carries, and what all carried in this step."""
         ends = [(one.up, one.down) for one, (low, _) in zip(links, joints, strict=True) if low == stage]
         ends += [(one.down, one.up) for one, (_, high) in zip(links, joints, strict=True) if high == stage]
-        sent = sum(one.bytes for one in costs.links if one.source == stage) / costs.seconds
+        out = sum(one.bytes for one in costs.links if one.source == stage) / costs.seconds
         received = sum(one.bytes for one in costs.links if one.target == stage) / costs.seconds
         seen = line_of(stage)
         return LinkRate(
-            up=max(seen.up, sent, *(up for up, _ in ends if up < math.inf)),
+            up=max(seen.up, out, *(up for up, _ in ends if up < math.inf)),
             down=max(seen.down, received, *(down for _, down in ends if down < math.inf)),
         )
 

@@ -13,9 +13,9 @@ import threading
 from hashlib import sha256
 from pathlib import Path
 
-from node.telemetry.events import read_value
+from node.telemetry.events import plain_fields, read_value
 from node.telemetry.history import INDEX_BYTES, Cancelled, first_line, history_size, read_whole_lines
-from node.view.view_builder import BuilderState, RunViewBuilder
+from node.view.view_builder import RunViewBuilder
 from wire.errors import ProtocolViolationError
 from wire.version import VERSION
 
@@ -71,8 +71,8 @@ def _load(directory: Path, end: int | None) -> tuple[RunViewBuilder, int]:
             and (raw["version"], raw["head"]) == (VERSION, _head(directory))
         )
         if usable:
-            state: BuilderState = read_value(raw["state"], BuilderState, "state")
-            return RunViewBuilder.restored(state), position
+            builder: RunViewBuilder = read_value(raw["state"], RunViewBuilder, "state")
+            return builder, position
     except (OSError, ValueError, KeyError, TypeError, RecursionError, ProtocolViolationError):
         pass  # no checkpoint, or one that is damaged: the history has everything
     return RunViewBuilder(), 0
@@ -84,12 +84,12 @@ def _save(directory: Path, builder: RunViewBuilder, position: int) -> None:
         "version": VERSION,
         "head": _head(directory),
         "position": position,
-        "state": builder.state(),
+        "state": builder,
     }
     partial = directory / f"{CHECKPOINT_FILE}.{os.getpid()}-{threading.get_ident()}.partial"
     try:
         # Whole, not piece by piece into the file: that would be many times slower, beside the run's steps.
-        text = json.dumps(fields, separators=(",", ":"), default=vars)
+        text = json.dumps(fields, separators=(",", ":"), default=plain_fields)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)

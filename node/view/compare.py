@@ -14,6 +14,7 @@ from node.telemetry import events
 from node.telemetry.clock import TimeKind
 from node.telemetry.events import finite
 from node.telemetry.history import Entry
+from wire.figures import LinkFigures, StageFigures, flow_sum, total
 
 POINTS = 5
 """Number of steps, and of times, at which losses are compared: evenly spread, up to the last common one."""
@@ -87,9 +88,8 @@ class Comparison:
 def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable[Entry]) -> RunRecord:
     """One run's figures from its history; `config` is the run file, section by section."""
     done: dict[int, tuple[float, float]] = {}
-    elapsed, tokens, size = 0.0, 0, 0
-    sent: dict[str, list[int]] = {}
-    kinds: dict[str, float] = {}
+    elapsed, tokens = 0.0, 0
+    sent, time = LinkFigures(), StageFigures()
     held_out: dict[int, float] = {}
     as_trained: dict[int, float] = {}
     groups: tuple[tuple[int, ...], ...] = ()
@@ -109,18 +109,12 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
                 if measured.loss is not None:
                     as_trained[measured.step] = measured.loss
             case events.StepCosts() as costs:
-                for stage in costs.stages:
-                    for kind, seconds in stage.seconds.items():
-                        kinds[kind] = kinds.get(kind, 0.0) + seconds
-                for link in costs.links:
-                    size += link.bytes
-                    for flow in link.flows:
-                        sums = sent.setdefault(flow.direction, [0, 0])
-                        sums[0] += flow.bytes
-                        sums[1] += flow.elements
+                time = total((time, *costs.stages))
+                sent = total((sent, *costs.links))
             case _:
                 pass
-    whole = sum(kinds.values())
+    whole = sum(time.seconds.values())
+    kinds = dict.fromkeys(flow.kind for flow in sent.flows)
     steps = sorted(done)
     return RunRecord(
         name=name,
@@ -129,9 +123,9 @@ def record(name: str, config: Mapping[str, Mapping[str, Any]], history: Iterable
         losses=tuple(done[step][0] for step in steps),
         elapsed=tuple(done[step][1] for step in steps),
         tokens=tokens,
-        bytes=size,
-        bits={kind: 8 * total / elements for kind, (total, elements) in sent.items() if elements},
-        shares={kind: seconds / whole for kind, seconds in kinds.items()} if whole > 0 else {},
+        bytes=sent.bytes,
+        bits={kind: of_kind.bits for kind in kinds if (of_kind := flow_sum([sent], kind)).elements},
+        shares={kind: seconds / whole for kind, seconds in time.seconds.items()} if whole > 0 else {},
         held_out=held_out,
         held_out_as_trained=as_trained,
         groups=groups,

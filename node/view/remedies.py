@@ -63,8 +63,8 @@ def better_codec(
     """
     flows: dict[str, FlowView] = {}
     for flow in (flow for link in links for flow in link.flows):
-        if flow.direction in WAYS and flow.bits_per_element > 0:
-            flows.setdefault(flow.direction, flow)
+        if flow.kind in WAYS and flow.bits_per_element > 0:
+            flows.setdefault(flow.kind, flow)
     alone = _best(
         [_with([flow], name, model, codec_bits) for flow in flows.values() for name in proposed_names()]
     )
@@ -83,7 +83,7 @@ def same_bytes_less_loss(
 
     `models`: of all measured steps, and of parts of them, which must agree.
     """
-    flows = [flow for link in links for flow in link.flows if flow.direction == "activation"]
+    flows = [flow for link in links for flow in link.flows if flow.kind == "activation"]
     present = next((flow for flow in flows if codec_format(flow.codec).SUCCESSOR), None)
     if present is None:
         return None
@@ -117,17 +117,17 @@ def _with(
     smaller = [flow for flow in flows if 0 < bits < flow.bits_per_element]
     if not smaller:
         return None
-    codecs = {flow.direction: (flow.codec, name) for flow in smaller}
-    factors = {flow.direction: bits / flow.bits_per_element for flow in smaller}
+    codecs = {flow.kind: (flow.codec, name) for flow in smaller}
+    factors = {flow.kind: bits / flow.bits_per_element for flow in smaller}
 
     def made(model: StepModel) -> StepModel:
         return model.with_codecs(**factors, packing=model.more_packing(codecs))
 
     ways: dict[str, list[str]] = {}
     for flow in smaller:
-        ways.setdefault(flow.codec, []).append(WAYS[flow.direction])
+        ways.setdefault(flow.codec, []).append(WAYS[flow.kind])
     change = " and ".join(f"`{codec}` to `{name}` {' and '.join(way)}" for codec, way in ways.items())
-    directions = [flow.direction for flow in smaller]
+    directions = [flow.kind for flow in smaller]
     loss = ""
     if "activation" in directions and (cost := codec_format(name).loss_forward):
         loss = f" (measured cost in loss, `{name}` forward: {cost})"

@@ -11,10 +11,11 @@ must not be shown as 0.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self, cast
+from typing import Any, Self, cast
 
 from node.telemetry import events
 from wire.errors import ProtocolViolationError
+from wire.figures import COUNTED, FlowFigures, LinkFigures
 
 MOST_POINTS = 512
 """Most points of a curve; once full, it has at least half as many."""
@@ -33,96 +34,53 @@ class Curve:
     """Mean over the point's steps."""
 
 
-@dataclass
-class _Point:
-    first: int
-    last: int
-    at: float
-    total: float
-    count: int
-
-
 @dataclass(frozen=True)
-class SeriesState:
-    """All that a `Series` knows."""
+class Series:
+    """What a curve of bounded length is made from, by merging neighbouring points. A replayed step replaces
+    its value."""
 
-    most: int
-    stride: int
-    points: tuple[tuple[float, ...], ...]
+    most: int = MOST_POINTS
+    """Points; even, and at least 2."""
+    stride: int = 1
+    points: tuple[tuple[float, ...], ...] = ()
     """First and last step, Unix time, sum and number of values of each point."""
 
-
-class Series:
-    """Builds a curve of bounded length by merging neighbouring points. A replayed step replaces its value."""
-
-    def __init__(self, most_points: int = MOST_POINTS) -> None:
-        """`most_points` is even and at least 2."""
-        self._most = most_points
-        self._stride = 1
-        self._points: list[_Point] = []
-
-    def state(self) -> SeriesState:
-        """What `restored` needs to go on from here."""
-        points = tuple((one.first, one.last, one.at, one.total, one.count) for one in self._points)
-        return SeriesState(self._most, self._stride, points)
-
-    @classmethod
-    def restored(cls, state: SeriesState) -> "Series":
-        """A series that goes on as the one with this state. Raises ValueError for points of another form."""
-        made = cls(state.most)
-        made._stride = state.stride
-        for first, last, at, total, count in state.points:
-            made._points.append(_Point(int(first), int(last), at, total, int(count)))
-        return made
-
-    def add(self, step: int, at: float, value: float) -> None:
-        points = self._points
-        while points and points[-1].first >= step:
-            points.pop()
-        if points and points[-1].last >= step:
+    def plus(self, step: int, at: float, value: float) -> "Series":
+        """With the value of a step more."""
+        points = self.points
+        while points and points[-1][0] >= step:
+            points = points[:-1]
+        if points and points[-1][1] >= step:
             # The run went back to the middle of a merged point: its mean stays.
-            return
-        newest = points[-1] if points else None
-        if newest is not None and newest.count < self._stride:
-            newest.last, newest.at = step, at
-            newest.total += value
-            newest.count += 1
-            return
-        points.append(_Point(step, step, at, value, 1))
-        if len(points) > self._most:
-            self._merge()
+            return replace(self, points=points)
+        if points and points[-1][4] < self.stride:
+            first, _, _, whole, count = points[-1]
+            return replace(self, points=(*points[:-1], (first, step, at, whole + value, count + 1)))
+        points = (*points, (step, step, at, value, 1))
+        if len(points) <= self.most:
+            return replace(self, points=points)
+        stride, merged = 2 * self.stride, list(points[:1])
+        for point in points[1:]:  # in pairs; an odd last one is filled up later
+            first, _, _, whole, count = merged[-1]
+            if count < stride:
+                merged[-1] = (first, point[1], point[2], whole + point[3], count + point[4])
+            else:
+                merged.append(point)
+        return replace(self, stride=stride, points=tuple(merged))
 
     def curve(self) -> Curve:
         return Curve(
-            stride=self._stride,
-            steps=tuple(point.last for point in self._points),
-            times=tuple(point.at for point in self._points),
-            values=tuple(point.total / point.count for point in self._points),
+            stride=self.stride,
+            steps=tuple(int(last) for _, last, _, _, _ in self.points),
+            times=tuple(at for _, _, at, _, _ in self.points),
+            values=tuple(whole / count for _, _, _, whole, count in self.points),
         )
-
-    def _merge(self) -> None:
-        """Merge points in pairs; an odd last one is filled up later."""
-        self._stride *= 2
-        merged: list[_Point] = []
-        for point in self._points:
-            if merged and merged[-1].count < self._stride:
-                into = merged[-1]
-                into.last, into.at = point.last, point.at
-                into.total += point.total
-                into.count += point.count
-            else:
-                merged.append(point)
-        self._points = merged
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageView:
+class StageView(events.StageCost):
     """One stage of the newest placement. Shares are of wall time over the recent steps, 0 to 1."""
 
-    stage: int
-    replica: int = 0
-    """The row of the grid."""
-    node_id: str
     device: str = ""
     name: str = ""
     """What its owner calls the node; it may hold anything: escape it."""
@@ -134,39 +92,27 @@ class StageView:
     """By kind of time; they sum to 1, or are empty before the first step."""
     busy: float
     waiting: float
-    memory_bytes: int = 0
-    peak_memory_bytes: int = 0
-    gpu_memory_bytes: int = 0
-    gpu_peak_memory_bytes: int = 0
+
+    def json_fields(self) -> dict[str, Any]:
+        """Without the seconds, which `shares` stand for."""
+        return {name: value for name, value in vars(self).items() if name not in ("seconds", "wall_seconds")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowView:
-    """Tensors of one kind in one direction of a link."""
+class FlowView(FlowFigures):
+    """Tensors of one kind in one direction of a link, since the run began."""
 
-    direction: str
-    """`activation`, `gradient`, `tied_share`, `tied_sum`, `sync_share` or `sync_sum`."""
-    codec: str
     bits_per_element: float
     """On the socket over the recent steps, headers and frames included."""
     mbit: float
     """Mbit/s over the recent steps."""
-    bytes: int
-    """Since the run began."""
-    elements: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkView:
-    """One direction of a link, from stage `source` to stage `target`."""
+class LinkView(LinkFigures):
+    """One direction of a link since the run began, and over the recent steps."""
 
-    source: int
-    target: int
-    source_replica: int = 0
-    """The row of the stage that sends."""
-    target_replica: int = 0
-    bytes: int
-    """Since the run began."""
+    flows: tuple[FlowView, ...] = field(default=(), metadata=COUNTED)
     mbit: float
     """Mbit/s over the recent steps."""
     capacity_mbit: float = 0.0
@@ -175,24 +121,15 @@ class LinkView:
     """`mbit` over `capacity_mbit`, 0 to 1; None while the capacity is unknown."""
     busy: float
     """Share of the recent steps with data waiting to be sent or acknowledged."""
-    flows: tuple[FlowView, ...]
-    round_trip_seconds: float = 0.0
-    retransmits: int
-    """Frames sent again since the run began."""
-    rejects: int
-    """Damaged frames since the run began."""
-    queued_bytes: int
     full: bool = False
     """At its capacity, alone or with links that share its upload (`step_model.py`)."""
     little_used: bool = False
     """Traffic is so low that `capacity_mbit` is unreliable and not shown: too high, as short bursts pass a
     rate limit, or too low, as few bytes do not bring a link to its speed."""
-    path: str = ""
-    """`direct`, `simultaneous open`, `relay` (the coordinator's) or `relay NODE`; empty while unknown."""
     why_not_direct: str = ""
+    """For a relayed link, in words."""
     why_not_together: str = ""
     """Of a relayed link: why both ends could not dial at the same moment, in words; empty while unknown."""
-    """For a relayed link, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,11 +74,11 @@ class StepModel:
         crossings = view.microbatches * (stages * chunks - 1 + (share is not None))
 
         def tensor_bytes(direction: str) -> float:
-            flows = (flow for link in view.links for flow in link.flows if flow.direction == direction)
+            flows = (flow for link in view.links for flow in link.flows if flow.kind == direction)
             return sum(flow.mbit for flow in flows) / 8e-6 * seconds / crossings if crossings else 0.0
 
         def tensor_elements(direction: str) -> float:
-            flows = [flow for link in view.links for flow in link.flows if flow.direction == direction]
+            flows = [flow for link in view.links for flow in link.flows if flow.kind == direction]
             counts = (flow.mbit / flow.bits_per_element for flow in flows if flow.bits_per_element > 0)
             return 1e6 * sum(counts) * seconds / crossings if crossings else 0.0
 
@@ -234,8 +234,8 @@ def _slowness(
 ) -> tuple[float, ...]:
     """`StepModel.slowness`. Reported packing time is only the part that compute waits for; if even that
     exceeds the expected time, the stage is slower than the measured core."""
-    flows = (flow for link in view.links for flow in link.flows if flow.direction in elements)
-    costs = {flow.direction: codec_format(flow.codec).core_nanoseconds for flow in flows}
+    flows = (flow for link in view.links for flow in link.flows if flow.kind in elements)
+    costs = {flow.kind: codec_format(flow.codec).core_nanoseconds for flow in flows}
     head_first = view.head_share is not None and len(view.stages) > 1
     expected = packing_seconds(len(view.stages), chunks, elements, costs, head_first=head_first)
     return tuple(

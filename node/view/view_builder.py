@@ -4,27 +4,15 @@ A view depends on events only, so a run that is over looks as it did while it ra
 """
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sized
-from copy import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from node.telemetry import events
 from node.telemetry.clock import WAITS, TimeKind
-from node.telemetry.costs import LinkKey
 from node.telemetry.format import bytes_text, duration_text, named, printable, without_addresses
 from node.view.bottleneck import Evidence, bottleneck
-from node.view.link_views import (
-    NO_TOTALS,
-    NOT_LISTENING,
-    NOT_REACHED,
-    LinkSums,
-    LinkTotals,
-    alike,
-    ends_of,
-    link_views,
-)
+from node.view.link_views import NOT_LISTENING, NOT_REACHED, alike, link_views
 from node.view.run_view import (
     EventView,
     HeldOutView,
@@ -32,13 +20,12 @@ from node.view.run_view import (
     MemberView,
     RunView,
     Series,
-    SeriesState,
     SnapshotView,
     StageView,
 )
-from node.view.slices import SLICE, Slices, ends_slice, whole
 from node.view.step_model import FULL, full_links
 from wire.errors import without_folders
+from wire.figures import LinkFigures, total
 
 __all__ = ["RunView", "RunViewBuilder", "view"]
 
@@ -63,90 +50,63 @@ class _Member:
     joined: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class BuilderState:
-    """All that a `RunViewBuilder` knows, of bounded size whatever the length of the run."""
-
-    started: events.RunStarted | None
-    began: float
-    updated: float
-    starts: int
-    members: Mapping[str, _Member]
-    devices: Mapping[str, str]
-    names: Mapping[str, str]
-    undialled: Mapping[str, str] = field(default_factory=dict)
-    placement: events.PlacementMade | None
-    restoring: bool
-    step: events.StepDone | None
-    steps_done: int
-    highest_step: int
-    replayed: int
-    aborted: int
-    recoveries: int
-    snapshots: tuple[SnapshotView, ...]
-    finished: events.RunFinished | None
-    token_uses: int | None
-    loss: SeriesState
-    speed: SeriesState
-    recent: tuple[events.StepCosts, ...]
-    paces: tuple[float, ...]
-    links: tuple[LinkSums, ...]
-    listed: tuple[EventView, ...]
-    replaced: Mapping[str, str] = field(default_factory=dict)
-    dropped: Mapping[str, int] = field(default_factory=dict)
-
-
+@dataclass(kw_only=True)
 class RunViewBuilder:
-    """Takes a run's events in order, from all its coordinators."""
+    """Takes a run's events in order, from all its coordinators. What it knows is of bounded size whatever the
+    length of the run. Values are only replaced, never changed, so a copy stays as it is while events come."""
 
-    def __init__(self) -> None:
-        self._started: events.RunStarted | None = None
-        self._began = 0.0
-        self._updated = 0.0
-        self._starts = 0
-        self._members: dict[str, _Member] = {}
-        self._devices: dict[str, str] = {}
-        self._names: dict[str, str] = {}
-        self._undialled: dict[str, str] = {}
-        """Why neighbours cannot dial a node, for those that they cannot."""
-        self._placement: events.PlacementMade | None = None
-        self._restoring = False
-        self._step: events.StepDone | None = None
-        self._steps_done = 0
-        self._highest_step = 0
-        self._replayed = 0
-        self._aborted = 0
-        self._recoveries = 0
-        self._snapshots: deque[SnapshotView] = deque(maxlen=MOST_SNAPSHOTS)
-        """By step, pruned ones included: the newest counts if later ones are damaged."""
-        self._held_out: dict[int, events.HeldOutLoss] = {}
-        self._finished: events.RunFinished | None = None
-        self._token_uses: int | None = None
-        self._loss = Series()
-        self._speed = Series()
-        self._recent: deque[events.StepCosts] = deque(maxlen=ADVICE_STEPS)
-        self._paces: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._links: dict[LinkKey, LinkTotals] = {}
-        self._events: deque[EventView] = deque(maxlen=MOST_EVENTS)
-        self._replaced: dict[str, str] = {}
-        """By node that lost its stage or was shut out: the newest line that says why."""
-        self._dropped: Mapping[str, int] = {}
+    started: events.RunStarted | None = None
+    began: float = 0.0
+    updated: float = 0.0
+    """Unix time of the newest event."""
+    starts: int = 0
+    members: Mapping[str, _Member] = field(default_factory=dict)
+    devices: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    undialled: Mapping[str, str] = field(default_factory=dict)
+    """Why neighbours cannot dial a node, for those that they cannot."""
+    placement: events.PlacementMade | None = None
+    restoring: bool = False
+    step: events.StepDone | None = None
+    steps_done: int = 0
+    highest_step: int = 0
+    replayed: int = 0
+    aborted: int = 0
+    recoveries: int = 0
+    snapshots: tuple[SnapshotView, ...] = ()
+    """By step, pruned ones included: the newest counts if later ones are damaged."""
+    held_out: tuple[events.HeldOutLoss, ...] = ()
+    """The newest of each step."""
+    finished: events.RunFinished | None = None
+    token_uses: int | None = None
+    loss: Series = field(default_factory=Series)
+    speed: Series = field(default_factory=Series)
+    recent: tuple[events.StepCosts, ...] = ()
+    paces: tuple[float, ...] = ()
+    links: tuple[LinkFigures, ...] = ()
+    """Over the whole run."""
+    listed: tuple[EventView, ...] = ()
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    """By node that lost its stage or was shut out: the newest line that says why."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     def apply(self, event: events.Event, at: float) -> None:
         """Apply `event` of Unix time `at`; kinds that are not in a view are ignored."""
-        self._updated = max(self._updated, at)
+        self.updated = max(self.updated, at)
         match event:
             case events.RunStarted():
                 self._start(event, at)
             case events.NodeJoined():
-                self._members[event.node_id] = _Member(event.device, at)
-                self._devices[event.node_id] = event.device
-                self._names[event.node_id] = event.name
-                self._undialled.pop(event.node_id, None)
+                node_id = event.node_id
+                self.members = {**self.members, node_id: _Member(event.device, at)}
+                self.devices = {**self.devices, node_id: event.device}
+                self.names = {**self.names, node_id: event.name}
+                self.undialled = _without(self.undialled, node_id)
                 if not event.address:
-                    self._undialled[event.node_id] = NOT_REACHED if event.listens else NOT_LISTENING
+                    why = NOT_REACHED if event.listens else NOT_LISTENING
+                    self.undialled = {**self.undialled, node_id: why}
             case events.NodeLeft():
-                self._members.pop(event.node_id, None)
+                self.members = _without(self.members, event.node_id)
             case events.PlacementMade():
                 self._place(event)
             case events.StepCosts():
@@ -154,178 +114,84 @@ class RunViewBuilder:
             case events.StepDone():
                 self._done(event, at)
             case events.StepAborted():
-                self._aborted += not event.is_planned
-                self._restoring = True
+                self.aborted += not event.is_planned
+                self.restoring = True
             case events.Recovered():
-                self._recoveries += 1
+                self.recoveries += 1
             case events.TokenUses():
-                self._token_uses = event.left
+                self.token_uses = event.left
             case events.HeldOutLoss():
-                self._held_out.pop(event.step, None)
-                self._held_out[event.step] = event
+                others = (one for one in self.held_out if one.step != event.step)
+                self.held_out = (*others, event)
             case events.SnapshotStored():
                 self._forget_snapshots(event.step - 1)
-                self._snapshots.append(SnapshotView(step=event.step, bytes=event.bytes, at=at))
+                snapshot = SnapshotView(step=event.step, bytes=event.bytes, at=at)
+                self.snapshots = (*self.snapshots, snapshot)[-MOST_SNAPSHOTS:]
             case events.SnapshotSetAside():
                 self._forget_snapshots(event.whole)
             case events.DataDropped():
-                self._dropped = event.reasons
+                self.dropped = event.reasons
             case events.RunFinished():
-                self._finished = event
-                self._members.clear()
+                self.finished = event
+                self.members = {}
             case _:
                 pass
         if (listed := _listed(event)) is not None:
             kind, level, text = listed
             line = _for_others(text)
-            self._events.append(EventView(at=at, kind=kind, level=level, text=line))
+            self.listed = (*self.listed, EventView(at=at, kind=kind, level=level, text=line))[-MOST_EVENTS:]
             if isinstance(event, events.NodeReplaced) or self._leaves_stage(event):
-                self._replaced.pop(event.node_id, None)
-                self._replaced[event.node_id] = line
-                if len(self._replaced) > MOST_REPLACED:
-                    del self._replaced[next(iter(self._replaced))]
+                replaced = {**_without(self.replaced, event.node_id), event.node_id: line}
+                self.replaced = dict(list(replaced.items())[-MOST_REPLACED:])
 
     def _leaves_stage(self, event: events.Event) -> TypeGuard[events.NodeLeft]:
         """Whether a node has left its stage, not by its own wish, and no line said so before."""
-        if not isinstance(event, events.NodeLeft) or event.reason == events.LEFT or self._placement is None:
+        if not isinstance(event, events.NodeLeft) or event.reason == events.LEFT or self.placement is None:
             return False
-        known = self._replaced.get(event.node_id, "")
+        known = self.replaced.get(event.node_id, "")
         return (
-            event.node_id in self._placement.nodes
+            event.node_id in self.placement.nodes
             and event.reason.removeprefix(events.QUARANTINED) not in known
         )
-
-    def state(self) -> BuilderState:
-        """What `restored` needs to go on from here."""
-        return BuilderState(
-            started=self._started,
-            began=self._began,
-            updated=self._updated,
-            starts=self._starts,
-            members=dict(self._members),
-            devices=dict(self._devices),
-            names=dict(self._names),
-            undialled=dict(self._undialled),
-            placement=self._placement,
-            restoring=self._restoring,
-            step=self._step,
-            steps_done=self._steps_done,
-            highest_step=self._highest_step,
-            replayed=self._replayed,
-            aborted=self._aborted,
-            recoveries=self._recoveries,
-            snapshots=tuple(self._snapshots),
-            finished=self._finished,
-            token_uses=self._token_uses,
-            loss=self._loss.state(),
-            speed=self._speed.state(),
-            recent=tuple(self._recent),
-            paces=tuple(self._paces),
-            links=tuple(sums.state(ends) for ends, sums in self._links.items()),
-            listed=tuple(self._events),
-            replaced=dict(self._replaced),
-            dropped=self._dropped,
-        )
-
-    @classmethod
-    def restored(cls, state: BuilderState) -> "RunViewBuilder":
-        """A builder that goes on as the one with this state."""
-        made = cls()
-        made._started = state.started
-        made._began = state.began
-        made._updated = state.updated
-        made._starts = state.starts
-        made._members = dict(state.members)
-        made._devices = dict(state.devices)
-        made._names = dict(state.names)
-        made._undialled = dict(state.undialled)
-        made._placement = state.placement
-        made._restoring = state.restoring
-        made._step = state.step
-        made._steps_done = state.steps_done
-        made._highest_step = state.highest_step
-        made._replayed = state.replayed
-        made._aborted = state.aborted
-        made._recoveries = state.recoveries
-        made._snapshots.extend(state.snapshots)
-        made._finished = state.finished
-        made._token_uses = state.token_uses
-        made._loss = Series.restored(state.loss)
-        made._speed = Series.restored(state.speed)
-        made._recent.extend(state.recent)
-        made._paces.extend(state.paces)
-        made._links = {ends_of(sums): LinkTotals(sums) for sums in state.links}
-        made._events.extend(state.listed)
-        made._replaced = dict(state.replaced)
-        made._dropped = state.dropped
-        return made
-
-    @property
-    def updated(self) -> float:
-        """Unix time of the newest event."""
-        return self._updated
 
     @property
     def over(self) -> bool:
         """Whether the newest coordinator has finished."""
-        return self._finished is not None
+        return self.finished is not None
 
     def view(self) -> RunView:
         """The view after the events so far."""
-        return whole(self.slices())
-
-    def slices(self) -> Slices[RunView]:
-        """The same in slices. Events that come in between are not in it."""
-        return self._kept()._view()
-
-    def _kept(self) -> "RunViewBuilder":
-        """What this one knows now, for a view; events, placements and totals do not change."""
-        kept = copy(self)
-        kept._members, kept._devices, kept._names = (
-            dict(self._members),
-            dict(self._devices),
-            dict(self._names),
-        )
-        kept._undialled, kept._replaced = dict(self._undialled), dict(self._replaced)
-        kept._held_out, kept._links = dict(self._held_out), dict(self._links)
-        kept._snapshots, kept._recent = self._snapshots.copy(), self._recent.copy()
-        kept._paces, kept._events = self._paces.copy(), self._events.copy()
-        kept._loss, kept._speed = Series.restored(self._loss.state()), Series.restored(self._speed.state())
-        return kept
-
-    def _view(self) -> Slices[RunView]:
-        """To be called once, of what changes no more."""
-        started, step = self._started, self._step
-        finished_text = _for_others(self._finished.reason) if self._finished else ""
-        recent = tuple(self._recent)[-RECENT_STEPS:]
-        stages = yield from self._stage_views(recent)
-        links = yield from link_views(self._links, recent, self._placement, self._undialled)
-        pace = sum(self._paces) / len(self._paces) if self._paces else None
+        started, step = self.started, self.step
+        finished_text = _for_others(self.finished.reason) if self.finished else ""
+        recent = self.recent[-RECENT_STEPS:]
+        stages = self._stage_views(recent)
+        links = self._link_views(recent)
+        pace = sum(self.paces) / len(self.paces) if self.paces else None
         steps = started.steps if started else 0
-        done = self._steps_done
+        done = self.steps_done
         tokens = started.tokens_per_step if started else 0
         state = self._state(done, steps)
-        placed = {node: seat for seat, node in enumerate(self._placement.nodes)} if self._placement else {}
-        across = max(1, self._placement.stages if self._placement else 1)
+        placed = {node: seat for seat, node in enumerate(self.placement.nodes)} if self.placement else {}
+        across = max(1, self.placement.stages if self.placement else 1)
         members = tuple(
             MemberView(
                 node_id=node_id,
                 device=member.device,
-                name=self._names.get(node_id, ""),
+                name=self.names.get(node_id, ""),
                 stage=placed[node_id] % across if node_id in placed else None,
                 replica=placed.get(node_id, 0) // across,
                 joined=member.joined,
             )
-            for node_id, member in self._members.items()
+            for node_id, member in self.members.items()
         )
         so_far = RunView(
             run_id=started.run_id if started else "",
             name=started.name if started else "",
             state=state,
             ended=finished_text,
-            started=self._began,
-            updated=self._updated,
-            coordinator_starts=self._starts,
+            started=self.began,
+            updated=self.updated,
+            coordinator_starts=self.starts,
             step=done,
             steps=steps,
             stages_wanted=started.stages if started else 0,
@@ -341,28 +207,27 @@ class RunViewBuilder:
             tokens_per_second=tokens / pace if pace else None,
             step_seconds=pace,
             eta_seconds=(steps - done) * pace if pace and state in ("training", "restoring") else None,
-            loss_curve=self._loss.curve(),
-            speed_curve=self._speed.curve(),
-            epoch=self._placement.epoch if self._placement else 0,
+            loss_curve=self.loss.curve(),
+            speed_curve=self.speed.curve(),
+            epoch=self.placement.epoch if self.placement else 0,
             stages=stages,
-            groups=self._placement.groups if self._placement else (),
+            groups=self.placement.groups if self.placement else (),
             links=links,
             members=members,
             # While a stage has no node, every node is needed.
             spares=0 if state == "waiting for nodes" else sum(member.stage is None for member in members),
             held_out=self._held_out_view(),
-            snapshot=self._snapshots[-1] if self._snapshots else None,
-            aborted=self._aborted,
-            recoveries=self._recoveries,
-            replaced=tuple(self._replaced.values()),
-            dropped=self._dropped,
-            replayed=self._replayed,
-            replays_to=self._highest_step if self._highest_step > done else 0,
-            token_uses=self._token_uses,
+            snapshot=self.snapshots[-1] if self.snapshots else None,
+            aborted=self.aborted,
+            recoveries=self.recoveries,
+            replaced=tuple(self.replaced.values()),
+            dropped=self.dropped,
+            replayed=self.replayed,
+            replays_to=self.highest_step if self.highest_step > done else 0,
+            token_uses=self.token_uses,
             bottleneck=(),
-            events=tuple(self._events),
+            events=self.listed,
         )
-        yield from _turn(stages)
         full = {replica: full_links(so_far.row(replica)) for replica in range(so_far.rows)}
 
         def is_full(link: LinkView) -> bool:
@@ -373,11 +238,10 @@ class RunViewBuilder:
         # Of a thousand nodes' links few are full; a copy takes ten microseconds.
         links = tuple(replace(link, full=True) if is_full(link) else link for link in so_far.links)
         so_far = replace(so_far, links=links)
-        yield from _turn(stages)
         if started is None:
             return replace(so_far, bottleneck=bottleneck(so_far, {}))
-        steps_alike = yield from alike(tuple(self._recent))
-        evidence = yield from self._evidence(so_far, steps_alike)
+        steps_alike = alike(self.recent)
+        evidence = self._evidence(so_far, steps_alike)
         words = bottleneck(
             so_far,
             started.codec_bits,
@@ -389,76 +253,72 @@ class RunViewBuilder:
 
     # ---- inside
 
-    def _evidence(self, view: RunView, steps: tuple[events.StepCosts, ...]) -> Slices[Evidence | None]:
+    def _evidence(self, view: RunView, steps: tuple[events.StepCosts, ...]) -> Evidence | None:
         """The view over the steps that advice rests on, and over each half of them."""
         if len(steps) < LEAST_ADVICE_STEPS:
             return None
 
-        def over(part: tuple[events.StepCosts, ...]) -> Slices[RunView]:
+        def over(part: tuple[events.StepCosts, ...]) -> RunView:
             return replace(
                 view,
-                stages=(yield from self._stage_views(part)),
-                links=(yield from link_views(self._links, part, self._placement, self._undialled)),
+                stages=self._stage_views(part),
+                links=self._link_views(part),
                 step_seconds=sum(costs.seconds for costs in part) / sum(costs.steps for costs in part),
             )
 
         half = len(steps) // 2
-        early, late = (yield from over(steps[:half])), (yield from over(steps[half:]))
-        return Evidence(whole=(yield from over(steps)), parts=(early, late))
+        early, late = over(steps[:half]), over(steps[half:])
+        return Evidence(whole=over(steps), parts=(early, late))
 
     def _start(self, event: events.RunStarted, at: float) -> None:
-        self._starts += 1
-        self._began = self._began or at
-        self._steps_done = self._steps_done or event.first_step
-        self._started = event
+        self.starts += 1
+        self.began = self.began or at
+        self.steps_done = self.steps_done or event.first_step
+        self.started = event
         # Nodes of the previous coordinator reconnect by themselves.
-        self._members.clear()
-        self._placement = None
-        self._restoring = False
-        self._finished = None
+        self.members = {}
+        self.placement = self.finished = None
+        self.restoring = False
         # The run goes on from the newest whole snapshot: later ones are damaged or missing.
         self._forget_snapshots(event.first_step)
-        self._recent.clear()
-        self._paces.clear()
+        self.recent = self.paces = ()
 
     def _forget_snapshots(self, newest: int) -> None:
         """Drop snapshots of steps after `newest`."""
-        while self._snapshots and self._snapshots[-1].step > newest:
-            self._snapshots.pop()
+        while self.snapshots and self.snapshots[-1].step > newest:
+            self.snapshots = self.snapshots[:-1]
 
     def _place(self, event: events.PlacementMade) -> None:
-        before = self._placement
-        moved = before is None or (before.nodes, before.groups) != (event.nodes, event.groups)
-        self._placement = event
-        self._steps_done = event.resume_step
-        self._restoring = False
-        if moved:
-            self._recent.clear()
-            self._paces.clear()
+        before = self.placement
+        if before is None or (before.nodes, before.groups) != (event.nodes, event.groups):
+            self.recent = self.paces = ()
+        self.placement = event
+        self.steps_done = event.resume_step
+        self.restoring = False
 
     def _count(self, costs: events.StepCosts) -> None:
+        sums = {link.ends: link for link in self.links}
         for link in costs.links:
-            ends = ends_of(link)
-            self._links[ends] = self._links.get(ends, NO_TOTALS).plus(link)
+            sums[link.ends] = sums[link.ends] + link if link.ends in sums else link
+        self.links = tuple(sums.values())
         if not costs.aborted:
-            self._recent.append(costs)
+            self.recent = (*self.recent, costs)[-ADVICE_STEPS:]
 
     def _done(self, event: events.StepDone, at: float) -> None:
-        if event.step <= self._highest_step:
-            self._replayed += 1
-        self._highest_step = max(self._highest_step, event.step)
-        self._step = event
-        self._steps_done = event.step
-        self._restoring = False
-        self._paces.append(event.seconds)
+        self.replayed += event.step <= self.highest_step
+        self.highest_step = max(self.highest_step, event.step)
+        self.step = event
+        self.steps_done = event.step
+        self.restoring = False
+        self.paces = (*self.paces, event.seconds)[-RECENT_STEPS:]
         if math.isfinite(event.loss):
-            self._loss.add(event.step, at, event.loss)
-        self._speed.add(event.step, at, event.tokens_per_second)
+            self.loss = self.loss.plus(event.step, at, event.loss)
+        self.speed = self.speed.plus(event.step, at, event.tokens_per_second)
 
     def _held_out_view(self) -> HeldOutView | None:
-        if not self._held_out:
+        if not self.held_out:
             return None
-        losses = list(self._held_out.values())
+        losses = self.held_out
         newest = losses[-1]
         finite = {one.step: one.uncompressed for one in losses if math.isfinite(one.uncompressed)}
         best = min(finite, key=finite.__getitem__, default=0)
@@ -472,64 +332,56 @@ class RunViewBuilder:
         )
 
     def _state(self, done: int, steps: int) -> str:
-        if self._finished is not None:
-            if self._finished.failed:
+        if self.finished is not None:
+            if self.finished.failed:
                 return "failed"
             return "finished" if done >= steps else "stopped"
-        if self._started is None:
+        if self.started is None:
             return "starting"
-        if self._placement is None or not set(self._placement.nodes) <= self._members.keys():
+        if self.placement is None or not set(self.placement.nodes) <= self.members.keys():
             return "waiting for nodes"
-        return "restoring" if self._restoring else "training"
+        return "restoring" if self.restoring else "training"
 
-    def _stage_views(self, steps: tuple[events.StepCosts, ...]) -> Slices[tuple[StageView, ...]]:
-        placement = self._placement
+    def _stage_views(self, steps: tuple[events.StepCosts, ...]) -> tuple[StageView, ...]:
+        placement = self.placement
         if placement is None:
             return ()
         blocks = dict(enumerate(placement.blocks))
         by_place: dict[tuple[int, int], list[events.StageCost]] = {}
-        for one in steps:
-            for cost in one.stages:
+        for costs in steps:
+            for cost in costs.stages:
                 by_place.setdefault((cost.replica, cost.stage), []).append(cost)
-            yield from _turn(one.stages)
         views = []
         for index, node_id in enumerate(placement.nodes):
-            replica, stage = place = divmod(index, placement.stages)
-            costs = by_place.get(place, [])
-            wall = sum(cost.wall_seconds for cost in costs)
-            shares: dict[str, float] = {}
-            if wall > 0:
-                for kind in _KINDS:
-                    shares[kind] = sum([cost.seconds.get(kind, 0.0) for cost in costs]) / wall
-            newest = costs[-1] if costs else None
+            replica, stage = divmod(index, placement.stages)
+            place: dict[str, Any] = {"stage": stage, "replica": replica, "node_id": node_id}
+            recent = total(by_place.get((replica, stage)) or [events.StageCost(**place)])
+            shares = recent.time_shares(_KINDS)
             waiting = sum([shares.get(kind, 0.0) for kind in _WAITS])
             views.append(
                 StageView(
-                    stage=stage,
-                    replica=replica,
-                    node_id=node_id,
-                    device=self._devices.get(node_id, ""),
-                    name=self._names.get(node_id, ""),
+                    **{**vars(recent), "seconds": {}, "wall_seconds": 0.0, **place},
+                    device=self.devices.get(node_id, ""),
+                    name=self.names.get(node_id, ""),
                     blocks=blocks.get(stage, 0),
-                    present=node_id in self._members,
+                    present=node_id in self.members,
                     shares=shares,
                     busy=max(0.0, sum(shares.values()) - waiting),
                     waiting=waiting,
-                    memory_bytes=newest.memory_bytes if newest else 0,
-                    peak_memory_bytes=newest.peak_memory_bytes if newest else 0,
-                    gpu_memory_bytes=newest.gpu_memory_bytes if newest else 0,
-                    gpu_peak_memory_bytes=newest.gpu_peak_memory_bytes if newest else 0,
                 )
             )
-            if ends_slice(index):
-                yield
         return tuple(views)
 
+    def _link_views(self, steps: tuple[events.StepCosts, ...]) -> tuple[LinkView, ...]:
+        totals = {link.ends: link for link in self.links}
+        return link_views(totals, steps, self.placement, self.undialled)
 
-def _turn(handled: Sized) -> Slices[None]:
-    """The event loop's turn, if as much was handled as in a slice."""
-    if len(handled) >= SLICE:
-        yield
+
+Value = TypeVar("Value")
+
+
+def _without(mapping: Mapping[str, Value], key: str) -> dict[str, Value]:
+    return {other: value for other, value in mapping.items() if other != key}
 
 
 def view(history: Iterable[tuple[float, events.Event]]) -> RunView:

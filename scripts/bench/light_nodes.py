@@ -27,6 +27,7 @@ from node.stage.session import Session
 from node.telemetry.clock import TimeKind
 from wire import event_loop
 from wire.errors import LinkError, ThinwireError
+from wire.figures import FlowFigures, LinkFigures
 from wire.identity.enrolment import Hardware
 from wire.identity.token import JoinToken
 from wire.messages import (
@@ -47,7 +48,7 @@ from wire.messages import (
     Welcome,
 )
 from wire.spec import Direction
-from wire.telemetry import DIRECT, FlowReport, LinkReport, Telemetry
+from wire.telemetry import DIRECT, Telemetry
 from wire.version import PROTOCOL, VERSION
 
 LOSS = 2.0
@@ -191,29 +192,29 @@ class LightNode:
         near = [stage for stage in (place.stage - 1, place.stage + 1) if 0 <= stage < len(place.stages)]
         return Telemetry(
             epoch=place.epoch,
-            times={kind.value: wall / len(TimeKind) for kind in TimeKind},
+            seconds={kind.value: wall / len(TimeKind) for kind in TimeKind},
             wall_seconds=wall,
             links=tuple(self._link(stage, forward=stage > place.stage) for stage in near),
             memory_bytes=10**8,
         )
 
-    def _link(self, stage: int, *, forward: bool) -> LinkReport:
-        flow = FlowReport(
+    def _link(self, stage: int, *, forward: bool) -> LinkFigures:
+        flow = FlowFigures(
             direction=Direction.ACTIVATION if forward else Direction.GRADIENT,
             codec="fp32",
-            bytes_sent=self.steps * STEP_BYTES,
-            elements_sent=self.steps * STEP_BYTES // 4,
+            bytes=self.steps * STEP_BYTES,
+            elements=self.steps * STEP_BYTES // 4,
         )
-        return LinkReport(
-            peer_stage=stage,
-            bytes_sent=self.steps * STEP_BYTES,
+        return LinkFigures(
+            target=stage,
+            bytes=self.steps * STEP_BYTES,
             bytes_received=self.steps * STEP_BYTES,
             retransmits=0,
             rejects=0,
-            rtt_seconds=0.02,
+            round_trip_seconds=0.02,
             capacity=1e7,
             flows=(flow,),
-            peer_replica=0 if self.placement is None else self.placement.replica,
+            target_replica=0 if self.placement is None else self.placement.replica,
             path=DIRECT,
         )
 

@@ -37,6 +37,7 @@ from node.telemetry import events
 from node.telemetry.clock import TimeKind
 from node.view.view_builder import RunViewBuilder
 from scripts.report import RESULTS
+from wire.figures import FlowFigures, LinkFigures
 from wire.messages import Heartbeat
 from wire.messages_proto import (
     coordinator_message_to_proto,
@@ -45,7 +46,7 @@ from wire.messages_proto import (
     telemetry_to_proto,
 )
 from wire.spec import Direction
-from wire.telemetry import DIRECT, FlowReport, LinkReport, Telemetry
+from wire.telemetry import DIRECT, Telemetry
 from wire.v1 import control_pb2
 
 OUT = RESULTS / "member_costs.json"
@@ -60,29 +61,29 @@ def telemetry(number: int, steps: int) -> Telemetry:
     """Of an ordinary stage after so many steps of a second."""
     row, stage = divmod(number, STAGES)
 
-    def link(peer: int) -> LinkReport:
-        flow = FlowReport(
+    def link(peer: int) -> LinkFigures:
+        flow = FlowFigures(
             direction=Direction.ACTIVATION if peer > stage else Direction.GRADIENT,
             codec="fp32",
-            bytes_sent=steps * TENSORS,
-            elements_sent=steps * TENSORS // 4,
+            bytes=steps * TENSORS,
+            elements=steps * TENSORS // 4,
         )
-        return LinkReport(
-            peer_stage=peer,
-            bytes_sent=steps * TENSORS,
+        return LinkFigures(
+            target=peer,
+            bytes=steps * TENSORS,
             bytes_received=steps * TENSORS,
             retransmits=0,
             rejects=0,
-            rtt_seconds=0.02,
+            round_trip_seconds=0.02,
             capacity=1e7,
             flows=(flow,),
-            peer_replica=row,
+            target_replica=row,
             path=DIRECT,
         )
 
     return Telemetry(
         epoch=1,
-        times={kind.value: steps / len(TimeKind) for kind in TimeKind},
+        seconds={kind.value: steps / len(TimeKind) for kind in TimeKind},
         wall_seconds=float(steps),
         links=tuple(link(peer) for peer in (stage - 1, stage + 1) if 0 <= peer < STAGES),
         memory_bytes=10**8,
@@ -104,7 +105,7 @@ class Run:
                 stages=STAGES, groups=ROWS, forward_codec="fp32", backward_codec="fp32", window=0
             ),
         )
-        self.metrics = RunMetrics(lambda: Feed(self.view).view_in_turns())
+        self.metrics = RunMetrics(lambda: Feed(self.view).view())
         self.reporter = Reporter(config, lambda event: self.view.apply(event, 1.0))
         self.metrics.accounting = self.reporter.accounting
         self.step = 0

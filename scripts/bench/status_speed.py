@@ -32,6 +32,8 @@ from node.view import checkpoint
 from node.view.view_builder import RunViewBuilder
 from node.view.view_builder import view as view_of
 from scripts.report import RESULTS, write
+from wire.figures import FlowFigures, LinkFigures
+from wire.spec import Direction
 
 OUT = RESULTS / "status_speed.json"
 STAGES = 4
@@ -245,10 +247,10 @@ def _costs(step: int) -> events.StepCosts:
     return events.StepCosts(step=step, seconds=1.0, aborted=False, stages=stages, links=links)
 
 
-def _link(pair: tuple[int, int]) -> events.LinkCost:
-    direction, codec = ("activation", "tah") if pair[0] < pair[1] else ("gradient", "fixed-8")
-    flow = events.FlowCost(direction=direction, codec=codec, bytes=1_000_000, elements=1_800_000)
-    return events.LinkCost(
+def _link(pair: tuple[int, int]) -> LinkFigures:
+    direction, codec = (Direction.ACTIVATION, "tah") if pair[0] < pair[1] else (Direction.GRADIENT, "fixed-8")
+    flow = FlowFigures(direction=direction, codec=codec, bytes=1_000_000, elements=1_800_000)
+    return LinkFigures(
         source=pair[0],
         target=pair[1],
         bytes=1_000_000,

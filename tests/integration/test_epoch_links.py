@@ -133,7 +133,7 @@ async def test_the_one_that_cannot_be_dialled_dials(
     """There is no relay here, so the links open only if both agree."""
     async with both_ends(SMALL, tmp_path, quick(), listen) as links:
         assert [isinstance(link, DialledLink) for link in links] == [end == dialler for end in range(2)]
-        assert [link.stats.path for link in links] == [DIRECT, DIRECT]
+        assert [link.figures.path for link in links] == [DIRECT, DIRECT]
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ MIB = 1024 * 1024
 async def test_warm_link_has_two_sockets_and_a_round_trip() -> None:
     async with make_pair(1000) as pair:
         assert len(pair.relay.connections) == 2
-        assert pair.lower.stats.rtt_seconds > 0
-        assert pair.upper.stats.rtt_seconds > 0
+        assert pair.lower.figures.round_trip_seconds > 0
+        assert pair.upper.figures.round_trip_seconds > 0
         assert pair.lower.up and pair.upper.up
 
 
@@ -45,7 +45,7 @@ async def test_crossed_large_sends_arrive_bit_for_bit() -> None:
             assert len(end.arrived) == count
             assert all(buffer == content(k, size) for k, buffer in end.buffers.items())
         await eventually(lambda: pair.lower.queued_bytes == pair.upper.queued_bytes == 0)
-        assert pair.lower.stats.retransmits == pair.upper.stats.retransmits == 0
+        assert pair.lower.figures.retransmits == pair.upper.figures.retransmits == 0
         later = now() + 2 * SPAN_SECONDS
         frames = 2 * count * -(-size // PAYLOAD_BYTES)
         assert 0 < line.up(later) <= 2 * count * size
@@ -60,15 +60,15 @@ async def test_counted_bytes_are_those_on_the_sockets() -> None:
             pair.lower.send(key(i), content(key(i), size), size // 2)
         await pair.upper_end.until(count)
         await eventually(lambda: pair.lower.queued_bytes == 0)
-        sent, received = pair.lower.stats.bytes_sent, pair.upper.stats.bytes_received
+        sent, received = pair.lower.figures.bytes, pair.upper.figures.bytes_received
         on_socket = pair.relay.up_bytes
         assert 0 <= sent - received < 1000  # a ping or so is on its way
         assert count * size < sent < on_socket < 1.01 * sent
         frames = count * -(-size // PAYLOAD_BYTES)
-        assert pair.lower.stats.frames_sent == frames
-        assert pair.lower.stats.direction_bytes_sent[Direction.ACTIVATION] == count * size + 64 * frames
-        assert pair.lower.stats.direction_bytes_sent[Direction.GRADIENT] == 0
-        assert pair.lower.stats.direction_elements_sent[Direction.ACTIVATION] == count * size // 2
+        assert pair.lower.frames[0] == frames
+        (flow,) = pair.lower.figures.flows
+        assert (flow.direction, flow.bytes) == (Direction.ACTIVATION, count * size + 64 * frames)
+        assert flow.elements == count * size // 2
 
 
 async def test_a_paused_stream_sends_a_byte_now_and_then_which_is_no_frame(
@@ -92,8 +92,8 @@ async def test_a_paused_stream_sends_a_byte_now_and_then_which_is_no_frame(
         pair.lower.send(key(1), content(key(1), size))
         await pair.upper_end.until(2)
         assert pair.upper_end.buffers[key(1)] == content(key(1), size)
-        assert pair.upper.stats.frames_received == pair.lower.stats.frames_sent == 2
-        assert pair.upper.stats.rejects == pair.lower.stats.retransmits == 0
+        assert pair.upper.frames[1] == pair.lower.frames[0] == 2
+        assert pair.upper.figures.rejects == pair.lower.figures.retransmits == 0
 
 
 async def test_slow_consumer_stops_the_sender_and_bounds_memory() -> None:
@@ -142,7 +142,7 @@ async def test_cut_connections_lose_and_repeat_nothing() -> None:
         for end in (pair.lower_end, pair.upper_end):
             assert len(end.arrived) == len(end.buffers) == count
             assert all(buffer == content(k, size) for k, buffer in end.buffers.items())
-        assert pair.lower.stats.reconnects >= 1
+        assert pair.lower.reconnects >= 1
         assert len(pair.relay.connections) >= 4
 
 
@@ -170,7 +170,7 @@ async def test_cutting_one_socket_closes_the_other() -> None:
     """A link never runs on half of its connections."""
     async with make_pair(MIB) as pair:
         pair.relay.connections[1].cut()
-        await eventually(lambda: pair.lower.stats.reconnects == 1 and pair.upper.stats.reconnects == 1)
+        await eventually(lambda: pair.lower.reconnects == 1 and pair.upper.reconnects == 1)
         pair.lower.send(key(0), content(key(0), MIB))
         await pair.upper_end.until(1)
         assert pair.upper_end.buffers[key(0)] == content(key(0), MIB)
@@ -186,7 +186,7 @@ async def test_silent_connection_is_replaced() -> None:
         pair.relay.flowing.set()
         await pair.upper_end.until(1)
         assert pair.upper_end.arrived == [key(0)]
-        assert pair.lower.stats.reconnects == 1
+        assert pair.lower.reconnects == 1
 
 
 async def test_a_connection_that_delivers_no_frames_is_replaced() -> None:
@@ -200,7 +200,7 @@ async def test_a_connection_that_delivers_no_frames_is_replaced() -> None:
         pair.lower.send(key(1), content(key(1), MIB))
         await pair.upper_end.until(2)
         assert pair.upper_end.arrived == [key(0), key(1)]
-        assert pair.lower.stats.reconnects >= 1
+        assert pair.lower.reconnects >= 1
 
 
 async def test_damaged_frame_is_asked_for_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +218,8 @@ async def test_damaged_frame_is_asked_for_and_sent_again(monkeypatch: pytest.Mon
         pair.lower.send(key(0), content(key(0), MIB))
         await pair.upper_end.until(1)
         assert pair.upper_end.buffers[key(0)] == content(key(0), MIB)
-        assert (pair.upper.stats.rejects, pair.lower.stats.retransmits) == (1, 1)
-        assert pair.lower.stats.reconnects == 0
+        assert (pair.upper.figures.rejects, pair.lower.figures.retransmits) == (1, 1)
+        assert pair.lower.reconnects == 0
 
 
 async def test_wrong_length_ends_both_ends_with_one_clear_line() -> None:

@@ -226,10 +226,10 @@ async def test_two_rows_sync_over_links_and_one_goes_on_alone_with_the_same_bits
             assert same_weights(node, rows[1][stage])
             # What crossed the sockets: frames' headers included, and little of control.
             sent = {
-                direction: size
-                for peer, (stats, _) in node.to_others.totals().items()
+                flow.direction: flow.bytes
+                for peer, link in node.to_others.figures().items()
                 if peer == Peer(1, stage)
-                for direction, size in stats.direction_bytes_sent.items()
+                for flow in link.flows
             }
             units = node.executor.units
             coded = sum(piece_bytes(piece) for unit in units for piece in model_pieces(CONFIG)[unit])

@@ -32,6 +32,7 @@ from node.state.serialization import deserialize_unit, serialize_unit
 from node.state.unit_state import unit_hash
 from node.training.group_sums import Gradient, PieceSums
 from wire.errors import LinkError, ThinwireError
+from wire.figures import LinkFigures
 from wire.messages import (
     Applied,
     Begin,
@@ -46,7 +47,7 @@ from wire.messages import (
     UnitHash,
     Vote,
 )
-from wire.telemetry import LinkReport, Span, StepSpans, Telemetry
+from wire.telemetry import Span, StepSpans, Telemetry
 
 SLOW_SECONDS = 3.0
 """By how much a vote comes too late: in time for every deadline."""
@@ -375,8 +376,8 @@ FLAWS |= {
 
 def _heartbeat(_: Liar) -> NodeMessage:
     links = tuple(
-        LinkReport(
-            peer_stage=stage, bytes_sent=1, bytes_received=1, retransmits=0, rejects=0, rtt_seconds=0.01
+        LinkFigures(
+            target=stage, bytes=1, bytes_received=1, retransmits=0, rejects=0, round_trip_seconds=0.01
         )
         for stage in range(4000)
     )

@@ -228,7 +228,7 @@ class Driver:
             norms=norms,
             loss=loss,
             group_losses=losses,
-            telemetry=Telemetry(times=times or {}),
+            telemetry=Telemetry(seconds=times or {}),
         )
         actions = self.machine.message(node_id, answer, self.time)
         self._went_on = actions if of_kind(actions, StepDone) else []

@@ -15,6 +15,8 @@ from node.run_file.loader import to_json
 from node.telemetry import events
 from node.telemetry.clock import TimeKind
 from node.telemetry.history import HISTORY_FILE
+from wire.figures import FlowFigures, LinkFigures
+from wire.spec import Direction
 
 HOSTILE = '<img src=x onerror="document.title=`owned`"><script>document.title="owned"</script>'
 NODES = ("node-aaaaaaaaaa", "node-bbbbbbbbbb", "node-cccccccccc", "node-dddddddddd", "node-eeeeeeeeee")
@@ -155,13 +157,15 @@ def _stage(stage: int, stages: int, seconds: float) -> events.StageCost:
     )
 
 
-def _link(source: int, target: int, seconds: float) -> events.LinkCost:
+def _link(source: int, target: int, seconds: float) -> LinkFigures:
     slow = {source, target} == {1, 2}
     capacity, use = (12.5e6, 0.96 if source < target else 0.81) if slow else (62.5e6, 0.19)
-    direction, codec, bits = ("activation", "tah", 4.42) if source < target else ("gradient", "fixed-6", 6.26)
+    direction, codec, bits = (
+        (Direction.ACTIVATION, "tah", 4.42) if source < target else (Direction.GRADIENT, "fixed-6", 6.26)
+    )
     size = round(capacity * use * seconds)
-    flow = events.FlowCost(direction=direction, codec=codec, bytes=size, elements=round(8 * size / bits))
-    return events.LinkCost(
+    flow = FlowFigures(direction=direction, codec=codec, bytes=size, elements=round(8 * size / bits))
+    return LinkFigures(
         source=source,
         target=target,
         bytes=size,

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from node.telemetry import events
 from node.telemetry.clock import TimeKind
+from wire.figures import FlowFigures, LinkFigures
+from wire.spec import Direction
 
 NODES = ("node-aaaa", "node-bbbb", "node-cccc")
 BEGAN = 1_700_000_000.0
@@ -48,17 +50,15 @@ def stage_cost(stage: int, node: str, seconds: float = 1.0, **shares: float) -> 
     )
 
 
-def link_cost(source: int, target: int, size: int = 1_000_000, capacity: float = 0.0) -> events.LinkCost:
+def link_cost(source: int, target: int, size: int = 1_000_000, capacity: float = 0.0) -> LinkFigures:
     direction, codec, bits = (
-        ("activation", "fixed-6", 6.26) if source < target else ("gradient", "fixed-8", 8.26)
+        (Direction.ACTIVATION, "fixed-6", 6.26) if source < target else (Direction.GRADIENT, "fixed-8", 8.26)
     )
-    return events.LinkCost(
+    return LinkFigures(
         source=source,
         target=target,
         bytes=size,
-        flows=(
-            events.FlowCost(direction=direction, codec=codec, bytes=size, elements=round(8 * size / bits)),
-        ),
+        flows=(FlowFigures(direction=direction, codec=codec, bytes=size, elements=round(8 * size / bits)),),
         busy_seconds=0.25,
         capacity=capacity,
         round_trip_seconds=0.02,

@@ -183,49 +183,53 @@ class StepFailed(_message.Message):
     peer_replica: int
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., peer_stage: _Optional[int] = ..., peer_replica: _Optional[int] = ...) -> None: ...
 
-class FlowReport(_message.Message):
-    __slots__ = ("direction", "codec", "bytes_sent", "elements_sent")
+class FlowFigures(_message.Message):
+    __slots__ = ("direction", "codec", "bytes", "elements")
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
-    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
-    ELEMENTS_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     direction: int
     codec: str
-    bytes_sent: int
-    elements_sent: int
-    def __init__(self, direction: _Optional[int] = ..., codec: _Optional[str] = ..., bytes_sent: _Optional[int] = ..., elements_sent: _Optional[int] = ...) -> None: ...
+    bytes: int
+    elements: int
+    def __init__(self, direction: _Optional[int] = ..., codec: _Optional[str] = ..., bytes: _Optional[int] = ..., elements: _Optional[int] = ...) -> None: ...
 
-class LinkReport(_message.Message):
-    __slots__ = ("peer_stage", "bytes_sent", "bytes_received", "retransmits", "rejects", "rtt_seconds", "least_rtt_seconds", "capacity", "busy_seconds", "queued_bytes", "flows", "peer_replica", "path", "not_together")
-    PEER_STAGE_FIELD_NUMBER: _ClassVar[int]
-    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+class LinkFigures(_message.Message):
+    __slots__ = ("target", "bytes", "bytes_received", "retransmits", "rejects", "round_trip_seconds", "least_round_trip_seconds", "capacity", "busy_seconds", "queued_bytes", "flows", "target_replica", "path", "not_together", "source", "source_replica")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     RETRANSMITS_FIELD_NUMBER: _ClassVar[int]
     REJECTS_FIELD_NUMBER: _ClassVar[int]
-    RTT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    LEAST_RTT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEAST_ROUND_TRIP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FLOWS_FIELD_NUMBER: _ClassVar[int]
-    PEER_REPLICA_FIELD_NUMBER: _ClassVar[int]
+    TARGET_REPLICA_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     NOT_TOGETHER_FIELD_NUMBER: _ClassVar[int]
-    peer_stage: int
-    bytes_sent: int
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_REPLICA_FIELD_NUMBER: _ClassVar[int]
+    target: int
+    bytes: int
     bytes_received: int
     retransmits: int
     rejects: int
-    rtt_seconds: float
-    least_rtt_seconds: float
+    round_trip_seconds: float
+    least_round_trip_seconds: float
     capacity: float
     busy_seconds: float
     queued_bytes: int
-    flows: _containers.RepeatedCompositeFieldContainer[FlowReport]
-    peer_replica: int
+    flows: _containers.RepeatedCompositeFieldContainer[FlowFigures]
+    target_replica: int
     path: str
     not_together: str
-    def __init__(self, peer_stage: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., rtt_seconds: _Optional[float] = ..., least_rtt_seconds: _Optional[float] = ..., capacity: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowReport, _Mapping]]] = ..., peer_replica: _Optional[int] = ..., path: _Optional[str] = ..., not_together: _Optional[str] = ...) -> None: ...
+    source: int
+    source_replica: int
+    def __init__(self, target: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., round_trip_seconds: _Optional[float] = ..., least_round_trip_seconds: _Optional[float] = ..., capacity: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowFigures, _Mapping]]] = ..., target_replica: _Optional[int] = ..., path: _Optional[str] = ..., not_together: _Optional[str] = ..., source: _Optional[int] = ..., source_replica: _Optional[int] = ...) -> None: ...
 
 class KindSeconds(_message.Message):
     __slots__ = ("kind", "seconds")
@@ -236,8 +240,8 @@ class KindSeconds(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Telemetry(_message.Message):
-    __slots__ = ("times", "wall_seconds", "links", "epoch", "memory_bytes", "peak_memory_bytes", "gpu_memory_bytes", "gpu_peak_memory_bytes", "clock_skew_seconds", "clock_error_seconds", "relayed_bytes", "relay_pairs", "relay_refused", "line_up", "line_down")
-    TIMES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("seconds", "wall_seconds", "links", "epoch", "memory_bytes", "peak_memory_bytes", "gpu_memory_bytes", "gpu_peak_memory_bytes", "clock_skew_seconds", "clock_error_seconds", "relayed_bytes", "relay_pairs", "relay_refused", "line_up", "line_down")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -252,9 +256,9 @@ class Telemetry(_message.Message):
     RELAY_REFUSED_FIELD_NUMBER: _ClassVar[int]
     LINE_UP_FIELD_NUMBER: _ClassVar[int]
     LINE_DOWN_FIELD_NUMBER: _ClassVar[int]
-    times: _containers.RepeatedCompositeFieldContainer[KindSeconds]
+    seconds: _containers.RepeatedCompositeFieldContainer[KindSeconds]
     wall_seconds: float
-    links: _containers.RepeatedCompositeFieldContainer[LinkReport]
+    links: _containers.RepeatedCompositeFieldContainer[LinkFigures]
     epoch: int
     memory_bytes: int
     peak_memory_bytes: int
@@ -267,7 +271,7 @@ class Telemetry(_message.Message):
     relay_refused: int
     line_up: float
     line_down: float
-    def __init__(self, times: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., epoch: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., gpu_memory_bytes: _Optional[int] = ..., gpu_peak_memory_bytes: _Optional[int] = ..., clock_skew_seconds: _Optional[float] = ..., clock_error_seconds: _Optional[float] = ..., relayed_bytes: _Optional[int] = ..., relay_pairs: _Optional[int] = ..., relay_refused: _Optional[int] = ..., line_up: _Optional[float] = ..., line_down: _Optional[float] = ...) -> None: ...
+    def __init__(self, seconds: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkFigures, _Mapping]]] = ..., epoch: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., gpu_memory_bytes: _Optional[int] = ..., gpu_peak_memory_bytes: _Optional[int] = ..., clock_skew_seconds: _Optional[float] = ..., clock_error_seconds: _Optional[float] = ..., relayed_bytes: _Optional[int] = ..., relay_pairs: _Optional[int] = ..., relay_refused: _Optional[int] = ..., line_up: _Optional[float] = ..., line_down: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("telemetry", "sent_at")

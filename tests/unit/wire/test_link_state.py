@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from wire.figures import FlowFigures, LinkFigures
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES, Frame, pack_frame
 from wire.link_state import LinkSettings, LinkState
 from wire.spec import Direction, TensorKey
@@ -31,17 +32,15 @@ def test_bytes_and_elements_of_a_direction_grow_by_whole_tensors() -> None:
         expect=lambda key: None,
         on_tensor=lambda key, buffer: None,
     )
-    stats = state.stats
     state.elements.append(7)
     state.frame_sent(frame(0), again=False)
-    assert stats.bytes_sent == HEADER_BYTES + PAYLOAD_BYTES
-    assert stats.direction_bytes_sent[KEY.direction] == stats.direction_elements_sent[KEY.direction] == 0
+    assert state.figures == LinkFigures(bytes=HEADER_BYTES + PAYLOAD_BYTES)
     state.frame_sent(frame(0), again=True)
     state.frame_sent(frame(1), again=False)
     whole = TOTAL + 2 * HEADER_BYTES
-    assert stats.direction_bytes_sent[KEY.direction] == whole + HEADER_BYTES + PAYLOAD_BYTES
-    assert stats.direction_elements_sent[KEY.direction] == 7
-    assert stats.frames_sent == 3 and not state.elements
+    size = whole + HEADER_BYTES + PAYLOAD_BYTES
+    assert state.figures.flows == (FlowFigures(direction=KEY.direction, codec="", bytes=size, elements=7),)
+    assert state.frames_sent == 3 and not state.elements
 
 
 def test_activations_of_held_out_samples_are_counted_apart() -> None:
@@ -57,6 +56,8 @@ def test_activations_of_held_out_samples_are_counted_apart() -> None:
     state.elements.append(7)
     for number in (0, 1):
         state.frame_sent(frame(number, KEY._replace(direction=Direction.ACTIVATION)), again=False)
-    sent, elements = state.stats.direction_bytes_sent, state.stats.direction_elements_sent
-    assert (sent[Direction.HELD_OUT], elements[Direction.HELD_OUT]) == (TOTAL + 2 * HEADER_BYTES, 7)
-    assert sent[Direction.ACTIVATION] == elements[Direction.ACTIVATION] == 0
+    size = TOTAL + 2 * HEADER_BYTES
+    assert state.figures.flows == (
+        FlowFigures(direction=Direction.HELD_OUT, codec="", bytes=size, elements=7),
+    )
+    assert state.figures.held_out_bytes == size

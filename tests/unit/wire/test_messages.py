@@ -119,7 +119,7 @@ def test_coordinator_messages_round_trip(message: CoordinatorMessage) -> None:
 def test_no_field_is_lost(record: Record) -> None:
     """Examples differ in every field, and all of them come back."""
     form, kind = form_of(*record), record.kind
-    sent = drawn(strategy(record), 8)
+    sent = drawn(strategy(record), 16)
     came = [form.decode(parsed(record, form.encode(one))) for one in sent]
     assert list(map(plain, came)) == list(map(plain, sent))
     for name in getattr(kind, "_fields", None) or [one.name for one in fields(kind)]:
@@ -138,7 +138,7 @@ def test_values_just_outside_of_what_a_field_declares_are_refused(record: Record
 
 def test_bounds_are_attacked() -> None:
     attacked = {field for record in PARTS for field, _ in attacks(record)}
-    assert {"Vote.norms", "LinkReport.capacity", "UnitHash.sha256", "RelayTimes.times"} <= attacked
+    assert {"Vote.norms", "LinkFigures.capacity", "UnitHash.sha256", "RelayTimes.times"} <= attacked
     assert {"CodecTimes.times", "PlacedRow.node", "Refusal.code", "Welcome.heartbeat_seconds"} <= attacked
 
 
@@ -168,7 +168,7 @@ def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
         control_pb2.NodeMessage(
             heartbeat=control_pb2.Heartbeat(
                 telemetry=control_pb2.Telemetry(
-                    links=[control_pb2.LinkReport(flows=[control_pb2.FlowReport(direction=9)])]
+                    links=[control_pb2.LinkFigures(flows=[control_pb2.FlowFigures(direction=9)])]
                 )
             )
         ),
@@ -193,9 +193,9 @@ def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
             for value in (-1.0, math.nan, math.inf, 1e300)
             for telemetry in (
                 control_pb2.Telemetry(wall_seconds=value),
-                control_pb2.Telemetry(times=[control_pb2.KindSeconds(kind="forward", seconds=value)]),
-                control_pb2.Telemetry(links=[control_pb2.LinkReport(rtt_seconds=value)]),
-                control_pb2.Telemetry(links=[control_pb2.LinkReport(capacity=value)]),
+                control_pb2.Telemetry(seconds=[control_pb2.KindSeconds(kind="forward", seconds=value)]),
+                control_pb2.Telemetry(links=[control_pb2.LinkFigures(round_trip_seconds=value)]),
+                control_pb2.Telemetry(links=[control_pb2.LinkFigures(capacity=value)]),
                 control_pb2.Telemetry(clock_error_seconds=value),
             )
         ),
@@ -213,14 +213,14 @@ def test_no_loss_differs_from_any_loss(loss: float | None) -> None:
                     )
                 ),
                 *(
-                    control_pb2.Telemetry(links=[control_pb2.LinkReport(**{name: value})])
-                    for name in ("bytes_sent", "bytes_received", "retransmits", "rejects", "queued_bytes")
+                    control_pb2.Telemetry(links=[control_pb2.LinkFigures(**{name: value})])
+                    for name in ("bytes", "bytes_received", "retransmits", "rejects", "queued_bytes")
                 ),
                 *(
                     control_pb2.Telemetry(
-                        links=[control_pb2.LinkReport(flows=[control_pb2.FlowReport(**{name: value})])]
+                        links=[control_pb2.LinkFigures(flows=[control_pb2.FlowFigures(**{name: value})])]
                     )
-                    for name in ("bytes_sent", "elements_sent")
+                    for name in ("bytes", "elements")
                 ),
             )
         ),

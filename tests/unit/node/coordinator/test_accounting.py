@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from node.coordinator.accounting import CLOCK_RATIO, FASTEST, SLACK_SECONDS, Accounting, Answers
 from node.telemetry.clock import TimeKind
-from node.telemetry.costs import OTHER_CODEC, CostsSum, Place, bits_per_element, idle_by_stage, mbit_by_stage
+from node.telemetry.costs import OTHER_CODEC, bits_per_element, idle_by_stage, mbit_by_stage, summed
+from wire.figures import FlowFigures, LinkFigures, Place, flow_sum
 from wire.messages import Begin, Commit, Finish
 from wire.messages_proto import telemetry_from_bytes, telemetry_to_proto
 from wire.spec import Direction
-from wire.telemetry import FlowReport, LinkReport, Telemetry
+from wire.telemetry import Telemetry
 
 SEATS = ("a", "b")
 EPOCH = 3
@@ -30,25 +31,25 @@ def totals(
     direction = Direction.ACTIVATION if stage == 0 else Direction.GRADIENT
     return Telemetry(
         epoch=epoch,
-        times={"forward": 1.0 * steps, "backward": 0.5 * steps, "wait-upstream": 0.5 * steps},
+        seconds={"forward": 1.0 * steps, "backward": 0.5 * steps, "wait-upstream": 0.5 * steps},
         wall_seconds=2.0 * steps,
         links=(
-            LinkReport(
-                peer_stage=1 - stage,
-                bytes_sent=round(1000 * steps),
+            LinkFigures(
+                target=1 - stage,
+                bytes=round(1000 * steps),
                 bytes_received=round(1000 * steps),
                 retransmits=round(2 * steps),
                 rejects=rejects,
-                rtt_seconds=0.01,
+                round_trip_seconds=0.01,
                 capacity=5000.0,
                 busy_seconds=0.5 * steps,
                 queued_bytes=7,
                 flows=(
-                    FlowReport(
+                    FlowFigures(
                         direction=direction,
                         codec=codec,
-                        bytes_sent=round(900 * steps),
-                        elements_sent=round(1600 * steps),
+                        bytes=round(900 * steps),
+                        elements=round(1600 * steps),
                     ),
                 ),
             ),
@@ -76,7 +77,7 @@ def test_a_node_that_says_that_it_spent_more_than_passed_is_not_believed() -> No
     books = accounting()
     began(books, steps=10)
     lie = replace(
-        totals(11), wall_seconds=1e8, times={"forward": 3e8, "backward": 1e8, "wait-upstream": -1.0}
+        totals(11), wall_seconds=1e8, seconds={"forward": 3e8, "backward": 1e8, "wait-upstream": -1.0}
     )
     lie = replace(lie, links=tuple(replace(link, busy_seconds=9e8) for link in lie.links))
     books.report("a", lie, 4.0)
@@ -94,15 +95,15 @@ def test_a_node_that_says_that_it_spent_more_than_passed_is_not_believed() -> No
     assert again.wall_seconds == pytest.approx(2.0 * CLOCK_RATIO)
 
 
-@pytest.mark.parametrize("of", ["bytes_sent", "retransmits", "rejects", "flow bytes", "flow elements"])
+@pytest.mark.parametrize("of", ["bytes", "retransmits", "rejects", "flow bytes", "flow elements"])
 def test_a_node_that_says_that_it_sent_more_than_any_can_is_not_believed(of: str) -> None:
     """Not in one report, nor in many, with links that it claims to have reopened or that it names twice."""
     books = accounting()
     began(books, steps=10)
     nothing = replace(totals(0).links[0], flows=())
     if of.startswith("flow"):
-        flow = FlowReport(direction=Direction.ACTIVATION, codec="tah", bytes_sent=0, elements_sent=0)
-        flow = replace(flow, **{f"{of[5:]}_sent": 10**18})
+        flow = FlowFigures(direction=Direction.ACTIVATION, codec="tah", bytes=0, elements=0)
+        flow = replace(flow, **{of[5:]: 10**18})
         link = replace(nothing, flows=(flow, replace(flow, direction=Direction.GRADIENT)))
     else:
         link = replace(nothing, **{of: 10**18})
@@ -140,9 +141,8 @@ def test_a_step_costs_the_difference_of_totals() -> None:
     assert (there.source, there.target, there.bytes, there.busy_seconds) == (0, 1, 1000, 0.5)
     assert (back.source, back.target, back.bytes, back.retransmits) == (1, 0, 2000, 4)
     assert (there.capacity, there.round_trip_seconds, there.queued_bytes) == (5000.0, 0.01, 7)
-    assert books.run.link_bytes == 3000 and books.run.elements == 3 * 1600
-    assert books.run.bits(Direction.ACTIVATION) == 8 * 900 / 1600
-    assert books.run.bits(Direction.TIED_SUM) == 0.0
+    assert books.run.link_bytes == 3000
+    assert flow_sum(books.run.links.values(), "activation").elements == 1600
     assert costs.stages[0].memory_bytes == 5000 and costs.stages[1].node_id == "b"
 
 
@@ -249,17 +249,17 @@ def test_invented_kinds_codecs_and_neighbours_use_no_memory() -> None:
         told = totals(step, codec=f"codec {step}")
         links = (
             *told.links,
-            replace(told.links[0], peer_stage=step + 2),
-            replace(told.links[0], peer_stage=0),
+            replace(told.links[0], target=step + 2),
+            replace(told.links[0], target=0),
         )
-        books.report("a", replace(told, times={f"kind {step}": 1.0}, links=links))
+        books.report("a", replace(told, seconds={f"kind {step}": 1.0}, links=links))
         books.report(f"stranger {step}", told)
         costs = books.step(step, seconds=0.0)
     assert mbit_by_stage(costs) == ((0.0, 0.0), (0.0, 0.0))
     assert len(books.stage_times()[0].seconds) == len(TimeKind)
     there, back = Place(0, 0), Place(0, 1)
     assert books.run.links.keys() == {(there, back), (back, there)}
-    assert {codec for _, codec in books.run.links[there, back].flow_bytes} == {OTHER_CODEC}
+    assert {flow.codec for flow in books.run.links[there, back].flows} == {OTHER_CODEC}
 
 
 @given(
@@ -288,7 +288,7 @@ def test_sums_only_grow_and_steps_add_up_to_them(moves: list[tuple[int, int, flo
         ledger = books.run
         now = (
             ledger.link_bytes,
-            sum(stage.wall for stage in ledger.stages.values()),
+            sum(stage.wall_seconds for stage in ledger.stages.values()),
             sum(link.retransmits for link in ledger.links.values()),
         )
         assert all(new >= old for new, old in zip(now, last, strict=True))
@@ -304,16 +304,14 @@ def test_costs_of_steps_that_follow_each_other_are_added() -> None:
     first = books.step(1, 2.0)
     report(books, 3)
     second = books.step(2, 4.0)
-    sums = CostsSum(first)
-    assert sums.total() == first
-    assert sums.add(second)
-    both = sums.total()
+    both = summed(first, second)
+    assert both is not None
     assert (both.step, both.seconds) == (2, 6.0)
     assert [stage.wall_seconds for stage in both.stages] == [6.0, 6.0]
     assert [link.bytes for link in both.links] == [3000, 3000]
     assert bits_per_element(both, "activation") == bits_per_element(first, "activation")
-    assert not CostsSum(replace(first, aborted=True)).add(second)
-    assert not sums.add(replace(second, stages=second.stages[:1])) and sums.total() == both
+    assert summed(replace(first, aborted=True), second) is None
+    assert summed(both, replace(second, stages=second.stages[:1])) is None
 
 
 def test_reports_and_costs_have_the_fields_of_their_classes_in_order() -> None:

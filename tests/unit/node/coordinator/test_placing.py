@@ -90,7 +90,6 @@ async def scene(past: Past | None = None, config: RunConfig = CONFIG) -> AsyncIt
         samples=100,
         past=past or Past(),
         members=lambda: members,
-        link_report=lambda _source, _target: None,
         send=lambda node, message: sent.put_nowait((node, message)),
         move=move,
         tell=told.append,

@@ -18,11 +18,12 @@ from node.run_state.grid import ONE_ROW, Groups
 from node.run_state.stage_assignment import Candidate
 from node.run_state.votes import VoteHistory
 from node.schedule.floor import LinkRate
-from node.telemetry.events import Event, LinkCost, StageCost, StepCosts, WindowsPlanned, from_json
+from node.telemetry.events import Event, StageCost, StepCosts, WindowsPlanned, from_json
 from node.tuning.codec_plan import Lines
 from node.tuning.window_plan import StepMeasures, Windows
 from tests.support.machine_driver import step_plan
-from wire.telemetry import CodecTime, CodecTimes, LinkReport
+from wire.figures import LinkFigures
+from wire.telemetry import CodecTime, CodecTimes
 
 SECONDS = 20.0
 CONFIG = RunConfig(pipeline=PipelineSection(stages=2))
@@ -41,26 +42,17 @@ def epoch(number: int, groups: Groups = ONE_ROW) -> Epoch:
 
 
 def costs(step: int, *, seconds: float = 1.0) -> StepCosts:
-    """Of a step whose every microbatch took `seconds` forward and as long backward, on both stages."""
+    """Of a step whose every microbatch took `seconds` forward and as long backward, on both stages. A round
+    trip between them takes three microbatches."""
     total = CONFIG.microbatches * seconds
     stages = [
         StageCost(stage=stage, node_id=node, wall_seconds=total, seconds=dict(forward=total, backward=total))
         for stage, node in enumerate("ab")
     ]
-    return StepCosts(step=step, seconds=total, aborted=False, stages=tuple(stages), links=())
-
-
-def far_apart(_source: int, _target: int) -> LinkReport:
-    """A round trip of three microbatches."""
-    return LinkReport(
-        peer_stage=0,
-        bytes_sent=0,
-        bytes_received=0,
-        retransmits=0,
-        rejects=0,
-        rtt_seconds=6.0,
-        least_rtt_seconds=6.0,
+    links = tuple(
+        LinkFigures(source=stage, target=1 - stage, least_round_trip_seconds=6.0) for stage in range(2)
     )
+    return StepCosts(step=step, seconds=total, aborted=False, stages=tuple(stages), links=links)
 
 
 @contextlib.asynccontextmanager
@@ -74,7 +66,6 @@ async def planning(
     planner = LinkPlanner(
         config,
         samples=9,
-        link_report=far_apart,
         line=lambda _: LinkRate(),
         use_windows=lambda *plan: plans.put_nowait(plan),
         use_lines=use_lines,
@@ -195,8 +186,8 @@ def test_a_rate_counts_only_where_tensors_show_it() -> None:
     )
     microbatches = 10
 
-    def cost(source: int, target: int, size: int, busy: float) -> LinkCost:
-        return LinkCost(
+    def cost(source: int, target: int, size: int, busy: float) -> LinkFigures:
+        return LinkFigures(
             source=source,
             target=target,
             bytes=size * microbatches,

@@ -24,8 +24,8 @@ from node.telemetry import events
 from node.telemetry.costs import bits_per_element, mean_step
 from node.telemetry.format import bytes_text
 from tests.unit.node.coordinator.test_accounting import EPOCH, totals
+from wire.figures import FlowFigures
 from wire.spec import Direction
-from wire.telemetry import FlowReport
 
 CONFIG = RunConfig(run=RunSection(steps=9), model=ModelSection(layers=5), pipeline=PipelineSection(stages=2))
 NODES = ("a", "b")
@@ -278,10 +278,9 @@ def test_what_held_out_samples_send_counts_apart() -> None:
     told.committed(0)
     for stage, node in enumerate(NODES):
         report = totals(1, stage=stage)
-        held_out = FlowReport(direction=Direction.HELD_OUT, codec="tah", bytes_sent=700, elements_sent=175)
+        held_out = FlowFigures(direction=Direction.HELD_OUT, codec="tah", bytes=700, elements=175)
         links = tuple(
-            replace(one, bytes_sent=one.bytes_sent + 700, flows=(*one.flows, held_out))
-            for one in report.links
+            replace(one, bytes=one.bytes_sent + 700, flows=(*one.flows, held_out)) for one in report.links
         )
         told.reporter.accounting.report(node, replace(report, links=links))
     costs = told.reporter.finish_step()

@@ -51,7 +51,7 @@ def test_a_gateway_says_what_changed_since_the_report_before() -> None:
     reopened = replace(VOTE, telemetry=totals(0.5))
     found = reported(passed_on(reopened, totals(1)))
     assert (found.compared, found.goes_on, found.longest) == (True, False, "")
-    invented = replace(VOTE, telemetry=Telemetry(epoch=EPOCH, times={"napping": 9.0}))
+    invented = replace(VOTE, telemetry=Telemetry(epoch=EPOCH, seconds={"napping": 9.0}))
     assert reported(passed_on(invented, totals(1))).longest == ""
 
 

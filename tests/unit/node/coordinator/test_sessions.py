@@ -6,12 +6,13 @@ import pytest
 
 from node.coordinator.sessions import CALLS, MOST_LINKS, MessageLimits, heartbeat_pause, measured
 from node.run_file.loader import default_config
+from wire.figures import LinkFigures
 from wire.messages import Heartbeat, NodeMessage, Ready, Vote
 from wire.messages_proto import node_message_to_proto
-from wire.telemetry import MOST_SPANS, LinkReport, Span, StepSpans, Telemetry
+from wire.telemetry import MOST_SPANS, Span, StepSpans, Telemetry
 
 CONFIG = default_config(["coordinator.heartbeat_seconds=1", "telemetry.trace=off"])
-LINK = LinkReport(peer_stage=0, bytes_sent=1, bytes_received=1, retransmits=0, rejects=0, rtt_seconds=0.0)
+LINK = LinkFigures(target=0, bytes=1, bytes_received=1, retransmits=0, rejects=0, round_trip_seconds=0.0)
 
 
 def spans(step: int) -> StepSpans:
@@ -43,7 +44,7 @@ def test_heartbeats_of_many_members_come_less_often_but_some_in_every_silence() 
 
 def test_a_correct_node_is_never_refused() -> None:
     limits = MessageLimits(replace(CONFIG, telemetry=replace(CONFIG.telemetry, trace="all")))
-    telemetry = Telemetry(epoch=1, links=(LINK,) * MOST_LINKS, times={"forward": 1.0})
+    telemetry = Telemetry(epoch=1, links=(LINK,) * MOST_LINKS, seconds={"forward": 1.0})
     heartbeats: list[NodeMessage] = [Heartbeat(telemetry=telemetry)] * 1000
     assert refusals(limits, heartbeats, every=0.5) == []
     votes: list[NodeMessage] = [Vote(epoch=1, step=2, norms=dict.fromkeys(range(100), 1.0), loss=2.0)] * 1000

@@ -22,10 +22,8 @@ from node.display.render import (
 )
 from node.telemetry.events import (
     Event,
-    FlowCost,
     HeldOutLoss,
     JoinLine,
-    LinkCost,
     NodeJoined,
     NodeLeft,
     NodeReplaced,
@@ -38,7 +36,6 @@ from node.telemetry.events import (
     RunSummary,
     SnapshotStored,
     StageCost,
-    StageTimes,
     StepAborted,
     StepCosts,
     StepDone,
@@ -49,6 +46,8 @@ from node.telemetry.events import (
 from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
 from tests.support.cases import each
 from wire.errors import ProtocolViolationError
+from wire.figures import FlowFigures, LinkFigures
+from wire.spec import Direction
 
 SUMMARY = RunSummary(
     steps=30,
@@ -63,8 +62,8 @@ SUMMARY = RunSummary(
     bits_forward=4.44,
     bits_backward=8.28,
     stages=(
-        StageTimes(stage=0, node_id="node-a", wall_seconds=75.0, seconds={"forward": 50.0, "encode": 25.0}),
-        StageTimes(stage=1, node_id="node-b", wall_seconds=70.0, seconds={"forward": 35.0, "encode": 35.0}),
+        StageCost(stage=0, node_id="node-a", wall_seconds=75.0, seconds={"forward": 50.0, "encode": 25.0}),
+        StageCost(stage=1, node_id="node-b", wall_seconds=70.0, seconds={"forward": 35.0, "encode": 35.0}),
     ),
     snapshot_path="runs/demo-1/snapshots/step-00000030",
     weights_sha256="ab" * 32,
@@ -135,11 +134,11 @@ EVENTS: tuple[Event, ...] = (
         aborted=False,
         stages=(StageCost(stage=0, node_id="node-a", wall_seconds=2.0, seconds={"forward": 2.0}),),
         links=(
-            LinkCost(
+            LinkFigures(
                 source=0,
                 target=1,
                 bytes=1000,
-                flows=(FlowCost(direction="activation", codec="tah", bytes=900, elements=1600),),
+                flows=(FlowFigures(direction=Direction.ACTIVATION, codec="tah", bytes=900, elements=1600),),
                 busy_seconds=0.5,
                 capacity=1e6,
                 round_trip_seconds=0.02,

@@ -20,8 +20,10 @@ from node.lab.network import WireBytes
 from node.lab.shape import PAYLOAD_SHARE, uniform
 from node.lab.topology import Wire, lay_out
 from node.telemetry.clock import TimeKind
-from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts, WindowsPlanned
+from node.telemetry.events import StageCost, StepCosts, WindowsPlanned
 from tests.support.lab_results import calibration
+from wire.figures import FlowFigures, LinkFigures
+from wire.spec import Direction
 
 MEGABYTE = 1_000_000
 
@@ -35,9 +37,9 @@ def costs(step: int, seconds: float, busy: float = 1.0) -> StepCosts:
         spent |= {"optimizer": 0.2 * busy, "wait-downstream": seconds - busy}
         return StageCost(stage=number, node_id=f"n{number}", wall_seconds=seconds, seconds=spent)
 
-    def link(source: int, target: int, direction: str, size: int) -> LinkCost:
-        flow = FlowCost(direction=direction, codec="tah", bytes=size, elements=2 * size)
-        return LinkCost(
+    def link(source: int, target: int, direction: Direction, size: int) -> LinkFigures:
+        flow = FlowFigures(direction=direction, codec="tah", bytes=size, elements=2 * size)
+        return LinkFigures(
             source=source,
             target=target,
             bytes=size + 1000,
@@ -50,7 +52,7 @@ def costs(step: int, seconds: float, busy: float = 1.0) -> StepCosts:
             queued_bytes=0,
         )
 
-    links = (link(0, 1, "activation", MEGABYTE), link(1, 0, "gradient", MEGABYTE // 2))
+    links = (link(0, 1, Direction.ACTIVATION, MEGABYTE), link(1, 0, Direction.GRADIENT, MEGABYTE // 2))
     return StepCosts(step=step, seconds=seconds, aborted=False, stages=(stage(0), stage(1)), links=links)
 
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from node.schedule.floor import LinkRate, Network, chunk_shares, step_floor
 from node.schedule.schedule import Kind, held_activations, schedule
 from node.schedule.simulation import simulate
-from node.telemetry.events import FlowCost, LinkCost, StageCost, StepCosts
+from node.telemetry.events import StageCost, StepCosts
 from node.tuning.window_plan import KEEP, TOLERANCE, StepMeasures, Windows, measured, plan_windows
 from tests.support.examples import examples
-from wire.telemetry import LinkReport
+from wire.figures import FlowFigures, LinkFigures
+from wire.spec import Direction
 
 PLENTY = 10**6
 
@@ -317,16 +318,18 @@ def costs(*, aborted: bool = False, idle_stage: bool = False) -> StepCosts:
         for s in range(2)
     )
 
-    def link(source: int, direction: str, size: int) -> LinkCost:
-        flow = FlowCost(direction=direction, codec="bf16", bytes=size, elements=1)
-        return LinkCost(
+    def link(source: int, direction: Direction, size: int) -> LinkFigures:
+        flow = FlowFigures(direction=direction, codec="bf16", bytes=size, elements=1)
+        return LinkFigures(
             source=source,
             target=1 - source,
             bytes=size,
             flows=(flow,),
             busy_seconds=1.0,
-            capacity=0.0,
+            # Only the lower stage has measured anything yet.
+            capacity=0.0 if source else 100.0,
             round_trip_seconds=9.0,
+            least_round_trip_seconds=0.0 if source else 0.5,
             retransmits=0,
             rejects=0,
             queued_bytes=0,
@@ -337,7 +340,7 @@ def costs(*, aborted: bool = False, idle_stage: bool = False) -> StepCosts:
         seconds=33.0,
         aborted=aborted,
         stages=stages,
-        links=(link(0, "activation", 80), link(1, "gradient", 160)),
+        links=(link(0, Direction.ACTIVATION, 80), link(1, Direction.GRADIENT, 160)),
     )
 
 
@@ -347,30 +350,14 @@ def test_a_line_carries_what_was_seen_at_least() -> None:
     def seen(stage: int) -> LinkRate:
         return LinkRate(up=1.0, down=1.0) if stage else LinkRate()
 
-    found = measured(replace(costs(), seconds=0.5), report, chunks=1, microbatches=8, line_of=seen)
+    found = measured(replace(costs(), seconds=0.5), chunks=1, microbatches=8, line_of=seen)
     assert found is not None
     # Stage 1 sent 160 bytes in half a second; its link brings 100 a second, and the step showed 160.
     assert found.lines == (LinkRate(), LinkRate(up=320.0, down=160.0))
 
 
-def report(source: int, target: int) -> LinkReport | None:
-    """Only the lower stage has measured anything yet."""
-    if source:
-        return None
-    return LinkReport(
-        peer_stage=target,
-        bytes_sent=0,
-        bytes_received=0,
-        retransmits=0,
-        rejects=0,
-        rtt_seconds=9.0,
-        least_rtt_seconds=0.5,
-        capacity=100.0,
-    )
-
-
 def test_measures_are_a_microbatchs() -> None:
-    assert measured(costs(), report, chunks=1, microbatches=8) == StepMeasures(
+    assert measured(costs(), chunks=1, microbatches=8) == StepMeasures(
         forward=(1.25, 1.25),
         backward=(2.25, 2.25),
         activation_bytes=10.0,
@@ -380,7 +367,7 @@ def test_measures_are_a_microbatchs() -> None:
         lines=(LinkRate(), LinkRate()),
     )
     # With the head on the first stage twice as many tensors of each kind cross the link of two stages.
-    assert measured(costs(), report, chunks=1, microbatches=8, head_share=0.5) == StepMeasures(
+    assert measured(costs(), chunks=1, microbatches=8, head_share=0.5) == StepMeasures(
         forward=(1.25, 1.25),
         backward=(2.25, 2.25),
         activation_bytes=5.0,
@@ -394,4 +381,4 @@ def test_measures_are_a_microbatchs() -> None:
 
 @pytest.mark.parametrize("silent", [costs(aborted=True), costs(idle_stage=True)])
 def test_a_step_without_measurements_plans_nothing(silent: StepCosts) -> None:
-    assert measured(silent, report, chunks=1, microbatches=8) is None
+    assert measured(silent, chunks=1, microbatches=8) is None

@@ -31,6 +31,7 @@ from tests.support.run_events import (
     step,
 )
 from wire.codecs.formats import proposed_names
+from wire.spec import Direction
 
 BITS = {"fp32": 32.03, "fixed-8": 8.26, "fixed-6": 6.26, "fixed-4": 4.26, "tah": 4.42} | {
     "trellis-4": 4.0,
@@ -64,7 +65,7 @@ def stage(number: int, blocks: int = 4, **shares: float) -> StageView:
 def link(
     source: int, target: int, mbit: float, capacity: float, round_trip: float = 0.001, codec: str = "fixed-6"
 ) -> LinkView:
-    direction = "activation" if source < target else "gradient"
+    direction = Direction.ACTIVATION if source < target else Direction.GRADIENT
     return LinkView(
         source=source,
         target=target,
@@ -470,7 +471,7 @@ def test_no_sentence_contradicts_its_inputs(run: RunView, bits: dict[str, float]
             assert abs(100 * sum(waits) / len(waits) - int(share)) <= 0.51
         for old, new, way in re.findall(r"`(\S+)` to `(\S+)` (?:forward and )?(forward|backward)", sentence):
             direction = {"forward": "activation", "backward": "gradient"}[way]
-            flows = [f for x in run.links for f in x.flows if f.codec == old and f.direction == direction]
+            flows = [f for x in run.links for f in x.flows if f.codec == old and f.kind == direction]
             assert new in proposed_names() and any(bits[new] < flow.bits_per_element for flow in flows)
         for split in re.findall(r"pipeline.split = \[([\d, ]+)\]", sentence):
             numbers = [int(number) for number in split.split(",")]

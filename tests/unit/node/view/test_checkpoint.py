@@ -3,7 +3,6 @@
 import gzip
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,11 @@ from hypothesis import strategies as st
 
 from node.display.watch import HistoryWatch
 from node.telemetry import events, history
-from node.telemetry.events import read_value
+from node.telemetry.events import plain_fields, read_value
 from node.telemetry.history import HistoryTail, HistoryWriter, highest_step, history_size, read_history
 from node.view import checkpoint
 from node.view.checkpoint import CHECKPOINT_FILE, read_view
-from node.view.view_builder import BuilderState, RunViewBuilder
+from node.view.view_builder import RunViewBuilder
 from tests.support.run_events import BEGAN, NODES, aborted, joined, placed, started, step
 
 KINDS = st.sampled_from(("step", "aborted", "joined", "left", "placed", "started", "snapshot", "finished"))
@@ -62,8 +61,8 @@ def test_a_restored_builder_goes_on_as_the_one_before(first: list[str], then: li
     for at, event in enumerate(told(first)):
         plain.apply(event, BEGAN + at)
         before.apply(event, BEGAN + at)
-    text = json.dumps(asdict(before.state()))
-    after = RunViewBuilder.restored(read_value(json.loads(text), BuilderState, "state"))
+    text = json.dumps(before, default=plain_fields)
+    after: RunViewBuilder = read_value(json.loads(text), RunViewBuilder, "state")
     for at, event in enumerate(told(then), 1000):
         plain.apply(event, BEGAN + at)
         after.apply(event, BEGAN + at)

@@ -1,5 +1,6 @@
 """Several rows on display: each stage in its row, links within and between rows, and which row limits."""
 
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -7,12 +8,13 @@ import pytest
 from node.display.render import event_lines, stage_rows
 from node.display.top import view_lines
 from node.telemetry import events
-from node.telemetry.costs import Place, group_seconds, mbit_by_stage, row_costs
+from node.telemetry.costs import group_seconds, mbit_by_stage, row_costs
 from node.view.bottleneck import bottleneck
 from node.view.run_view import RunView
 from node.view.view_builder import RunViewBuilder, view
 from tests.support import run_events
 from tests.support.run_events import history, joined, link_cost, stage_cost, started
+from wire.figures import Place
 
 NODES = ("node-aaaa", "node-bbbb", "node-cccc", "node-dddd")
 GROUPS = ((0, 1, 2), (3,))
@@ -77,7 +79,7 @@ def test_a_builder_goes_on_with_its_rows() -> None:
     events_so_far = history(started(), *map(joined, NODES), placed(), [costs(1), done(1)])
     for at, event in events_so_far:
         builder.apply(event, at)
-    again = RunViewBuilder.restored(builder.state())
+    again = copy(builder)
     assert again.view() == builder.view()
 
 
