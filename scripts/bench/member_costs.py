@@ -18,7 +18,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,15 +166,6 @@ def spent(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def longest(work: Iterator[object]) -> float:
-    """Seconds of the longest slice."""
-    most, began = 0.0, time.process_time()
-    for _ in work:
-        now = time.process_time()
-        most, began = max(most, now - began), now
-    return max(most, time.process_time() - began)
-
-
 def blocks() -> dict[str, float]:
     """The median of a few repetitions, collections of cycles included. Advice takes longest: it rests on many
     steps."""
@@ -196,16 +187,19 @@ def blocks() -> dict[str, float]:
         run.finish()
         if step < STEPS:
             continue
-        feed = Feed(run.view)
-        found["view"].append(longest(feed.views()))
-        found["values"].append(longest(feed._plain_values()))
-        values = dict(feed.newest()[1])
-        found["json"].append(longest(json_of(values)))
+        view = run.view.view()
+        found["view"].append(spent(run.view.view))
+        found["values"].append(spent(view.to_fields))
+        values = view.to_fields()
+        found["json"].append(spent(lambda values=values: json_of(values)))
         # Nodes have sent what is counted for it.
         run.report(step + 1)
-        view = feed.view()
         found["scrape"].append(spent(lambda view=view: run.metrics.scrape(view)))
-    return {f"{what}_block_seconds": statistics.median(times) for what, times in found.items()}
+    # A thread makes all but the values of a scrape.
+    return {
+        f"{what}_{'block' if what == 'scrape' else 'thread'}_seconds": statistics.median(times)
+        for what, times in found.items()
+    }
 
 
 def measure() -> dict[str, Any]:

@@ -198,8 +198,8 @@ def member_costs() -> str:
         seconds = [run.get(f"{way}_scrape_seconds", run.get("scrape_seconds")) for run in runs]
         return ["" if one is None else f"{1e3 * one:.0f}" for one in seconds]
 
-    def longest(what: str) -> list[str]:
-        seconds = [run.get(f"{what}_block_seconds") for run in runs]
+    def longest(what: str, way: str = "block") -> list[str]:
+        seconds = [run.get(f"{what}_{way}_seconds") for run in runs]
         return ["" if one is None else f"{1e3 * one:.0f}" for one in seconds]
 
     rows = [
@@ -211,6 +211,11 @@ def member_costs() -> str:
         ["the longest block of a view, ms", *longest("view")],
         ["of its plain values, ms", *longest("values")],
         ["of its JSON, ms", *longest("json")],
+        *(
+            [f"{name}, on a thread, ms", *longest(what, "thread")]
+            for what, name in (("view", "a view"), ("values", "its plain values"), ("json", "their JSON"))
+            if any(f"{what}_thread_seconds" in run for run in runs)
+        ),
         ["of a scrape, ms", *longest("scrape")],
         ["the placements of an epoch, MB", *(f"{run['placement_bytes'] / 1e6:.1f}" for run in runs)],
     ]
