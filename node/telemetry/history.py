@@ -362,8 +362,6 @@ def _lines_from_the_end(directory: Path) -> Iterator[bytes]:
         with _opened(directory, _END if before is None else before - 1) as (file, first, _):
             if before is not None and first >= before:
                 return  # the segments before it were deleted
-            if before is not None and first >= before:
-                return  # the segments before it were deleted
             before = first
             # Seeking back in a compressed file is slow: read it whole.
             block = _BLOCK_BYTES if file is None or not isinstance(file, gzip.GzipFile) else SEGMENT_BYTES

@@ -134,7 +134,7 @@ async def test_a_recorded_run_looks_right_on_every_screen_and_in_both_themes(tmp
             tab = await browser.open(url, dark=dark, **size)
             await shown(tab)
             await assert_sound(tab, url)
-            await assert_shows(tab, feed.newest()[1])
+            await assert_shows(tab, (await feed.newest())[1])
             assert HOSTILE in await tab.text("#nodes")
             assert "owned" not in await tab.evaluate("document.title")
             assert await tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
@@ -218,7 +218,7 @@ async def test_charts_answer_to_the_pointer_and_the_keyboard(tmp_path: Path) -> 
     async with recorded(tmp_path / "run") as (url, feed), Browser(tmp_path) as browser:
         tab = await browser.open(url)
         await shown(tab)
-        curve = feed.newest()[1]["loss_curve"]
+        curve = (await feed.newest())[1]["loss_curve"]
         place = await tab.evaluate(
             "(() => { const box = document.querySelector('#loss-chart').getBoundingClientRect();"
             " return [box.right, box.top, box.height]; })()"

@@ -106,7 +106,7 @@ async def test_the_view_and_health() -> None:
     async with serving(Page(feed=feed, metrics=AsyncMock(return_value=b"thinwire_step 3\n"))) as session:
         async with session.get("/api/view") as response:
             said = await response.json()
-        assert said["view"] == feed.newest()[1] and abs(said["now"] - time.time()) < 60
+        assert said["view"] == (await feed.newest())[1] and abs(said["now"] - time.time()) < 60
         assert response.headers["Cache-Control"] == "no-store"
         async with session.get("/healthz") as response:
             assert await response.json() == {"state": "training"}
@@ -125,18 +125,18 @@ async def test_a_stream_begins_with_the_whole_and_goes_on_with_what_changed(
     async with serving(Page(feed=feed)) as session, session.get("/api/stream") as response:
         assert response.content_type == "text/event-stream"
         name, view = await next_event(response)
-        assert (name, view) == ("view", feed.newest()[1])
+        assert (name, view) == ("view", (await feed.newest())[1])
         for event in run_events.step(4):
             feed.apply(event, run_events.BEGAN + 100)
         while view["step"] < 4:
             name, patch = await next_event(response)
             assert name == "patch" and "run_id" not in patch and "steps" not in patch
             view = apply_patch(view, patch)
-        assert view == feed.newest()[1]
+        assert view == (await feed.newest())[1]
         feed.apply(events.RunFinished(reason="all steps are done", failed=False), run_events.BEGAN + 101)
         feed.close()
         name, patch = await next_event(response)
-        assert name == "patch" and apply_patch(view, patch) == feed.newest()[1]
+        assert name == "patch" and apply_patch(view, patch) == (await feed.newest())[1]
         assert (await next_event(response))[0] == "end"
         assert await response.content.read() == b""
 
@@ -157,7 +157,7 @@ async def test_an_end_during_a_write_is_reported(
     async with serving(Page(feed=feed)) as session, session.get("/api/stream") as response:
         _, view = await next_event(response)
         name, patch = await next_event(response)
-        assert name == "patch" and apply_patch(view, patch) == feed.newest()[1]
+        assert name == "patch" and apply_patch(view, patch) == (await feed.newest())[1]
         assert (await next_event(response))[0] == "end"
 
 

@@ -65,8 +65,6 @@ def test_steps_that_run_again_have_the_codecs_on_record(prefork: Prefork, tmp_pa
         for costs in steps:
             plan = history.at(costs.step - 1)
             assert plan is not None
-            flows = {
-                (flow.direction, flow.codec) for link in costs.links for flow in link.flows if flow.bytes
-            }
+            flows = {(flow.kind, flow.codec) for link in costs.links for flow in link.flows if flow.bytes}
             assert flows == {("activation", plan.activations[0]), ("gradient", plan.gradients[0])}
         assert not [one for one in second.all(Notice) if "gave another loss" in one.text]

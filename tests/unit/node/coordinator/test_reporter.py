@@ -280,12 +280,12 @@ def test_what_held_out_samples_send_counts_apart() -> None:
         report = totals(1, stage=stage)
         held_out = FlowFigures(direction=Direction.HELD_OUT, codec="tah", bytes=700, elements=175)
         links = tuple(
-            replace(one, bytes=one.bytes_sent + 700, flows=(*one.flows, held_out)) for one in report.links
+            replace(one, bytes=one.bytes + 700, flows=(*one.flows, held_out)) for one in report.links
         )
         told.reporter.accounting.report(node, replace(report, links=links))
     costs = told.reporter.finish_step()
     assert costs is not None and {link.bytes for link in costs.links} == {1000}
-    assert "held_out" not in {flow.direction for link in costs.links for flow in link.flows}
+    assert "held_out" not in {flow.kind for link in costs.links for flow in link.flows}
     told.reporter.finished("all done", failed=False)
     last = told.events[-1]
     assert isinstance(last, events.RunFinished) and last.summary is not None

@@ -225,8 +225,8 @@ async def test_views_come_from_a_coordinators_page() -> None:
         for event in (*opening(), *step(1)):
             feed.apply(event, BEGAN)
         feed.close()
-        assert await asyncio.to_thread(watch.view) == feed.view()
-        assert feed.view().step == 1
+        assert await asyncio.to_thread(watch.view) == await feed.view()
+        assert (await feed.view()).step == 1
 
 
 @pytest.mark.parametrize(

@@ -117,14 +117,14 @@ async def test_a_late_history_comes_before_newer_events(
     async with reading_past(tmp_path, end, feed):
         for event in new:
             feed.apply(event, BEGAN)
-        version, fields = feed.newest()
+        version, fields = await feed.newest()
         assert fields["step"] == 3 and fields["loss_curve"]["steps"] == [3]
         gate.set()
         async with asyncio.timeout(SECONDS):
             await feed.newer(version)
     feed.close()
     first = events.RunStarted(**{**vars(started()), "directory": str(tmp_path)})
-    assert feed.view() == view((BEGAN, event) for event in [first, *old, *new])
+    assert await feed.view() == view((BEGAN, event) for event in [first, *old, *new])
 
 
 async def test_a_run_that_ends_does_not_wait_for_its_past(
@@ -142,7 +142,7 @@ async def test_a_run_that_ends_does_not_wait_for_its_past(
     async with asyncio.timeout(SECONDS):
         async with reading_past(tmp_path, 0, feed):
             assert await asyncio.to_thread(asked.wait, SECONDS)
-    assert feed.view().step == 0
+    assert (await feed.view()).step == 0
 
 
 async def test_an_unreadable_history_is_reported_and_skipped(
@@ -151,10 +151,10 @@ async def test_an_unreadable_history_is_reported_and_skipped(
     (tmp_path / HISTORY_FILE).mkdir()
     feed = Feed(RunViewBuilder(), past_comes=True)
     feed.apply(done(7), BEGAN)
-    version, _ = feed.newest()
+    version, _ = await feed.newest()
     async with asyncio.timeout(SECONDS), reading_past(tmp_path, 1, feed):
         await feed.newer(version)
-    assert feed.view().step == 7
+    assert (await feed.view()).step == 7
     assert "cannot be read" in caplog.text
 
 
