@@ -2,6 +2,8 @@
 `kernels.fp8.reference` and `kernels.fp8.rows`."""
 
 BLOCK = 128
+POWER_UNIT = 16
+"""A moment's power is in parts of one in so many."""
 MULTIPLE = 16
 """What cuBLAS needs the inputs and outputs of a product in e4m3 to be a multiple of."""
 CAPABILITY = (8, 9)

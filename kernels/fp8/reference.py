@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.random_bits import mixed, random_bits
-from kernels.fp8.layout import BLOCK, blocks
+from kernels.fp8.layout import BLOCK, POWER_UNIT, blocks
 
 LARGEST = 448.0
 """e4m3's largest number."""
@@ -40,7 +40,6 @@ NON_FINITE = -128
 SMALLEST_EXPONENT = -126
 """Its power of two and its inverse are normal fp32 numbers."""
 _MOMENT_RANGE_LOG2 = 16.614709844115207  # log2(448**2 / 2)
-POWER_UNIT = 16
 _MOST_POWER = 255
 ROUNDED_BITS = 20
 """What fp32's mantissa has beyond e4m3's: so many random bits make rounding exactly right on average."""

@@ -198,6 +198,8 @@ class TrainingSection:
     """Steps of the decay of `wsd`; 0 is a fifth of the run."""
     decay_tokens: int = 0
     """The same in tokens, in place of `decay_steps`; 0 takes `decay_steps`."""
+    optimizer: str = "adamw"
+    """Step with `adamw`."""
     beta1: float = 0.9
     """AdamW's decay rate of the first moment."""
     beta2: float = 0.95

@@ -7,13 +7,11 @@ With `tied`, the head keeps a copy of the embedding's weight, so that each may b
 stay equal because both start equal and get the same gradient: head's share + embed's share, in that order.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from math import prod
 
-from kernels.fp8.layout import blocks
 from node.config.schema import ModelSection
 from wire.errors import ConfigError
 
@@ -116,29 +114,6 @@ def parameter_specs(model: ModelSection, unit: str) -> tuple[ParameterSpec, ...]
 def unit_parameters(model: ModelSection, unit: str) -> int:
     """Number of parameters a unit holds; a tied head counts its copy."""
     return sum(spec.elements for spec in parameter_specs(model, unit))
-
-
-def state_bytes(specs: Iterable[ParameterSpec], moments: str, *, outer: bool = False) -> int:
-    """Bytes of a unit's weights and optimizer state as they travel, without the file's header.
-
-    Args:
-        specs: the parameters that are trained.
-        moments: as `training.moments`. Those of matrices in `fp8` are a code an element, and a float32 scale
-            and a power a block; all else travels in float32, whatever `training.weights` is.
-        outer: with the outer optimizer's momentum.
-    """
-    total = 8  # the step
-    for spec in specs:
-        packed = moments == "fp8" and len(spec.shape) >= 2
-        moment = spec.elements + 5 * blocks(spec.elements) if packed else 4 * spec.elements
-        total += (4 + 4 * outer) * spec.elements + 2 * moment
-    return total
-
-
-def most_state_bytes(specs: Iterable[ParameterSpec]) -> int:
-    """The most that a unit's snapshot file may have: weights, two moments and the outer optimizer's momentum
-    in float32, and its header."""
-    return 4 * 4 * sum(spec.elements for spec in specs) + 1024 * 1024
 
 
 def unit_cost(model: ModelSection, unit: str) -> float:

@@ -10,17 +10,19 @@ Every piece has a number in the whole model. Among R rows each piece has an owne
 largest whole subtrees that they hold, and get the code of the whole sum back.
 
 In a round (`[sync] every`) the same is done with how each group's local steps changed the weights, packed
-with `sync.codec`, and with means of the rows and columns of AdamW's second moment, in float32.
+with `sync.codec`, and with the update rules' `round_means`, in float32.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import nlargest
+from itertools import zip_longest
 from typing import Generic, TypeVar
 
 from node.config.schema import RunConfig
 from node.model.lora_shapes import trained_specs
+from node.model.optimizers import UpdateRule, update_rules
 from node.model.units import ParameterSpec, unit_names
 from wire.codecs.formats import FP32, Format, codec_format
 from wire.messages import Placement
@@ -35,9 +37,6 @@ unpack a piece takes 0.2 to 0.3 ms beside the time that its elements take."""
 LEAST_PIECE, MOST_PIECE = 2**15, 2**21
 """Elements of a piece: enough for its handling to cost little, few enough for memory. Powers of two, so that
 pieces are whole blocks and tiles of any codec."""
-SQUARE, SQUARE_ROWS, SQUARE_COLUMNS = "square", "square_rows", "square_columns"
-"""Begin the names of what rounds average of the second moments: of a vector all, of a matrix the means of its
-rows and those of its columns."""
 
 
 class GroupTree:
@@ -149,7 +148,9 @@ def model_pieces(config: RunConfig, *, of_round: bool = False) -> Mapping[str, t
     for unit, specs in units.items():
         pieces = [
             Piece(number + index, unit, parts, is_vectors, FP32.name if is_vectors else matrices)
-            for index, (parts, is_vectors) in enumerate(_parts(specs, largest, of_round=of_round))
+            for index, (parts, is_vectors) in enumerate(
+                _parts(specs, largest, update_rules(config, unit) if of_round else ())
+            )
         ]
         found[unit] = tuple(pieces)
         number += len(pieces)
@@ -164,17 +165,14 @@ def _piece_elements(total: int) -> int:
 
 
 def _parts(
-    specs: Iterable[ParameterSpec], largest: int, *, of_round: bool
+    specs: Sequence[ParameterSpec], largest: int, rules: Sequence[UpdateRule]
 ) -> list[tuple[tuple[tuple[str, int, int], ...], bool]]:
     vectors: list[tuple[str, int, int]] = []
     found: list[tuple[tuple[tuple[str, int, int], ...], bool]] = []
-    for spec in specs:
+    for spec, rule in zip_longest(specs, rules):
         is_vector = len(spec.shape) < 2
-        if of_round:
-            rows = 0 if is_vector else spec.shape[0]
-            squares = {SQUARE: spec.elements} if is_vector else {}
-            squares |= {SQUARE_ROWS: rows, SQUARE_COLUMNS: spec.elements // rows} if rows else {}
-            vectors += [(f"{kind}.{spec.name}", 0, count) for kind, count in squares.items()]
+        means = (rule and rule.round_means(spec.shape)) or {}
+        vectors += [(f"{kind}.{spec.name}", 0, count) for kind, count in means.items()]
         if is_vector:
             vectors.append((spec.name, 0, spec.elements))
             continue

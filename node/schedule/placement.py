@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.lora_shapes import trained_specs
-from node.model.units import EMBED, HEAD, block_name, check_model, is_block, most_state_bytes, unit_cost
+from node.model.optimizers import most_state_bytes
+from node.model.units import EMBED, HEAD, block_name, check_model, is_block, unit_cost
 from node.schedule.schedule import Kind, Order, Orders, Window, schedule
 from wire.codecs.formats import FP32, codec_format
 from wire.errors import ConfigError, nearest

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from node.model.lora_shapes import trained_specs
-from node.model.units import state_bytes as unit_bytes
+from node.model.optimizers import state_bytes as unit_bytes
 from node.model.units import units_text
 from node.schedule.placement import stage_units
 from node.schedule.routing import Peer
@@ -206,9 +205,7 @@ class RunMember:
         return await self._snapshots.fetch_weights(units)
 
     def state_bytes(self, units: Collection[str]) -> int:
-        config = self.executor.config
-        specs = (trained_specs(config.model, config.lora, unit) for unit in units)
-        return sum(unit_bytes(one, config.training.moments) for one in specs)
+        return sum(unit_bytes(self.executor.config, unit) for unit in units)
 
     def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
         if self._session.leaving:

@@ -13,7 +13,8 @@ import torch
 
 from node.config.join_options import OwnerAllows
 from node.config.schema import RunConfig
-from node.model.units import most_state_bytes, parameter_specs, unit_names
+from node.model.optimizers import most_state_bytes
+from node.model.units import parameter_specs, unit_names
 from node.schedule.placement import most_layer_bytes
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.following import State

@@ -14,29 +14,25 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from kernels.fp8.layout import blocks
 from node.config.schema import RunConfig
-from node.model.lora_shapes import trained_specs
+from node.model.optimizers import (
+    MOMENTS,
+    OUTER_PREFIX,
+    Layout,
+    layout_problem,
+    unit_layout,
+)
+from node.model.optimizers import PARAMETER_PREFIX as PARAMETER_PREFIX
 from wire.errors import RunError
 from wire.messages import UnitHash
 
-PARAMETER_PREFIX = "parameter."
-"""Begins the names of weights in a unit's state; everything else is the optimizer's."""
 FROZEN_PREFIX = "frozen."
 """Begins the names of a checkpoint's weights that a stage with adapters is given beside its state."""
-OUTER_PREFIX = "outer."
-"""Begins the names of the outer optimizer's momentum, in the state after a round."""
 CACHE_PREFIX = "activation_cache."
 """Begins the names of a sample cache's tensors in a unit's state."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_NEVER_NEGATIVE = {"exp_avg_sq", "exp_avg_sq_scale", "exp_avg_scale"}
-_STEP = "step"
 _DTYPES = ("uint8", "int16", "float32", "int64")
 """Of states, in the order in which safetensors has them."""
 _CACHE = {f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since")}
-
-Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""dtype and shape by name."""
 
 
 def read_tensors(data: bytes) -> dict[str, np.ndarray]:
@@ -69,9 +65,9 @@ def unit_hash(tensors: Mapping[str, np.ndarray], data: bytes | None = None) -> U
         digest.update(piece)
     sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
     for name, array in sorted(tensors.items()):
-        kind = "squares" if name.startswith("exp_avg_sq") else "moments" if name.startswith("exp_avg") else ""
-        if name.startswith(PARAMETER_PREFIX):
-            kind = "weights"
+        kind = "weights" if name.startswith(PARAMETER_PREFIX) else ""
+        if (moment := MOMENTS.get(_moment_part(name)[0])) is not None:
+            kind = "squares" if moment.is_never_negative else "moments"
         if kind and array.dtype == np.float32:
             sums[kind] += _sum_of_squares(array)
     return UnitHash(digest.hexdigest(), **sums)
@@ -112,22 +108,6 @@ def weights_file(weights: Mapping[str, np.ndarray]) -> bytes:
     return save({f"{PARAMETER_PREFIX}{name}": array for name, array in sorted(weights.items())})
 
 
-def expected_layout(config: RunConfig, unit: str) -> Layout:
-    """What `StageOptimizer.unit_state` gives for this unit."""
-    layout: Layout = {_STEP: ("int64", ())}
-    for spec in trained_specs(config.model, config.lora, unit):
-        layout[f"{PARAMETER_PREFIX}{spec.name}"] = "float32", spec.shape
-        packed = config.training.moments == "fp8" and len(spec.shape) >= 2
-        for moment in _MOMENTS:
-            if packed:
-                layout[f"{moment}.{spec.name}"] = "uint8", (spec.elements,)
-                layout[f"{moment}_scale.{spec.name}"] = "float32", (blocks(spec.elements),)
-                layout[f"{moment}_power.{spec.name}"] = "uint8", (blocks(spec.elements),)
-            else:
-                layout[f"{moment}.{spec.name}"] = "float32", spec.shape
-    return layout
-
-
 def check_state(config: RunConfig, windows: int, unit: str, tensors: Mapping[str, np.ndarray]) -> None:
     """Check that nodes can go on from a unit's tensors.
 
@@ -137,20 +117,14 @@ def check_state(config: RunConfig, windows: int, unit: str, tensors: Mapping[str
     Raises:
         RunError: they cannot; the message says why.
     """
-    expected = expected_layout(config, unit)
+    # All or none: states from before the first round have none.
+    expected = unit_layout(config, unit, outer=any(name.startswith(OUTER_PREFIX) for name in tensors))
     if config.pipeline.remembers and not _CACHE.isdisjoint(tensors):
         # All or none: only the unit before a boundary carries its sample cache.
         expected |= _cache_layout(config, tensors)
-    if any(name.startswith(OUTER_PREFIX) for name in tensors):
-        # All or none: states from before the first round have none.
-        specs = trained_specs(config.model, config.lora, unit)
-        expected |= {f"{OUTER_PREFIX}{spec.name}": ("float32", spec.shape) for spec in specs}
-    for name in sorted(expected.keys() ^ tensors.keys()):
-        raise RunError(f"{name[:80]} is {'missing' if name in expected else 'unknown'}")
-    for name, (dtype, shape) in expected.items():
-        array = tensors[name]
-        if (array.dtype.name, array.shape) != (dtype, shape):
-            raise RunError(f"{name} is {array.dtype.name} {list(array.shape)}, not {dtype} {list(shape)}")
+    found = {name: (array.dtype.name, array.shape) for name, array in tensors.items()}
+    if problem := layout_problem(expected, found):
+        raise RunError(problem)
     for name, array in tensors.items():
         if array.size and not _possible(name, array, windows):
             raise RunError(f"{name} holds numbers that no step leaves behind")
@@ -167,18 +141,25 @@ def _cache_layout(config: RunConfig, tensors: Mapping[str, np.ndarray]) -> Layou
     }
 
 
+def _moment_part(name: str) -> tuple[str, str]:
+    """The moment that a tensor of a state is of, and the suffix of the part that it is."""
+    kind = name.partition(".")[0]
+    suffix = next((suffix for suffix in ("_scale", "_power") if kind.endswith(suffix)), "")
+    return kind.removesuffix(suffix), suffix
+
+
 def _possible(name: str, array: np.ndarray, windows: int) -> bool:
-    kind = name.removeprefix(CACHE_PREFIX) if name.startswith(CACHE_PREFIX) else name.partition(".")[0]
+    moment, part = _moment_part(name)
+    never_negative = part == "_scale" or (moment in MOMENTS and MOMENTS[moment].is_never_negative)
     if array.dtype == np.float32:
         least, most = float(array.min()), float(array.max())  # a NaN is both
-        return bool(np.isfinite((least, most)).all()) and (least >= 0 or kind not in _NEVER_NEGATIVE)
-    match kind:
-        case "exp_avg":  # e4m3 has a NaN of either sign, the codes 127 and 255
-            return int(array.max()) < 0xFF and int(array.view(np.int8).max()) < 0x7F
-        case "exp_avg_sq":
-            return int(array.max()) < 0x7F
-        case "exp_avg_power" | "exp_avg_sq_power":  # by which is divided
-            return int(array.min()) > 0
+        return bool(np.isfinite((least, most)).all()) and (least >= 0 or not never_negative)
+    if moment in MOMENTS and part == "_power":  # by which is divided
+        return int(array.min()) > 0
+    if moment in MOMENTS:  # e4m3 has a NaN of either sign, the codes 127 and 255
+        most = 0x7F if never_negative else 0xFF
+        return int(array.max()) < most and int(array.view(np.int8).max()) < 0x7F
+    match name.removeprefix(CACHE_PREFIX):
         case "values":  # bf16: as integers, what is not finite is the largest of its sign
             return int(array.max()) < 0x7F80 and int(array.view(np.uint16).max()) < 0xFF80
         case "samples":

@@ -1,20 +1,21 @@
 """Moments of matrices in host memory, streamed through the device in pieces while the optimizer steps.
 
 While one piece is stepped, the next comes in and the last one goes out, so at most three are on the device
-(LLMQ, papers/llmq.txt, section 3.1: moments are the first of the state to leave). AdamW and the e4m3 blocks
-work element by element and block by block, so pieces of whole blocks give the bits of whole matrices.
+(LLMQ, papers/llmq.txt, section 3.1: moments are the first of the state to leave). Pieces are whole blocks, or
+whole matrices where the update rule needs them (`UpdateRule.needs_whole`), so that they give the bits of
+whole matrices.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw as adamw_of
 
-from kernels.fp8.layout import BLOCK, blocks
-from kernels.fp8.reference import POWER_UNIT, AdamWStep, Fp8Gradient, Moment, unpack_gradient
+from kernels.fp8.layout import BLOCK
+from node.config.schema import TrainingSection
 from node.model.host_memory import HostMemory
+from node.model.optimizers import UpdateRule, form_of
 from node.model.page_locked import STATE_PIECE
 
 PIECE = STATE_PIECE
@@ -24,33 +25,36 @@ assert PIECE % BLOCK == 0
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a matrix and its moments, on the device: float32 tensors, or e4m3 `Moment`s."""
+    """A part of a matrix and its moments, on the device."""
 
     parameter: nn.Parameter
     first: int
     """Its first element in the flat matrix."""
     count: int
     moments: tuple[Tensor, ...]
-    """Flat, in the order of `HostMoments.parts`."""
-
-    @property
-    def packed(self) -> tuple[Moment, Moment]:
-        """The mean and the mean square in e4m3."""
-        return Moment(*self.moments[:3]), Moment(*self.moments[3:])
+    """Flat, in the order of `UpdateRule.keys`."""
 
 
 class HostMoments:
-    """Two moments a matrix: fp32, or e4m3 codes with a scale and a power a block."""
+    """The moments of matrices, as `training.moments` has them."""
 
-    def __init__(self, memory: HostMemory, parameters: Sequence[nn.Parameter], *, packed: bool) -> None:
+    def __init__(
+        self, memory: HostMemory, rules: Mapping[nn.Parameter, UpdateRule], training: TrainingSection
+    ) -> None:
         self._memory = memory
-        self._packed = packed
         self._pieces: dict[nn.Parameter, list[tuple[Tensor, ...]]] = {}
-        for parameter in parameters:
-            counts = [
-                min(PIECE, parameter.numel() - first) for first in range(0, max(1, parameter.numel()), PIECE)
+        for parameter, rule in rules.items():
+            elements, form = parameter.numel(), form_of(training, is_matrix=True)
+            piece = elements if rule.needs_whole else PIECE
+            counts = [min(piece, elements - first) for first in range(0, elements, piece)]
+            self._pieces[parameter] = [
+                tuple(
+                    self._new(part.count(count), getattr(torch, part.dtype)).fill_(part.first)
+                    for _ in rule.moments
+                    for part in form
+                )
+                for count in counts
             ]
-            self._pieces[parameter] = [self._zeros(count) for count in counts]
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._pieces
@@ -61,11 +65,9 @@ class HostMoments:
         return sum(part.nbytes for pieces in self._pieces.values() for piece in pieces for part in piece)
 
     def whole(self, parameter: nn.Parameter) -> list[Tensor]:
-        """Copies of a matrix's moments on the host: mean and mean square in fp32 of its shape; or of each
-        codes uint8 [n], scales bf16 [blocks] and powers uint8 [blocks]."""
+        """Copies of a matrix's moments on the host, flat, in the order of `UpdateRule.keys`."""
         self._memory.finish()
-        parts = [torch.cat(part) for part in zip(*self._pieces[parameter], strict=True)]
-        return parts if self._packed else [part.view(parameter.shape) for part in parts]
+        return [torch.cat(part) for part in zip(*self._pieces[parameter], strict=True)]
 
     def load(self, parameter: nn.Parameter, parts: Sequence[Tensor]) -> None:
         """Replace what `whole` gives by copies of these."""
@@ -80,7 +82,7 @@ class HostMoments:
         """Every piece, in the order of the matrices, for the caller to step; then it goes back."""
         memory, device = self._memory, self._memory.device
         places = [
-            (parameter, number * PIECE, host)
+            (parameter, number * pieces[0][0].numel(), host)
             for parameter, pieces in self._pieces.items()
             for number, host in enumerate(pieces)
         ]
@@ -105,41 +107,5 @@ class HostMoments:
         if leaving is not None:
             memory.wait(leaving[1])
 
-    def _zeros(self, count: int) -> tuple[Tensor, ...]:
-        if not self._packed:
-            return tuple(self._new(count, torch.float32).zero_() for _ in range(2))
-        moments = (self._moment(count) for _ in range(2))
-        return tuple(part for moment in moments for part in (moment.codes, moment.scales, moment.powers))
-
-    def _moment(self, count: int) -> Moment:
-        """As `Moment.zeros`."""
-        return Moment(
-            self._new(count, torch.uint8).zero_(),
-            self._new(blocks(count), torch.bfloat16).zero_(),
-            self._new(blocks(count), torch.uint8).fill_(POWER_UNIT),
-        )
-
     def _new(self, count: int, dtype: torch.dtype) -> Tensor:
         return self._memory.empty(count * dtype.itemsize).view(dtype)
-
-
-def step_piece(weight: Tensor, gradient: Tensor | Fp8Gradient, piece: Piece, step: AdamWStep) -> None:
-    """torch's AdamW on a part of a matrix, in place."""
-    values = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient
-    mean, square = piece.moments
-    adamw_of(
-        [weight],
-        [values.mul_(step.clip_coefficient)],
-        [mean],
-        [square],
-        [],
-        [torch.full((), float(step.step - 1), device=weight.device)],
-        amsgrad=False,
-        beta1=step.beta1,
-        beta2=step.beta2,
-        lr=step.lr,
-        weight_decay=step.weight_decay,
-        eps=step.eps,
-        maximize=False,
-        fused=weight.is_cuda,
-    )

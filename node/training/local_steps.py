@@ -1,6 +1,6 @@
 """Rounds: local steps of each gradient group, and the outer optimizer over their mean (`[sync] every`).
 
-In a round each group starts from the same weights, takes `every` AdamW steps on parts of its samples, and
+In a round each group starts from the same weights, takes `every` optimizer steps on parts of its samples, and
 says how its weights changed. The outer optimizer treats the mean change over groups as a gradient: SGD, if
 asked with Nesterov momentum, as in DiLoCo (arXiv 2311.08105, algorithm 1).
 
@@ -25,11 +25,9 @@ from torch import Tensor, nn
 
 from node.config.schema import RunConfig
 from node.model.host_memory import HostMemory, host_memory
-from node.schedule.gradient_groups import SQUARE, SQUARE_COLUMNS, SQUARE_ROWS
 from node.training.optimizer import StageOptimizer
 from node.training.schedule import learning_rate
-
-KINDS = (SQUARE, SQUARE_ROWS, SQUARE_COLUMNS)
+from node.training.update_rules import Step
 
 
 class LocalSteps:
@@ -45,12 +43,12 @@ class LocalSteps:
         self._optimizer = optimizer
         self._weights_changed = weights_changed
         self._host: HostMemory | None = None
-        self._kept: dict[nn.Parameter, tuple[Tensor, Tensor, Tensor]] = {}
-        """Weights and both moments as the round found them, on the host."""
+        self._kept: dict[nn.Parameter, tuple[Tensor, list[Tensor]]] = {}
+        """Weights and moments as the round found them, on the host."""
         self._steps: dict[str, int] = {}
         self._taken = 0
-        self._squares: dict[nn.Parameter, dict[str, Tensor]] = {}
-        """The means of second moments of the round that waits for its commit, as `put` takes them."""
+        self._means: dict[nn.Parameter, dict[str, Tensor]] = {}
+        """`UpdateRule.round_means` of the round that waits for its commit, as `put` takes them."""
 
     def begin_group(self) -> None:
         """The next local steps are another group's, from where the round began."""
@@ -62,7 +60,7 @@ class LocalSteps:
         self._taken = 0
 
     def step(self, step: int) -> None:
-        """A part's gradients are complete: take its AdamW step, in the run's step `step`.
+        """A part's gradients are complete: take its optimizer step, in the run's step `step`.
 
         Raises NonFiniteError, which names the layer unit.
         """
@@ -77,7 +75,7 @@ class LocalSteps:
         """The group is done: its part of the means over groups, by layer unit, float32 on the device.
 
         Under the parameter's name what was taken off its weights; under those of `model_pieces` the means of
-        its second moment.
+        its moments.
         """
         found: dict[str, dict[str, Tensor]] = {}
         with torch.no_grad():
@@ -102,8 +100,10 @@ class LocalSteps:
         named = self._optimizer.named[unit]
         self._optimizer.put_gradients(unit, values)
         for name, parameter in named.items():
-            self._squares[parameter] = {
-                kind: values[key].clone() for kind in KINDS if (key := f"{kind}.{name}") in values
+            self._means[parameter] = {
+                key.removesuffix(f".{name}"): value.clone()
+                for key, value in values.items()
+                if key.endswith(f".{name}")
             }
 
     @torch.no_grad()
@@ -117,9 +117,10 @@ class LocalSteps:
             optimizer.streaming.use_gradients(unit)
             for parameter in named.values():
                 change = optimizer.gradients.get(parameter)
-                square = _square(parameter, self._squares.pop(parameter))
-                mean = self._mean(parameter, change, square, lr, taken[unit])
-                optimizer.put_moments(parameter, mean, square)
+                last = Step(lr=lr, weight_decay=self._config.training.weight_decay, number=taken[unit])
+                means, updates = self._means.pop(parameter), optimizer.updates_of(parameter)
+                moments = updates.moments_after_round(parameter, change, means, sync.every, last)
+                optimizer.put_moments(parameter, moments)
                 if sync.outer_momentum > 0.0:
                     held = optimizer.outer.get(parameter)
                     velocity = change.clone()
@@ -133,22 +134,6 @@ class LocalSteps:
         optimizer.weights_changed()
         optimizer.zero_grad()
 
-    def _mean(self, parameter: nn.Parameter, change: Tensor, square: Tensor, lr: float, steps: int) -> Tensor:
-        """AdamW's first moment that would have taken the round's mean change, in as many equal steps.
-
-        Args:
-            square: its second moment after the round.
-            steps: AdamW's, of the whole run.
-        """
-        training = self._config.training
-        if lr == 0.0:  # of the last step of a schedule that ends at 0
-            return torch.zeros_like(change)
-        mean = change / (lr * self._sync.every)
-        if parameter.ndim >= 2:
-            mean.sub_(parameter, alpha=training.weight_decay)
-        root = (square / (1 - training.beta2**steps)).sqrt_().add_(training.eps)
-        return mean.mul_(root).mul_(1 - training.beta1**steps)
-
     @torch.no_grad()
     def _keep(self) -> None:
         """What the round begins with."""
@@ -157,8 +142,8 @@ class LocalSteps:
         for unit, named in optimizer.named.items():
             optimizer.streaming.use_weights(unit)
             for parameter in named.values():
-                mean, square = map(self._on_host, optimizer.moments_of(parameter))
-                self._kept[parameter] = self._on_host(parameter), mean, square
+                moments = [self._on_host(moment) for moment in optimizer.moments_of(parameter)]
+                self._kept[parameter] = self._on_host(parameter), moments
 
     def _on_host(self, tensor: Tensor, target: Tensor | None = None) -> Tensor:
         """A copy, in `target` if there is one; whole once the device's work is done."""
@@ -173,18 +158,11 @@ class LocalSteps:
         return self._host
 
     def _change(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-        weight, _, _ = self._kept[parameter]
+        weight, _ = self._kept[parameter]
         change = weight.to(parameter.device, non_blocking=True) - parameter.detach()
-        # A copy: the next group begins before this one's change is packed.
-        square = self._optimizer.moments_of(parameter)[1].to(parameter.device, copy=True)
-        if square.ndim < 2:
-            return {name: change, f"{SQUARE}.{name}": square}
-        rows = square.flatten(1)
-        return {
-            name: change,
-            f"{SQUARE_ROWS}.{name}": rows.mean(1),
-            f"{SQUARE_COLUMNS}.{name}": rows.mean(0),
-        }
+        moments = [moment.to(parameter.device) for moment in self._optimizer.moments_of(parameter)]
+        means = self._optimizer.updates_of(parameter).round_means(moments)
+        return {name: change, **{f"{kind}.{name}": mean for kind, mean in means.items()}}
 
     @torch.no_grad()
     def _restore(self) -> None:
@@ -192,19 +170,9 @@ class LocalSteps:
         for unit, named in optimizer.named.items():
             optimizer.streaming.use_weights(unit, changed=True)
             for parameter in named.values():
-                weight, mean, square = self._kept[parameter]
+                weight, moments = self._kept[parameter]
                 parameter.copy_(weight, non_blocking=True)
-                optimizer.put_moments(parameter, mean, square)
+                optimizer.put_moments(parameter, moments)
         optimizer.steps_taken = self._steps
         optimizer.weights_changed()
         optimizer.zero_grad()
-
-
-def _square(parameter: nn.Parameter, means: dict[str, Tensor]) -> Tensor:
-    """The second moment that a round's means stand for, in the parameter's shape."""
-    if parameter.ndim < 2:
-        return means[SQUARE].view(parameter.shape)
-    rows, columns = means[SQUARE_ROWS], means[SQUARE_COLUMNS]
-    mean = rows.mean()
-    shares = torch.where(mean > 0, rows / mean, torch.zeros_like(rows))
-    return torch.outer(shares, columns).view(parameter.shape)

@@ -1,7 +1,7 @@
-"""AdamW over the layer units that one process holds.
+"""The optimizer of the layer units that one process holds, whatever `training.optimizer` is.
 
 Everything is kept and reported by unit, so that norms sum to the same bits and snapshots restore on any
-split. Moments are float32, or e4m3 for matrices (`[training] moments`);
+split. `node.model.optimizers` declares what is kept of a parameter, `node.training.update_rules` steps, and
 `node.training.gradients` keeps gradients. Snapshots hold weights as float32, which holds bfloat16 exactly.
 """
 
@@ -12,17 +12,26 @@ from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw as adamw_of
 
 from kernels.common import dispatch
-from kernels.fp8.ops import adamw_step
-from kernels.fp8.reference import AdamWStep, Fp8Gradient, Moment
+from kernels.fp8.reference import Fp8Gradient
 from kernels.fp8.rows import Coded
 from node.config.schema import TrainingSection
 from node.model.blocks import Block
 from node.model.chunk import Chunk
 from node.model.host_memory import HostMemory
 from node.model.lora import DropoutSource
+from node.model.optimizers import (
+    OUTER_PREFIX,
+    PARAMETER_PREFIX,
+    STEP,
+    Layout,
+    Part,
+    UpdateRule,
+    layout_problem,
+    state_layout,
+    update_rule,
+)
 from node.model.products import AddProduct
 from node.model.rng import salt
 from node.model.shard_shapes import pieces
@@ -30,24 +39,15 @@ from node.model.streamed import Streaming
 from node.model.tensor_rank import TensorRank
 from node.model.units import HEAD, tied_parameter
 from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients, norms
-from node.training.host_moments import HostMoments, step_piece
-from node.training.loaded_state import (
-    MOMENTS,
-    OUTER,
-    PARAMETER,
-    POWER,
-    SCALE,
-    STEP,
-    check_loaded,
-    expected_state,
-)
+from node.training.host_moments import HostMoments
 from node.training.loss_scale import SKIPPED
 from node.training.schedule import clip_coefficient
-from wire.errors import NonFiniteError
+from node.training.update_rules import Step, Updates, updates_of
+from wire.errors import NonFiniteError, RunError
 
 
 class StageOptimizer:
-    """Holds the main gradients and AdamW's state for the units of some chunks."""
+    """Holds the main gradients and the optimizer's state for the units of some chunks."""
 
     def __init__(
         self,
@@ -98,10 +98,18 @@ class StageOptimizer:
                 )
                 counted = copy if unit == HEAD else None
                 self._counted[unit] = [value for name, value in parameters.items() if name != counted]
-        everything = [parameter for unit in self._units.values() for parameter in unit.values()]
-        matrices = [parameter for parameter in everything if parameter.ndim >= 2]
-        vectors = [parameter for parameter in everything if parameter.ndim < 2]
+        self._places = {
+            one: (unit, name) for unit, named in self._units.items() for name, one in named.items()
+        }
+        everything = tuple(self._places)
         self._training = training
+        self._rules = {
+            one: update_rule(training.optimizer, unit, name, tuple(one.shape))
+            for one, (unit, name) in self._places.items()
+        }
+        self._updates: dict[UpdateRule, Updates] = {
+            rule: updates_of(rule, training) for rule in self._rules.values()
+        }
         self._seed = seed
         self.streaming = streaming or Streaming()
         self._in_blocks = {
@@ -131,45 +139,42 @@ class StageOptimizer:
             self.streaming.move_codes(host, codes_away, self._coded)
         self.weights_changed()
         self._steps = dict.fromkeys(self._units, 0)
-        self._vectors = _AdamW(vectors, training)
-        self._place_moments(matrices, host)
-
-    def _place_moments(self, matrices: Sequence[nn.Parameter], host: HostMemory | None) -> None:
-        """Moments of matrices that begin at 0, on the device or in `host`."""
-        packed = self._training.moments == "fp8"
-        self._packed: dict[nn.Parameter, tuple[Moment, Moment]] = {}
-        self._on_host = None if host is None else HostMoments(host, matrices, packed=packed)
-        there = matrices if host is None else ()
-        for parameter in there if packed else ():
-            mean, square = (Moment.zeros(parameter.numel(), parameter.device) for _ in MOMENTS)
-            self._packed[parameter] = mean, square
-        unpacked = [parameter for parameter in there if parameter not in self._packed]
-        # Two, because matrices whose gradients are in e4m3 step one at a time.
-        self._matrices = _AdamW(unpacked, self._training)
-        self._moments = {**self._matrices.state, **self._vectors.state}
         self.outer: dict[nn.Parameter, Tensor] = {}
         """The momentum of all parameters, float32 on the CPU; empty before a run's first round has ended."""
+        self._moments: dict[nn.Parameter, list[Tensor]] = {}
+        """Of parameters whose moments are on the device, in the order of `UpdateRule.keys`."""
+        self._place_moments(host)
+
+    def _place_moments(self, host: HostMemory | None) -> None:
+        """Moments that begin at 0: those of matrices on the device or in `host`."""
+        there = {one: rule for one, rule in self._rules.items() if host is not None and one.ndim >= 2}
+        self._on_host = None if host is None else HostMoments(host, there, self._training)
+        self._moments = {
+            one: [self._zeros(one, part) for part in self._keys(one).values()]
+            for one in self._rules
+            if one not in there
+        }
+
+    @staticmethod
+    def _zeros(parameter: nn.Parameter, part: Part) -> Tensor:
+        dtype, device = getattr(torch, part.dtype), parameter.device
+        flat = torch.full((part.count(parameter.numel()),), part.first, dtype=dtype, device=device)
+        return _shaped(flat, parameter)
+
+    def _keys(self, parameter: nn.Parameter) -> dict[str, Part]:
+        """The tensors of a parameter's moments by their names in its unit's state."""
+        name = self._places[parameter][1]
+        return self._rules[parameter].keys(self._training, name, is_matrix=parameter.ndim >= 2)
 
     @torch.no_grad()
     def move_moments(self, host: HostMemory | None) -> None:
         """Move the matrices' moments to `host`, or back to the device if None, between two steps."""
         if (host is None) == (self._on_host is None):
             return
-        before, matrices = self._on_host, [one for one in self.parameters if one.ndim >= 2]
-        kept = {
-            one: before.whole(one) if before is not None else list(self._state_parts(one, "").values())
-            for one in matrices
-        }
-        self._place_moments(matrices, host)
-        steps = {one: self._steps[unit] for unit, named in self._units.items() for one in named.values()}
-        for parameter, parts in kept.items():
-            if self._on_host is not None:
-                self._on_host.load(parameter, parts)
-                continue
-            for part, value in zip(self._state_parts(parameter, "").values(), parts, strict=True):
-                part.copy_(value.view(part.shape))
-            if parameter in self._moments:
-                self._moments[parameter][STEP].fill_(steps[parameter])
+        kept = {one: self.moments_of(one) for one in self._rules}
+        self._place_moments(host)
+        for parameter, moments in kept.items():
+            self.put_moments(parameter, moments)
 
     def move_weights(self, host: HostMemory, blocks: Collection[str]) -> None:
         """Have the weights of these blocks' matrices in `host`, and those of others on the device."""
@@ -212,9 +217,7 @@ class StageOptimizer:
     @property
     def moment_bytes(self) -> int:
         """Memory that the moments take, without those in host memory."""
-        packed = [moment.nbytes for pair in self._packed.values() for moment in pair]
-        plain: list[int] = [state[moment].nbytes for state in self._moments.values() for moment in MOMENTS]
-        return sum(packed) + sum(plain)
+        return sum(moment.nbytes for moments in self._moments.values() for moment in moments)
 
     def zero_grad(self) -> None:
         """Drop all gradients: before a step, and when one is aborted."""
@@ -327,17 +330,17 @@ class StageOptimizer:
                 self.gradients.put(parameter, values[name].view(parameter.shape))
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
-        """Scale gradients by the global clip coefficient, take one AdamW step, drop the gradients.
+        """Scale gradients by the global clip coefficient, take one step, drop the gradients.
 
-        A step that is `SKIPPED` only drops them: AdamW does not count it.
+        A step that is `SKIPPED` only drops them: the optimizer does not count it.
         """
         if clip_coefficient == SKIPPED:
             self.zero_grad()
             return
-        self._adamw(lr, lambda _: clip_coefficient)
+        self._step(lr, lambda _: clip_coefficient)
 
     def local_step(self, lr: float, taken: int, scale: float) -> None:
-        """Take one AdamW step of a round; drop the gradients.
+        """Take one optimizer step of a round; drop the gradients.
 
         No stage waits for others: each parameter's gradient is clipped by its own norm.
 
@@ -349,91 +352,120 @@ class StageOptimizer:
             NonFiniteError: a gradient is not finite. Nothing has changed.
         """
         coefficients: dict[nn.Parameter, float] = {}
-        places = [(unit, name, one) for unit, named in self._units.items() for name, one in named.items()]
-        found = self._norms_of((unit, parameter) for unit, _, parameter in places)
-        for (unit, name, parameter), pieces_of in zip(places, found, strict=True):
+        found = self._norms_of((unit, parameter) for parameter, (unit, _) in self._places.items())
+        for (parameter, (unit, name)), pieces_of in zip(self._places.items(), found, strict=True):
             norm = scale * math.sqrt(_sum_of_squares(pieces_of))
             if not math.isfinite(norm):
                 raise NonFiniteError(f"the gradient of {name} of {unit} in local step {taken + 1}")
             coefficients[parameter] = scale * clip_coefficient(norm, self._training.clip)
-        self._adamw(lr, coefficients.__getitem__)
+        self._step(lr, coefficients.__getitem__)
 
     @property
     def steps_taken(self) -> dict[str, int]:
-        """AdamW's count of steps, by unit. Rounds set it back."""
+        """The optimizer's count of steps, by unit. Rounds set it back."""
         return dict(self._steps)
 
     @steps_taken.setter
     def steps_taken(self, steps: Mapping[str, int]) -> None:
         self._steps.update(steps)
-        for unit, parameters in self._units.items():
-            for parameter in parameters.values():
-                if parameter in self._moments:
-                    self._moments[parameter][STEP].fill_(self._steps[unit])
+
+    def updates_of(self, parameter: nn.Parameter) -> Updates:
+        """What steps it."""
+        return self._updates[self._rules[parameter]]
 
     def moments_of(self, parameter: nn.Parameter) -> list[Tensor]:
-        """Both moments, float32 of the parameter's shape; never of those in e4m3. The optimizer's own, or
-        copies on the CPU of those in host memory."""
-        if self._on_host is not None and parameter in self._on_host:
-            return self._on_host.whole(parameter)
-        return [self._moments[parameter][moment] for moment in MOMENTS]
+        """The tensors of its moments in the order of `UpdateRule.keys`, those in float32 of its shape. The
+        optimizer's own, or copies on the CPU of those in host memory."""
+        if parameter in self._moments:
+            return self._moments[parameter]
+        assert self._on_host is not None
+        return [_shaped(part, parameter) for part in self._on_host.whole(parameter)]
 
     @torch.no_grad()
-    def put_moments(self, parameter: nn.Parameter, mean: Tensor, square: Tensor) -> None:
+    def put_moments(self, parameter: nn.Parameter, moments: Sequence[Tensor]) -> None:
         """Replace what `moments_of` gives by copies of these."""
         if self._on_host is not None and parameter in self._on_host:
-            self._on_host.load(parameter, [mean, square])
+            self._on_host.load(parameter, moments)
             return
-        for moment, value in zip(MOMENTS, (mean, square), strict=True):
-            self._moments[parameter][moment].copy_(value, non_blocking=True)
+        for kept, value in zip(self._moments[parameter], moments, strict=True):
+            kept.copy_(value, non_blocking=True)
 
     @torch.no_grad()
-    def _adamw(self, lr: float, scale_of: Callable[[nn.Parameter], float]) -> None:
+    def _step(self, lr: float, scale_of: Callable[[nn.Parameter], float]) -> None:
         """One step with gradients times `scale_of` their parameter."""
-        for unit, parameters in self._units.items():
+        for unit in self._units:
             self._steps[unit] += 1
-            for name, parameter in parameters.items():
-                if parameter in self._packed:
-                    moments = self._packed[parameter]
-                    step = self._adamw_step(unit, name, parameter, lr, scale_of(parameter))
-                    adamw_step(parameter, self.gradients.stored(parameter), *moments, step)
+        together: dict[tuple[Updates, float], list[nn.Parameter]] = {}
+        for parameter, moments in self._moments.items():
+            updates = self.updates_of(parameter)
+            is_packed = len(moments) > len(self._rules[parameter].moments)
+            if is_packed or parameter.grad is None:
+                # A gradient that is unpacked for a step in float32 is there for this step alone.
+                gradients = self.gradients
+                gradient = gradients.stored(parameter) if is_packed else gradients.get(parameter)
+                updates.step(parameter, gradient, moments, self._step_of(parameter, lr, scale_of(parameter)))
+            else:
+                together.setdefault((updates, self._decay(parameter)), []).append(parameter)
         if self._on_host is not None:
-            self._apply_streamed(self._on_host, lr, scale_of)
-        for adamw, decay in ((self._matrices, self._training.weight_decay), (self._vectors, 0.0)):
-            kept: dict[nn.Parameter, Tensor] = {}
-            for parameter in adamw.state:
-                gradient = self.gradients.get(parameter)
-                if parameter.grad is None:
-                    # It was unpacked for this step alone.
-                    adamw.step({parameter: gradient.mul_(scale_of(parameter))}, lr, decay)
-                else:
-                    kept[parameter] = gradient
-            if kept:
-                torch._foreach_mul_(list(kept.values()), [scale_of(parameter) for parameter in kept])
-            adamw.step(kept, lr, decay)
+            self._step_streamed(self._on_host, lr, scale_of)
+        for (updates, decay), parameters in together.items():
+            gradients = [self.gradients.get(parameter) for parameter in parameters]
+            torch._foreach_mul_(gradients, [scale_of(parameter) for parameter in parameters])
+            step = Step(lr=lr, weight_decay=decay, number=self._next_step - 1)
+            updates.step_together(parameters, gradients, [self._moments[one] for one in parameters], step)
         self.weights_changed()
         self.zero_grad()
+
+    def _step_streamed(
+        self, moments: HostMoments, lr: float, scale_of: Callable[[nn.Parameter], float]
+    ) -> None:
+        """The same step, of matrices whose moments come from host memory."""
+        for piece in moments.stream():
+            parameter = piece.parameter
+            unit = self._places[parameter][0]
+            self.streaming.use_weights(unit, changed=True)
+            self.streaming.use_gradients(unit)
+            step = self._step_of(parameter, lr, scale_of(parameter), piece.first)
+            shape = parameter.shape if piece.count == parameter.numel() else (piece.count,)
+            weight = parameter.view(-1)[piece.first : piece.first + piece.count].view(shape)
+            gradient = self.gradients.part(parameter, piece.first, piece.count)
+            if isinstance(gradient, Tensor):
+                gradient = gradient.view(shape)
+            of_piece = [_shaped(moment, weight) for moment in piece.moments]
+            self.updates_of(parameter).step(weight, gradient, of_piece, step)
+
+    def _decay(self, parameter: nn.Parameter) -> float:
+        return self._training.weight_decay if parameter.ndim >= 2 else 0.0
+
+    def _step_of(self, parameter: nn.Parameter, lr: float, scale: float, first: int = 0) -> Step:
+        unit, name = self._places[parameter]
+        # Both copies of a tied weight must round alike.
+        place = ("", "tied") if parameter in self._tied else (unit, name)
+        # So must the replicas of a whole parameter, but each shard of one draws for itself.
+        of_shard = f" of rank {self._rank.index}" if parameter in self._sharded else ""
+        number = self._steps[unit]
+        return Step(
+            lr=lr,
+            weight_decay=self._decay(parameter),
+            number=number,
+            scale=scale,
+            salt=salt(self._seed, step=number, layer=place[0], purpose=f"rounding {place[1]}{of_shard}"),
+            first=first,
+        )
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
         """A copy of a unit's whole state on the CPU, so that training may continue meanwhile.
 
-        Keys: "parameter.NAME" (float32) and "step" (int64 scalar); for moments in float32 "exp_avg.NAME" and
-        "exp_avg_sq.NAME", for those in e4m3 the codes under these names (uint8 [elements]) and
-        "exp_avg_scale.NAME" (float32 [blocks]), "exp_avg_power.NAME" (uint8 [blocks]), likewise of the other.
-        After a round "outer.NAME" (float32) too.
+        Keys, dtypes and shapes are those of `state_layout`.
         """
         state: dict[str, Tensor] = {STEP: torch.tensor(self._steps[unit], dtype=torch.int64)}
         self.streaming.use_weights(unit)
         for name, parameter in self._units[unit].items():
-            state[f"{PARAMETER}.{name}"] = copy_to_cpu(parameter.float())
-            parts = self._state_parts(parameter, name)
-            if self._on_host is not None and parameter in self._on_host:
-                found = dict(zip(parts, self._on_host.whole(parameter), strict=True))
-            else:
-                found = {key: copy_to_cpu(part) for key, part in parts.items()}
-            state |= {key: part.float() if SCALE in key else part for key, part in found.items()}
+            state[f"{PARAMETER_PREFIX}{name}"] = copy_to_cpu(parameter.float())
+            kept = zip(self._keys(parameter).items(), self.moments_of(parameter), strict=True)
+            state |= {key: copy_to_cpu(moment).to(getattr(torch, part.saved)) for (key, part), moment in kept}
             if parameter in self.outer:
-                state[f"{OUTER}.{name}"] = copy_to_cpu(self.outer[parameter])
+                state[f"{OUTER_PREFIX}{name}"] = copy_to_cpu(self.outer[parameter])
         return state
 
     @torch.no_grad()
@@ -443,125 +475,28 @@ class StageOptimizer:
         Raises:
             RunError: a tensor is missing, unknown, or of another shape or dtype.
         """
-        after_round = any(key.startswith(f"{OUTER}.") for key in tensors)
-        packed = self._training.moments == "fp8"
-        expected = expected_state(self._units[unit], packed=packed, after_round=after_round)
-        check_loaded(unit, expected, tensors)
+        after_round = any(key.startswith(OUTER_PREFIX) for key in tensors)
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._units[unit].items()}
+        found: Layout = {
+            key: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for key, tensor in tensors.items()
+        }
+        expected = state_layout(self._training, unit, shapes, outer=after_round)
+        if problem := layout_problem(expected, found):
+            raise RunError(
+                f"state of unit {unit}: {problem}; the snapshot is of another model: resume with the run's "
+                "own config"
+            )
         self._steps[unit] = int(tensors[STEP].item())
         self.streaming.use_weights(unit, changed=True)
         for name, parameter in self._units[unit].items():
-            parameter.copy_(tensors[f"{PARAMETER}.{name}"])
+            parameter.copy_(tensors[f"{PARAMETER_PREFIX}{name}"])
             self.outer.pop(parameter, None)
             if after_round:
-                self.outer[parameter] = copy_to_cpu(tensors[f"{OUTER}.{name}"])
-            parts = self._state_parts(parameter, name)
-            if self._on_host is not None and parameter in self._on_host:
-                self._on_host.load(parameter, [tensors[key] for key in parts])
-                continue
-            for key, part in parts.items():
-                part.copy_(tensors[key])
-            if parameter in self._moments:
-                self._moments[parameter][STEP].fill_(self._steps[unit])
+                self.outer[parameter] = copy_to_cpu(tensors[f"{OUTER_PREFIX}{name}"])
+            self.put_moments(parameter, [tensors[key] for key in self._keys(parameter)])
         if unit in self._coded:
             self.streaming.code(unit, self._coded[unit])
-
-    def _state_parts(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
-        """The tensors of a parameter's moments by their keys in a unit's state; empty ones for those in host
-        memory."""
-        if self._on_host is not None and parameter in self._on_host:
-            empty = torch.empty(0)
-            kinds = ("", SCALE, POWER) if self._training.moments == "fp8" else ("",)
-            return {f"{moment}{kind}.{name}": empty for moment in MOMENTS for kind in kinds}
-        if parameter not in self._packed:
-            return {f"{moment}.{name}": self._moments[parameter][moment] for moment in MOMENTS}
-        parts = {}
-        for moment, packed in zip(MOMENTS, self._packed[parameter], strict=True):
-            parts[f"{moment}.{name}"] = packed.codes
-            parts[f"{moment}{SCALE}.{name}"] = packed.scales
-            parts[f"{moment}{POWER}.{name}"] = packed.powers
-        return parts
-
-    def _apply_streamed(
-        self, moments: HostMoments, lr: float, scale_of: Callable[[nn.Parameter], float]
-    ) -> None:
-        """The same step, of matrices whose moments come from host memory."""
-        places = {one: (unit, name) for unit, named in self._units.items() for name, one in named.items()}
-        for piece in moments.stream():
-            unit, name = places[piece.parameter]
-            self.streaming.use_weights(unit, changed=True)
-            self.streaming.use_gradients(unit)
-            scale = scale_of(piece.parameter)
-            step = self._adamw_step(unit, name, piece.parameter, lr, scale, piece.first)
-            weight = piece.parameter.view(-1)[piece.first : piece.first + piece.count]
-            gradient = self.gradients.part(piece.parameter, piece.first, piece.count)
-            if self._training.moments == "fp8":
-                adamw_step(weight, gradient, *piece.packed, step)
-            else:
-                step_piece(weight, gradient, piece, step)
-
-    def _adamw_step(
-        self,
-        unit: str,
-        name: str,
-        parameter: nn.Parameter,
-        lr: float,
-        clip_coefficient: float,
-        first: int = 0,
-    ) -> AdamWStep:
-        training, step = self._training, self._steps[unit]
-        # Both copies of a tied weight must round alike.
-        place = ("", "tied") if parameter in self._tied else (unit, name)
-        # So must the replicas of a whole parameter, but each shard of one draws for itself.
-        of_shard = f" of rank {self._rank.index}" if parameter in self._sharded else ""
-        return AdamWStep(
-            lr=lr,
-            beta1=training.beta1,
-            beta2=training.beta2,
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-            step=step,
-            clip_coefficient=clip_coefficient,
-            salt=salt(self._seed, step=step, layer=place[0], purpose=f"rounding {place[1]}{of_shard}"),
-            first=first,
-        )
-
-
-class _AdamW:
-    """torch's AdamW with moments in float32, by its function: the first of its optimizers that a process
-    makes imports torch's compiler, which takes seconds. On a GPU in one pass over all state, by its own
-    kernel."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], training: TrainingSection) -> None:
-        self._training = training
-        self.state = {
-            parameter: {
-                # On a GPU the step reads it there.
-                STEP: torch.zeros((), device=parameter.device if parameter.is_cuda else "cpu"),
-                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
-            }
-            for parameter in parameters
-        }
-
-    def step(self, gradients: Mapping[nn.Parameter, Tensor], lr: float, weight_decay: float) -> None:
-        """One step of these parameters, in place."""
-        states = [self.state[parameter] for parameter in gradients]
-        means, squares = ([state[moment] for state in states] for moment in MOMENTS)
-        adamw_of(
-            list(gradients),
-            list(gradients.values()),
-            means,
-            squares,
-            [],
-            [state[STEP] for state in states],
-            amsgrad=False,
-            beta1=self._training.beta1,
-            beta2=self._training.beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=self._training.eps,
-            maximize=False,
-            fused=any(parameter.is_cuda for parameter in gradients),
-        )
 
 
 def sum_tied_gradients(head: Tensor, embed: Tensor) -> Tensor:
@@ -583,3 +518,8 @@ def _sum_of_squares(norms: Iterable[float]) -> float:
 def copy_to_cpu(tensor: Tensor) -> Tensor:
     """A copy of a tensor in this machine's memory."""
     return tensor.detach().to("cpu", copy=True)
+
+
+def _shaped(moment: Tensor, parameter: Tensor) -> Tensor:
+    """A flat moment in the parameter's shape where it is stored as it is."""
+    return moment.view(parameter.shape) if moment.dtype == torch.float32 else moment

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
 from node.model.lora_shapes import WHOLE, largest_projection, targets
+from node.model.optimizers import UpdateRule, update_rules
 from node.model.page_locked import GRADIENT_PIECE, STATE_PIECE, in_pieces, page_locked
 from node.model.shard_shapes import frozen_bytes, trained_parameters
 from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, head_piece, kv_width
@@ -18,8 +19,7 @@ from node.model.units import EMBED, HEAD, block_name, is_block
 from wire.identity.enrolment import CPU, Hardware
 
 _GRADIENT_BYTES = 1 + 1 / BLOCK
-_MOMENT_BYTES = 1 + 3 / BLOCK
-"""e4m3 (`kernels.fp8.reference`): codes, plus a block's exponent, or its scale and power."""
+"""e4m3 (`kernels.fp8.reference`): codes, plus a block's exponent."""
 MULTIPROCESSORS = 192
 """No GPU has more."""
 OWN_ATTENTION = "sm_90"
@@ -46,8 +46,6 @@ GIB = 1 << 30
 _INTO_ATTENTION = ("query", "key", "value", "qkv_projection")
 _INTO_FEED_FORWARD = ("gate", "up")
 """Projections of a norm's result."""
-_SNAPSHOT_BYTES = 12
-"""Weight and two moments in float32; those in e4m3 are less."""
 SNAPSHOTS_SENT = 2
 """Copies that a node may hold at a time: one being sent over a slow link, and the next."""
 
@@ -101,6 +99,7 @@ class Share:
     """What one of a node's devices holds and computes; all sizes in bytes."""
 
     def __init__(self, config: RunConfig, devices: Devices, storage: Storage) -> None:
+        self._config = config
         self._model: ModelSection = config.model
         self._training: TrainingSection = config.training
         self._lora: LoraSection = config.lora
@@ -136,11 +135,11 @@ class Share:
         training, devices = self._training, self._devices
         weight = 2 if training.weights == "bfloat16" else 4
         gradient = _GRADIENT_BYTES if training.gradients == "fp8" else 4  # float32, whatever the weights are
-        moments = self._moments
         ranks = devices.tensor_parallel
         total = float(sum(frozen_bytes(self._model, self._lora, unit, ranks) for unit in units))
-        for elements, is_matrix, is_sharded in self._parameters(units):
-            total += elements * (weight + gradient + moments if is_matrix else 16)
+        for elements, is_matrix, is_sharded, rule in self._parameters(units):
+            moments = rule.stored_bytes(training, is_matrix=is_matrix)
+            total += elements * (moments + (weight + gradient if is_matrix else 8))
             if (
                 is_matrix
                 and training.gradients == "fp8"
@@ -150,29 +149,25 @@ class Share:
                 total += 2 * _GRADIENT_BYTES * elements
             if self._local and devices.on_cpu:
                 # What a round begins with, and the outer optimizer's momentum: in main memory.
-                total += elements * (12 + 4 * self._outer)
+                total += elements * 4 * (1 + len(rule.moments) + self._outer)
         codes = sum(2 * n for unit in units if self._coded and is_block(unit) for n in self._matrices(unit))
         return int(total) + codes + (self._copies(units) if self.captures else 0)
 
-    @property
-    def _moments(self) -> float:
-        """Bytes an element of a matrix."""
-        return 2 * _MOMENT_BYTES if self._training.moments == "fp8" else 8
-
     def moments(self, units: Sequence[str]) -> int:
         """Those of matrices, which may be in host memory instead."""
-        return int(self._moments * sum(n for n, is_matrix, _ in self._parameters(units) if is_matrix))
+        training = self._training
+        return int(sum(n * rule.stored_bytes(training, is_matrix=True) for n, rule in self._stepped(units)))
 
     def moments_on_host(self, units: Sequence[str]) -> int:
         """What they take there."""
-        matrices = (n for n, is_matrix, _ in self._parameters(units) if is_matrix)
         whole = 1 if self._training.moments == "fp8" else 4
         small = 3 / BLOCK if self._training.moments == "fp8" else 0
-        return sum(
-            2 * (n // STATE_PIECE * STATE_PIECE * whole + page_locked(n % STATE_PIECE * whole))
-            + 4 * int(n * small)
-            for n in matrices
-        )
+        total = 0
+        for n, rule in self._stepped(units):
+            in_pieces = 0 if rule.needs_whole else n // STATE_PIECE * STATE_PIECE
+            last = page_locked((n - in_pieces) * whole)
+            total += len(rule.moments) * (in_pieces * whole + last + 2 * int(n * small))
+        return total
 
     def block_weights(self, block: str) -> int:
         """Those of a block's matrices, which may be in host memory instead."""
@@ -200,7 +195,7 @@ class Share:
     def gradients(self, units: Sequence[str]) -> int:
         """A copy of these units' main gradients."""
         matrix = _GRADIENT_BYTES if self._training.gradients == "fp8" else 4
-        return int(sum(n * (matrix if is_matrix else 4) for n, is_matrix, _ in self._parameters(units)))
+        return int(sum(n * (matrix if is_matrix else 4) for n, is_matrix, _, _ in self._parameters(units)))
 
     @property
     def on_cpu(self) -> bool:
@@ -220,15 +215,18 @@ class Share:
 
     def _matrices(self, unit: str) -> list[int]:
         """Elements of each of a unit's matrices."""
-        return [elements for elements, is_matrix, _ in self._parameters([unit]) if is_matrix]
+        return [elements for elements, _ in self._stepped([unit])]
 
     def snapshot(self, units: Sequence[str]) -> int:
         """Copies of these units' state for snapshots, whole whatever the share, and a layer as a file."""
         if not self._devices.on_cpu:
             return 0
-        found = (trained_parameters(self._model, self._lora, unit, 1) for unit in units)
-        sizes = [sum(elements for elements, _, _ in of_unit) for of_unit in found]
-        return (_SNAPSHOT_BYTES + 4 * self._outer) * (SNAPSHOTS_SENT * sum(sizes) + max(sizes))
+        # All of it in float32: moments in e4m3 are less.
+        sizes = [
+            sum(4 * n * (1 + len(rule.moments) + self._outer) for n, _, _, rule in self._of_unit(unit, 1))
+            for unit in units
+        ]
+        return SNAPSHOTS_SENT * sum(sizes) + max(sizes)
 
     def rotary(self) -> int:
         """A chunk's sine and cosine tables."""
@@ -258,7 +256,7 @@ class Share:
 
     def applying(self, units: Sequence[str]) -> int:
         """The most that is allocated beside the state after the backwards: by the exchange of a tied
-        gradient, the norm, or AdamW."""
+        gradient, the norm, or the optimizer's step."""
         return max(self._tied_exchange(units), self._norm(units), self._step(units))
 
     def applying_streamed(self, units: Sequence[str]) -> int:
@@ -266,17 +264,20 @@ class Share:
         return max(self._tied_exchange(units), self._norm(units), self._streamed_step(units))
 
     def _streamed_step(self, units: Sequence[str]) -> int:
-        training = self._training
-        piece = min(self._largest_matrix(units), STATE_PIECE)
-        vectors = 4 * sum(n for n, is_matrix, _ in self._parameters(units) if not is_matrix)
-        if self._devices.on_cpu:
-            packed = 58 if training.weights == "bfloat16" else 34
-            beside = packed if training.moments == "fp8" else 12
-        elif training.moments == "fp8":
-            beside = 0
-        else:
-            beside = 4 if training.gradients == "fp8" else 0
-        return int((_PIECES_THERE * self._moments + beside) * piece) + vectors
+        vectors = 4 * sum(n for n, is_matrix, _, _ in self._parameters(units) if not is_matrix)
+        pieces = [(n if rule.needs_whole else min(n, STATE_PIECE), rule) for n, rule in self._stepped(units)]
+        one = max((n * rule.stored_bytes(self._training, is_matrix=True) for n, rule in pieces), default=0.0)
+        return int(_PIECES_THERE * one) + self._beside(pieces) + vectors
+
+    def _beside(self, steps: Sequence[tuple[int, UpdateRule]]) -> int:
+        """What the steps of matrices or pieces, of so many elements each, allocate."""
+        sizes: dict[UpdateRule, list[int]] = {}
+        for elements, rule in steps:
+            sizes.setdefault(rule, []).append(elements)
+        on_cpu = self._devices.on_cpu
+        return max(
+            (rule.step_bytes(self._training, n, on_cpu=on_cpu) for rule, n in sizes.items()), default=0
+        )
 
     def _tied_exchange(self, units: Sequence[str]) -> int:
         """The sum and its packed form, or both shares; in e4m3 also the piece being processed."""
@@ -295,29 +296,23 @@ class Share:
         return (wide + unpacked) * min(self._largest_matrix(units), GRADIENT_PIECE)
 
     def _step(self, units: Sequence[str]) -> int:
-        training = self._training
-        largest = self._largest_matrix(units)
-        if self._devices.on_cpu:
-            # Measured a matrix at a time: a root, twice, and the gradient unpacked or the last matrix's root;
-            # all of it in float32; random bits in int64.
-            packed = 58 if training.weights == "bfloat16" else 34
-            if training.moments == "fp8":
-                return packed * largest
-            if training.gradients == "fp8":
-                return 12 * largest
-            sizes = sorted(elements for elements, is_matrix, _ in self._parameters(units) if is_matrix)
-            return 8 * largest + 4 * sum(sizes[-2:-1])
-        # Kernels make nothing. With moments in float32 a gradient in e4m3 is unpacked for them.
-        return 4 * largest if training.gradients == "fp8" and training.moments != "fp8" else 0
+        return self._beside(self._stepped(units))
 
-    def _parameters(self, units: Sequence[str]) -> list[tuple[int, bool, bool]]:
-        """`trained_parameters` of all these units."""
-        ranks = self._devices.tensor_parallel
-        return [one for unit in units for one in trained_parameters(self._model, self._lora, unit, ranks)]
+    def _parameters(self, units: Sequence[str]) -> list[tuple[int, bool, bool, UpdateRule]]:
+        """`trained_parameters` of all these units, each with its update rule."""
+        return [found for unit in units for found in self._of_unit(unit, self._devices.tensor_parallel)]
+
+    def _of_unit(self, unit: str, ranks: int) -> list[tuple[int, bool, bool, UpdateRule]]:
+        trained = trained_parameters(self._model, self._lora, unit, ranks)
+        rules = update_rules(self._config, unit)
+        return [(*shape, rule) for shape, rule in zip(trained, rules, strict=True)]
+
+    def _stepped(self, units: Sequence[str]) -> list[tuple[int, UpdateRule]]:
+        """Elements and rule of each matrix."""
+        return [(n, rule) for n, is_matrix, _, rule in self._parameters(units) if is_matrix]
 
     def _largest_matrix(self, units: Sequence[str]) -> int:
-        found = (elements for elements, is_matrix, _ in self._parameters(units) if is_matrix)
-        return max(found, default=0)
+        return max((n for n, _ in self._stepped(units)), default=0)
 
     # ---- activations
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from node.config.schema import RunConfig
-from node.model.lora_shapes import trained_specs
-from node.model.units import state_bytes
+from node.model.optimizers import state_bytes
 from node.schedule.placement import stage_units
 
 COORDINATOR = "coordinator"
@@ -26,14 +25,7 @@ def snapshot_bytes(config: RunConfig) -> int:
 
 def stage_state_bytes(config: RunConfig, stages: int) -> list[int]:
     """Bytes of weights and optimizer state of each stage, first stage first."""
-    model, lora, moments = config.model, config.lora, config.training.moments
-    return [
-        sum(
-            state_bytes(trained_specs(model, lora, unit), moments, outer=config.has_outer_momentum)
-            for unit in units
-        )
-        for units in stage_units(config, stages)
-    ]
+    return [sum(state_bytes(config, unit) for unit in units) for units in stage_units(config, stages)]
 
 
 def is_url(place: str) -> bool:

@@ -19,6 +19,7 @@ from node.config.schema import RunConfig
 from node.data.data import Corpus
 from node.data.samples import part_of
 from node.model.labels import from_bytes, to_bytes
+from node.model.optimizers import PARAMETER_PREFIX
 from node.model.units import unit_names
 from node.schedule.gradient_groups import RowShare
 from node.schedule.routing import BETWEEN_ROWS, source_stage, target_stage
@@ -27,7 +28,6 @@ from node.stage.inbox import Inbox, StepInterrupted
 from node.stage.stage_model import StageModel
 from node.state.manifest import unit_weights_sha256, weights_sha256
 from node.telemetry.clock import StageClock
-from node.training.loaded_state import PARAMETER
 from node.training.loss_scale import LEAST, SKIPPED, loss_scales
 from node.training.schedule import clip_coefficient, global_norm, learning_rate
 from node.tuning.memory_plan import Room
@@ -257,7 +257,7 @@ class MemoryPipeline:
     def weights_sha256(self) -> str:
         """As a snapshot's manifest gives it."""
         state = self.state()
-        prefix = f"{PARAMETER}."
+        prefix = PARAMETER_PREFIX
         return weights_sha256(
             unit_weights_sha256(
                 {k.removeprefix(prefix): v.numpy() for k, v in state[unit].items() if k.startswith(prefix)}

@@ -16,7 +16,7 @@ from node.coordinator import reporter
 from node.coordinator.reporter import Reporter
 from node.coordinator.store import StepRecord
 from node.display.render import summary_lines
-from node.model.units import parameter_specs, state_bytes
+from node.model.optimizers import state_bytes
 from node.processes.coordinator import _unreported
 from node.run_state.actions import Aborted, AbortKind, RecordRestored
 from node.schedule.placement import stage_units
@@ -188,10 +188,7 @@ def test_a_recovery_is_measured_by_the_state_that_travels(moments: str) -> None:
     told.restored(0)
     told.reporter.interrupted(Aborted(epoch=EPOCH, step=0, kind=AbortKind.LOST, reason="node b is gone"))
     told.restored(0, EPOCH + 1)
-    stages = [
-        sum(state_bytes(parameter_specs(config.model, unit), moments) for unit in units)
-        for units in stage_units(config, 2)
-    ]
+    stages = [sum(state_bytes(config, unit) for unit in units) for units in stage_units(config, 2)]
     recovered = told.events[-1]
     assert isinstance(recovered, events.Recovered)
     assert f" + {bytes_text(max(stages))} of state / 1 MB/s" in recovered.text

@@ -11,7 +11,8 @@ from kernels.fp8.reference import Fp8Gradient, unpack_gradient
 from node.config.schema import ModelSection, RunConfig, RunSection, TrainingSection
 from node.data.data import Corpus
 from node.model.chunk import Chunk, build_chunk, weight_dtype
-from node.model.units import parameter_specs, state_bytes, unit_names
+from node.model.optimizers import state_bytes
+from node.model.units import unit_names
 from node.schedule.placement import split_units
 from node.state.serialization import deserialize_unit, serialize_unit
 from node.training.optimizer import StageOptimizer
@@ -141,9 +142,8 @@ def test_a_state_is_as_large_as_the_coordinator_reckons(moments: str) -> None:
     _, optimizer = packed(moments=moments)
     for unit in unit_names(MODEL):
         tensors = optimizer.unit_state(unit).values()
-        assert sum(tensor.nbytes for tensor in tensors) == state_bytes(
-            parameter_specs(MODEL, unit), moments
-        ), unit
+        config = RunConfig(model=MODEL, training=TrainingSection(moments=moments))
+        assert sum(tensor.nbytes for tensor in tensors) == state_bytes(config, unit), unit
 
 
 def test_an_unreached_gradient_is_named_and_clearing_forgets() -> None:

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.common.random_bits import mixed, mixed_on_device, random_bits, signed
-from node.config.schema import LoraSection, ModelSection, PipelineSection, RunConfig
+from node.config.schema import LoraSection, ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.model.chunk import Chunk, build_chunk, compute_precision
 from node.model.lora import Dropout, DropoutSource, FrozenLinear, merged
-from node.model.lora_shapes import DOWN, UP, projections, trained_specs
+from node.model.lora_shapes import DOWN, UP, projections
+from node.model.optimizers import state_bytes, unit_layout
 from node.model.shard_shapes import frozen_bytes
-from node.model.units import parameter_specs, state_bytes, unit_names
+from node.model.units import parameter_specs, unit_names
 from node.run_file.validate import problems
-from node.state.unit_state import expected_layout
 from tests.support.huggingface import hf_model, hf_name, hf_transposed
 
 CPU = torch.device("cpu")
@@ -226,8 +226,9 @@ def test_state_of_an_8b_model_with_adapters_is_below_two_percent() -> None:
     lora = LoraSection(rank=16)
     units = unit_names(LLAMA3)
     for moments in ("float32", "fp8"):
-        whole = sum(state_bytes(parameter_specs(LLAMA3, unit), moments) for unit in units)
-        small = sum(state_bytes(trained_specs(LLAMA3, lora, unit), moments) for unit in units)
+        config = RunConfig(model=LLAMA3, training=TrainingSection(moments=moments))
+        whole = sum(state_bytes(config, unit) for unit in units)
+        small = sum(state_bytes(replace(config, lora=lora), unit) for unit in units)
         assert 0.002 < small / whole < 0.02
     elements = sum(spec.elements for unit in units for spec in parameter_specs(LLAMA3, unit))
     for base, bytes_each in (("bf16", 2.0), ("8", 1.0), ("4", 0.5)):
@@ -252,8 +253,8 @@ def test_frozen_weights_take_what_is_counted(base: str) -> None:
 
 def test_snapshots_hold_adapters_alone() -> None:
     config = RunConfig(model=LLAMA, lora=replace(LORA, targets=("query", "value")))
-    assert expected_layout(config, "embed") == {"step": ("int64", ())}
-    names = {name for name in expected_layout(config, "block.0001") if name.startswith("parameter.")}
+    assert unit_layout(config, "embed") == {"step": ("int64", ())}
+    names = {name for name in unit_layout(config, "block.0001") if name.startswith("parameter.")}
     assert names == {
         f"parameter.{name}.{kind}" for name in ("query", "value") for kind in ("lora_A", "lora_B")
     }

@@ -17,6 +17,7 @@ from node.config.schema import (
     SyncSection,
     TrainingSection,
 )
+from node.model.optimizers import OUTER_PREFIX, PARAMETER_PREFIX
 from node.schedule.gradient_groups import RowShare, model_pieces, parts_of_group, piece_bytes, sync_bytes
 from node.stage.executor import StageExecutor
 from node.stage.passes import AutogradPasses
@@ -25,7 +26,6 @@ from node.state.serialization import deserialize_unit, serialize_unit
 from node.state.unit_state import check_state
 from node.telemetry.clock import StageClock
 from node.telemetry.points import At, Phase
-from node.training.loaded_state import OUTER, PARAMETER
 from node.training.local_steps import LocalSteps
 from node.training.schedule import learning_rate
 from tests.support.memory_pipeline import CPU, MemoryPipeline, corpus, reference_run
@@ -271,8 +271,10 @@ def test_a_snapshot_after_a_round_has_the_outer_momentum_and_goes_on_to_the_same
     for saved, has_outer in ((exact, False), (files, momentum > 0.0)):
         for unit, data in saved.items():
             state = deserialize_unit(data)
-            named = {name.removeprefix(f"{PARAMETER}.") for name in state if name.startswith(PARAMETER)}
-            outer = {name.removeprefix(f"{OUTER}.") for name in state if name.startswith(OUTER)}
+            named = {
+                name.removeprefix(PARAMETER_PREFIX) for name in state if name.startswith(PARAMETER_PREFIX)
+            }
+            outer = {name.removeprefix(OUTER_PREFIX) for name in state if name.startswith(OUTER_PREFIX)}
             assert outer == (named if has_outer else set())
             check_state(config, 100, unit, {name: tensor.numpy() for name, tensor in state.items()})
     for step, saved in ((1, exact), (2, files)):

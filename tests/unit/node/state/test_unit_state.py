@@ -13,12 +13,13 @@ from torch import Tensor
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.model.chunk import build_chunk, weight_dtype
+from node.model.optimizers import unit_layout
 from node.model.units import unit_names
 from node.schedule.placement import split_units
 from node.state import unit_state
 from node.state.serialization import CACHE_PREFIX, serialize_unit
 from node.state.snapshot import SnapshotFolder
-from node.state.unit_state import check_state, expected_layout, read_tensors, unit_hash
+from node.state.unit_state import check_state, read_tensors, unit_hash
 from node.training.optimizer import StageOptimizer
 from wire.codecs.sample_cache import SampleCache
 from wire.errors import ProtocolViolationError, RunError
@@ -58,7 +59,7 @@ def cache(config: RunConfig) -> dict[str, Tensor]:
     ("moments", "weights"), [("float32", "float32"), ("fp8", "float32"), ("fp8", "bfloat16")]
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_saved_optimizer_state_matches_the_expected_layout(family: str, moments: str, weights: str) -> None:
+def test_saved_optimizer_state_matches_the_unit_layout(family: str, moments: str, weights: str) -> None:
     model = replace(MODEL, family=family, kv_heads=2 if family == "gpt2" else 1)
     config = RunConfig(model=model, training=TrainingSection(moments=moments, weights=weights))
     saved = states(config)
@@ -66,7 +67,7 @@ def test_saved_optimizer_state_matches_the_expected_layout(family: str, moments:
     for unit, state in saved.items():
         tensors = read_tensors(serialize_unit(state))
         found = {name: (array.dtype.name, array.shape) for name, array in tensors.items()}
-        assert found == expected_layout(config, unit)
+        assert found == unit_layout(config, unit)
         check_state(config, WINDOWS, unit, tensors)
 
 

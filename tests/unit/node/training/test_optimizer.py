@@ -170,18 +170,18 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     good = optimizer.unit_state("head")
     good["parameter.norm.weight"] += 1
     cases: dict[str, dict[str, Tensor]] = {
-        "lacks exp_avg.norm.bias": {k: v for k, v in good.items() if k != "exp_avg.norm.bias"},
-        "lacks step": {k: v for k, v in good.items() if k != "step"},
-        "holds unknown extra": {**good, "extra": torch.zeros(1)},
-        r"exp_avg_sq.norm.bias is torch.float32 \[15\], expected torch.float32 \[16\]": {
+        "exp_avg.norm.bias is missing": {k: v for k, v in good.items() if k != "exp_avg.norm.bias"},
+        "step is missing": {k: v for k, v in good.items() if k != "step"},
+        "extra is unknown": {**good, "extra": torch.zeros(1)},
+        r"exp_avg_sq.norm.bias is float32 \[15\], not float32 \[16\]": {
             **good,
             "exp_avg_sq.norm.bias": torch.zeros(15),
         },
-        "parameter.output.weight is torch.float16": {
+        "parameter.output.weight is float16": {
             **good,
             "parameter.output.weight": good["parameter.output.weight"].half(),
         },
-        r"step is torch.float32 \[\], expected torch.int64": {**good, "step": torch.tensor(1.0)},
+        r"step is float32 \[\], not int64": {**good, "step": torch.tensor(1.0)},
     }
     for message, tensors in cases.items():
         with pytest.raises(RunError, match=f"unit head:? {message}"):

@@ -1,0 +1,226 @@
+"""What each optimizer keeps of a parameter, and what its step needs. Torch-free.
+
+The layout of snapshots, checks of received state, memory plans, state in host memory and rounds read it
+here; `node.training.update_rules` has the arithmetic. An optimizer, as `training.optimizer` names it, is a
+choice of an update rule for each parameter.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from kernels.fp8.layout import BLOCK, POWER_UNIT
+from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
+from node.model.lora_shapes import trained_specs
+from node.model.units import ParameterSpec, block_name, is_block
+
+PARAMETER_PREFIX = "parameter."
+"""Begins the names of weights in a unit's state; everything else is the optimizer's."""
+OUTER_PREFIX = "outer."
+"""Begins the names of the outer optimizer's momentum, in the state after a round."""
+STEP = "step"
+"""Names a unit's count of steps in its state."""
+SQUARE, SQUARE_ROWS, SQUARE_COLUMNS = "square", "square_rows", "square_columns"
+"""Begin the names of what rounds average of AdamW's second moments: of a vector all, of a matrix the means of
+its rows and those of its columns."""
+_SIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "int64": 8}
+_HEADER = 1024 * 1024
+
+
+class Part(NamedTuple):
+    """One of the tensors in which a moment is stored, flat."""
+
+    suffix: str
+    """Follows the moment's name in a state."""
+    dtype: str
+    saved: str
+    """The dtype in a snapshot."""
+    block: int = 1
+    """How many elements share a number."""
+    first: int = 0
+    """Every number before the first step."""
+
+    def count(self, elements: int) -> int:
+        """How many numbers so many elements have."""
+        return -(-elements // self.block)
+
+
+FORMS = {
+    "float32": (Part("", "float32", "float32"),),
+    "fp8": (
+        Part("", "uint8", "uint8"),
+        Part("_scale", "bfloat16", "float32", BLOCK),
+        Part("_power", "uint8", "uint8", BLOCK, POWER_UNIT),
+    ),
+}
+"""How moments may be stored: values of `training.moments`. Those of vectors are always in float32."""
+
+
+class Moment(NamedTuple):
+    """A number that an optimizer keeps for each element, 0 before the first step."""
+
+    name: str
+    is_never_negative: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateRule(ABC):
+    """How a parameter is stepped."""
+
+    @property
+    @abstractmethod
+    def moments(self) -> tuple[Moment, ...]:
+        """What it keeps, in the order of its step's arguments."""
+
+    @property
+    @abstractmethod
+    def needs_whole(self) -> bool:
+        """Whether a step needs the whole parameter. Otherwise any pieces of whole blocks can be stepped, in
+        the order of the flat parameter, also those of a shard."""
+
+    @abstractmethod
+    def step_bytes(self, training: TrainingSection, sizes: Sequence[int], *, on_cpu: bool) -> int:
+        """The most that the steps of matrices, or of pieces, with so many elements each allocate."""
+
+    def round_means(self, shape: tuple[int, ...]) -> Mapping[str, int] | None:
+        """Beside a parameter's change, what rounds average over groups: the numbers of each kind; None if the
+        rule has no local steps."""
+        return None
+
+    def stored_bytes(self, training: TrainingSection, *, is_matrix: bool) -> float:
+        """Memory of the moments of one element."""
+        form = form_of(training, is_matrix=is_matrix)
+        return len(self.moments) * sum(_SIZES[part.dtype] / part.block for part in form)
+
+    def keys(self, training: TrainingSection, name: str, *, is_matrix: bool) -> dict[str, Part]:
+        """The parts of a parameter's moments by their names in its unit's state."""
+        form = form_of(training, is_matrix=is_matrix)
+        return {f"{moment.name}{part.suffix}.{name}": part for moment in self.moments for part in form}
+
+
+@dataclass(frozen=True)
+class AdamWRule(UpdateRule):
+    """Means of the gradient and of its square; works element by element."""
+
+    moments = Moment("exp_avg"), Moment("exp_avg_sq", is_never_negative=True)
+    needs_whole = False
+
+    def step_bytes(self, training: TrainingSection, sizes: Sequence[int], *, on_cpu: bool) -> int:
+        *_, second, largest = 0, 0, *sorted(sizes)
+        is_packed, unpacks = training.moments == "fp8", training.gradients == "fp8"
+        if not on_cpu:
+            # Kernels make nothing. With moments in float32 a gradient in e4m3 is unpacked for them.
+            return 4 * largest if unpacks and not is_packed else 0
+        # Measured a matrix at a time: a root, twice, and the gradient unpacked or the last matrix's root; all
+        # of it in float32; random bits in int64.
+        if is_packed:
+            return (58 if training.weights == "bfloat16" else 34) * largest
+        return 8 * largest + 4 * (largest if unpacks else second)
+
+    def round_means(self, shape: tuple[int, ...]) -> Mapping[str, int]:
+        if len(shape) < 2:
+            return {SQUARE: prod(shape)}
+        return {SQUARE_ROWS: shape[0], SQUARE_COLUMNS: prod(shape[1:])}
+
+
+ADAMW = AdamWRule()
+RULES: tuple[UpdateRule, ...] = (ADAMW,)
+"""One of each kind."""
+OPTIMIZERS = ("adamw",)
+"""Values of `training.optimizer`."""
+MOMENTS = {moment.name: moment for rule in RULES for moment in rule.moments}
+"""Those of all rules by name."""
+MOST_MOMENTS = max(len(rule.moments) for rule in RULES)
+
+
+def update_rule(optimizer: str, unit: str, name: str, shape: tuple[int, ...]) -> UpdateRule:
+    """The rule by which an optimizer, one of `OPTIMIZERS`, steps a parameter of a unit."""
+    return ADAMW
+
+
+def form_of(training: TrainingSection, *, is_matrix: bool) -> tuple[Part, ...]:
+    """How the moments of a parameter are stored."""
+    return FORMS[training.moments if is_matrix else "float32"]
+
+
+def update_rules(config: RunConfig, unit: str) -> tuple[UpdateRule, ...]:
+    """Those of a unit's `trained_specs`, in order."""
+    # Blocks have the same shapes, and there may be thousands.
+    like = block_name(0) if is_block(unit) else unit
+    return _update_rules(config.model, config.lora, config.training.optimizer, like)
+
+
+@lru_cache(maxsize=64)
+def _update_rules(
+    model: ModelSection, lora: LoraSection, optimizer: str, unit: str
+) -> tuple[UpdateRule, ...]:
+    specs = trained_specs(model, lora, unit)
+    return tuple(update_rule(optimizer, unit, spec.name, spec.shape) for spec in specs)
+
+
+# ---- states
+
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""dtype and shape by name."""
+
+
+def state_layout(
+    training: TrainingSection, unit: str, shapes: Mapping[str, tuple[int, ...]], *, outer: bool = False
+) -> Layout:
+    """What `StageOptimizer.unit_state` gives for a unit's parameters of these shapes.
+
+    Args:
+        outer: with the outer optimizer's momentum.
+    """
+    layout: Layout = {STEP: ("int64", ())}
+    for name, shape in shapes.items():
+        layout[f"{PARAMETER_PREFIX}{name}"] = "float32", shape
+        if outer:
+            layout[f"{OUTER_PREFIX}{name}"] = "float32", shape
+        rule, is_matrix = update_rule(training.optimizer, unit, name, shape), len(shape) >= 2
+        for key, part in rule.keys(training, name, is_matrix=is_matrix).items():
+            layout[key] = part.saved, shape if part.dtype == "float32" else (part.count(prod(shape)),)
+    return layout
+
+
+def unit_layout(config: RunConfig, unit: str, *, outer: bool = False) -> Layout:
+    """`state_layout` of what a run trains of this unit."""
+    specs = trained_specs(config.model, config.lora, unit)
+    return state_layout(config.training, unit, {spec.name: spec.shape for spec in specs}, outer=outer)
+
+
+def layout_problem(expected: Layout, found: Layout) -> str:
+    """The first difference between what a state must hold and what it holds, in words; empty if there is
+    none."""
+    for name in sorted(expected.keys() ^ found.keys()):
+        return f"{name[:80]} is {'missing' if name in expected else 'unknown'}"
+    for name, (dtype, shape) in expected.items():
+        if found[name] != (dtype, shape):
+            other, others = found[name]
+            return f"{name} is {other} {list(others)}, not {dtype} {list(shape)}"
+    return ""
+
+
+def state_bytes(config: RunConfig, unit: str) -> int:
+    """Bytes of a unit's weights and optimizer state as they travel, without the file's header."""
+    model, lora, training = config.model, config.lora, config.training
+    like = block_name(0) if is_block(unit) else unit
+    return _state_bytes(model, lora, training, like, config.has_outer_momentum)
+
+
+@lru_cache(maxsize=64)
+def _state_bytes(
+    model: ModelSection, lora: LoraSection, training: TrainingSection, unit: str, outer: bool
+) -> int:
+    shapes = {spec.name: spec.shape for spec in trained_specs(model, lora, unit)}
+    layout = state_layout(training, unit, shapes, outer=outer)
+    return sum(_SIZES[dtype] * prod(shape) for dtype, shape in layout.values())
+
+
+def most_state_bytes(specs: Iterable[ParameterSpec]) -> int:
+    """The most that a unit's snapshot file may have: weights, moments and the outer optimizer's momentum in
+    float32, and its header."""
+    return 4 * (2 + MOST_MOMENTS) * sum(spec.elements for spec in specs) + _HEADER
