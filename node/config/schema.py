@@ -199,7 +199,12 @@ class TrainingSection:
     decay_tokens: int = 0
     """The same in tokens, in place of `decay_steps`; 0 takes `decay_steps`."""
     optimizer: str = "adamw"
-    """Step with `adamw`."""
+    """Step with `adamw`, or with `muon`: matrices of blocks, or of adapters, move by the mean of their
+    gradient made orthogonal (queries, keys and values each by itself), all else by AdamW. Updates are
+    scaled so that one `lr` and `weight_decay` serve both. Muon keeps half of AdamW's state, and needs
+    `sync.every` 1 and no tensor parallelism."""
+    momentum: float = 0.95
+    """Muon's momentum, Nesterov's."""
     beta1: float = 0.9
     """AdamW's decay rate of the first moment."""
     beta2: float = 0.95
@@ -234,8 +239,8 @@ class TrainingSection:
     gradients: str = "float32"
     """Accumulate gradients in `float32`, or in `fp8` (e4m3 in blocks of 128; matrices only)."""
     moments: str = "float32"
-    """Store AdamW's moments in `float32`, or in `fp8` (e4m3 in blocks of 128 with range expansion; matrices
-    only)."""
+    """Store the optimizer's moments in `float32`, or in `fp8` (e4m3 in blocks of 128 with range expansion;
+    matrices only)."""
     export_every: int = 0
     """Write a Hugging Face folder at every n-th snapshot, in the run directory's `exports`; 0 writes none."""
     cuda_graphs: bool = True

@@ -7,14 +7,14 @@ choice of an update rule for each parameter.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from kernels.fp8.layout import BLOCK, POWER_UNIT
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
-from node.model.lora_shapes import trained_specs
+from node.model.lora_shapes import DOWN, trained_specs
 from node.model.units import ParameterSpec, block_name, is_block
 
 PARAMETER_PREFIX = "parameter."
@@ -28,6 +28,8 @@ SQUARE, SQUARE_ROWS, SQUARE_COLUMNS = "square", "square_rows", "square_columns"
 its rows and those of its columns."""
 _SIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "int64": 8}
 _HEADER = 1024 * 1024
+_JOINED = "qkv_projection"
+"""A projection with queries, keys and values under one another."""
 
 
 class Part(NamedTuple):
@@ -126,19 +128,47 @@ class AdamWRule(UpdateRule):
         return {SQUARE_ROWS: shape[0], SQUARE_COLUMNS: prod(shape[1:])}
 
 
+@dataclass(frozen=True)
+class MuonRule(UpdateRule):
+    """The mean of the gradient, made orthogonal (arXiv 2502.16982)."""
+
+    joined: int = 1
+    """Equal matrices under one another that are made orthogonal each by itself, as queries, keys and values
+    of one product."""
+    moments = (Moment("momentum"),)
+    needs_whole = True
+
+    def step_bytes(self, training: TrainingSection, sizes: Sequence[int], *, on_cpu: bool) -> int:
+        largest = max(sizes, default=0)
+        # The update and twice the iterate, with three squares of the shorter side, at most as large.
+        iterating = (4 + 5 * (4 if on_cpu else 2)) * largest
+        # What packing a moment makes on the way is gone when the iteration begins.
+        packing = (34 if training.moments == "fp8" else 0) * largest
+        unpacked = 4 * (training.gradients == "fp8") + 2 * 4 * (training.weights == "bfloat16")
+        return max(iterating, packing) + unpacked * largest
+
+
 ADAMW = AdamWRule()
-RULES: tuple[UpdateRule, ...] = (ADAMW,)
-"""One of each kind."""
-OPTIMIZERS = ("adamw",)
-"""Values of `training.optimizer`."""
-MOMENTS = {moment.name: moment for rule in RULES for moment in rule.moments}
+OPTIMIZERS: dict[str, UpdateRule] = {"adamw": ADAMW, "muon": MuonRule()}
+"""Values of `training.optimizer`, each with its rule of blocks' matrices. All else is stepped by `ADAMW`."""
+MOMENTS = {moment.name: moment for rule in OPTIMIZERS.values() for moment in rule.moments}
 """Those of all rules by name."""
-MOST_MOMENTS = max(len(rule.moments) for rule in RULES)
+MOST_MOMENTS = max(len(rule.moments) for rule in OPTIMIZERS.values())
 
 
 def update_rule(optimizer: str, unit: str, name: str, shape: tuple[int, ...]) -> UpdateRule:
     """The rule by which an optimizer, one of `OPTIMIZERS`, steps a parameter of a unit."""
-    return ADAMW
+    if not is_block(unit) or len(shape) < 2:
+        return ADAMW
+    rule, is_joined = OPTIMIZERS[optimizer], name.startswith(_JOINED) and not name.endswith(DOWN)
+    return replace(rule, joined=3) if is_joined and isinstance(rule, MuonRule) else rule
+
+
+def optimizer_words(training: TrainingSection) -> str:
+    """The optimizer and its settings, for people."""
+    adamw = f"AdamW, betas {training.beta1:g} and {training.beta2:g}, eps {training.eps:g}"
+    muon = f"Muon, momentum {training.momentum:g}, for matrices of blocks; all else "
+    return f"{muon if training.optimizer == 'muon' else ''}{adamw}, weight decay {training.weight_decay:g}"
 
 
 def form_of(training: TrainingSection, *, is_matrix: bool) -> tuple[Part, ...]:

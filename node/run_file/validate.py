@@ -23,6 +23,8 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.model.lora_shapes import FORMS, projections
+from node.model.optimizers import FORMS as FORMS_OF_MOMENTS
+from node.model.optimizers import OPTIMIZERS
 from node.model.units import CHOICES, FAMILIES
 from node.run_file.addresses import coordinator_problems, dashboard_problems, positive
 from node.run_file.storage_rules import name_problem, storage_problems
@@ -40,7 +42,6 @@ from wire.frames import MAX_TENSOR_BYTES
 PRECISIONS = ("float32", "bfloat16", "float16")
 WEIGHTS = ("float32", "bfloat16")
 COMPUTES = ("precision", "fp8")
-STORES = ("float32", "fp8")
 FORMATS = ("text", "chat")
 ORDERS = ("auto", "whole", "shards")
 LOGGERS = ("tensorboard", "wandb")
@@ -288,7 +289,8 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     )
     if not 0 <= training.warmup_steps <= steps:
         yield f"training.warmup_steps must be from 0 to run.steps ({steps}), got {training.warmup_steps}"
-    for key in ("beta1", "beta2"):
+    yield from name_problem("training.optimizer", training.optimizer, OPTIMIZERS)
+    for key in ("momentum", "beta1", "beta2"):
         if not 0 <= getattr(training, key) < 1:
             yield f"training.{key} must be at least 0 and below 1, got {getattr(training, key)}"
     for key in ("weight_decay", "clip"):
@@ -298,8 +300,8 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     yield from name_problem("training.compute", training.compute, COMPUTES)
     yield from name_problem("training.weight_gradients", training.weight_gradients, COMPUTES)
     yield from name_problem("training.weights", training.weights, WEIGHTS)
-    yield from name_problem("training.gradients", training.gradients, STORES)
-    yield from name_problem("training.moments", training.moments, STORES)
+    yield from name_problem("training.gradients", training.gradients, FORMS_OF_MOMENTS)
+    yield from name_problem("training.moments", training.moments, FORMS_OF_MOMENTS)
     if training.weights == "bfloat16" and (training.precision, training.moments) != ("bfloat16", "fp8"):
         yield (
             'training.weights = "bfloat16" needs training.precision = "bfloat16" and training.moments = '
@@ -430,6 +432,9 @@ def _local_steps(config: RunConfig) -> Iterator[str]:
     for key in ("weights", "gradients", "moments"):
         if getattr(training, key) != "float32":
             yield f'sync.every above 1 needs training.{key} = "float32", got {getattr(training, key)!r}'
+    rule = OPTIMIZERS.get(training.optimizer)
+    if rule is not None and rule.round_means((1, 1)) is None:
+        yield f'sync.every above 1 needs training.optimizer = "adamw", got {training.optimizer!r}'
     if config.audit.rate > 0.0:
         yield "audit.rate compares exact steps alone: set it to 0, or sync.every to 1"
     if config.sums_tied_gradients and pipeline.stages > 1 and pipeline.head != "first":

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from node.config.schema import DataSection, LoraSection, RunConfig, TrainingSection
+from node.model.optimizers import optimizer_words
 from node.state.hub import hub_repository
 from node.state.manifest import Manifest
 from node.telemetry import events
@@ -110,10 +111,7 @@ def _schedule(training: TrainingSection, steps: int) -> str:
 
 def _optimizer(training: TrainingSection) -> str:
     clip = f"gradients clipped to {training.clip:g}" if training.clip else "no clipping"
-    return (
-        f"AdamW, betas {training.beta1:g} and {training.beta2:g}, eps {training.eps:g}, weight decay "
-        f"{training.weight_decay:g}, {clip}"
-    )
+    return f"{optimizer_words(training)}, {clip}"
 
 
 def _adapters(lora: LoraSection) -> str:

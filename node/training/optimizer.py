@@ -25,7 +25,9 @@ from node.model.optimizers import (
     OUTER_PREFIX,
     PARAMETER_PREFIX,
     STEP,
+    AdamWRule,
     Layout,
+    MuonRule,
     Part,
     UpdateRule,
     layout_problem,
@@ -41,9 +43,12 @@ from node.model.units import HEAD, tied_parameter
 from node.training.gradients import MOST_TO_NEAREST, Fp8Gradients, Gradients, PlainGradients, norms
 from node.training.host_moments import HostMoments
 from node.training.loss_scale import SKIPPED
+from node.training.muon import Muon
 from node.training.schedule import clip_coefficient
-from node.training.update_rules import Step, Updates, updates_of
+from node.training.update_rules import AdamW, Step, Updates
 from wire.errors import NonFiniteError, RunError
+
+_UPDATES: Mapping[type[UpdateRule], Callable[..., Updates]] = {AdamWRule: AdamW, MuonRule: Muon}
 
 
 class StageOptimizer:
@@ -108,7 +113,7 @@ class StageOptimizer:
             for one, (unit, name) in self._places.items()
         }
         self._updates: dict[UpdateRule, Updates] = {
-            rule: updates_of(rule, training) for rule in self._rules.values()
+            rule: _UPDATES[type(rule)](rule, training) for rule in self._rules.values()
         }
         self._seed = seed
         self.streaming = streaming or Streaming()

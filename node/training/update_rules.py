@@ -1,8 +1,8 @@
 """The arithmetic of each update rule that `node.model.optimizers` declares."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw as adamw_of
 from kernels.fp8.ops import adamw_step
 from kernels.fp8.reference import AdamWStep, Fp8Gradient, Moment, unpack_gradient
 from node.config.schema import TrainingSection
-from node.model.optimizers import SQUARE, SQUARE_COLUMNS, SQUARE_ROWS, AdamWRule, UpdateRule
+from node.model.optimizers import SQUARE, SQUARE_COLUMNS, SQUARE_ROWS, AdamWRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +30,10 @@ class Step:
     """The first element of a piece in its flat parameter, at a block's begin. It decides the random bits."""
 
 
-class Updates(Protocol):
+class Updates(ABC):
     """Steps parameters by one rule, in place. It keeps nothing of them between steps."""
 
+    @abstractmethod
     def step(
         self,
         weight: Tensor,
@@ -47,8 +48,8 @@ class Updates(Protocol):
             gradient: of the weight's shape, float32, which may be changed, or e4m3 codes.
             moments: the tensors of all moments in the order of the rule's `keys`.
         """
-        ...
 
+    @abstractmethod
     def step_together(
         self,
         weights: Sequence[Tensor],
@@ -57,11 +58,11 @@ class Updates(Protocol):
         step: Step,
     ) -> None:
         """The same of many whole parameters in float32; gradients are scaled already."""
-        ...
 
     def round_means(self, moments: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What rounds average of a parameter's moments over groups, by the kinds of the rule's own."""
-        ...
+        """What rounds average of a parameter's moments over groups, by the kinds of the rule's
+        `round_means`; of rules that have some."""
+        raise NotImplementedError
 
     def moments_after_round(
         self, parameter: nn.Parameter, change: Tensor, means: Mapping[str, Tensor], every: int, step: Step
@@ -73,10 +74,10 @@ class Updates(Protocol):
             means: over all groups, flat.
             step: the last of the round.
         """
-        ...
+        raise NotImplementedError
 
 
-class AdamW:
+class AdamW(Updates):
     """torch's AdamW with moments in float32, by its function: the first of its optimizers that a process
     makes imports torch's compiler, which takes seconds. On a GPU in one pass over all state, by its own
     kernel. With moments in e4m3 by `kernels.fp8`."""
@@ -161,11 +162,3 @@ def _square(parameter: nn.Parameter, means: Mapping[str, Tensor]) -> Tensor:
     mean = rows.mean()
     shares = torch.where(mean > 0, rows / mean, torch.zeros_like(rows))
     return torch.outer(shares, columns).view(parameter.shape)
-
-
-def updates_of(rule: UpdateRule, training: TrainingSection) -> Updates:
-    """What steps parameters by this rule."""
-    return _UPDATES[type(rule)](rule, training)
-
-
-_UPDATES = {AdamWRule: AdamW}
