@@ -23,7 +23,6 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.model.lora_shapes import FORMS, projections
-from node.model.optimizers import FORMS as FORMS_OF_MOMENTS
 from node.model.optimizers import OPTIMIZERS
 from node.model.units import CHOICES, FAMILIES
 from node.run_file.addresses import coordinator_problems, dashboard_problems, positive
@@ -42,6 +41,7 @@ from wire.frames import MAX_TENSOR_BYTES
 PRECISIONS = ("float32", "bfloat16", "float16")
 WEIGHTS = ("float32", "bfloat16")
 COMPUTES = ("precision", "fp8")
+STORES = ("float32", "fp8")
 FORMATS = ("text", "chat")
 ORDERS = ("auto", "whole", "shards")
 LOGGERS = ("tensorboard", "wandb")
@@ -289,7 +289,7 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     )
     if not 0 <= training.warmup_steps <= steps:
         yield f"training.warmup_steps must be from 0 to run.steps ({steps}), got {training.warmup_steps}"
-    yield from name_problem("training.optimizer", training.optimizer, OPTIMIZERS)
+    yield from name_problem("training.optimizer", training.optimizer, tuple(OPTIMIZERS))
     for key in ("momentum", "beta1", "beta2"):
         if not 0 <= getattr(training, key) < 1:
             yield f"training.{key} must be at least 0 and below 1, got {getattr(training, key)}"
@@ -300,8 +300,8 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     yield from name_problem("training.compute", training.compute, COMPUTES)
     yield from name_problem("training.weight_gradients", training.weight_gradients, COMPUTES)
     yield from name_problem("training.weights", training.weights, WEIGHTS)
-    yield from name_problem("training.gradients", training.gradients, FORMS_OF_MOMENTS)
-    yield from name_problem("training.moments", training.moments, FORMS_OF_MOMENTS)
+    yield from name_problem("training.gradients", training.gradients, STORES)
+    yield from name_problem("training.moments", training.moments, STORES)
     if training.weights == "bfloat16" and (training.precision, training.moments) != ("bfloat16", "fp8"):
         yield (
             'training.weights = "bfloat16" needs training.precision = "bfloat16" and training.moments = '

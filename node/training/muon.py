@@ -53,7 +53,7 @@ class Muon(Updates):
         moved = weight if is_float32 else weight.float()
         moved.mul_(1 - step.lr * step.weight_decay)
         rows = len(weight) // self._joined
-        for part, update in zip(moved.split(rows), values.split(rows), strict=True):
+        for part, update in zip(torch.split(moved, rows), torch.split(values, rows), strict=True):
             part.add_(orthogonal(update), alpha=-step.lr * SCALE * math.sqrt(max(part.shape)))
         if not is_float32:
             weight.view(-1).copy_(round_stochastically(moved.flatten(), step.salt, step.first))
@@ -83,4 +83,5 @@ def orthogonal(matrix: Tensor) -> Tensor:
         square = x @ x.t()
         polynomial = torch.addmm(square, square, square, beta=third, alpha=fifth)
         x = torch.addmm(x, polynomial, x, beta=first)
-    return x.t() if is_tall else x
+    nearest: Tensor = x.t() if is_tall else x
+    return nearest

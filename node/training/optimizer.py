@@ -406,8 +406,8 @@ class StageOptimizer:
             is_packed = len(moments) > len(self._rules[parameter].moments)
             if is_packed or parameter.grad is None:
                 # A gradient that is unpacked for a step in float32 is there for this step alone.
-                gradients = self.gradients
-                gradient = gradients.stored(parameter) if is_packed else gradients.get(parameter)
+                of_all = self.gradients
+                gradient = of_all.stored(parameter) if is_packed else of_all.get(parameter)
                 updates.step(parameter, gradient, moments, self._step_of(parameter, lr, scale_of(parameter)))
             else:
                 together.setdefault((updates, self._decay(parameter)), []).append(parameter)
