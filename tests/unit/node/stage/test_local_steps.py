@@ -326,4 +326,4 @@ def test_what_a_round_keeps_is_freed_when_it_ends() -> None:
     trainer = ReferenceTrainer(CONFIG, corpus(CONFIG))
     local: LocalSteps = trainer._local
     trainer.train(TRAINED)
-    assert not local._kept and not local._squares
+    assert not local._kept and not local._means
