@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import pi, sqrt
-from typing import cast
+from math import sqrt
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,9 @@ from kernels.common import dispatch
 from kernels.common import layers as reference
 from kernels.common.matrices import empty_together, stacked
 from kernels.fp8.products import CodedWeight
-from kernels.layers import ops as layers
 from node.config.schema import ModelSection
+from node.model.families.family import Family
+from node.model.families.known import family_of
 from node.model.lora import FrozenLinear
 from node.model.products import AS_IT_IS, AddProduct, Way
 from node.model.storage import Storage
@@ -60,65 +61,11 @@ class RMSNorm(nn.Module):
         return 1.0 + self.weight if self.offset else self.weight
 
 
-def norm(model: ModelSection) -> nn.Module:
-    """The family's norm: RMSNorm or LayerNorm."""
-    if model.family == "llama":
-        return RMSNorm(model.hidden, model.norm_eps, offset=model.norm_offset)
-    return nn.LayerNorm(model.hidden, eps=model.norm_eps)
-
-
-def rotary_frequencies(model: ModelSection, *, windowed: bool = False) -> Tensor:
-    """Radians a position of each pair of a head's elements, float32 [D / 2], with the model's scaling.
-
-    `llama3` divides low frequencies by the factor, leaves high ones and interpolates between (Llama 3.1).
-    They are computed on the CPU whatever the device, so that every stage has the same bits.
-
-    Args:
-        windowed: of blocks with a window, which may have a base of their own and then no scaling.
-    """
-    exponents = torch.arange(0, model.width, 2, dtype=torch.float32, device="cpu") / model.width
-    if windowed and model.window_theta:
-        return 1.0 / model.window_theta**exponents
-    frequencies: Tensor = 1.0 / model.rope_theta**exponents
-    if model.rope_scaling == "none":
-        return frequencies
-    scaled = frequencies / model.rope_factor
-    if model.rope_scaling == "linear":
-        return scaled
-    wavelengths = 2 * pi / frequencies
-    share = (model.rope_original / wavelengths - model.rope_low) / (model.rope_high - model.rope_low)
-    between = (1 - share) * scaled + share * frequencies
-    found = torch.where(wavelengths > model.rope_original / model.rope_low, scaled, between)
-    return torch.where(wavelengths < model.rope_original / model.rope_high, frequencies, found)
-
-
-class Rotary(nn.Module):
-    """Rotary position embedding over whole heads, first half against second (the Llama convention).
-
-    The tables depend on the config only and are not weights.
-    """
-
-    cos_sd: Tensor
-    sin_sd: Tensor
-
-    def __init__(self, sequence: int, frequencies: Tensor, device: torch.device) -> None:
-        """`frequencies`: radians a position, as from `rotary_frequencies`."""
-        super().__init__()
-        angles = torch.outer(torch.arange(sequence, dtype=torch.float32, device="cpu"), frequencies)
-        angles = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos_sd", angles.cos().to(device), persistent=False)
-        self.register_buffer("sin_sd", angles.sin().to(device), persistent=False)
-
-    def forward(self, query_bhsd: Tensor, key_bksd: Tensor) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled():
-            length = query_bhsd.shape[-2]
-            tables = self.cos_sd[:length], self.sin_sd[:length]
-            return reference.rotate(query_bhsd, *tables), reference.rotate(key_bksd, *tables)
-        return layers.rotate_both(query_bhsd, key_bksd, self.cos_sd, self.sin_sd)
-
-    def back(self, query_bhsd: Tensor, key_bksd: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the inputs: the inverse rotation."""
-        return layers.rotate_both(query_bhsd, key_bksd, self.cos_sd, self.sin_sd, back=True)
+def norm(model: ModelSection, width: int) -> nn.Module:
+    """The family's norm over so many elements: RMSNorm or LayerNorm."""
+    if family_of(model).norm_has_bias:
+        return nn.LayerNorm(width, eps=model.norm_eps)
+    return RMSNorm(width, model.norm_eps, offset=model.norm_offset)
 
 
 def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: Reach = EVERYTHING) -> Tensor:
@@ -139,26 +86,32 @@ def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: R
 class Block(nn.Module, ABC):
     """Norm, attention, norm, feed-forward, each half added to the residual stream. [B, S, C] in and out.
 
-    A family defines the projections and what lies between them.
+    Its family declares the projections and norms; a subclass defines what lies between them.
     """
+
+    family: ClassVar[Family]
 
     fuses = True
     """False measures what autograd makes of a block with nothing packed."""
     attention_norm: nn.Module
-    attention_output: nn.Linear
     attention_output_norm: nn.Module
     """With norms at both ends alone, as `ffn_output_norm`."""
     ffn_norm: nn.Module
     ffn_output_norm: nn.Module
-    down: nn.Linear
 
-    def __init__(self, model: ModelSection, storage: Storage, rank: TensorRank, window: int = 0) -> None:
-        """`window`: as for `kernels.attention.reach.Reach`."""
+    def __init__(
+        self, model: ModelSection, index: int, tables: object, storage: Storage, rank: TensorRank
+    ) -> None:
+        """
+        Args:
+            index: of the block, counted from 0.
+            tables: what `tables` gives.
+        """
         super().__init__()
         self.storage = storage
         self.rank = rank
         self.width = model.width
-        self.window = window
+        self.window = model.window_of(index)
         self.norm_place = model.norm_place
         self.is_plain = model.is_plain
         self.norm_eps = model.norm_eps
@@ -166,12 +119,31 @@ class Block(nn.Module, ABC):
         """Of two inputs of the feed-forward, GELU gates in place of SiLU."""
         self.fixed_order = True
         """Sum attention's gradients in a fixed order."""
-        self._ways: Sequence[Way] = (AS_IT_IS,) * 4
+        specs = self.family.block(model)
+        biased = {spec.layer for spec in specs if spec.name.endswith(".bias")}
+        for spec in specs:
+            if spec.name.endswith(".weight"):
+                shape = spec.shard_shape(rank.count)
+                self.add_module(
+                    spec.layer,
+                    norm(model, *shape)
+                    if len(shape) == 1
+                    else nn.Linear(shape[1], shape[0], bias=spec.layer in biased),
+                )
+        self._ways: Sequence[Way] = (AS_IT_IS,) * len(self.family.product_layers)
         """How each of `products` computes."""
+
+    @classmethod
+    def tables(cls, model: ModelSection, device: torch.device) -> object:
+        """What blocks of a chunk share and is no weight, such as tables of positions."""
+        return None
 
     def products(self) -> tuple[tuple[nn.Linear, ...], ...]:
         """The block's projections; those with the same input together."""
-        return self.attention_inputs(), (self.attention_output,), self.ffn_inputs(), (self.down,)
+        return tuple(map(self._projections, self.family.product_layers))
+
+    def _projections(self, layers: Sequence[str]) -> tuple[nn.Linear, ...]:
+        return tuple(cast(nn.Linear, getattr(self, layer)) for layer in layers)
 
     def add_weight_gradients(self, adding_to: Callable[[Sequence[nn.Parameter]], AddProduct]) -> None:
         """Let products add weights' gradients to main gradients; `adding_to` gives what adds to these."""
@@ -215,16 +187,12 @@ class Block(nn.Module, ABC):
             for weight, part in zip(weights, empty_together(weights, weights[0].dtype), strict=True):
                 weight.data = part.copy_(weight)
 
-    @abstractmethod
-    def attention_inputs(self) -> tuple[nn.Linear, ...]:
-        """The projections into attention."""
-
     def head_norms(self) -> tuple[Tensor, ...]:
         """What normalised queries and keys are multiplied by; empty without such norms."""
         return ()
 
     def split(self, projected: Sequence[Tensor]) -> Heads:
-        """Heads from the outputs of `attention_inputs`."""
+        """Heads from the outputs of the projections into attention."""
         return self.split_by(projected, self.head_norms())
 
     @abstractmethod
@@ -235,23 +203,20 @@ class Block(nn.Module, ABC):
     def join(
         self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Gradients of the outputs of `attention_inputs` and of `head_norms`, from those of the heads.
+        """Gradients of the outputs of the projections into attention and of `head_norms`, from the heads'.
 
         Args:
             projected: the outputs; counts with norms alone.
         """
 
     @abstractmethod
-    def ffn_inputs(self) -> tuple[nn.Linear, ...]:
-        """The projections into the feed-forward."""
-
-    @abstractmethod
     def activation(self, *wide_bsf: Tensor) -> Tensor:
-        """The input of `down` from the outputs of `ffn_inputs`: all [B, S, F]."""
+        """The input of the projection out of the feed-forward from the outputs of those into it: all
+        [B, S, F]."""
 
     def qkv(self, normed_bsc: Tensor) -> Heads:
         """Queries [B, H, S, D], keys and values [B, K, S, D]."""
-        return self.split([projection(normed_bsc) for projection in self.attention_inputs()])
+        return self.split([into(normed_bsc) for into in self._projections(self.family.attention_inputs)])
 
     def forward(self, x_bsc: Tensor, documents: Documents | None = None) -> Tensor:
         """`documents`: attention does not cross them."""
@@ -260,6 +225,7 @@ class Block(nn.Module, ABC):
         if not self.is_coded and not (packs and torch.is_grad_enabled()):
             return self._plain(x_bsc, reach)
         ways = self._ways
+        attention_inputs, (attention_output,), ffn_inputs, (ffn_output,) = self.products()
         x_bsc = attention_half(
             x_bsc,
             AttentionParts(
@@ -276,8 +242,8 @@ class Block(nn.Module, ABC):
                 last=self._last_norm(self.attention_norm, "attention_output_norm"),
                 heads=self.head_norms(),
             ),
-            self.attention_inputs(),
-            self.attention_output,
+            attention_inputs,
+            attention_output,
         )
         return ffn_half(
             x_bsc,
@@ -286,8 +252,8 @@ class Block(nn.Module, ABC):
                 first=None if self.norm_place == "output" else Norm.of(self.ffn_norm),
                 last=self._last_norm(self.ffn_norm, "ffn_output_norm"),
             ),
-            self.ffn_inputs(),
-            self.down,
+            ffn_inputs,
+            ffn_output,
         )
 
     def _last_norm(self, only: nn.Module, name: str) -> Norm | None:
@@ -317,12 +283,13 @@ class Block(nn.Module, ABC):
 
     def _attend(self, x_bsc: Tensor, reach: Reach) -> Tensor:
         attended_bsc = attention(*self.qkv(gather(x_bsc, self.rank)), reach)
-        return self._out_of(self.attention_output, attended_bsc)
+        return self._out_of(getattr(self, self.family.attention_output), attended_bsc)
 
     def _feed_forward(self, x_bsc: Tensor) -> Tensor:
         gathered_bsc = gather(x_bsc, self.rank)
-        inner_bsf = self.activation(*(projection(gathered_bsc) for projection in self.ffn_inputs()))
-        return self._out_of(self.down, inner_bsf)
+        inputs = self._projections(self.family.ffn_inputs)
+        inner_bsf = self.activation(*(projection(gathered_bsc) for projection in inputs))
+        return self._out_of(getattr(self, self.family.ffn_output), inner_bsf)
 
     def _out_of(self, linear: nn.Linear | FrozenLinear, x: Tensor) -> Tensor:
         """A half's last projection of all ranks' inputs [B, S, inputs / T] to this rank's [B, S / T, C]."""
@@ -338,145 +305,20 @@ def _size(together: Sequence[nn.Linear]) -> tuple[int, int]:
     return sum(one.out_features for one in together), together[0].in_features
 
 
-class LlamaBlock(Block):
-    """RMSNorm, rotary grouped-query attention, RMSNorm, SwiGLU.
-
-    `ModelSection` adds biases of queries, keys and values, norms of queries and keys, norms of outputs, a
-    window, another scale of the scores and a GELU gate.
-    """
-
-    query_norm: RMSNorm | None
-    key_norm: RMSNorm | None
-
-    def __init__(
-        self, model: ModelSection, rotary: Rotary | None, storage: Storage, rank: TensorRank, window: int = 0
-    ) -> None:
-        """`rotary` is None for a block without position embedding."""
-        super().__init__(model, storage, rank, window)
-        q_width = model.q_width // rank.count
-        kv_width = self.width * model.kv_heads // rank.count
-        ffn = model.ffn // rank.count
-        self.rotary = rotary
-        self.attention_norm = norm(model)
-        self.query = nn.Linear(model.hidden, q_width, bias=model.qkv_bias)
-        self.key = nn.Linear(model.hidden, kv_width, bias=model.qkv_bias)
-        self.value = nn.Linear(model.hidden, kv_width, bias=model.qkv_bias)
-        self.norms_heads = model.qk_norm == "head"
-        self.query_norm = self.key_norm = None
-        if model.qk_norm != "none":
-            widths = (model.width, model.width) if self.norms_heads else (q_width, kv_width)
-            self.query_norm, self.key_norm = (
-                RMSNorm(width, model.norm_eps, offset=model.norm_offset) for width in widths
-            )
-        self.query_factor = sqrt(model.width / model.query_scale) if model.query_scale else 1.0
-        self.attention_output = nn.Linear(q_width, model.hidden, bias=False)
-        if model.norm_place == "both":
-            self.attention_output_norm, self.ffn_output_norm = norm(model), norm(model)
-        self.ffn_norm = norm(model)
-        self.gate = nn.Linear(model.hidden, ffn, bias=False)
-        self.up = nn.Linear(model.hidden, ffn, bias=False)
-        self.down = nn.Linear(ffn, model.hidden, bias=False)
-
-    def attention_inputs(self) -> tuple[nn.Linear, ...]:
-        return self.query, self.key, self.value
-
-    def head_norms(self) -> tuple[Tensor, ...]:
-        return tuple(one.scale() for one in (self.query_norm, self.key_norm) if one is not None)
-
-    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor]) -> Heads:
-        heads = [self._to_be_normed(part) for part in projected]
-        heads[: len(norms)] = [
-            reference.norm(part, scale, None, self.norm_eps)
-            for part, scale in zip(heads, norms, strict=False)
-        ]
-        query_bhsd, key_bksd, value_bksd = (
-            torch.unflatten(part.flatten(2), -1, (-1, self.width)).transpose(1, 2) for part in heads
-        )
-        if self.query_factor != 1.0:
-            query_bhsd = query_bhsd * self.query_factor
-        if self.rotary is None:
-            return query_bhsd, key_bksd, value_bksd
-        query_bhsd, key_bksd = self.rotary(query_bhsd, key_bksd)
-        return query_bhsd, key_bksd, value_bksd
-
-    def _to_be_normed(self, projected_bsn: Tensor) -> Tensor:
-        """What norms of queries and keys are taken over last: whole, or head by head [B, S, H, D]."""
-        return torch.unflatten(projected_bsn, -1, (-1, self.width)) if self.norms_heads else projected_bsn
-
-    def join(
-        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        query_bhsd, key_bksd, value_bksd = heads
-        if self.rotary is not None:
-            query_bhsd, key_bksd = self.rotary.back(query_bhsd, key_bksd)
-        if self.query_factor != 1.0:
-            query_bhsd = query_bhsd * self.query_factor
-        grads = [part.transpose(1, 2).flatten(2) for part in (query_bhsd, key_bksd, value_bksd)]
-        of_norms = []
-        for number, scale in enumerate(norms):
-            grad, x = self._to_be_normed(grads[number]), self._to_be_normed(projected[number])
-            of_x, of_scale, _ = reference.norm_gradient(grad, x, scale, None, self.norm_eps)
-            grads[number] = of_x.to(grad.dtype).flatten(2)
-            of_norms.append(of_scale.to(scale.dtype))
-        return tuple(grads), tuple(of_norms)
-
-    def ffn_inputs(self) -> tuple[nn.Linear, ...]:
-        return self.gate, self.up
-
-    def activation(self, *wide_bsf: Tensor) -> Tensor:
-        gate_bsf, up_bsf = wide_bsf
-        return reference.gated(gate_bsf, up_bsf, self.has_gelu)
-
-
-class Gpt2Block(Block):
-    """LayerNorm, multi-head attention (K = H), LayerNorm, tanh GELU; biases throughout."""
-
-    def __init__(self, model: ModelSection, storage: Storage, rank: TensorRank) -> None:
-        super().__init__(model, storage, rank)
-        q_width, ffn = model.hidden // rank.count, model.ffn // rank.count
-        self.attention_norm = norm(model)
-        self.qkv_projection = nn.Linear(model.hidden, 3 * q_width)
-        self.attention_output = nn.Linear(q_width, model.hidden)
-        self.ffn_norm = norm(model)
-        self.up = nn.Linear(model.hidden, ffn)
-        self.down = nn.Linear(ffn, model.hidden)
-
-    def attention_inputs(self) -> tuple[nn.Linear, ...]:
-        return (self.qkv_projection,)
-
-    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor]) -> Heads:
-        (joined,) = projected
-        heads_bsnhd = torch.unflatten(joined, -1, (3, -1, self.width))
-        query_bhsd, key_bhsd, value_bhsd = heads_bsnhd.permute(2, 0, 3, 1, 4).unbind(0)
-        return query_bhsd, key_bhsd, value_bhsd
-
-    def join(
-        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return (torch.stack([part.transpose(1, 2) for part in heads], dim=2).flatten(2),), ()
-
-    def ffn_inputs(self) -> tuple[nn.Linear, ...]:
-        return (self.up,)
-
-    def activation(self, *wide_bsf: Tensor) -> Tensor:
-        (up_bsf,) = wide_bsf
-        return F.gelu(up_bsf, approximate="tanh")
-
-
 def _embedding(rows: int, width: int) -> nn.Embedding:
     """Without initial weights: to draw them on the meta device torch imports its compiler, for seconds."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 class Embedding(nn.Module):
-    """Token ids [B, S] int64 to hidden [B, S, C]; GPT-2 adds learned positions, which begin again with each
-    of `documents`."""
+    """Token ids [B, S] int64 to hidden [B, S, C]. Learned positions are added, which begin again with each of
+    `documents`."""
 
     def __init__(self, model: ModelSection, rank: TensorRank) -> None:
         super().__init__()
         self.rank = rank
         self.tokens = _embedding(model.vocab, model.hidden)
-        self.positions = _embedding(model.sequence, model.hidden) if model.family == "gpt2" else None
+        self.positions = None if family_of(model).rotates else _embedding(model.sequence, model.hidden)
         self.scale = sqrt(model.hidden) if model.scaled_embedding else 1.0
 
     def forward(self, tokens_bs: Tensor, documents: Documents | None = None) -> Tensor:
@@ -499,7 +341,7 @@ class Head(nn.Module):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        self.norm = norm(model)
+        self.norm = norm(model, model.hidden)
         self.output = nn.Linear(model.hidden, model.vocab, bias=False)
 
     def forward(self, x_bsc: Tensor) -> Tensor:

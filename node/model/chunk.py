@@ -17,15 +17,17 @@ from torch.func import functional_call
 from kernels.attention.reach import Documents
 from kernels.common import dispatch
 from node.config.schema import LoraSection, ModelSection
-from node.model.blocks import Block, Embedding, Gpt2Block, Head, LlamaBlock, Rotary, rotary_frequencies
+from node.model.blocks import Block, Embedding, Head
+from node.model.families.family import Initial, ParameterSpec
+from node.model.gpt2_block import Gpt2Block
 from node.model.head_loss import head_loss, is_fused
 from node.model.labels import IGNORED
+from node.model.llama_block import LlamaBlock
 from node.model.lora import DropoutSource, freeze, load_frozen
 from node.model.lora_shapes import trained_specs
 from node.model.offload import Offload, Passing
 from node.model.recompute import recomputed
 from node.model.rng import generator
-from node.model.shard_shapes import shard_shape
 from node.model.shards import shard
 from node.model.storage import Storage, head_piece
 from node.model.streamed import Streaming
@@ -33,8 +35,6 @@ from node.model.tensor_rank import TensorRank
 from node.model.units import (
     EMBED,
     HEAD,
-    Initial,
-    ParameterSpec,
     check_model,
     parameter_specs,
     tied_parameter,
@@ -42,6 +42,7 @@ from node.model.units import (
 )
 from wire.errors import ConfigError, RunError
 
+FAMILY_BLOCKS: dict[str, type[Block]] = {block.family.name: block for block in (LlamaBlock, Gpt2Block)}
 MOST_THREADS = 16
 """Threads that draw initial weights; a stage of a large model has hundreds of millions."""
 
@@ -150,7 +151,7 @@ class Chunk(nn.Module):
         Raises RunError if one is missing, unknown or of another shape.
         """
         specs = parameter_specs(self.model, unit)
-        expected = {spec.name: shard_shape(unit, spec, self.ranks) for spec in specs}
+        expected = {spec.name: spec.shard_shape(self.ranks) for spec in specs}
         found = {name: tuple(value.shape) for name, value in weights.items()}
         if self.lora.rank == 0 or found != expected:
             raise RunError(f"weights of unit {unit} do not fit this run's model; start from its checkpoint")
@@ -209,14 +210,7 @@ def build_chunk(
             f"a chunk of units {', '.join(wanted) or '(none)'} is not a contiguous run of embed, the "
             f"{model.layers} blocks and head, in order"
         )
-    rotaries: tuple[Rotary, Rotary] | None = None
-    if model.family == "llama":
-        # Its tables hold no weights, so all blocks of a chunk share them.
-        everything = Rotary(model.sequence, rotary_frequencies(model), device)
-        windowed = everything
-        if model.window_theta:
-            windowed = Rotary(model.sequence, rotary_frequencies(model, windowed=True), device)
-        rotaries = everything, windowed
+    tables = FAMILY_BLOCKS[model.family].tables(model, device)
     rank, lora = rank or TensorRank(), lora or LoraSection()
     source = DropoutSource(device)
     modules: list[nn.Module] = []
@@ -225,7 +219,7 @@ def build_chunk(
         # On the meta device torch allocates nothing and draws no random numbers.
         with torch.device("meta"):
             own = storage.get(unit) if isinstance(storage, Mapping) else storage
-            module = _module(model, unit, rotaries, own or Storage(), rank)
+            module = _module(model, unit, tables, own or Storage(), rank)
         # Cloned into torch's own 64-byte aligned memory: a matrix product's bits may depend on alignment.
         weights = {
             spec.name: shard(unit, spec, torch.from_numpy(next(drawn)), rank.index, rank.count)
@@ -300,22 +294,9 @@ def weight_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _module(
-    model: ModelSection,
-    unit: str,
-    rotaries: tuple[Rotary, Rotary] | None,
-    storage: Storage,
-    rank: TensorRank,
-) -> nn.Module:
-    """`rotaries`: of blocks that see all keys, and of those with a window."""
+def _module(model: ModelSection, unit: str, tables: object, storage: Storage, rank: TensorRank) -> nn.Module:
     if unit == EMBED:
         return Embedding(model, rank)
     if unit == HEAD:
         return Head(model)
-    if rotaries is None:
-        return Gpt2Block(model, storage, rank)
-    index = int(unit.partition(".")[2])
-    # Which base a block has does not depend on how long samples are.
-    rotary = rotaries[model.window > 0 and index not in model.no_window]
-    turns = index not in model.no_rope
-    return LlamaBlock(model, rotary if turns else None, storage, rank, model.window_of(index))
+    return FAMILY_BLOCKS[model.family](model, int(unit.partition(".")[2]), tables, storage, rank)

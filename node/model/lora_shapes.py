@@ -4,8 +4,9 @@ computes."""
 from math import prod
 
 from node.config.schema import LoraSection, ModelSection
+from node.model.families.family import Cut, Initial, ParameterSpec
 from node.model.storage import PACKED
-from node.model.units import Initial, ParameterSpec, block_name, is_block, parameter_specs
+from node.model.units import block_name, is_block, parameter_specs
 
 WHOLE = "float32"
 FORMS = (WHOLE, *PACKED)
@@ -37,9 +38,13 @@ def trained_specs(model: ModelSection, lora: LoraSection, unit: str) -> tuple[Pa
         name = spec.name.removesuffix(".weight")
         if len(spec.shape) == 2 and name in wanted:
             outputs, inputs = spec.shape
+            # Each matrix is cut where its projection is: A by inputs, B by outputs.
+            cuts = {cut: cut if spec.cut is cut else Cut.WHOLE for cut in Cut}
             found += [
-                ParameterSpec(f"{name}.{DOWN}", (lora.rank, inputs), Initial.UNIFORM),
-                ParameterSpec(f"{name}.{UP}", (outputs, lora.rank), Initial.ZEROS),
+                ParameterSpec(f"{name}.{DOWN}", (lora.rank, inputs), Initial.UNIFORM, cuts[Cut.INPUTS]),
+                ParameterSpec(
+                    f"{name}.{UP}", (outputs, lora.rank), Initial.ZEROS, cuts[Cut.OUTPUTS], spec.joined
+                ),
             ]
     return tuple(found)
 

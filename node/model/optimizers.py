@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from kernels.fp8.layout import BLOCK, POWER_UNIT
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
+from node.model.families.family import ParameterSpec
 from node.model.lora_shapes import DOWN, trained_specs
-from node.model.units import ParameterSpec, block_name, is_block
+from node.model.units import block_name, is_block
 
 PARAMETER_PREFIX = "parameter."
 """Begins the names of weights in a unit's state; everything else is the optimizer's."""

@@ -1,11 +1,11 @@
 """What each of T tensor-parallel ranks holds of a model, and whether a node's devices can share a run's sizes
 at all: pure functions of shapes. Torch-free.
 
-A sharded parameter, laid flat, is [pieces, T, run]: rank t holds [:, t]. One piece where a matrix is cut by
-outputs, its number of rows where it is cut by inputs, and three for GPT-2's joined queries, keys and values,
-each of which is cut by heads. Moments in e4m3 are cut the same way, so a run must be whole blocks. Everything
-else (embedding, head, norms, biases of row-parallel projections) is replicated. An adapter's A is cut where
-its projection is cut by inputs, its B where it is cut by outputs.
+The family declares how each parameter is cut. A sharded one, laid flat, is [pieces, T, run]: rank t holds
+[:, t]. One piece where a matrix is cut by outputs, its number of rows where it is cut by inputs, and three
+for joined queries, keys and values, each of which is cut by heads. Moments in e4m3 are cut the same way, so a
+run must be whole blocks. Everything else (embedding, head, norms, biases of row-parallel projections) is
+replicated.
 """
 
 from functools import lru_cache
@@ -15,38 +15,13 @@ from kernels.blockfloat.layout import BLOCK as PACKED_BLOCK
 from kernels.blockfloat.layout import packed_bytes
 from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig
-from node.model.lora_shapes import DOWN, WHOLE, trained_specs
+from node.model.families.family import Cut
+from node.model.families.known import family_of
+from node.model.lora_shapes import WHOLE, trained_specs
 from node.model.optimizers import OPTIMIZERS
 from node.model.storage import PACKED
-from node.model.units import ParameterSpec, block_name, is_block, parameter_specs
+from node.model.units import block_name, is_block, parameter_specs
 from wire.errors import RunError
-
-_COLUMN = {"query", "key", "value", "qkv_projection", "gate", "up"}
-"""Projections that are cut by outputs: weight, bias and an adapter's B."""
-_ROW = {"attention_output", "down"}
-"""Projections whose weight and an adapter's A are cut by inputs."""
-
-
-def pieces(unit: str, spec: ParameterSpec) -> int | None:
-    """How many equal pieces of a parameter are each shared between all ranks; None if it is replicated."""
-    if not is_block(unit):
-        return None
-    layer, kind = spec.name.rsplit(".", 1)
-    if layer in _COLUMN and kind != DOWN:
-        return 3 if layer == "qkv_projection" else 1
-    if layer in _ROW and kind in ("weight", DOWN):
-        return spec.shape[0]
-    return None
-
-
-def shard_shape(unit: str, spec: ParameterSpec, ranks: int) -> tuple[int, ...]:
-    """The shape of what one rank holds."""
-    if pieces(unit, spec) is None:
-        return spec.shape
-    layer = spec.name.rsplit(".", 1)[0]
-    if layer in _ROW:
-        return (spec.shape[0], spec.shape[1] // ranks)
-    return (spec.shape[0] // ranks, *spec.shape[1:])
 
 
 def frozen_bytes(model: ModelSection, lora: LoraSection, unit: str, ranks: int = 1) -> int:
@@ -59,7 +34,7 @@ def frozen_bytes(model: ModelSection, lora: LoraSection, unit: str, ranks: int =
 def _frozen_bytes(model: ModelSection, lora: LoraSection, unit: str, ranks: int) -> int:
     total = 0
     for spec in parameter_specs(model, unit):
-        shape = shard_shape(unit, spec, ranks)
+        shape = spec.shard_shape(ranks)
         if len(shape) < 2 or lora.base == WHOLE:
             total += 4 * prod(shape)
         elif is_block(unit) and lora.base != "bf16":
@@ -102,8 +77,7 @@ def check_shards(config: RunConfig, ranks: int) -> None:
             f"--tensor-parallel {ranks} cannot share model.qk_norm full, which spans all heads: join without"
         )
     sizes = {"heads": model.heads, "ffn": model.ffn, "sequence": model.sequence}
-    if model.family == "llama":
-        sizes["kv_heads"] = model.kv_heads
+    sizes["kv_heads"] = family_of(model).kv_heads(model)
     for name, size in sizes.items():
         if size % ranks:
             raise RunError(
@@ -121,7 +95,7 @@ def check_shards(config: RunConfig, ranks: int) -> None:
     if ranks == 1 or config.training.moments != "fp8":
         return
     for spec in trained_specs(model, config.lora, unit):
-        number = pieces(unit, spec)
+        number = spec.pieces
         if number is None or len(spec.shape) < 2:
             continue
         run = prod(spec.shape) // number // ranks
@@ -138,8 +112,7 @@ def _check_frozen(config: RunConfig, ranks: int) -> None:
         return
     for spec in parameter_specs(config.model, block_name(0)):
         width = spec.shape[-1] // ranks
-        by_inputs = len(spec.shape) == 2 and spec.name.rsplit(".", 1)[0] in _ROW
-        if by_inputs and width % PACKED_BLOCK:
+        if spec.cut is Cut.INPUTS and width % PACKED_BLOCK:
             raise RunError(
                 f"--tensor-parallel {ranks} cuts rows of {spec.name} {list(spec.shape)} into {width}, and "
                 f"lora.base {config.lora.base} needs multiples of {PACKED_BLOCK}: join with a lower one"
@@ -160,9 +133,9 @@ def _trained_parameters(
 ) -> tuple[tuple[int, bool, bool], ...]:
     return tuple(
         (
-            prod(shard_shape(unit, spec, ranks)),
+            prod(spec.shard_shape(ranks)),
             len(spec.shape) >= 2,
-            ranks > 1 and pieces(unit, spec) is not None,
+            ranks > 1 and spec.pieces is not None,
         )
         for spec in trained_specs(model, lora, unit)
     )

@@ -1,6 +1,6 @@
 """Cuts parameters and states into shards for T tensor-parallel ranks and joins them again.
 
-`node.model.shard_shapes` says which rank holds which slice.
+`node.model.families.family.ParameterSpec` says which rank holds which slice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kernels.fp8.layout import blocks
 from node.config.schema import RunConfig
+from node.model.families.family import ParameterSpec
 from node.model.lora_shapes import trained_specs
-from node.model.shard_shapes import pieces, shard_shape
-from node.model.units import ParameterSpec, parameter_specs
+from node.model.units import parameter_specs
 from wire.errors import RunError
 
 
@@ -25,12 +25,12 @@ def shard(unit: str, spec: ParameterSpec, whole: Tensor, index: int, ranks: int)
     Raises:
         RunError: of none of these shapes, or ranks would share a block.
     """
-    number = pieces(unit, spec)
+    number = spec.pieces
     if number is None or ranks == 1:
         return whole
     elements = spec.elements
     if whole.shape == spec.shape:
-        shape = shard_shape(unit, spec, ranks)
+        shape = spec.shard_shape(ranks)
     elif whole.shape in ((elements,), (blocks(elements),)):
         shape = (whole.numel() // ranks,)
     else:
@@ -45,7 +45,7 @@ def shard(unit: str, spec: ParameterSpec, whole: Tensor, index: int, ranks: int)
 
 def merge(unit: str, spec: ParameterSpec, shards: Sequence[Tensor]) -> Tensor:
     """The tensor of which every rank holds one of `shards`: the inverse of `shard`."""
-    number = pieces(unit, spec)
+    number = spec.pieces
     if number is None:
         return shards[0]
     parts = [part.reshape(number, -1) for part in shards]
@@ -70,7 +70,7 @@ def merge_states(config: RunConfig, unit: str, states: Sequence[Mapping[str, Ten
     specs = _specs(config, unit)
     return {
         key: merge(unit, specs[name], [state[key] for state in states])
-        if (name := _parameter(key)) in specs and pieces(unit, specs[name]) is not None
+        if (name := _parameter(key)) in specs and specs[name].pieces is not None
         else tensor
         for key, tensor in states[0].items()
     }
@@ -80,11 +80,7 @@ def sharded_keys(config: RunConfig, unit: str, state: Mapping[str, Tensor]) -> t
     """Names of the tensors in a unit's state that differ from rank to rank, sorted."""
     specs = _specs(config, unit)
     return tuple(
-        sorted(
-            key
-            for key in state
-            if (name := _parameter(key)) in specs and pieces(unit, specs[name]) is not None
-        )
+        sorted(key for key in state if (name := _parameter(key)) in specs and specs[name].pieces is not None)
     )
 
 

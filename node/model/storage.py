@@ -1,7 +1,7 @@
 """The forms in which a block keeps activations for backward, and their bytes; a head's pieces. Torch-free.
 
-Four kinds of tensor, each in its own form; everything else is recomputed in backward
-(AGoQ, arXiv 2605.00539, table 1). U is the unit of that table: batch x sequence x hidden x 2 bytes.
+Four kinds of tensor, each in its own form; everything else is recomputed in backward (AGoQ,
+arXiv 2605.00539, table 1). U is the unit of that table: batch x sequence x hidden x 2 bytes.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from kernels.blockfloat.layout import packed_bytes
 from node.config.schema import ModelSection, StorageSection, TrainingSection
+from node.model.families.known import family_of
 
 AS_COMPUTED = "none"
 RECOMPUTE = "recompute"
@@ -73,11 +74,6 @@ def unit_bytes(model: ModelSection, samples: int) -> int:
     return 2 * samples * model.sequence * model.hidden
 
 
-def kv_width(model: ModelSection) -> int:
-    """Of a position's keys, and of its values."""
-    return model.width * model.kv_heads if model.family == "llama" else model.hidden
-
-
 def configured(section: StorageSection) -> Storage:
     """The preset with the kinds that the run file sets."""
     own = {kind: getattr(section, kind) for kind in KINDS if getattr(section, kind) != FROM_PRESET}
@@ -136,7 +132,7 @@ def stored_bytes(
             return sum(computed * samples * model.sequence * width for width in widths)
         return sum(packed_bytes((*tokens, width), PACKED[form]) for width in widths)
 
-    widths = kept_widths(model)
+    widths = family_of(model).kept_widths(model)
     inputs = widths["norm_input"]
     # What Gemma's norms multiply by is made for each microbatch.
     vectors = 4 * (sum(inputs) + 2 * model.width) if model.norm_offset else 0
@@ -149,20 +145,6 @@ def stored_bytes(
         attention=kept(storage.attention, *widths["attention"]),
         attention_output=kept(storage.attention_output, *widths["attention_output"]) + sums,
     )
-
-
-def kept_widths(model: ModelSection) -> dict[str, tuple[int, ...]]:
-    """Elements of a token in each tensor that a block keeps, by kind."""
-    keys = kv_width(model)
-    return {
-        # Of each half; one with a norm at its end keeps what that normalises too, as computed in float32 at
-        # most.
-        "norm_input": (model.hidden,) * (2 if model.norm_place == "input" else 4),
-        # Two inputs of SwiGLU, one of GELU.
-        "ffn_input": (model.ffn,) * (2 if model.family == "llama" else 1),
-        "attention": (model.q_width, keys, keys),
-        "attention_output": (model.q_width,),
-    }
 
 
 HEAD_LOGITS = 1 << 26

@@ -22,9 +22,9 @@ from node.config.schema import (
     TelemetrySection,
     TrainingSection,
 )
+from node.model.families.known import FAMILIES, model_problems
 from node.model.lora_shapes import FORMS, projections
 from node.model.optimizers import OPTIMIZERS
-from node.model.units import CHOICES, FAMILIES
 from node.run_file.addresses import coordinator_problems, dashboard_problems, positive
 from node.run_file.storage_rules import name_problem, storage_problems
 from node.schedule.placement import HEADS, head_first, unplaceable
@@ -159,7 +159,7 @@ def _audit(config: RunConfig) -> Iterator[str]:
 
 
 def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
-    yield from name_problem("model.family", model.family, FAMILIES)
+    yield from name_problem("model.family", model.family, tuple(FAMILIES))
     sizes = {
         f"model.{key}": getattr(model, key)
         for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence")
@@ -169,24 +169,11 @@ def _model(model: ModelSection, tokenizer: str) -> Iterator[str]:
     yield from positive({"model.norm_eps": model.norm_eps, "model.init_std": model.init_std})
     if wrong:
         return
-    if model.hidden % model.heads and not model.head_width:
-        yield f"model.hidden ({model.hidden}) must be a multiple of model.heads ({model.heads})"
-    elif model.family == "llama" and model.width % 2:
-        yield (
-            f"model.hidden / model.heads ({model.width}) must be even: rotary position "
-            "embedding turns pairs of channels"
-        )
-    if model.family == "llama":
-        yield from positive({"model.rope_theta": model.rope_theta})
-        if model.heads % model.kv_heads:
-            yield f"model.heads ({model.heads}) must be a multiple of model.kv_heads ({model.kv_heads})"
-        for key, allowed in CHOICES.items():
+    family = FAMILIES.get(model.family)
+    if family is not None:
+        for key, allowed in family.choices.items():
             yield from name_problem(f"model.{key}", getattr(model, key), allowed)
-    elif model.window:
-        yield "model.window is for model.family llama: gpt2 sees all keys"
-    yield from _at_least(0, {"model.window": model.window, "model.query_scale": model.query_scale})
-    if not 0 <= model.window_theta < math.inf:
-        yield f"model.window_theta must be a finite number of at least 0, got {model.window_theta}"
+        yield from model_problems(model)
     if tokenizer == "bytes" and model.vocab < BYTE_VOCABULARY:
         yield f"model.vocab must be at least {BYTE_VOCABULARY} for byte tokens, got {model.vocab}"
 
@@ -216,8 +203,8 @@ def _compute(config: RunConfig) -> Iterator[str]:
     if min(model.heads, model.kv_heads) < 1:
         return
     widths = {"hidden": model.hidden, "ffn": model.ffn, "heads times the width of one": model.q_width}
-    if model.family == "llama":
-        widths["kv_heads times the width of one"] = model.width * model.kv_heads
+    if family := FAMILIES.get(model.family):
+        widths["kv_heads times the width of one"] = family.kv_width(model)
     for name, width in widths.items():
         if width % MULTIPLE:
             yield f'training.compute = "fp8" needs model.{name} to be a multiple of {MULTIPLE}, got {width}'

@@ -21,9 +21,10 @@ from itertools import zip_longest
 from typing import Generic, TypeVar
 
 from node.config.schema import RunConfig
+from node.model.families.family import ParameterSpec
 from node.model.lora_shapes import trained_specs
 from node.model.optimizers import UpdateRule, update_rules
-from node.model.units import ParameterSpec, unit_names
+from node.model.units import unit_names
 from wire.codecs.formats import FP32, Format, codec_format
 from wire.messages import Placement
 

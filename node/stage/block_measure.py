@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from kernels.attention.ops import attention
 from node.config.schema import RunConfig
 from node.model.chunk import HALVES, Chunk, build_chunk, compute_precision, weight_dtype
+from node.model.families.known import family_of
 from node.model.host_memory import Copy, HostMemory, host_memory
-from node.model.storage import configured, kv_width
+from node.model.storage import configured
 from node.model.units import block_name
 from node.run_file.loader import from_json
 from node.stage.machine_info import fix_order
@@ -125,17 +126,19 @@ def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
         weight = torch.randn(outputs, model.hidden, device=device, dtype=dtype)
         return seconds_of(device, lambda: F.linear(x, weight))[0]
 
+    family = family_of(model)
+    into_attention, _, into_ffn, _ = family.products(model)
     query, key = (
         torch.randn(1, heads, model.sequence, model.width, device=device, dtype=dtype)
-        for heads in (model.heads, kv_width(model) // model.width)
+        for heads in (model.heads, family.kv_heads(model))
     )
     times = replace(
         assumed_times(config, Devices(on_cpu=device.type != "cuda")),
         forward=samples * forward,
         backward=samples * backward,
-        attention=samples * product(model.q_width + 2 * kv_width(model)),
+        attention=samples * product(into_attention.outputs),
         attention_output=samples * seconds_of(device, lambda: attention(query, key, key))[0],
-        ffn_input=samples * product((2 if model.family == "llama" else 1) * model.ffn),
+        ffn_input=samples * product(into_ffn.outputs),
         stored=configured(config.storage),
         packing=pack_times(config, device),
         measured=True,

@@ -10,7 +10,8 @@ from kernels.blockfloat import ops
 from kernels.layers import ops as layers
 from node.config.schema import RunConfig
 from node.model.chunk import HALVES
-from node.model.storage import PACKED, kept_widths
+from node.model.families.known import family_of
+from node.model.storage import PACKED
 from node.stage.stopwatch import seconds_of
 from node.tuning.pack_times import PackTime, stored_forms
 
@@ -62,7 +63,7 @@ class _Kinds:
 
     def of(self, kind: str, bits: int) -> list[_Work]:
         """What one kind of tensor goes through, kept in so many bits; 0 as computed."""
-        widths = kept_widths(self._config.model)[kind]
+        widths = family_of(self._config.model).kept_widths(self._config.model)[kind]
         if kind == "norm_input":
             return [self._norm(width, bits) for width in widths]
         if kind == "ffn_input":
@@ -85,7 +86,7 @@ class _Kinds:
     def _norm(self, width: int, bits: int) -> _Work:
         x, grad = self._tensor(width, torch.float32), self._tensor(width, self._dtype)
         weight, dtype = torch.ones(width, device=self._device), self._dtype
-        bias = torch.zeros_like(weight) if self._config.model.family == "gpt2" else None
+        bias = torch.zeros_like(weight) if family_of(self._config.model).norm_has_bias else None
         if not bits:
             return _Work(
                 forward=lambda: layers.norm(x, weight, bias, EPS, dtype),

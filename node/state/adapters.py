@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from node.config.schema import RunConfig
+from node.model.families.known import family_of
 from node.model.lora_shapes import targets
 from node.model.units import block_name
 from node.state.families import tensors
@@ -44,7 +45,7 @@ def adapter_config(config: RunConfig) -> dict[str, Any]:
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": modules,
-        "fan_in_fan_out": model.family == "gpt2",
+        "fan_in_fan_out": family_of(model).transposes,
         "bias": "none",
         "inference_mode": True,
     }

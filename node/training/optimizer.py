@@ -36,7 +36,6 @@ from node.model.optimizers import (
 )
 from node.model.products import AddProduct
 from node.model.rng import salt
-from node.model.shard_shapes import pieces
 from node.model.streamed import Streaming
 from node.model.tensor_rank import TensorRank
 from node.model.units import HEAD, tied_parameter
@@ -99,7 +98,7 @@ class StageOptimizer:
                 self._sharded.update(
                     parameters[spec.name]
                     for spec in chunk.trained_specs(unit)
-                    if self._rank.count > 1 and pieces(unit, spec) is not None
+                    if self._rank.count > 1 and spec.pieces is not None
                 )
                 counted = copy if unit == HEAD else None
                 self._counted[unit] = [value for name, value in parameters.items() if name != counted]

@@ -8,7 +8,8 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 
 from node.config.schema import ModelSection, RunConfig
-from node.model.storage import KINDS, Storage, kv_width
+from node.model.families.known import family_of
+from node.model.storage import KINDS, Storage
 from node.model.units import block_name, unit_cost
 from node.tuning.device_memory import Devices
 from node.tuning.pack_times import PackTime, assumed_packing
@@ -100,9 +101,6 @@ def assumed_times(config: RunConfig, devices: Devices) -> BlockTimes:
 
 def part_flops(model: ModelSection) -> tuple[float, float, float]:
     """Operations a token of a block's projections into attention, of attention, and into the feed-forward."""
-    wide = 2 if model.family == "llama" else 1
-    return (
-        2.0 * model.hidden * (model.q_width + 2 * kv_width(model)),
-        2.0 * model.q_width * model.sequence,  # half of it is masked
-        2.0 * wide * model.hidden * model.ffn,
-    )
+    into_attention, _, into_ffn, _ = family_of(model).products(model)
+    attention = 2.0 * model.q_width * model.sequence  # half of it is masked
+    return 2.0 * into_attention.elements, attention, 2.0 * into_ffn.elements

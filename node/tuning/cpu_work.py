@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from kernels.blockfloat.layout import BLOCK
 from node.config.schema import RunConfig
-from node.model.storage import RECOMPUTE, Storage, head_piece, kv_width, stored_bytes
+from node.model.families.known import family_of
+from node.model.storage import RECOMPUTE, Storage, head_piece, stored_bytes
 from node.model.units import EMBED, HEAD
 from node.tuning.device_memory import Devices
 
@@ -27,7 +28,9 @@ class CpuWork:
     def __init__(self, config: RunConfig, storage: Storage) -> None:
         model, training = config.model, config.training
         self._model, self._training, self._storage = model, training, storage
-        self._llama = model.family == "llama"
+        self._family = family_of(model)
+        self._inputs = len(self._family.ffn_inputs)
+        self._gated = self._inputs == 2
         self._half = training.precision != "float32"
         self._casts = self._half and training.weights != "bfloat16"
         """Weights' gradients are made in half precision and cast."""
@@ -55,19 +58,22 @@ class CpuWork:
     def _sizes(self) -> tuple[int, int, int]:
         """Elements of a microbatch's hidden states, keys, and feed-forward."""
         model = self._model
-        return self._tokens * model.hidden, self._tokens * kv_width(model), self._tokens * model.ffn
+        return (
+            self._tokens * model.hidden,
+            self._tokens * self._family.kv_width(model),
+            self._tokens * model.ffn,
+        )
 
     def _matrices(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of attention's half and the feed-forward's: elements of the matrices into it, together, and of the
         one out of it."""
-        model, inputs = self._model, 2 if self._llama else 1
-        attention = model.hidden * (model.q_width + 2 * kv_width(model)), model.hidden * model.q_width
-        return attention, (inputs * model.hidden * model.ffn, model.hidden * model.ffn)
+        sizes = [product.elements for product in self._family.products(self._model)]
+        return (sizes[0], sizes[1]), (sizes[2], sizes[3])
 
     def _largest(self, into: int, out: int) -> int:
         """Elements of the largest matrix of a half."""
-        # GPT-2's projections into attention are three.
-        parts = 2 if self._llama and into == 2 * out else 1
+        # A gate and what it gates are two; joined queries, keys and values are one.
+        parts = 2 if self._gated and into == 2 * out else 1
         return max(into // parts, out)
 
     def _plain_block(self) -> int:
@@ -78,7 +84,7 @@ class CpuWork:
             one = self._largest(into, out)
             # A matrix's gradient as it is made, cast and added.
             made.append(int((self._weight + max(2.0 * self._casts, self._adding)) * one))
-        feed_forward = element * (2 * wide if self._llama else wide + hidden)
+        feed_forward = element * (2 * wide if self._gated else wide + hidden)
         (_, fresh) = self._matrices()[1]
         return self._small + max(
             feed_forward + max(element * fresh, 4 * hidden),
@@ -89,11 +95,10 @@ class CpuWork:
     def _packed_block(self) -> int:
         model = self._model
         hidden, keys, wide = self._sizes()
-        half, element, llama = self._half, self._element, self._llama
-        inputs = 2 if llama else 1
+        half, element, inputs = self._half, self._element, self._inputs
         attention, feed_forward = self._matrices()
         # The feed-forward's activation and its gradient, in float32.
-        activation = (38 if half else 32) if llama else 16
+        activation = (38 if half else 32) if self._gated else 16
         own = 2 * hidden * half
         scratch = min(self._padded(model.ffn), AT_ONCE)
         padding = element * self._padded(model.ffn) * (model.ffn % BLOCK > 0)
@@ -112,7 +117,7 @@ class CpuWork:
             self._attention() + element * attention[1],
         ]
         # A norm's gradient, with two more tensors if it has a bias, beside the weight gradients of its half.
-        norms = (29 if half else 34) * hidden - 8 * hidden * llama
+        norms = (29 if half else 34) * hidden - 8 * hidden * (not self._family.norm_has_bias)
         for into, out in (attention, feed_forward):
             fresh = self._weight * (into + out)
             added = fresh + int(self._adding * self._largest(into, out))
@@ -124,7 +129,7 @@ class CpuWork:
 
     def _attention(self) -> int:
         """Gradients, rotary's products in float32, keys and values repeated."""
-        storage, shared = self._storage, self._model.hidden - kv_width(self._model)
+        storage, shared = self._storage, self._model.hidden - self._family.kv_width(self._model)
         again = RECOMPUTE in (storage.attention, storage.attention_output)
         if self._half:
             return self._tokens * (24 * self._model.hidden + 4 * shared)

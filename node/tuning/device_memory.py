@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
+from node.model.families.known import family_of
 from node.model.lora_shapes import WHOLE, largest_projection, targets
 from node.model.optimizers import UpdateRule, update_rules
 from node.model.page_locked import GRADIENT_PIECE, STATE_PIECE, in_pieces, page_locked
 from node.model.shard_shapes import frozen_bytes, trained_parameters
-from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, head_piece, kv_width
+from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, head_piece
 from node.model.units import EMBED, HEAD, block_name, is_block
 from wire.identity.enrolment import CPU, Hardware
 
@@ -43,9 +44,6 @@ _LOST_SHARE = 8
 _HEAD_NUMBERS = 128
 """Bytes a token on a GPU: its label, its loss, what the norm divides by; and rounding up."""
 GIB = 1 << 30
-_INTO_ATTENTION = ("query", "key", "value", "qkv_projection")
-_INTO_FEED_FORWARD = ("gate", "up")
-"""Projections of a norm's result."""
 SNAPSHOTS_SENT = 2
 """Copies that a node may hold at a time: one being sent over a slow link, and the next."""
 
@@ -101,6 +99,7 @@ class Share:
     def __init__(self, config: RunConfig, devices: Devices, storage: Storage) -> None:
         self._config = config
         self._model: ModelSection = config.model
+        self._family = family_of(config.model)
         self._training: TrainingSection = config.training
         self._lora: LoraSection = config.lora
         self._sums_tied_gradients = config.sums_tied_gradients
@@ -231,7 +230,7 @@ class Share:
     def rotary(self) -> int:
         """A chunk's sine and cosine tables."""
         model = self._model
-        return 2 * 4 * model.sequence * model.hidden // model.heads if model.family == "llama" else 0
+        return 2 * 4 * model.sequence * model.hidden // model.heads if self._family.rotates else 0
 
     def new_gradients(self, units: Sequence[str]) -> int:
         """Gradients not yet added to the main ones: one matrix's, or those of half a packed block, which
@@ -249,9 +248,8 @@ class Share:
         model = self._model
         if self._lora.rank:
             return sum(self._matrices(block_name(0)))
-        inputs = 2 if model.family == "llama" else 1
-        feed_forward = (inputs + self._devices.on_cpu) * model.ffn
-        attention = 2 * model.hidden + 2 * kv_width(model)
+        feed_forward = (len(self._family.ffn_inputs) + self._devices.on_cpu) * model.ffn
+        attention = 2 * model.hidden + 2 * self._family.kv_width(model)
         return max(feed_forward, attention) * model.hidden // self._devices.tensor_parallel
 
     def applying(self, units: Sequence[str]) -> int:
@@ -327,19 +325,20 @@ class Share:
     def autograd_keeps(self) -> int:
         """What autograd saves of one block and microbatch where nothing is packed."""
         model, element, ranks = self._model, self._element, self._devices.tensor_parallel
-        llama = model.family == "llama"
-        # Two norms: the input, and what it divides by.
-        own = 2 * (4 * model.hidden + (4 if llama else 8))
-        if llama and self._devices.on_cpu:
-            own += 2 * 4 * model.hidden  # there torch keeps what it scales by the weight
+        family = self._family
+        # Two norms: the input, what it divides by, and the mean that LayerNorm takes off.
+        own = 2 * (4 * model.hidden + (8 if family.norm_has_bias else 4))
+        if self._devices.on_cpu and not family.norm_has_bias:
+            own += 2 * 4 * model.hidden  # there torch keeps what RMSNorm scales by the weight
         # The norms' results, of all positions; autocast casts one for each projection that it enters.
-        copies = (5 if llama else 2) if self._half and ranks == 1 else 2
+        entered = len(family.attention_inputs) + len(family.ffn_inputs)
+        copies = entered if self._half and ranks == 1 else 2
         if self._lora.rank:
             copies = self._adapted_inputs()
         wide = copies * element * model.hidden
         # Inside a block a device has its share of heads and of the feed-forward's width: queries, keys,
         # values, attention's result and log-sum-exp; what the feed-forward keeps.
-        keys = model.hidden if self._repeats_keys else kv_width(model)
+        keys = model.hidden if self._repeats_keys else self._family.kv_width(model)
         inside = element * (2 * model.hidden + 2 * keys) + 4 * model.heads
         inside += self._feed_forward_keeps
         # Autocast's copies of weights belong to each microbatch's graph, if they are not made once a step.
@@ -352,15 +351,16 @@ class Share:
     def _feed_forward_keeps(self) -> int:
         """Saved by autograd for one token: gate, its SiLU, up and the product, or up and its GELU. A
         projection without an adapter saves nothing."""
-        saved = 4 if self._model.family == "llama" else 2
-        if self._lora.rank and "down" not in targets(self._model, self._lora):
+        saved = 2 * len(self._family.ffn_inputs)
+        if self._lora.rank and self._family.ffn_output not in targets(self._model, self._lora):
             saved -= 1
         return self._element * saved * self._model.ffn
 
     def _adapted_inputs(self) -> int:
         """Copies of norms' results that projections with adapters save: autocast casts one for each."""
         adapted = targets(self._model, self._lora)
-        counts = [sum(name in adapted for name in names) for names in (_INTO_ATTENTION, _INTO_FEED_FORWARD)]
+        groups = self._family.attention_inputs, self._family.ffn_inputs
+        counts = [sum(name in adapted for name in names) for names in groups]
         return sum(counts) if self._half else sum(count > 0 for count in counts)
 
     @property
@@ -376,7 +376,7 @@ class Share:
         matrices. A chunk's last one gets the gradient that the stage gets, others one of the stage's own."""
         if not self.follows_kernels:
             return self.block_at_work() + self.new_gradients(units)
-        hidden, keys = self._model.hidden, kv_width(self._model)
+        hidden, keys = self._model.hidden, self._family.kv_width(self._model)
         back, attention = self._feed_forward_back(), 2 * (2 * hidden + 2 * keys) * hidden
         feed_forward = max(back, self._feed_forward()) if last else back + self.residual
         return max(feed_forward, self._attention_at_work() + attention)
@@ -416,8 +416,8 @@ class Share:
 
     def _feed_forward_sizes(self) -> tuple[int, int, int]:
         """How many inputs the activation has; bytes of one, and of hidden states in half precision."""
-        inputs, token = 2 if self._model.family == "llama" else 1, self._element * self._row_tokens
-        return inputs, token * self._model.ffn, token * self._model.hidden
+        token = self._element * self._row_tokens
+        return len(self._family.ffn_inputs), token * self._model.ffn, token * self._model.hidden
 
     def block_at_work(self) -> int:
         """What a block's backward allocates beside the saved tensors."""
@@ -454,13 +454,12 @@ class Share:
         wide = narrow = 2 if self.plain else 4
         element = self._element
         if not self.plain and not self._devices.on_cpu and model.is_plain and self._lora.rank == 0:
-            inputs = 2 if model.family == "llama" else 1
-            wide = 1 + inputs * (2 if self._storage.ffn_input == RECOMPUTE else 1)
+            wide = 1 + len(self._family.ffn_inputs) * (2 if self._storage.ffn_input == RECOMPUTE else 1)
         if self._devices.on_cpu and self._half:
             wide, narrow = 3, 3
         if self._devices.on_cpu and not self.plain:
             # The references compute in float32, on one input of GELU or two of SwiGLU.
-            wide, narrow, element = (9 if model.family == "llama" else 6), 2, 4
+            wide, narrow, element = 3 * (1 + len(self._family.ffn_inputs)), 2, 4
         # Codes of the gradients of the widest product's outputs.
         codes = (2 * model.ffn // ranks + model.hidden) if self._coded else 0
         if self._training.weight_gradients == "fp8":
@@ -495,7 +494,7 @@ class Share:
         tensors, and the block's own gradients.
         """
         model, ranks, element = self._model, self._devices.tensor_parallel, self._element
-        keys = kv_width(model)
+        keys = self._family.kv_width(model)
         if self._devices.on_cpu:
             return self._row_tokens * self._attention_on_cpu() // ranks
         shared = keys < model.hidden
@@ -530,7 +529,7 @@ class Share:
         if self._half:
             return 24 * model.hidden
         again = RECOMPUTE in (storage.attention, storage.attention_output)
-        return (40 if again else 32) * model.hidden + 4 * (model.hidden - kv_width(model))
+        return (40 if again else 32) * model.hidden + 4 * (model.hidden - self._family.kv_width(model))
 
     def head_at_work(self) -> int:
         """Beside fresh gradients, of a head on a CPU: logits, their logarithms and gradient, the norm's input

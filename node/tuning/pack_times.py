@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from node.config.schema import RunConfig, StorageSection
-from node.model.storage import KINDS, PACKED, configured, kept_widths
+from node.model.families.known import family_of
+from node.model.storage import KINDS, PACKED, configured
 from wire.errors import ConfigError
 
 GPU_PACKED, CPU_PACKED = 200e9, 200e6
@@ -65,7 +66,7 @@ def is_packed(config: RunConfig, kind: str, form: str) -> bool:
 
 def assumed_packing(config: RunConfig, tokens: float, *, on_cpu: bool) -> tuple[PackTime, ...]:
     """From elements, at a typical speed of such a device; each form takes as long."""
-    widths, rate = kept_widths(config.model), CPU_PACKED if on_cpu else GPU_PACKED
+    widths, rate = family_of(config.model).kept_widths(config.model), CPU_PACKED if on_cpu else GPU_PACKED
     return tuple(
         PackTime(kind=kind, form=form, pack=seconds, unpack=seconds)
         for kind, form in stored_forms(config)

@@ -48,7 +48,7 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig, Storage
 from node.lab.results import commit
 from node.model import chunk
 from node.model.blocks import Block
-from node.model.units import Initial, ParameterSpec
+from node.model.families.family import Initial, ParameterSpec
 from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
 from node.stage.block_measure import measured_times
 from node.stage.machine_info import arithmetic, fix_order

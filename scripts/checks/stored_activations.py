@@ -11,7 +11,7 @@ from kernels.blockfloat import ops as blockfloat_ops
 from kernels.blockfloat import reference as blockfloat
 from kernels.blockfloat.layout import WIDTHS
 from node.config.schema import ModelSection
-from node.model.blocks import Gpt2Block, LlamaBlock, Rotary, rotary_frequencies
+from node.model.chunk import FAMILY_BLOCKS
 from node.model.storage import PRESETS, Storage
 from node.model.tensor_rank import TensorRank
 
@@ -19,14 +19,10 @@ from node.model.tensor_rank import TensorRank
 def random_block(model: ModelSection, storage: Storage) -> nn.Module:
     """A block with random weights drawn on the GPU; no measurement depends on their values."""
     device = torch.device("cuda")
-    block: nn.Module
-    if model.family == "gpt2":
-        with torch.device("cuda"):
-            block = Gpt2Block(model, storage, TensorRank())
-    else:
-        rotary = Rotary(model.sequence, rotary_frequencies(model), device)
-        with torch.device("cuda"):
-            block = LlamaBlock(model, rotary, storage, TensorRank())
+    made = FAMILY_BLOCKS[model.family]
+    tables = made.tables(model, device)
+    with torch.device("cuda"):
+        block = made(model, 0, tables, storage, TensorRank())
     generator = torch.Generator(device="cuda").manual_seed(0)
     with torch.no_grad():
         for parameter in block.parameters():

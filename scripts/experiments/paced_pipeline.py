@@ -254,11 +254,12 @@ def node(token: str, listen: str, advertise: str, directory: str) -> int:
     """`thinwire join` with blocks that wait for a set time and compute nothing."""
     from node.config.join_options import JoinOptions
     from node.model import blocks
+    from node.model.llama_block import LlamaBlock
     from node.processes.node import run_node
     from node.stage.inbox import LoopIO
 
     forward, backward = map(float, os.environ[TIMES].split())
-    blocks.LlamaBlock.forward = _block_forward(forward, backward)  # type: ignore[method-assign]
+    LlamaBlock.forward = _block_forward(forward, backward)  # type: ignore[method-assign]
     blocks.Head.forward = _head_forward  # type: ignore[method-assign]
     if os.environ.get(SUMS_BESIDE):
         LoopIO._after = lambda io, links, send: send()  # type: ignore[method-assign]

@@ -236,6 +236,7 @@ def node(token: str, listen: str, advertise: str, directory: str) -> int:
     """`thinwire join` with a card that computes nothing."""
     from node.config.join_options import JoinOptions
     from node.model import blocks
+    from node.model.llama_block import LlamaBlock
     from node.processes.node import run_node
     from node.stage import executor
 
@@ -246,7 +247,7 @@ def node(token: str, listen: str, advertise: str, directory: str) -> int:
     beside = {"unpacks_beside": True} if "unpacks_beside" in original.__init__.__annotations__ else {}
     stand_ins: dict[Any, Any] = {
         (executor, "TensorTransfer"): lambda _, record, *__, **___: original(device, record, **beside),
-        (blocks.LlamaBlock, "forward"): _forward(card, BLOCK),
+        (LlamaBlock, "forward"): _forward(card, BLOCK),
         (blocks.Embedding, "forward"): _forward(card, EMBED),
         (blocks.Head, "forward"): _forward(card, HEAD),
     }

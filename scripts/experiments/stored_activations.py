@@ -40,7 +40,7 @@ from node.config.schema import (
 )
 from node.data.data import Corpus
 from node.lab.results import commit
-from node.model.blocks import LlamaBlock
+from node.model.llama_block import LlamaBlock
 from scripts.report import RESULTS
 from tests.support.reference_trainer import ReferenceTrainer
 

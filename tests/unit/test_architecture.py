@@ -232,6 +232,43 @@ def test_all_packages_and_rooms_are_checked() -> None:
     assert {name for module in MODULES if (name := room(module))} <= set(FLOORS), "give the room a floor"
 
 
+FAMILIES = Path("node/model/families")
+KNOWS_A_FAMILY = {Path("node/config/schema.py")}
+"""It has the default of `model.family`."""
+
+
+def family_names(source: str) -> list[str]:
+    """Names of model families that a module has as constants, and what compares `model.family`."""
+    found = []
+    for part in ast.walk(ast.parse(source)):
+        if isinstance(part, ast.Constant) and part.value in ("llama", "gpt2"):
+            found.append(part.value)
+        sides = [part.left, *part.comparators] if isinstance(part, ast.Compare) else []
+        if isinstance(part, ast.Match):
+            sides = [part.subject]
+        found += [".".join(dotted(side)) for side in sides if dotted(side)[-2:] == ["model", "family"]]
+    return found
+
+
+def test_what_depends_on_a_family_is_in_its_declaration() -> None:
+    outside = [path for path in MODULES if FAMILIES not in path.parents and path not in KNOWS_A_FAMILY]
+    named = {str(path): family_names((ROOT / path).read_text()) for path in outside}
+    assert {path: names for path, names in named.items() if names} == {}
+
+
+@each(
+    ("source", "found"),
+    [
+        ('wide = 2 if model.family == "llama" else 1', ["llama", "model.family"]),
+        ("found = self._config.model.family != name", ["self._config.model.family"]),
+        ("if model.family in FAMILIES: pass", ["model.family"]),
+        ("family_of(model).norm_has_bias", []),
+    ],
+)
+def test_a_module_that_asks_for_a_family_is_found(source: str, found: list[str]) -> None:
+    assert sorted(family_names(source)) == sorted(found)
+
+
 def test_the_page_of_node_lists_its_rooms_in_order() -> None:
     text = (ROOT / "node" / "README.md").read_text(encoding="utf-8")
     assert tuple(re.findall(r"^    ([a-z_]+)(?:/|\.py) ", text, re.MULTILINE)) == FLOORS

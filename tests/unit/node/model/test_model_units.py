@@ -100,9 +100,9 @@ def test_impossible_splits(chunks: int, split: tuple[int, ...], message: str) ->
     [
         (ModelSection(family="bert"), "family is 'bert'"),
         (ModelSection(layers=0), "layers is 0"),
-        (ModelSection(hidden=100, heads=8), "multiple of heads"),
-        (ModelSection(heads=8, kv_heads=3), "kv_heads 3 must divide"),
-        (ModelSection(hidden=24, heads=8), "rotary positions need it to be even"),
+        (ModelSection(hidden=100, heads=8), "multiple of model.heads"),
+        (ModelSection(heads=8, kv_heads=3), r"multiple of model.kv_heads \(3\)"),
+        (ModelSection(hidden=24, heads=8), "must be even"),
     ],
 )
 def test_impossible_models(model: ModelSection, message: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels.fp8.reference import blocks
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
 from node.model.lora_shapes import trained_specs
-from node.model.shard_shapes import check_shards, pieces, shard_shape
+from node.model.shard_shapes import check_shards
 from node.model.shards import merge, merge_states, shard, shard_state
 from node.model.units import block_name, parameter_specs, unit_names
 from wire.errors import RunError
@@ -43,9 +43,9 @@ def test_shards_of_every_parameter_make_the_whole(shared: tuple[ModelSection, in
         for spec in parameter_specs(model, unit):
             whole = torch.arange(spec.elements, dtype=torch.float32).view(spec.shape)
             shards = [shard(unit, spec, whole, index, ranks) for index in range(ranks)]
-            assert all(part.shape == shard_shape(unit, spec, ranks) for part in shards)
+            assert all(part.shape == spec.shard_shape(ranks) for part in shards)
             assert torch.equal(merge(unit, spec, shards), whole)
-            if pieces(unit, spec) is None:
+            if spec.pieces is None:
                 assert all(torch.equal(part, whole) for part in shards)
             else:
                 held = torch.cat([part.flatten() for part in shards])

@@ -12,8 +12,7 @@ from kernels.attention.ops import attention, attention_backward
 from kernels.blockfloat import reference as blockfloat
 from kernels.common import layers
 from node.config.schema import LoraSection, ModelSection, TrainingSection
-from node.model.blocks import Gpt2Block, LlamaBlock
-from node.model.chunk import build_chunk, compute_precision
+from node.model.chunk import FAMILY_BLOCKS, build_chunk, compute_precision
 from node.model.storage import PRESETS, Storage, stored_bytes
 
 CPU = torch.device("cpu")
@@ -141,7 +140,7 @@ def test_attention_runs_on_what_is_kept_so_that_its_sums_fit(
 ) -> None:
     storage = Storage(attention="4")
     stored = run(model, storage)
-    block = Gpt2Block if model.family == "gpt2" else LlamaBlock
+    block = FAMILY_BLOCKS[model.family]
     split = block.split
 
     def rounded(self: Any, projected: Any) -> tuple[Tensor, ...]:

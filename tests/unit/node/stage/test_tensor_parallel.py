@@ -10,7 +10,6 @@ from torch import Tensor
 
 from node.config.schema import ModelSection
 from node.model.chunk import Chunk, build_chunk, compute_precision
-from node.model.shard_shapes import pieces
 from node.model.shards import merge
 from node.model.storage import PRESETS, Storage
 from node.model.tensor_rank import TensorRank
@@ -86,7 +85,7 @@ def between_ranks(
         named = [chunk.unit_parameters(unit) for chunk in chunks]
         for spec in parameter_specs(model, unit):
             parts = [_gradient(parameters[spec.name]) for parameters in named]
-            sharded = pieces(unit, spec) is not None
+            sharded = spec.pieces is not None
             whole = merge(unit, spec, parts) if sharded else torch.stack(parts).sum(0)
             gradients[f"{unit} {spec.name}"] = whole
     return sum(losses), gradients

@@ -18,7 +18,6 @@ from node.config.schema import (
 )
 from node.model import storage
 from node.model.chunk import build_chunk
-from node.model.shard_shapes import shard_shape
 from node.model.storage import RECOMPUTE, Storage
 from node.model.units import HEAD, block_name, parameter_specs, unit_parameters
 from node.run_state.snapshot_schedule import MAX_ASKED
@@ -235,7 +234,7 @@ def test_divided_sizes_match_the_shards() -> None:
     block = parameter_specs(config.model, block_name(0))
     for ranks in (1, 2, 4):
         devices = Devices(count=ranks, tensor_parallel=ranks, on_cpu=False)
-        elements = 2 * sum(int(torch.Size(shard_shape(block_name(0), spec, ranks)).numel()) for spec in block)
+        elements = 2 * sum(int(torch.Size(spec.shard_shape(ranks)).numel()) for spec in block)
         elements += config.model.vocab * config.model.hidden
         tables = 2 * 4 * config.model.sequence * 32
         assert stage_memory(config, 2, devices)[0].state == 16 * elements + tables

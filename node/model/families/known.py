@@ -1,0 +1,30 @@
+"""The model families that there are."""
+
+from collections.abc import Iterator
+
+from node.config.schema import ModelSection
+from node.model.families.family import Family
+from node.model.families.gpt2 import Gpt2
+from node.model.families.llama import Llama
+from wire.errors import ConfigError
+
+LLAMA, GPT2 = Llama(), Gpt2()
+_ALL: tuple[Family, ...] = (LLAMA, GPT2)
+FAMILIES = {family.name: family for family in _ALL}
+
+
+def family_of(model: ModelSection) -> Family:
+    """Raises ConfigError if there is no such family."""
+    if model.family not in FAMILIES:
+        raise ConfigError(f"[model] family is {model.family!r}; it must be one of {', '.join(FAMILIES)}")
+    return FAMILIES[model.family]
+
+
+def model_problems(model: ModelSection) -> Iterator[str]:
+    """What is wrong with a model of a known family whose sizes are at least 1, a line each."""
+    family, plain = family_of(model), ModelSection()
+    for other in FAMILIES.values():
+        for key in other.options:
+            if key not in family.options and getattr(model, key) != getattr(plain, key):
+                yield f"model.{key} is for model.family {other.name}, and this model is {family.name}"
+    yield from family.problems(model)

@@ -1,0 +1,363 @@
+"""Llama and what is built like it: RMSNorm, rotary positions, grouped-query attention, a gated feed-forward.
+
+Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2 and Gemma 3 differ from Llama by keys of `[model]`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from node.config.schema import MOST_LAYERS, MOST_POSITIONS, MOST_SIZE, ModelSection
+from node.model.families.config_json import ConfigReader, shortened_value
+from node.model.families.family import Family, ParameterSpec
+from wire.errors import ConfigError
+
+GEMMA = "gemma3_text"
+_EPS_BY_DEFAULT = {"olmo2": 1e-5}
+_THETA_BY_DEFAULT = {"smollm3": 2_000_000.0, GEMMA: 1_000_000.0}
+_WINDOW_BY_DEFAULT = {"mistral": 4096, GEMMA: 4096}
+_WIDTH_BY_DEFAULT = {"qwen3": 128, GEMMA: 256}
+_KV_HEADS_BY_DEFAULT = {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, GEMMA: 4}
+_WITHOUT_WINDOW = ("llama", "olmo2")
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
+_BLOCK = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
+    "attention_output": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_NORMS = {
+    "input": {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    "output": {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_output_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_output_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+class Llama(Family):
+    """`ModelSection` adds biases of queries, keys and values, norms of queries and keys, norms of outputs, a
+    window, another scale of the scores and a GELU gate."""
+
+    name = "llama"
+    options = (
+        *("head_width", "rope_theta", "rope_scaling", "rope_factor", "rope_low", "rope_high"),
+        *("rope_original", "no_rope", "qkv_bias", "qk_norm", "norm_place", "norm_offset", "window"),
+        *("no_window", "window_theta", "query_scale", "activation", "scaled_embedding"),
+    )
+    choices: ClassVar = {
+        "rope_scaling": ("none", "linear", "llama3"),
+        "qk_norm": ("none", "head", "full"),
+        "norm_place": ("input", "output", "both"),
+        "activation": ("silu", "gelu"),
+    }
+    attention_inputs = ("query", "key", "value")
+    ffn_inputs = ("gate", "up")
+    norm_has_bias = False
+    rotates = True
+    model_types: ClassVar = {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "smollm3": "SmolLM3ForCausalLM",
+        "olmo2": "Olmo2ForCausalLM",
+        GEMMA: "Gemma3ForCausalLM",
+    }
+    tied_types = ("smollm3", GEMMA)
+
+    def block(self, model: ModelSection) -> tuple[ParameterSpec, ...]:
+        widths = {"query": model.q_width, "key": self.kv_width(model), "value": self.kv_width(model)}
+        inputs = [self.into(name, width, model, bias=model.qkv_bias) for name, width in widths.items()]
+        if model.qk_norm != "none":
+            normed = dict.fromkeys(widths, model.width) if model.qk_norm == "head" else widths
+            inputs += [self.norm(f"{name}_norm", model, normed[name]) for name in ("query", "key")]
+        both = model.norm_place == "both"
+        return (
+            *self.norm("attention_norm", model),
+            *(spec for specs in inputs for spec in specs),
+            *self.out_of("attention_output", model.q_width, model, bias=False),
+            *(self.norm("attention_output_norm", model) if both else ()),
+            *self.norm("ffn_norm", model),
+            *self.into("gate", model.ffn, model, bias=False),
+            *self.into("up", model.ffn, model, bias=False),
+            *self.out_of("down", model.ffn, model, bias=False),
+            *(self.norm("ffn_output_norm", model) if both else ()),
+        )
+
+    def kv_heads(self, model: ModelSection) -> int:
+        return model.kv_heads
+
+    def problems(self, model: ModelSection) -> Iterator[str]:
+        uneven = list(super().problems(model))
+        yield from uneven
+        if not uneven and model.width % 2:
+            yield (
+                f"model.hidden / model.heads ({model.width}) must be even: rotary position "
+                "embedding turns pairs of channels"
+            )
+        if model.heads % model.kv_heads:
+            yield f"model.heads ({model.heads}) must be a multiple of model.kv_heads ({model.kv_heads})"
+        if not 0 < model.rope_theta < math.inf:
+            yield f"model.rope_theta must be a finite number above 0, got {model.rope_theta}"
+        for key in ("window", "query_scale", "window_theta"):
+            if not 0 <= getattr(model, key) < math.inf:
+                yield f"model.{key} must be a finite number of at least 0, got {getattr(model, key)}"
+
+    def paths(self, model: ModelSection) -> Mapping[str, str]:
+        block = _BLOCK | _NORMS[model.norm_place]
+        return {
+            "tokens": "model.embed_tokens",
+            **{layer: f"model.layers.{{}}.{path}" for layer, path in block.items()},
+            "norm": "model.norm",
+            "output": "lm_head",
+        }
+
+    def model_type(self, model: ModelSection) -> str:
+        own = {
+            "qkv_bias": model.qkv_bias,
+            "qk_norm": model.qk_norm,
+            "norm_place": model.norm_place,
+            "no_rope": bool(model.no_rope),
+            "window": model.window > 0,
+            "no_window": bool(model.no_window),
+            "norm_offset": model.norm_offset,
+            "activation": model.activation,
+            "scaled_embedding": model.scaled_embedding,
+            "window_theta": model.window_theta > 0,
+            "query_scale": model.query_scale > 0,
+        }
+        plain = {**dict.fromkeys(own, False), "qk_norm": "none", "norm_place": "input", "activation": "silu"}
+        gemma = {
+            "qk_norm": "head",
+            "norm_place": "both",
+            "norm_offset": True,
+            "activation": "gelu",
+            "scaled_embedding": True,
+            "window": True,
+            "window_theta": True,
+            # Either way.
+            "no_window": own["no_window"],
+            "query_scale": own["query_scale"],
+        }
+        families: dict[str, dict[str, Any]] = {
+            "llama": {},
+            "mistral": {"window": True},
+            "qwen2": {"qkv_bias": True},
+            "qwen3": {"qk_norm": "head"},
+            "olmo2": {"qk_norm": "full", "norm_place": "output"},
+            "smollm3": {"no_rope": True},
+            GEMMA: gemma,
+        }
+        for kind, features in families.items():
+            if own == plain | features:
+                return kind
+        named = ", ".join(f"{key} {getattr(model, key)}" for key in own if own[key] != plain[key])
+        raise ConfigError(f"no Hugging Face family has all of model.{named}: no export is possible")
+
+    def read_config(self, reader: ConfigReader, kind: str) -> dict[str, Any]:
+        reader.must_be("hidden_act", "silu")
+        reader.must_be("attention_bias", False)
+        reader.must_be("mlp_bias", False)
+        reader.must_be("partial_rotary_factor", 1.0)
+        hidden, heads = reader.whole("hidden_size"), reader.whole("num_attention_heads")
+        layers = reader.whole("num_hidden_layers", most=MOST_LAYERS)
+        width = reader.whole("head_dim", _WIDTH_BY_DEFAULT.get(kind, max(1, hidden // heads)))
+        if kind in ("llama", GEMMA) and hidden % heads:
+            raise reader.refused("hidden_size", f"a multiple of num_attention_heads ({heads})")
+        # A null is as many as heads, which an absent key is in some families.
+        is_null = "num_key_value_heads" in reader.config and kind not in ("mistral", GEMMA)
+        kv_heads = reader.whole(
+            "num_key_value_heads", heads if is_null else _KV_HEADS_BY_DEFAULT.get(kind, heads)
+        )
+        no_rope = _no_rope(reader, layers) if kind == "smollm3" else ()
+        return {
+            "layers": layers,
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_width": 0 if width * heads == hidden else width,
+            "ffn": reader.whole("intermediate_size"),
+            "norm_eps": reader.number("rms_norm_eps", _EPS_BY_DEFAULT.get(kind, 1e-6)),
+            "qkv_bias": kind == "qwen2",
+            "qk_norm": {"qwen3": "head", "olmo2": "full", GEMMA: "head"}.get(kind, "none"),
+            "norm_place": {"olmo2": "output", GEMMA: "both"}.get(kind, "input"),
+            "no_rope": no_rope,
+            **_window(reader, kind, layers, no_rope),
+            **(_gemma(reader, width) if kind == GEMMA else _rope(reader, kind)),
+        }
+
+    def write_config(
+        self, model: ModelSection, kind: str, common: Mapping[str, Any], rest: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        sizes = {
+            "num_hidden_layers": model.layers,
+            "hidden_size": model.hidden,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.width,
+            "intermediate_size": model.ffn,
+            "rms_norm_eps": model.norm_eps,
+            **({"hidden_activation": "gelu_pytorch_tanh"} if kind == GEMMA else {"hidden_act": "silu"}),
+        }
+        if rest is not None:
+            return {**rest, **common, **sizes}
+        extra: dict[str, Any] = {
+            "max_position_embeddings": model.sequence,
+            "rope_theta": model.rope_theta,
+            "attention_bias": False,
+            **dict(_written_rope(model)),
+        }
+        if model.window:
+            extra["sliding_window"] = model.window
+        if kind == GEMMA:
+            extra |= {
+                "layer_types": [
+                    _FULL if index in model.no_window else _SLIDING for index in range(model.layers)
+                ],
+                "rope_local_base_freq": model.window_theta,
+                "query_pre_attn_scalar": model.query_scale or model.width,
+            }
+        if kind == "smollm3":
+            extra["no_rope_layers"] = [int(index not in model.no_rope) for index in range(model.layers)]
+            extra["use_sliding_window"] = False
+        # There is no token with a special meaning; the families' own defaults name some.
+        tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        return {**tokens, **common, **sizes, **extra}
+
+
+def _gemma(reader: ConfigReader, width: int) -> dict[str, Any]:
+    """What Gemma 3 has of its own: norms of 1 + weight, a GELU gate, scaled embeddings, two RoPE bases."""
+    reader.must_be("hidden_activation", "gelu_pytorch_tanh")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if reader.get(key) is not None:
+            raise reader.refused(key, "null")
+    reader.must_be("use_bidirectional_attention", False)
+    scale = reader.whole("query_pre_attn_scalar", 256)
+    # One set for each kind of block, as transformers 5 writes them; `rope_scaling` is that of full attention.
+    both = reader.object("rope_parameters")
+    if both.config.keys() - {_FULL, _SLIDING}:
+        raise reader.refused("rope_parameters", f"an object with {_FULL} and {_SLIDING}")
+    full, sliding = both.object(_FULL), both.object(_SLIDING)
+    if _rope_type(sliding) != "default":
+        raise reader.refused("rope_parameters", f"rope_type default for {_SLIDING}")
+    scaling = reader.object("rope_scaling")
+    key = "rope_scaling" if scaling.config else "rope_parameters"
+    given = ConfigReader({**full.config, **scaling.config}, f"{reader.where}: {key}")
+    return {
+        "norm_offset": True,
+        "activation": "gelu",
+        "scaled_embedding": True,
+        "query_scale": 0 if scale == width else scale,
+        "window_theta": sliding.number("rope_theta", reader.number("rope_local_base_freq", 10_000.0)),
+        **_rope_of(given, reader.number("rope_theta", _THETA_BY_DEFAULT[GEMMA])),
+    }
+
+
+def _window(reader: ConfigReader, kind: str, layers: int, no_rope: Sequence[int]) -> dict[str, Any]:
+    """The sliding window, and the blocks without it."""
+    if kind in _WITHOUT_WINDOW:
+        return {}
+    window = reader.config.get("sliding_window", _WINDOW_BY_DEFAULT.get(kind))
+    used = kind in _WINDOW_BY_DEFAULT or reader.flag("use_sliding_window", False)
+    types = reader.get("layer_types")
+    for name in types if isinstance(types, list) else ():
+        if name not in (_FULL, _SLIDING):
+            raise ConfigError(
+                f"{reader.where}: layer_types has {shortened_value(name)}, which thinwire cannot train; "
+                f"expected {_FULL} or {_SLIDING}"
+            )
+    if types is not None and (not isinstance(types, list) or len(types) != layers):
+        raise reader.refused("layer_types", f"a name for each of num_hidden_layers ({layers})")
+    if types is not None:
+        slides = [name == _SLIDING for name in types]
+        if any(slides) and not used:
+            raise reader.refused("layer_types", f"no {_SLIDING} without use_sliding_window")
+        if kind == "mistral" and not all(slides):
+            raise reader.refused("layer_types", f"{_SLIDING} for every block of a mistral")
+    elif kind == GEMMA:
+        every = reader.whole("sliding_window_pattern", 6)
+        slides = [(index + 1) % every != 0 for index in range(layers)]
+    elif kind == "mistral":
+        slides = [True] * layers
+    elif kind == "smollm3":
+        slides = [used and index in no_rope for index in range(layers)]
+    else:
+        first = reader.config.get("max_window_layers")
+        first = 28 if first is None else first
+        if type(first) is not int or not 0 <= first <= MOST_SIZE:
+            raise reader.refused("max_window_layers", "a whole number of at least 0")
+        slides = [used and index >= first for index in range(layers)]
+    if not any(slides) or (window is None and kind != GEMMA):
+        return {}
+    full = tuple(index for index, windowed in enumerate(slides) if not windowed)
+    return {"window": reader.whole("sliding_window", window, MOST_POSITIONS), "no_window": full}
+
+
+def _no_rope(reader: ConfigReader, layers: int) -> tuple[int, ...]:
+    """Blocks without rotary embedding: those with 0 in `no_rope_layers`, by default every 4th."""
+    given = reader.get("no_rope_layers")
+    if given is None:
+        interval = reader.whole("no_rope_layer_interval", 4)
+        given = [int((index + 1) % interval != 0) for index in range(layers)]
+    if not isinstance(given, list) or len(given) != layers or any(turns not in (0, 1) for turns in given):
+        raise reader.refused("no_rope_layers", f"0 or 1 for each of num_hidden_layers ({layers})")
+    return tuple(index for index, turns in enumerate(given) if not turns)
+
+
+def _rope(reader: ConfigReader, kind: str) -> dict[str, Any]:
+    """Both forms: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5."""
+    given = reader.object("rope_scaling")
+    if not given.config:
+        given = reader.object("rope_parameters")
+    return _rope_of(given, reader.number("rope_theta", _THETA_BY_DEFAULT.get(kind, 10_000.0)))
+
+
+def _rope_of(given: ConfigReader, theta: float) -> dict[str, Any]:
+    """`theta`: what an object without `rope_theta` has."""
+    given.must_be("partial_rotary_factor", 1.0)
+    for key in (_FULL, _SLIDING):
+        if key in given.config:
+            raise given.refused(key, "one set of values for all blocks")
+    scaling = _rope_type(given)
+    found: dict[str, Any] = {"rope_theta": given.number("rope_theta", theta), "rope_scaling": "none"}
+    if scaling == "default":
+        return found
+    if scaling not in ("linear", "llama3"):
+        raise given.refused(
+            "rope_type" if "rope_type" in given.config else "type", "default, linear or llama3"
+        )
+    found |= {"rope_scaling": scaling, "rope_factor": given.number("factor")}
+    if scaling == "llama3":
+        found |= {
+            "rope_low": given.number("low_freq_factor"),
+            "rope_high": given.number("high_freq_factor"),
+            "rope_original": given.whole("original_max_position_embeddings", most=MOST_POSITIONS),
+        }
+    return found
+
+
+def _rope_type(given: ConfigReader) -> Any:
+    return given.get("rope_type", given.get("type", "default"))
+
+
+def _written_rope(model: ModelSection) -> Iterator[tuple[str, Any]]:
+    if model.rope_scaling == "none":
+        return
+    scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+    if model.rope_scaling == "llama3":
+        scaling |= {
+            "low_freq_factor": model.rope_low,
+            "high_freq_factor": model.rope_high,
+            "original_max_position_embeddings": model.rope_original,
+        }
+    yield "rope_scaling", scaling

@@ -1,0 +1,141 @@
+"""The block of Llama and of what is built like it, and rotary positions; shapes as in `node.model.blocks`."""
+
+from collections.abc import Sequence
+from math import pi, sqrt
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from kernels.common import layers as reference
+from kernels.layers import ops as layers
+from node.config.schema import ModelSection
+from node.model.blocks import Block, RMSNorm
+from node.model.families.known import LLAMA
+from node.model.storage import Storage
+from node.model.stored_layers import Heads
+from node.model.tensor_rank import TensorRank
+
+
+def rotary_frequencies(model: ModelSection, *, windowed: bool = False) -> Tensor:
+    """Radians a position of each pair of a head's elements, float32 [D / 2], with the model's scaling.
+
+    `llama3` divides low frequencies by the factor, leaves high ones and interpolates between (Llama 3.1).
+    They are computed on the CPU whatever the device, so that every stage has the same bits.
+
+    Args:
+        windowed: of blocks with a window, which may have a base of their own and then no scaling.
+    """
+    exponents = torch.arange(0, model.width, 2, dtype=torch.float32, device="cpu") / model.width
+    if windowed and model.window_theta:
+        return 1.0 / model.window_theta**exponents
+    frequencies: Tensor = 1.0 / model.rope_theta**exponents
+    if model.rope_scaling == "none":
+        return frequencies
+    scaled = frequencies / model.rope_factor
+    if model.rope_scaling == "linear":
+        return scaled
+    wavelengths = 2 * pi / frequencies
+    share = (model.rope_original / wavelengths - model.rope_low) / (model.rope_high - model.rope_low)
+    between = (1 - share) * scaled + share * frequencies
+    found = torch.where(wavelengths > model.rope_original / model.rope_low, scaled, between)
+    return torch.where(wavelengths < model.rope_original / model.rope_high, frequencies, found)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding over whole heads, first half against second (the Llama convention).
+
+    The tables depend on the config only and are not weights.
+    """
+
+    cos_sd: Tensor
+    sin_sd: Tensor
+
+    def __init__(self, sequence: int, frequencies: Tensor, device: torch.device) -> None:
+        """`frequencies`: radians a position, as from `rotary_frequencies`."""
+        super().__init__()
+        angles = torch.outer(torch.arange(sequence, dtype=torch.float32, device="cpu"), frequencies)
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos_sd", angles.cos().to(device), persistent=False)
+        self.register_buffer("sin_sd", angles.sin().to(device), persistent=False)
+
+    def forward(self, query_bhsd: Tensor, key_bksd: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled():
+            length = query_bhsd.shape[-2]
+            tables = self.cos_sd[:length], self.sin_sd[:length]
+            return reference.rotate(query_bhsd, *tables), reference.rotate(key_bksd, *tables)
+        return layers.rotate_both(query_bhsd, key_bksd, self.cos_sd, self.sin_sd)
+
+    def back(self, query_bhsd: Tensor, key_bksd: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the inputs: the inverse rotation."""
+        return layers.rotate_both(query_bhsd, key_bksd, self.cos_sd, self.sin_sd, back=True)
+
+
+class LlamaBlock(Block):
+    """RMSNorm, rotary grouped-query attention, RMSNorm, SwiGLU."""
+
+    family = LLAMA
+
+    def __init__(
+        self, model: ModelSection, index: int, tables: object, storage: Storage, rank: TensorRank
+    ) -> None:
+        super().__init__(model, index, tables, storage, rank)
+        # Which base a block has does not depend on how long samples are.
+        everything, windowed = cast(tuple[Rotary, Rotary], tables)
+        rotary = windowed if model.window > 0 and index not in model.no_window else everything
+        self.rotary = None if index in model.no_rope else rotary
+        self.norms_heads = model.qk_norm == "head"
+        self.query_factor = sqrt(model.width / model.query_scale) if model.query_scale else 1.0
+
+    @classmethod
+    def tables(cls, model: ModelSection, device: torch.device) -> tuple["Rotary", "Rotary"]:
+        """Of blocks that see all keys, and of those with a window."""
+        everything = Rotary(model.sequence, rotary_frequencies(model), device)
+        if not model.window_theta:
+            return everything, everything
+        return everything, Rotary(model.sequence, rotary_frequencies(model, windowed=True), device)
+
+    def head_norms(self) -> tuple[Tensor, ...]:
+        norms = (self._modules.get(name) for name in ("query_norm", "key_norm"))
+        return tuple(one.scale() for one in norms if isinstance(one, RMSNorm))
+
+    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor]) -> Heads:
+        heads = [self._to_be_normed(part) for part in projected]
+        heads[: len(norms)] = [
+            reference.norm(part, scale, None, self.norm_eps)
+            for part, scale in zip(heads, norms, strict=False)
+        ]
+        query_bhsd, key_bksd, value_bksd = (
+            torch.unflatten(part.flatten(2), -1, (-1, self.width)).transpose(1, 2) for part in heads
+        )
+        if self.query_factor != 1.0:
+            query_bhsd = query_bhsd * self.query_factor
+        if self.rotary is None:
+            return query_bhsd, key_bksd, value_bksd
+        query_bhsd, key_bksd = self.rotary(query_bhsd, key_bksd)
+        return query_bhsd, key_bksd, value_bksd
+
+    def _to_be_normed(self, projected_bsn: Tensor) -> Tensor:
+        """What norms of queries and keys are taken over last: whole, or head by head [B, S, H, D]."""
+        return torch.unflatten(projected_bsn, -1, (-1, self.width)) if self.norms_heads else projected_bsn
+
+    def join(
+        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        query_bhsd, key_bksd, value_bksd = heads
+        if self.rotary is not None:
+            query_bhsd, key_bksd = self.rotary.back(query_bhsd, key_bksd)
+        if self.query_factor != 1.0:
+            query_bhsd = query_bhsd * self.query_factor
+        grads = [part.transpose(1, 2).flatten(2) for part in (query_bhsd, key_bksd, value_bksd)]
+        of_norms = []
+        for number, scale in enumerate(norms):
+            grad, x = self._to_be_normed(grads[number]), self._to_be_normed(projected[number])
+            of_x, of_scale, _ = reference.norm_gradient(grad, x, scale, None, self.norm_eps)
+            grads[number] = of_x.to(grad.dtype).flatten(2)
+            of_norms.append(of_scale.to(scale.dtype))
+        return tuple(grads), tuple(of_norms)
+
+    def activation(self, *wide_bsf: Tensor) -> Tensor:
+        gate_bsf, up_bsf = wide_bsf
+        return reference.gated(gate_bsf, up_bsf, self.has_gelu)
