@@ -12,7 +12,7 @@ from node.cli.parser import add_run_file
 
 if TYPE_CHECKING:
     from node.tuning.block_times import BlockTimes
-    from node.tuning.memory_choice import MemoryPlan
+    from node.tuning.memory_plan import MemoryPlan
 
 HOST_TIMES = 4
 """Main memory of a machine, in memories of its card."""

@@ -4,7 +4,7 @@ Forward copies a block's saved tensors out while the next blocks compute, and fr
 that moves is done. Backward asks for a block's tensors when the next one above it that moves begins, so that
 they come back while that one and those between compute. So the device holds at most two moved blocks of all
 microbatches in flight (double buffering: LLMQ, papers/llmq.txt, section 3.1).
-`node.tuning.copy_waits` says how long compute waits for that.
+`node.tuning.memory_program` says how long compute waits for that.
 
 Whole storages are copied, and come back with the same strides and offsets: every kernel reads what it would
 have read, so no bit changes. Weights, tables and the chunk's input stay, because they are in memory anyway.

@@ -5,7 +5,7 @@ from math import prod
 
 from node.config.schema import PipelineSection, RunConfig, StorageSection
 from node.model.storage import AS_COMPUTED, FROM_PRESET, KINDS, PRESETS, RECOMPUTE, configured
-from node.tuning.pack_times import allowed_forms
+from node.tuning.block_times import allowed_forms
 from node.tuning.storage_choice import MOST_STORAGES
 from wire.errors import ConfigError, nearest
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from node.config.schema import RunConfig
 from node.tuning.block_times import BlockTimes, assumed_times
 from node.tuning.memory import FIXED_BYTES
-from node.tuning.memory_choice import MemoryPlan
-from node.tuning.memory_plan import Room, planned_again
+from node.tuning.memory_plan import MemoryPlan, Room, planned_again
 
 OFF = 0.05
 """What is off by a larger share is planned with anew."""

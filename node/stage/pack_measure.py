@@ -13,7 +13,7 @@ from node.model.chunk import HALVES
 from node.model.families.known import family_of
 from node.model.storage import PACKED
 from node.stage.stopwatch import seconds_of
-from node.tuning.pack_times import PackTime, stored_forms
+from node.tuning.block_times import PackTime, stored_forms
 
 EPS = 1e-5
 

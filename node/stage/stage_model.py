@@ -32,8 +32,7 @@ from node.state.unit_state import FROZEN_PREFIX
 from node.training.local_steps import LocalSteps
 from node.training.optimizer import StageOptimizer
 from node.tuning.memory import stage_storages
-from node.tuning.memory_choice import MemoryPlan
-from node.tuning.memory_plan import Room
+from node.tuning.memory_plan import MemoryPlan, Room
 from node.tuning.state_moves import moved_blocks
 from node.tuning.storage_choice import allowed_storages, chosen_config
 

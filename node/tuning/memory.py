@@ -25,7 +25,6 @@ from node.schedule.placement import (
     stage_units,
 )
 from node.schedule.schedule import held_activations
-from node.tuning.cpu_work import at_work
 from node.tuning.device_memory import (
     MULTIPROCESSORS,
     RUNS_AT_WORK,
@@ -33,6 +32,7 @@ from node.tuning.device_memory import (
     WORKSPACES,
     Devices,
     Share,
+    at_work,
 )
 from wire.codecs.formats import codec_format
 from wire.errors import RunError

@@ -8,18 +8,578 @@ blocks' weights, then their main gradients (`node.tuning.state_moves`).
 
 `plan_stage` takes what adds the least time among what fits (`node.tuning.memory_program`), by the times of
 `node.tuning.block_times`.
+
+`PlannedStage` is one stage on one kind of node: each choice has its bytes and seconds there, and choices for
+all blocks the memory that they take where the stage is at its peak.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice, permutations, product
+from operator import mul
+from typing import ClassVar
 
 from node.config.schema import RunConfig
-from node.schedule.placement import chunk_units, held_blocks, stage_orders
+from node.model.page_locked import page_locked
+from node.model.storage import AS_COMPUTED, KINDS, RECOMPUTE, Storage, StoredBytes, stored_bytes
+from node.model.units import HEAD, block_name, is_block, unit_cost
+from node.schedule.placement import chunk_units, held_blocks, of_chunk, stage_orders
+from node.schedule.schedule import Order, held_activations
 from node.tuning.block_times import BlockTimes, assumed_times
-from node.tuning.device_memory import Devices
-from node.tuning.memory import stage_bytes, stage_memory, stage_storages
-from node.tuning.memory_choice import Choice, MemoryPlan
-from node.tuning.memory_stage import PlannedStage
+from node.tuning.device_memory import RUNS_AT_WORK, RUNS_KEPT, CpuWork, Devices, Share, at_work
+from node.tuning.memory import StageMemory, block_bytes, stage_bytes, stage_memory, stage_storages
+from node.tuning.memory_program import (
+    Column,
+    Copied,
+    CopyClock,
+    Program,
+    StateMove,
+    Waits,
+    last_columns,
+    solve,
+    spread,
+    stays,
+)
+from node.tuning.state_moves import STAYS, Moved, state_moves
+
+ALL = "all"
+"""As `node.model.offload.ALL`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a block does with what it keeps for backward."""
+
+    KEPT: ClassVar["Choice"]
+    FFN: ClassVar["Choice"]
+    AGAIN: ClassVar["Choice"]
+    MOVED: ClassVar["Choice"]
+    INPUT_MOVED: ClassVar["Choice"]
+    again: bool = False
+    """Keep the block's input alone, and run the block again in backward."""
+    recomputed: tuple[str, ...] = ()
+    """Kinds (`node.model.storage.KINDS`) that backward computes again."""
+    moved: tuple[str, ...] = ()
+    """Kinds that wait in host memory, or `all`."""
+
+    def storage(self, base: Storage) -> Storage:
+        """How a block keeps its activations, where `base` is the run's storage at this stage."""
+        forms = dict.fromkeys(self.recomputed, RECOMPUTE)
+        return replace(base, again=self.again, offload=self.moved, **forms)
+
+    def __str__(self) -> str:
+        if self.again:
+            return "computed again in backward" + (", input in host memory" if self.moved else "")
+        parts = [f"{kind} again" for kind in self.recomputed]
+        parts += [f"{kind} in host memory" for kind in self.moved]
+        return ", ".join(parts) or "kept"
+
+
+Choice.KEPT = Choice()
+Choice.FFN = Choice(recomputed=("ffn_input",))
+Choice.AGAIN = Choice(again=True)
+Choice.MOVED = Choice(moved=(ALL,))
+Choice.INPUT_MOVED = Choice(again=True, moved=(ALL,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What one stage does, and what that takes."""
+
+    choices: tuple[Choice, ...]
+    """Of its blocks, in the order of its units."""
+    state: Moved = STAYS
+    """What is in host memory of the optimizer, weights and main gradients."""
+    graphs: bool = True
+    """CUDA graphs stay, if the run has them."""
+    memory: StageMemory
+    host_bytes: int = 0
+    """Host memory that takes."""
+    added: float
+    """Time over that of forward and backward with everything kept."""
+    seconds: float = 0.0
+    """Of forward and backward of a microbatch, by the times that it was planned with."""
+    moving: float = 0.0
+    """Seconds of a microbatch's share of copying state for norms and the optimizer's step."""
+    fits: bool
+
+    @property
+    def again(self) -> int:
+        """Blocks that compute something again."""
+        return sum(choice.again or bool(choice.recomputed) for choice in self.choices)
+
+    @property
+    def moves(self) -> bool:
+        """Whether any block's tensors wait in host memory."""
+        return any(choice.moved for choice in self.choices)
+
+    @property
+    def streams(self) -> bool:
+        """Whether passes fetch weights or gradients from host memory."""
+        return self.state.weights + self.state.gradients + self.state.codes > 0
+
+    def storages(self, base: Storage) -> tuple[Storage, ...]:
+        """How each block keeps its activations, where `base` is the run's storage at this stage."""
+        return tuple(choice.storage(base) for choice in self.choices)
+
+    def text(self) -> str:
+        """What is done to fit, in words; empty if nothing is."""
+        counts: dict[str, int] = {}
+        for choice in self.choices:
+            counts[str(choice)] = counts.get(str(choice), 0) + 1
+        parts = [
+            f"{count} of {len(self.choices)} blocks: {words}"
+            for words, count in counts.items()
+            if words != str(Choice.KEPT)
+        ]
+        state, blocks = self.state, len(self.choices)
+        parts += ["the optimizer's moments in host memory"] * bool(state.moments)
+        parts += [f"weights of {state.weights} of {blocks} blocks in host memory"] * bool(state.weights)
+        parts += [f"gradients of {state.gradients} of {blocks} blocks in host memory"] * bool(state.gradients)
+        parts += [f"codes of {state.codes} of {blocks} blocks in host memory"] * bool(state.codes)
+        return "; ".join(parts)
+
+
+GRAPHS_GAIN = 0.02
+"""The share of a step that CUDA graphs are taken to save."""
+_FROM = {
+    "ffn_input": ("norm_input", "ffn_input"),
+    "attention": ("norm_input", "attention", "attention_output"),
+    "attention_output": ("norm_input", "attention", "attention_output"),
+}
+"""Kinds that have to be kept as computed for this one to be computed again with the same bits."""
+
+
+class PlannedStage:
+    """The stage, with the columns of its program."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        devices: Devices,
+        *,
+        storage: Storage,
+        units: Sequence[Sequence[str]],
+        order: Order,
+        together: int,
+        kept: StageMemory,
+        times: BlockTimes,
+        graphs: bool,
+    ) -> None:
+        """
+        Args:
+            units: of each of its chunks.
+            order: its actions in a step.
+            together: the most block activations that it holds at once, as by `held_blocks`.
+            kept: the estimate with everything kept.
+            graphs: `config` has CUDA graphs if the run does.
+        """
+        model, everything = config.model, tuple(unit for own in units for unit in own)
+        share = Share(config, devices, storage)
+        self._kept, self._times, self._graphs = kept, times, graphs
+        self._units = everything
+        self._host = 0 if devices.on_cpu else devices.host_bytes
+        self.blocks = [sum(map(is_block, own)) for own in units]
+        self._held = [held_activations(of_chunk(order, chunk)) for chunk in range(len(units))]
+        self._together = together
+        self._share = share
+        self._block = block_bytes(config, share, storage, devices)
+        self._block_pages = share.pages(self._block, RUNS_KEPT)
+        """That a block's tensors fill in part."""
+        self._input = share.residual
+        self._inputs = sum(self._held) * self._input
+        """What chunks begin with, which stays where the first block's copy moves."""
+        work, others = (share.block_work(everything, last=last) for last in (True, False))
+        ends, again = share.ends_work(everything), share.block_again(everything, self._block)
+        self._block_work_pages = share.pages(work, RUNS_AT_WORK)
+        counted = at_work(config, storage, everything, devices)
+        self._embedding, self._casts = 0, 0
+        self._forward_last = 3 * self._input
+        """Bytes at work at the end of a chunk's forward: of its last block, which is kept, or of the head."""
+        if counted is not None:
+            work = others = CpuWork(config, storage).block()
+            ends = kept.working
+            self._embedding = counted[1]
+            # Autocast holds a copy of the weights of all blocks while a forward runs; those that run again do
+            # not keep them.
+            self._casts = share.block_copies() if share.holds_copies else 0
+            if HEAD in everything:
+                self._forward_last = max(self._forward_last, CpuWork(config, storage).head_forward())
+        if kept.captured:
+            work = others = ends = kept.working
+            self._block_work_pages = self._work_pages
+        if counted is not None or kept.captured:
+            again = work + self._block + self._input * kept.captured
+        # A block that is alone gets the stage's gradient.
+        self._alone_work = again if kept.captured else again - self._input
+        self._end_work, self._others_work, self._again_work, self._ends_work = work, others, again, ends
+        """Beside what blocks keep: a chunk's last block, others, one that runs again, and the head."""
+        self.state_kinds = state_moves(config, devices, share, everything, times)
+        self.columns = self._columns(config, devices, storage, share)
+        ways = tuple(self.columns.values())
+        self._last = {ways[k] for k in last_columns(ways)}
+        blocks = sum(self.blocks)
+        self._forward, self._backward = blocks * times.forward, blocks * times.backward
+        head = unit_cost(model, HEAD) / unit_cost(model, block_name(0)) if HEAD in everything else 0.0
+        self._whole = (blocks + head) * (times.forward + times.backward)
+        heads = [head if HEAD in own else 0.0 for own in units]
+        self._clocks = tuple(
+            CopyClock(
+                forward=times.forward,
+                backward=times.backward,
+                head_forward=own * times.forward,
+                head_backward=own * times.backward,
+                out_rate=times.out_rate,
+                in_rate=times.in_rate,
+            )
+            for own in heads
+        )
+        movable = [column.moved for column in self.columns.values() if column.moved and not column.again]
+        self._windows = [
+            clock.windows(movable, own) for clock, own in zip(self._clocks, self.blocks, strict=True)
+        ]
+
+    def _columns(
+        self, config: RunConfig, devices: Devices, storage: Storage, share: Share
+    ) -> dict[Choice, Column]:
+        """Those that no other beats."""
+        found: dict[Choice, Column] = {Choice.KEPT: self._column(self._block)}
+        # With dropout, backward would have to draw the microbatch's random bits again.
+        if not config.lora.dropout:
+            again = self._times.forward
+            found[Choice.AGAIN] = self._column(self._input, seconds=again, again=True)
+            if self._moves:
+                found[Choice.INPUT_MOVED] = self._column(
+                    0, [self._input], seconds=again, left=self._inputs, again=True
+                )
+        if share.plain:
+            # Autograd's casts of weights would move too, and autocast holds them until forward is over.
+            if self._moves and config.training.precision == "float32":
+                found[Choice.MOVED] = self._column(0, [self._block])
+            return found
+        sizes = stored_bytes(config.model, config.training, storage)
+        ways = []
+        for kind in KINDS:
+            fates = ["kept"]
+            # From what is in few bits other values would come.
+            if kind in _FROM and all(getattr(storage, one) == AS_COMPUTED for one in _FROM[kind]):
+                fates.append("again")
+            if self._moves and getattr(storage, kind) != RECOMPUTE:
+                fates.append("moved")
+            ways.append([(kind, fate) for fate in fates])
+        for way in product(*ways):
+            recomputed = tuple(kind for kind, fate in way if fate == "again")
+            moved = tuple(kind for kind, fate in way if fate == "moved")
+            choice = Choice(recomputed=recomputed, moved=moved)
+            form = choice.storage(storage)
+            left = stored_bytes(config.model, config.training, form)
+            work = Share(config, devices, form).block_work(self._units) - share.block_work(self._units)
+            left_there = "norm_input" in moved and storage.norm_input == AS_COMPUTED
+            found[choice] = self._column(
+                (left.total - sum(_size(left, kind) for kind in moved)) // devices.count,
+                [_size(sizes, kind) // devices.count for kind in moved],
+                seconds=sum(map(self._times.recomputing, recomputed)),
+                working=max(0, work),
+                left=self._inputs * left_there,
+            )
+        return _unbeaten(found)
+
+    @property
+    def _moves(self) -> bool:
+        return self._host > 0 and not self._kept.captured
+
+    def _column(
+        self,
+        kept: int,
+        moved: Sequence[int] = (),
+        *,
+        seconds: float = 0.0,
+        working: int = 0,
+        left: int = 0,
+        again: bool = False,
+    ) -> Column:
+        return Column(
+            kept=kept,
+            pages=self._share.pages(kept, 1 if again else RUNS_KEPT),
+            moved=sum(moved),
+            host=sum(map(page_locked, moved)),
+            seconds=seconds,
+            slowing=2 * sum(moved) * self._times.slowing,  # out and back
+            working=working,
+            left=left,
+            again=again,
+        )
+
+    def alike(self, choice: Choice) -> tuple[Choice, ...]:
+        """All blocks with this choice."""
+        return (choice,) * sum(self.blocks)
+
+    def memory(self, choices: Sequence[Choice], state: Moved = STAYS) -> StageMemory:
+        """The estimate with these choices, in the order of the stage's blocks, where it peaks."""
+        base = self._kept
+        for move, count in self._moved(state):
+            base = replace(
+                base,
+                state=base.state - count * move.freed + move.there,
+                applying=base.applying + move.applying,
+            )
+        if all(choice == Choice.KEPT for choice in choices):
+            return base
+        taken = [self.columns[choice] for choice in choices]
+        after = iter(taken)
+        chunks = [list(islice(after, count)) for count in self.blocks]
+        kept, pages = self._base_kept, self._work_pages
+        freed: list[tuple[int, int, int]] = []
+        casting: list[tuple[int, int]] = []
+        for held, own in zip(self._held, chunks, strict=True):
+            kept += held * sum(column.kept for column in own)
+            pages += held * sum(column.pages for column in own)
+            last = max((place for place, column in enumerate(own) if column.again), default=-1)
+            if last >= 0:
+                # Copies of weights, and what later blocks do not keep yet.
+                casting.append((self._casts * (last + 1), sum(column.kept for column in own[last + 1 :])))
+                # Of the microbatch that goes backward, what later blocks kept is gone by then.
+                later = () if base.captured else own[last + 1 :]
+                less = sum(column.kept for column in later), sum(column.pages for column in later)
+                freed.append((len(own), *less))
+        coming, most = 2 * max(column.moved for column in taken), max(column.working for column in taken)
+        left = max(column.left for column in taken)
+        places = []
+
+        def at(less: int, less_pages: int, working: int, more_pages: int = 0) -> None:
+            there = pages - less_pages + more_pages
+            places.append(replace(base, kept=kept - less, pages=there, working=left + working))
+
+        for own in filter(None, chunks):
+            # The last block and the head work beside all that is kept, when only one block's tensors come
+            # back. What the last block kept is gone when others work.
+            end = own[-1] if own[-1] in self._last and not base.captured else None
+            comes = coming if end is None else end.moved + coming // 2
+            at(0, 0, comes + self._end_work + (most if end is None else end.working))
+            at(0, 0, comes + self._ends_work)
+            if len(own) > 1:
+                less = (0, 0) if end is None else (end.kept, end.pages)
+                at(*less, coming + most + self._others_work)
+        again_pages = self._block_work_pages + self._block_pages - self._work_pages
+        for count, gone, gone_pages in freed:
+            again = self._again_work if count > 1 else self._alone_work
+            at(gone, gone_pages, coming + most + again, again_pages)
+        for casts, not_yet in casting if self._casts else ():
+            places.append(replace(base, kept=kept, pages=pages, working=casts + self._forward_last))
+            early = replace(base, kept=kept - not_yet, pages=pages, working=casts + self._forward_again)
+            places.append(early)
+        peak = max(places, key=lambda place: place.kept + place.working + place.pages)
+        first = sum(column.kept for column in chunks[0])
+        ending = kept - first + self._embedding if self._embedding else 0
+        # Between chunks nothing is shared: the estimate with everything kept counts their common peak.
+        return replace(
+            peak,
+            kept=min(peak.kept, self._kept.kept),
+            ending=min(ending, max(base.ending, self._kept.ending)),
+        )
+
+    @property
+    def _work_pages(self) -> int:
+        """Of the pages, those of what is worked on."""
+        return self._kept.pages - self._together * self._block_pages
+
+    @property
+    def _base_kept(self) -> int:
+        """Of what microbatches keep, all but blocks' tensors."""
+        return self._kept.kept - self._together * self._block
+
+    @property
+    def _forward_again(self) -> int:
+        """A block that runs again, as it goes forward, without the copies that others hold too."""
+        return self._block - self._casts + self._input
+
+    def _moved(self, state: Moved) -> list[tuple[StateMove, int]]:
+        """Kinds of state that move, and how many parts."""
+        return [(move, count) for move, count in zip(self.state_kinds, state, strict=False) if count]
+
+    def host_bytes(self, choices: Sequence[Choice], state: Moved) -> int:
+        """Host memory that these take."""
+        held = [count for count, blocks in zip(self._held, self.blocks, strict=True) for _ in range(blocks)]
+        moved = sum(n * self.columns[one].host for n, one in zip(held, choices, strict=True))
+        return moved + self._state_host(state)
+
+    def _state_host(self, state: Moved) -> int:
+        return sum(count * move.host for move, count in self._moved(state))
+
+    def added(self, choices: Sequence[Choice], state: Moved = STAYS) -> float:
+        seconds = self._pass_seconds(choices, state) + self._moving_seconds(state)
+        return seconds / self._whole + (0.0 if self._graphs else GRAPHS_GAIN)
+
+    def _moving_seconds(self, state: Moved) -> float:
+        """What a microbatch's share of copying state for norms and the optimizer's step takes."""
+        return sum(count * move.seconds for move, count in self._moved(state))
+
+    def _pass_seconds(self, choices: Sequence[Choice], state: Moved) -> float:
+        """What forward and backward of a microbatch take longer."""
+        taken, moves, times = [self.columns[choice] for choice in choices], self._moved(state), self._times
+        slowing = sum(column.slowing for column in taken) + sum(count * move.slowing for move, count in moves)
+        waits = self._waits(taken)
+        moved, again = sum(column.moved for column in taken), sum(column.seconds for column in taken)
+        # In all, copies hide behind compute up to a point. The engines copy both ways at a time.
+        forward = max(
+            moved / times.out_rate, sum(count * move.forward_in for move, count in moves) / times.in_rate
+        )
+        backward = max(
+            (moved + sum(count * move.backward_in for move, count in moves)) / times.in_rate,
+            sum(count * move.backward_out for move, count in moves) / times.out_rate,
+        )
+        forward = max(0.0, forward - self._forward, sum(one.forward for one in waits))
+        backward = max(0.0, backward - self._backward - again, sum(one.backward for one in waits))
+        return again + slowing + forward + backward
+
+    def _waits(self, taken: Sequence[Column]) -> list[Waits]:
+        """Of each chunk, between use and use."""
+        found, left = [], iter(taken)
+        for clock, windows, count in zip(self._clocks, self._windows, self.blocks, strict=True):
+            parts = Counter((column.moved, column.again) for column in islice(left, count))
+            copied = [Copied(count=n, moved=moved, again=again) for (moved, again), n in parts.items()]
+            found.append(clock.waits(copied, windows))
+        return found
+
+    def plan(self, choices: tuple[Choice, ...], memory_bytes: int = 0, *, state: Moved = STAYS) -> MemoryPlan:
+        """These choices on a node with so much memory; 0 is without a limit."""
+        memory = self.memory(choices, state)
+        host = self.host_bytes(choices, state)
+        graphs = 0.0 if self._graphs else GRAPHS_GAIN
+        return MemoryPlan(
+            choices=choices,
+            state=state,
+            graphs=self._graphs,
+            memory=memory,
+            host_bytes=host,
+            added=self.added(choices, state),
+            seconds=self._whole * (1 + graphs) + self._pass_seconds(choices, state),
+            moving=self._moving_seconds(state),
+            fits=(memory_bytes == 0 or memory.total <= memory_bytes) and host <= self._host,
+        )
+
+    def best(self, memory_bytes: int) -> MemoryPlan | None:
+        """The plan that adds the least time in so much memory; None if none fits."""
+        solution = solve(self._program(memory_bytes))
+        if solution is None:
+            return None
+        return self.plan(self.order(solution.blocks), memory_bytes, state=Moved(*solution.state))
+
+    def order(self, counts: Sequence[Sequence[int]]) -> tuple[Choice, ...]:
+        """A choice for every block. `counts`: for each chunk, how many of its blocks take each column."""
+        names, columns = tuple(self.columns), tuple(self.columns.values())
+        taken = [column for k, column in enumerate(columns) if any(own[k] for own in counts)]
+        others = max(column.moved for column in taken) + max(column.working for column in taken)
+        others += self._others_work - self._end_work
+        return tuple(names[k] for own in counts for k in spread(columns, own, others))
+
+    def least(self) -> MemoryPlan:
+        """The plan that takes the least memory, of all blocks alike but for the last, or of as many as host
+        memory does for: what a choice saves grows with their number."""
+        plans = [
+            self.plan(choices, state=state)
+            for state in self._most_state()
+            for choices in self._alike_or_mixed(self._host - self._state_host(state))
+        ]
+        fitting = [plan for plan in plans if plan.host_bytes <= self._host]
+        return min(fitting, key=lambda plan: (plan.memory.total, plan.added))
+
+    def _most_state(self) -> Iterator[Moved]:
+        """For each set of kinds of state, as much as there is host memory for: kinds get what is left by
+        those before them, in any order."""
+        yield STAYS
+        kinds = len(self.state_kinds)
+        for order in (one for length in range(kinds) for one in permutations(range(1, kinds), length)):
+            counts, host = [0] * kinds, self._host
+            for kind in (0, *order):
+                move = self.state_kinds[kind]
+                counts[kind] = min(move.most, host // max(1, move.host))
+                host -= counts[kind] * move.host
+            if counts[0]:
+                yield Moved(*counts)
+
+    def _alike_or_mixed(self, host: int) -> Iterator[tuple[Choice, ...]]:
+        names, columns = tuple(self.columns), tuple(self.columns.values())
+        # Of those that take no host memory, what leaves least on the device, kept or at work.
+        without = [k for k, column in enumerate(columns) if column.host == 0]
+        others, ends = _least(columns, without), _least(columns, [k for k in without if stays(columns[k])])
+        for one, column in enumerate(columns):
+            yield self.alike(names[one])
+            for end in ends:
+                alike = ([one] * (count - 1) + [end] * (count > 0) for count in self.blocks)
+                yield tuple(names[k] for own in alike for k in own)
+            if column.host == 0 or column.host * sum(map(mul, self._held, self.blocks)) <= host:
+                continue
+            for other in others:
+                room, found = host, list[list[int]]()
+                for held, blocks in zip(self._held, self.blocks, strict=True):
+                    count = min(blocks, max(0, room) // (held * column.host))
+                    room -= count * held * column.host
+                    counts = [0] * len(columns)
+                    counts[other] += blocks - count
+                    counts[one] += count
+                    found.append(counts)
+                yield self.order(found)
+
+    def _program(self, memory_bytes: int) -> Program:
+        kept = self._kept
+        room = int(kept.room(memory_bytes))
+        passes = room - self._base_kept - (kept.applying if kept.captured else 0)
+        beside = passes - self._work_pages
+        again = passes - self._block_work_pages - self._block_pages
+        return Program(
+            columns=tuple(self.columns.values()),
+            blocks=tuple(self.blocks),
+            held=tuple(self._held),
+            room_end=beside - self._end_work,
+            room_others=beside - self._others_work,
+            room_again=again - self._again_work,
+            room_alone=again - self._alone_work,
+            room_head=beside - self._ends_work if self._ends_work else None,
+            room_casting=(passes - self._forward_last, passes - self._forward_again),
+            casts=self._casts,
+            room_ending=passes - self._embedding if self._embedding else None,
+            apart=kept.captured,
+            forward=self._forward,
+            backward=self._backward,
+            clocks=self._clocks,
+            host=self._host,
+            state=self.state_kinds,
+            applying=None if kept.captured else room - kept.applying,
+        )
+
+
+def _size(sizes: StoredBytes, kind: str) -> int:
+    found: int = getattr(sizes, kind)
+    return found
+
+
+def _least(columns: Sequence[Column], among: Sequence[int]) -> list[int]:
+    """Those that leave least on the device between passes, at work, and in all."""
+    found = (
+        min(among, key=lambda k: (columns[k].there, columns[k].working)),
+        min(among, key=lambda k: (columns[k].working, columns[k].there)),
+        min(among, key=lambda k: columns[k].there + columns[k].working),
+    )
+    return sorted(set(found))
+
+
+def _unbeaten(columns: dict[Choice, Column]) -> dict[Choice, Column]:
+    """Without those that another column is at least as good as in every way."""
+
+    def worth(one: Column) -> tuple[float, ...]:
+        return one.kept, one.pages, one.moved, one.host, one.seconds, one.working
+
+    found: dict[Choice, Column] = {}
+    # The fewest words first, of equals.
+    for choice, column in sorted(columns.items(), key=lambda pair: (worth(pair[1]), len(str(pair[0])))):
+        others = [other for other in found.values() if other.again == column.again]
+        if not any(all(a <= b for a, b in zip(worth(other), worth(column), strict=True)) for other in others):
+            found[choice] = column
+    # In the order in which they were made.
+    return {choice: column for choice, column in columns.items() if choice in found}
+
 
 CURVE_POINTS = 24
 

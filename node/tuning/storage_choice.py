@@ -15,11 +15,11 @@ from itertools import product
 
 from node.config.schema import RunConfig, StorageSection
 from node.model.storage import AS_COMPUTED, KINDS, Storage, configured
+from node.tuning.block_times import allowed_forms
 from node.tuning.decisions import StepHistory
 from node.tuning.device_memory import Devices, Share
 from node.tuning.memory import MEMORY_SHARE, block_bytes, stage_memory
 from node.tuning.memory_plan import Room, least_stage_bytes
-from node.tuning.pack_times import allowed_forms
 from wire.errors import ConfigError, RunError
 
 MOST_STORAGES = 128

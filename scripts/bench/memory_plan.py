@@ -56,8 +56,7 @@ from node.stage.stage_model import StageModel
 from node.tuning.block_times import BlockTimes
 from node.tuning.device_memory import Devices, has_own_attention
 from node.tuning.memory import FIXED_BYTES
-from node.tuning.memory_choice import Choice, MemoryPlan
-from node.tuning.memory_plan import Room
+from node.tuning.memory_plan import Choice, MemoryPlan, Room
 from node.tuning.storage_choice import choose, chosen_config, words_of
 
 GB = 10**9

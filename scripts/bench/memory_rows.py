@@ -22,8 +22,7 @@ from typing import Any
 from node.config.schema import RunConfig, StorageSection
 from node.lab.results import commit
 from node.tuning.device_memory import Devices
-from node.tuning.memory_choice import Choice
-from node.tuning.memory_plan import _stages
+from node.tuning.memory_plan import Choice, _stages
 from node.tuning.state_moves import Moved
 from scripts.bench.memory_plan import GB, HOST_GB, LENGTHS, STAGE, STAGES, run_file
 from scripts.report import RESULTS, write

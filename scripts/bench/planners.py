@@ -27,9 +27,7 @@ from node.lab.results import commit
 from node.run_state.grid import share_groups
 from node.schedule.gradient_groups import GroupTree
 from node.tuning.device_memory import Devices
-from node.tuning.memory_choice import Choice
-from node.tuning.memory_plan import _stages
-from node.tuning.memory_stage import PlannedStage
+from node.tuning.memory_plan import Choice, PlannedStage, _stages
 from node.tuning.stage_order import _Search, plan_order, step_seconds
 from node.tuning.state_moves import STAYS, Moved
 from scripts.bench.memory_plan import GB, HOST_GB, STAGE, STAGES, run_file

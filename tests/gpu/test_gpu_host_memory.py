@@ -17,8 +17,7 @@ from node.stage.stage_model import StageModel
 from node.training import host_moments
 from node.training.optimizer import StageOptimizer
 from node.tuning.device_memory import Devices, has_own_attention
-from node.tuning.memory_choice import Choice
-from node.tuning.memory_plan import Room, least_stage_bytes
+from node.tuning.memory_plan import Choice, Room, least_stage_bytes
 from node.tuning.state_moves import Moved
 from tests.gpu.test_gpu_passes import GPU, assert_same, run_file, steps
 from tests.support.passes import CASES, Forced

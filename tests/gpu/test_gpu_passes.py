@@ -13,8 +13,7 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig, SyncSec
 from node.model import storage
 from node.stage.captured_passes import CapturedPasses, CudaRecorder, Work
 from node.stage.stage_model import StageModel
-from node.tuning.memory_choice import Choice
-from node.tuning.memory_plan import Room
+from node.tuning.memory_plan import Choice, Room
 from tests.support.passes import CASES, Forced
 
 GPU = torch.device("cuda", 0)

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from node.config.schema import LoraSection, RunConfig, StorageSection, TrainingSection
-from node.tuning.memory_choice import Choice, MemoryPlan
-from node.tuning.memory_plan import Room
+from node.tuning.memory_plan import Choice, MemoryPlan, Room
 from node.tuning.state_moves import STAYS, Moved
 
 PLAIN = TrainingSection(global_batch=8, microbatch=2, warmup_steps=0, precision="bfloat16")

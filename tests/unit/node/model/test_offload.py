@@ -12,7 +12,7 @@ from node.config.schema import ModelSection, RunConfig
 from node.model import offload
 from node.model.host_memory import CudaHostMemory
 from node.stage.stage_model import StageModel
-from node.tuning.memory_choice import Choice
+from node.tuning.memory_plan import Choice
 from node.tuning.state_moves import STAYS, Moved
 from tests.support.host_memory import LateHostMemory
 from tests.support.passes import CASES, Forced

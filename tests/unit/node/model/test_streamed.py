@@ -12,7 +12,7 @@ from node.model import offload
 from node.model.host_memory import Copy
 from node.model.page_locked import in_pieces, page_locked, pieces_of
 from node.stage.stage_model import StageModel
-from node.tuning.memory_choice import Choice
+from node.tuning.memory_plan import Choice
 from node.tuning.state_moves import STAYS, Moved, moved_blocks
 from tests.support.host_memory import LateHostMemory
 from tests.support.memory_pipeline import MemoryPipeline, reference_run

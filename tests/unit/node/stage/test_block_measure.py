@@ -12,8 +12,7 @@ from node.config.schema import StorageSection
 from node.model.host_memory import Copy, HostMemory
 from node.model.storage import KINDS, PACKED, Storage, configured
 from node.stage.block_measure import block_seconds, copy_rate, measured_times, slowed_by_copies
-from node.tuning.block_times import BlockTimes
-from node.tuning.pack_times import PackTime, stored_forms
+from node.tuning.block_times import BlockTimes, PackTime, stored_forms
 from tests.unit.node.tuning.test_memory import CPU, run
 
 RATE, SLOWER = 2e9, 0.25

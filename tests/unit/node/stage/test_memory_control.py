@@ -14,8 +14,7 @@ from node.stage.stage_model import StageModel
 from node.tuning.block_times import assumed_times
 from node.tuning.device_memory import WORKSPACES, Devices
 from node.tuning.memory import FIXED_BYTES, stage_memory
-from node.tuning.memory_choice import MemoryPlan
-from node.tuning.memory_plan import Room, least_stage_bytes
+from node.tuning.memory_plan import MemoryPlan, Room, least_stage_bytes
 from tests.unit.node.tuning.test_memory import CPU, run
 
 GPU = Devices(on_cpu=False, host_bytes=1 << 40)

@@ -7,7 +7,7 @@ import torch
 
 from node.model import offload
 from node.stage.stage_model import StageModel
-from node.tuning.memory_choice import Choice
+from node.tuning.memory_plan import Choice
 from node.tuning.state_moves import STAYS, Moved
 from tests.support.memory_meter import by_step
 from tests.support.passes import Forced

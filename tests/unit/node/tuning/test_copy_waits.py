@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from node.model import offload
 from node.model.host_memory import Copy, HostMemory
 from node.model.offload import ALL, Offload
-from node.tuning.copy_waits import Copied, CopyClock
-from node.tuning.memory_program import Column, spread
+from node.tuning.memory_program import Column, Copied, CopyClock, spread
 
 CPU = torch.device("cpu")
 BLOCK = 1 << 12

@@ -17,8 +17,10 @@ from node.stage.stage_model import StageModel
 from node.tuning.block_times import assumed_times
 from node.tuning.device_memory import Devices
 from node.tuning.memory import stage_memory
-from node.tuning.memory_choice import Choice, MemoryPlan
 from node.tuning.memory_plan import (
+    Choice,
+    MemoryPlan,
+    PlannedStage,
     Room,
     _stages,
     _variants,
@@ -27,7 +29,6 @@ from node.tuning.memory_plan import (
     plan_stage,
 )
 from node.tuning.memory_program import Column, spread
-from node.tuning.memory_stage import PlannedStage
 from node.tuning.state_moves import Moved
 from tests.support.memory_meter import measured
 from tests.support.passes import Forced

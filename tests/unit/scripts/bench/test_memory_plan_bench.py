@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from node.model.storage import Storage
-from node.tuning.block_times import BlockTimes
-from node.tuning.pack_times import PackTime
+from node.tuning.block_times import BlockTimes, PackTime
 from scripts.bench.memory_plan import BESIDE, GB, Bench, measure_all, times_of
 
 TIMES = BlockTimes(

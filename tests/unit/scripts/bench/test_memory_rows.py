@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from node.tuning.memory_choice import Choice
+from node.tuning.memory_plan import Choice
 from node.tuning.state_moves import STAYS, Moved
 from scripts.bench.memory_rows import MEASURED, beyond, choice, every_way, parsed
 
