@@ -4,7 +4,8 @@ Sizes are divided by the same functions as in the model. Tensor parallelism shar
 and what is computed inside them; embedding, norms and head are whole on every device. Between blocks each
 device has its share of the positions. Data parallelism shares only a microbatch's samples.
 
-`CpuWork` is what passes allocate on a CPU beside what blocks keep, where they allocate the most. There blocks run torch's operators and the kernels' references (`kernels.common.layers`,
+`CpuWork` is what passes allocate on a CPU beside what blocks keep, where they allocate the most. There
+blocks run torch's operators and the kernels' references (`kernels.common.layers`,
 `kernels.blockfloat.reference`), one after another, so the peak is at one of a few places, and at each it
 follows from the shapes of what is there. Coefficients are those of the operators' results and intermediate
 tensors; `scripts/checks/memory_settings.py` compares them with what torch counts.
