@@ -43,7 +43,7 @@ def shard(unit: str, spec: ParameterSpec, whole: Tensor, index: int, ranks: int)
     return whole.reshape(number, ranks, -1)[:, index].reshape(shape)
 
 
-def merge(unit: str, spec: ParameterSpec, shards: Sequence[Tensor]) -> Tensor:
+def merge(spec: ParameterSpec, shards: Sequence[Tensor]) -> Tensor:
     """The tensor of which every rank holds one of `shards`: the inverse of `shard`."""
     number = spec.pieces
     if number is None:
@@ -69,7 +69,7 @@ def merge_states(config: RunConfig, unit: str, states: Sequence[Mapping[str, Ten
     """A unit's whole state from those of all ranks; a replicated tensor is taken from rank 0."""
     specs = _specs(config, unit)
     return {
-        key: merge(unit, specs[name], [state[key] for state in states])
+        key: merge(specs[name], [state[key] for state in states])
         if (name := _parameter(key)) in specs and specs[name].pieces is not None
         else tensor
         for key, tensor in states[0].items()

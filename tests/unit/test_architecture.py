@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from node.model.families.known import FAMILIES
 from tests.support.cases import each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,7 +233,7 @@ def test_all_packages_and_rooms_are_checked() -> None:
     assert {name for module in MODULES if (name := room(module))} <= set(FLOORS), "give the room a floor"
 
 
-FAMILIES = Path("node/model/families")
+DECLARATIONS = Path("node/model/families")
 KNOWS_A_FAMILY = {Path("node/config/schema.py")}
 """It has the default of `model.family`."""
 
@@ -241,7 +242,7 @@ def family_names(source: str) -> list[str]:
     """Names of model families that a module has as constants, and what compares `model.family`."""
     found = []
     for part in ast.walk(ast.parse(source)):
-        if isinstance(part, ast.Constant) and part.value in ("llama", "gpt2"):
+        if isinstance(part, ast.Constant) and part.value in FAMILIES:
             found.append(part.value)
         sides = [part.left, *part.comparators] if isinstance(part, ast.Compare) else []
         if isinstance(part, ast.Match):
@@ -251,7 +252,7 @@ def family_names(source: str) -> list[str]:
 
 
 def test_what_depends_on_a_family_is_in_its_declaration() -> None:
-    outside = [path for path in MODULES if FAMILIES not in path.parents and path not in KNOWS_A_FAMILY]
+    outside = [path for path in MODULES if DECLARATIONS not in path.parents and path not in KNOWS_A_FAMILY]
     named = {str(path): family_names((ROOT / path).read_text()) for path in outside}
     assert {path: names for path, names in named.items() if names} == {}
 

@@ -103,6 +103,7 @@ def test_the_most_that_is_allowed() -> None:
         ({"model.family": "x"}, "known: llama, gpt2"),
         ({"model.qk_norm": "heads"}, "model.qk_norm 'heads' is unknown; did you mean 'head'?"),
         ({"model.window": 8, "model.family": "gpt2"}, "model.window is for model.family llama"),
+        ({"model.qk_norm": "head", "model.family": "gpt2"}, "model.qk_norm is for model.family llama"),
         ({"model.activation": "relu"}, "model.activation 'relu' is unknown"),
         ({"training.export_every": -1}, "training.export_every must be at least 0"),
         ({"training.compute": "fp4"}, "training.compute"),
