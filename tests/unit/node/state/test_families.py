@@ -425,12 +425,12 @@ def test_pipes_devices_and_links_out_of_the_folder_are_not_read(
     (folder / name).unlink(missing_ok=True)
     put(folder / name)
     if name == "tokenizer_config.json":
-        with pytest.raises(DataError, match=r"no regular file|leads out of its folder"):
+        with pytest.raises(DataError) as caught:
             special_tokens(folder)
-        return
-    with pytest.raises(DataError, match=r"no regular file|leads out of its folder|has neither") as caught:
-        read(folder)
-    assert "\n" not in str(caught.value)
+    else:
+        with pytest.raises(DataError) as caught:
+            read(folder)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_adapters_are_no_model(folder: Path) -> None:
