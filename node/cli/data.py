@@ -48,10 +48,14 @@ def _text(found: "Preview") -> str:
         lines.append(
             f"{source.path}: {source.files} files, {source.bytes:,} bytes, {source.shards} shards; "
             f"{source.weight:.0%} of samples"
+            if source.files
+            else f"{source.path}: read as a whole"
         )
         lines.append(
             f"the first shards: {source.documents:,} documents, {source.tokens:,} tokens, "
             f"{source.labels:,} labels"
+            if source.files
+            else f"{source.tokens:,} tokens to train on"
         )
         lines += [f"dropped {count:,}: {reason}" for reason, count in source.dropped.items()]
         lines.append(source.text)

@@ -29,7 +29,7 @@ from wire.errors import DataError
 if TYPE_CHECKING:
     import tokenizers
 
-CHAT_FORMAT = "3"
+CHAT_FORMAT = "4"
 """Raised when the same rows become other tokens or labels."""
 
 
@@ -41,6 +41,9 @@ class ChatEncoder:
         self._bpe = bpe
         self._template = template
         self.fingerprint = fingerprint
+        """Of the tokenizer, the template and the special tokens: the same with every version."""
+        self.format = f"{CHAT_FORMAT} {template.version}"
+        """Of what else decides on the tokens and labels of a row."""
 
     def encode(self, row: Mapping[str, Any], place: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids int64 [n], and bool [n]: which of them lie wholly in the assistant's text. Raises Dropped,
@@ -89,8 +92,7 @@ def load_chat_encoder(tokenizer: str, template: str) -> ChatEncoder:
     source, where = _template_source(folder, template)
     tokens = special_tokens(folder)
     rendering = _template(source, tuple(sorted(tokens.items())), where)
-    parts = [CHAT_FORMAT.encode(), rendering.version.encode(), *tables, source.encode()]
-    parts.append(json.dumps(tokens, sort_keys=True).encode())
+    parts = [*tables, source.encode(), json.dumps(tokens, sort_keys=True).encode()]
     fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
     return ChatEncoder(bpe, rendering, fingerprint)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from node.data.text import without_marks
 from wire.errors import DataError
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
@@ -43,6 +44,7 @@ TRAINED = ("weight", "train", "training", "loss", "trainable")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold its reasoning; templates read the first."""
 TEXT_PARTS = ("text", "input_text", "output_text")
+_NUMBERS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 
 Message = dict[str, Any]
@@ -147,8 +149,11 @@ def _counts(message: Message) -> bool:
     counts = True
     for key in TRAINED:
         value = message.get(key)
+        if isinstance(value, str):
+            value = _NUMBERS.get(value.strip().lower(), value)
         if value in (0, 1):
-            counts = counts and bool(message.pop(key))
+            del message[key]
+            counts = counts and bool(value)
         elif key == "weight" and value is not None:
             raise Dropped("a weight other than 0 and 1")
     return counts
@@ -161,7 +166,7 @@ def _message(message: Message, role: str, forms: Forms, waiting: list[str]) -> M
     calls = message.pop("tool_calls", None)
     if isinstance(calls, str):
         calls = _json(calls, "tool calls that are not JSON") if calls.strip() else None
-    calls = list(calls) if isinstance(calls, list) else []
+    calls = list(_listed(calls))
     legacy = message.pop("function_call", None)
     if given.strip().lower() in CALLS:
         legacy, content = content, None
@@ -197,10 +202,11 @@ def _content(content: Any, role: str, forms: Forms) -> Any:
         content = [content]
     if isinstance(content, list) and (role != TOOL or all(map(_is_part, content))):
         parts = [one if isinstance(one, dict) else {"type": "text", "text": one} for one in content]
-        texts = [part.get("text") for part in parts if part.get("type", "text") in TEXT_PARTS]
+        # Without a text, which Arrow may have filled in, it is empty.
+        texts = [part.get("text", "") for part in parts if part.get("type", "text") in TEXT_PARTS]
         if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
             raise Dropped("content other than text")
-        if forms.parts and all(part.get("type") == "text" for part in parts):
+        if forms.parts and all(part.get("type") == "text" and "text" in part for part in parts):
             return parts
         content = "".join(map(str, texts))
     elif content is not None and not isinstance(content, str):
@@ -216,6 +222,8 @@ def _is_part(value: Any) -> bool:
 
 def _call(call: Any, forms: Forms) -> Message:
     """A tool call whose arguments the template can write."""
+    if isinstance(call, str):
+        call = _json(call, "tool calls that are not JSON")
     if not isinstance(call, dict):
         raise Dropped("tool calls that are no objects")
     inner = call.get("function", call)
@@ -224,6 +232,8 @@ def _call(call: Any, forms: Forms) -> Message:
     arguments = inner.get("arguments", {})
     if isinstance(arguments, str) and forms.objects and not (forms.texts and arguments.strip()):
         arguments = _json(arguments, "arguments that are not JSON") if arguments.strip() else {}
+        if isinstance(arguments, str):  # written twice
+            arguments = _json(arguments, "arguments that are not JSON")
         if not isinstance(arguments, dict):
             raise Dropped("arguments that are no object")
     elif not isinstance(arguments, str) and not forms.objects:
@@ -305,5 +315,7 @@ def _texts(value: Any) -> Any:
 
 
 def _text(text: str) -> str:
-    """Halves of surrogate pairs replaced."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+    """Halves of surrogate pairs replaced, and byte order marks left out where lines begin."""
+    if text.isascii():
+        return text
+    return without_marks(text.encode("utf-8", "replace")).decode()

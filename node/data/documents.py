@@ -31,6 +31,7 @@ from node.data.text import (
     STDLIB_LIMIT_BYTES,
     TEXT_SUFFIXES,
     NotTextError,
+    check_kind,
     check_regular,
     checked_text,
     content_suffix,
@@ -79,6 +80,7 @@ SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "e
 _SPLIT_SHARD = re.compile(f"({'|'.join(sorted(SPLITS))})-[0-9]{{5}}-of-[0-9]{{5}}.*")
 _JSON_BEGINS = re.compile(rb'(?:\[\s*)?\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
 _TEXT_TYPE = re.compile(
     r"null|(?:dictionary<values=)?(?:large_)?(?:string|binary)(?:_view)?(?:, .*>)?|fixed_size_binary\[.*"
 )
@@ -233,11 +235,18 @@ def read_text(data: DataSection, dropped: Counter[str] | None = None) -> bytes:
         documents = list(_whole(files if whole else [path], data, dropped, skips=whole))
     text = SEPARATOR.join(document for document in documents if document.strip())
     if not text:
-        reasons = f" (left out: {listed(dropped)})" if dropped else ""
-        raise DataError(
-            f"no text in {data.path}: all of it is empty or skipped{reasons}; set [data] path to text"
-        )
+        raise nothing_left(data.path, dropped or {})
     return text
+
+
+def nothing_left(path: str, dropped: Mapping[str, int]) -> DataError:
+    """For a source without a document that can be trained on; `dropped` has the reasons."""
+    if not dropped:
+        return DataError(f"no text in {path}: all of it is empty; set [data] path to text")
+    return DataError(
+        f"nothing of {path} can be used: every document is left out ({listed(dropped)}); mend them, or name "
+        "other data"
+    )
 
 
 def _whole(files: list[Path], data: DataSection, dropped: Counter[str], *, skips: bool) -> Iterator[bytes]:
@@ -530,20 +539,27 @@ def _is_json(text: bytes) -> bool:
 
 
 def _check_no_json(path: Path, head: bytes) -> None:
-    """Raise NotTextError for a file that is JSON, or JSON line by line, under another name."""
+    """Raise NotTextError for a file that is JSON, or JSON values one after another, under another name."""
     head = without_marks(head).lstrip()
     if not head.startswith((b"[", b"{")):
         return
-    lines = [line for line in head.split(b"\n") if line.strip()]
     whole = len(head) < _HEAD_BYTES // 2
-    # The last line of a head may be cut.
-    by_line = all(map(_is_json, (lines if whole else lines[:-1])[:8] or [b""]))
-    if by_line or (_is_json(head) if whole else _JSON_BEGINS.match(head)):
-        raise NotTextError(
-            path,
-            "holds JSON, not text",
-            "name it .jsonl (an object a line) or .json (an array) to read its rows, or leave it out",
-        )
+    text, at, values = head.decode("utf-8", "replace"), 0, 0
+    try:
+        while values < 8 and at < len(text):
+            value, end = _DECODER.raw_decode(text, at)
+            if not isinstance(value, dict | list):
+                return
+            at, values = _SPACE.match(text, end).end(), values + 1  # type: ignore[union-attr]
+    except (ValueError, RecursionError):
+        # The last value of a head may be cut.
+        if whole or not (values or _JSON_BEGINS.match(head)) or text[at] not in "[{":
+            return
+    raise NotTextError(
+        path,
+        "holds JSON, not text",
+        "name it .jsonl (an object a line) or .json (an array) to read its rows, or leave it out",
+    )
 
 
 def _lines(extent: Extent) -> Iterator[tuple[int, bytes]]:
@@ -581,6 +597,7 @@ def _rest_of_line(file: IO[bytes], path: Path) -> bytes:
 
 def _json_rows(extent: Extent) -> Iterator[tuple[str, Document]]:
     head = _head(extent.path)
+    check_kind(extent.path, head)
     if _is_array(head):
         rows = _array_rows(extent.path)
     elif content_suffix(extent.path) == ".json" and not _is_json(head.partition(b"\n")[0]) and b"\n" in head:
@@ -611,14 +628,14 @@ def _line_rows(extent: Extent) -> Iterator[tuple[str, Any]]:
             continue
         place = f"{extent.path} {unit} {at}"
         try:
-            yield place, json.loads(line)
+            # Not by its bytes, of which `json` takes those with zeros for UTF-16.
+            yield place, json.loads(line.decode("utf-8-sig", "surrogatepass"))
         except (ValueError, RecursionError) as error:
             raise DataError(f"{place} is not JSON ({error}); expected one object") from error
 
 
 def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """The elements of a JSON array, read piece by piece."""
-    decoder = json.JSONDecoder()
     number, text, at = 0, "", 0
     before = "["
     with explained(path), open_content(path) as file:
@@ -640,7 +657,7 @@ def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
                     break
                 else:
                     try:
-                        row, end = decoder.raw_decode(text, at)
+                        row, end = _DECODER.raw_decode(text, at)
                     except (ValueError, RecursionError) as error:
                         text, at = text[at:], 0
                         more = stream.read(max(_HEAD_BYTES, len(text)))
@@ -737,8 +754,9 @@ def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
     texts = [name for name, kind in zip(names, schema.types, strict=True) if _TEXT_TYPE.fullmatch(str(kind))]
     if names.count(field) == 1 and field in texts:
         return [field]
-    found = f"its column {field!r} holds {str(schema.types[names.index(field)])[:60]}, not text"
-    if names.count(field) != 1:
+    if names.count(field) == 1:
+        found = f"its column {field!r} holds {str(schema.types[names.index(field)])[:60]}, not text"
+    else:
         found = f"it has {names.count(field) or 'no'} columns {field!r}"
     raise DataError(
         f"{path}: {found}; set [data] jsonl_field to the one that holds the text"

@@ -147,8 +147,6 @@ def _of_stream(config: RunConfig, path: str, limit: int) -> Samples:
     if len(found) < limit:
         found += fillers[: -len(found) % config.training.microbatch if found else limit]
     if not found:
-        raise DataError(
-            f"{path} has no {config.model.sequence + 1} tokens: give more text or lower [model] sequence"
-        )
+        raise stream.too_short()
     windows, wanted, starts = map(np.stack, zip(*found, strict=True))
     return Samples(windows, wanted, starts)

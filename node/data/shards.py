@@ -39,6 +39,7 @@ from node.data.documents import (
     batches,
     is_shards_only,
     list_source,
+    nothing_left,
     read_rows,
     text_of,
 )
@@ -52,7 +53,7 @@ from wire.errors import ConfigError, DataError
 
 COUNTS, BEGINS = 1, 2
 """Bits of a mask: the token counts as a label; it begins a document."""
-FORMAT = "3"
+FORMAT = "4"
 """Raised when files are read, cut or rendered in another way."""
 PART_TOKENS = 1 << 20
 GROUP_PARTS = 4
@@ -113,17 +114,15 @@ class TokenizedSource:
         self._chat = chat
         self._vocab = vocab
         parts = [
-            FORMAT,
             source.digest,
-            str(source.skips),
             tokenizer.fingerprint,
-            data.format,
             data.jsonl_field,
-            chat.fingerprint if chat else "",
+            f"{chat.fingerprint} 2" if chat else "",
         ]
-        self.key = sha256(repr(parts).encode()).hexdigest()
-        """Of all that decides on the tokens, but for changes in the middle of large files."""
-        self._folder = folder / sha256(f"{self.key} {source.stamps}".encode()).hexdigest()
+        self.key = sha256("\0".join(parts).encode()).hexdigest()
+        """Of all that a run is given for its tokens; the same with every version of this program."""
+        made = [FORMAT, self.key, source.stamps, str(source.skips), data.format, chat.format if chat else ""]
+        self._folder = folder / sha256(repr(made).encode()).hexdigest()
         self._open: OrderedDict[tuple[int, int], Part] = OrderedDict()
         self._lock = threading.Lock()
         self._making: tuple[int, int, Iterator[tuple[list[np.ndarray], list[np.ndarray], Counts]]] | None = (
@@ -442,12 +441,20 @@ class Stream:
                     first += len(places)
                 count += 1
             if first == began:
-                reasons = f" (left out: {listed(self._dropped)})" if self._dropped else ""
-                raise DataError(
-                    f"{self.tokenized.source.path} has no part of {self._sequence + 1} tokens{reasons}: give "
-                    "more text or lower [model] sequence"
-                )
+                raise self.too_short()
             number += 1
+
+    def too_short(self) -> DataError:
+        """For a source whose documents fill no sample, with why some or all of them are left out."""
+        path = self.tokenized.source.path
+        found = [self.tokenized.counts(shard, 0) for shard in range(len(self.tokenized.source.shards))]
+        if sum(counts.documents for counts in found if counts) <= self._dropped.total():
+            return nothing_left(path, self._dropped)
+        reasons = f" (left out: {listed(self._dropped)})" if self._dropped else ""
+        return DataError(
+            f"{path} has no part of {self._sequence + 1} tokens{reasons}: give more text or lower [model] "
+            "sequence"
+        )
 
     def _parts(self, order: np.ndarray, dropped: Counter[str]) -> Iterator[tuple[int, int, int]]:
         for shard in map(int, order):

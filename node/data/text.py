@@ -219,10 +219,16 @@ def check_link(path: Path) -> None:
         raise DataError(f"{path} is a link that leads out of its folder: put the file itself there")
 
 
-def checked_text(path: Path, content: bytes) -> bytes:
-    """The content without byte order marks. Raises NotTextError unless it is UTF-8 without zero bytes."""
+def check_kind(path: Path, content: bytes) -> None:
+    """Raises NotTextError for content that begins as UTF-16 or as an archive."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise NotTextError(path, "is UTF-16 text, not UTF-8", "save it as UTF-8 or leave it out")
+    if kind := next((kind for kind, magic in _ARCHIVES.items() if content.startswith(magic)), ""):
+        raise NotTextError(path, f"is {kind}", "unpack it, give it its suffix, or leave it out")
+
+
+def checked_text(path: Path, content: bytes) -> bytes:
+    """The content without byte order marks. Raises NotTextError unless it is UTF-8 without zero bytes."""
     wrong = at = ""
     try:
         content.decode()
@@ -231,9 +237,7 @@ def checked_text(path: Path, content: bytes) -> bytes:
     except UnicodeDecodeError as error:
         wrong, at = "is not UTF-8 text", f" (byte {error.start})"
     if wrong:
-        kind = next((kind for kind, magic in _ARCHIVES.items() if content.startswith(magic)), "")
-        if kind:
-            raise NotTextError(path, f"is {kind}", "unpack it, give it its suffix, or leave it out")
+        check_kind(path, content)
         raise NotTextError(path, wrong, f"convert it or leave it out{at}")
     return without_marks(content)
 
