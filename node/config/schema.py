@@ -138,7 +138,7 @@ class DataSection:
     """`[data]`: only the coordinator reads it; volunteers need no data."""
 
     path: str = "stdlib"
-    """A text or JSONL file, a folder of them, or `stdlib` (the sources of Python's standard library). A
+    """A text or JSON file, a folder of them, or `stdlib` (the sources of Python's standard library). A
     relative path starts where the coordinator is started; the run stores it as an absolute path."""
     sources: tuple[str, ...] = ()
     """Several files or folders in place of `path`, mixed by `weights`."""
@@ -150,7 +150,7 @@ class DataSection:
     chat_template: str = ""
     """A Jinja file to use in place of the tokenizer's chat template."""
     jsonl_field: str = "text"
-    """The field of JSONL, or the column of parquet and Arrow files, that holds the text."""
+    """The field of JSON rows, or the column of parquet and Arrow files, that holds the text."""
     order: str = "auto"
     """`whole`: hold all tokens and shuffle all samples. `shards`: tokenize in shards beside training, shuffle
     shards and the samples in them. `auto` is `whole` for one text source of less than 2 GB, else `shards`."""
@@ -166,8 +166,8 @@ class DataSection:
     valid_samples: int = 64
     """Held-out samples to measure the loss on; more take longer and vary less."""
     tokenizer: str = "bytes"
-    """`bytes` (a token per byte, vocabulary 256), or a folder or file with `tokenizer.json` or GPT-2 style
-    BPE tables."""
+    """`bytes` (a token per byte, vocabulary 256), or a folder or file with `tokenizer.json`, GPT-2 style
+    BPE tables or `tokenizer.model`."""
 
     @property
     def masks_labels(self) -> bool:

@@ -244,8 +244,7 @@ def nothing_left(path: str, dropped: Mapping[str, int]) -> DataError:
     if not dropped:
         return DataError(f"no text in {path}: all of it is empty; set [data] path to text")
     return DataError(
-        f"nothing of {path} can be used: every document is left out ({listed(dropped)}); mend them, or name "
-        "other data"
+        f"no text in {path}: every document is left out ({listed(dropped)}); mend them, or name other data"
     )
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -286,6 +287,12 @@ class Checkpoint:
             if (last := 8 + length + end) > size:
                 raise CheckpointError(f"{where} is truncated: {tensor[:100]} ends at byte {last} of {size}")
             places[tensor] = _Place(tensor, name, dtype, shape, 8 + length + start, last)
+        ordered = sorted(places.values(), key=lambda place: (place.start, place.end))
+        for before, after in pairwise(ordered):
+            if after.start < before.end:
+                raise CheckpointError(
+                    f"{where} is damaged: {before.name[:100]} and {after.name[:100]} share their bytes"
+                )
         return first + text, places
 
     async def _read_places(self, places: set[_Place]) -> dict[_Place, bytes]:

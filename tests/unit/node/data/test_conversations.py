@@ -55,8 +55,10 @@ def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any
                 {"role": "model", "content": {"type": "output_text", "text": "Seven."}, "train": True},
             ]
         },
+        {"messages": [{"role": "USER", "content": [{"type": "text"}, "\ufeffHow warm?"]}, ANSWERED]},
+        {"messages": [ASKED, {**ANSWERED, "weight": "1", "loss": "true", "tool_calls": {}}]},
     ],
-    ids=["openai", "json", "sharegpt", "names", "nones", "parts", "part"],
+    ids=["openai", "json", "sharegpt", "names", "nones", "parts", "part", "marks", "strings"],
 )
 def test_every_form_becomes_the_same(row: dict[str, Any]) -> None:
     found = normalized(row, "here", Forms())
@@ -77,6 +79,10 @@ def test_arguments_have_the_form_that_the_template_writes(calls: list[Any], as_j
     assert inner(messages_of(row, TEXT)[1]) == {**CALL, "arguments": '{"city": "Oslo"}'}
     kept = inner(messages_of(row, Forms(texts=True))[1])["arguments"]
     assert kept == ('{"city": "Oslo"}' if as_json else {"city": "Oslo"}), "both are written as they are meant"
+    twice = json.dumps(json.dumps({"city": "Oslo"}))
+    for other in (json.dumps(calls[0]), [json.dumps(calls[0])], {**CALL, "arguments": twice}):
+        row = {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": other}]}
+        assert inner(messages_of(row)[1]) == CALL
     assert messages_of(row)[1]["content"] == "" and messages_of(row, Forms(null=True))[1]["content"] is None
 
 
@@ -190,7 +196,9 @@ def test_content_has_the_form_that_the_template_writes() -> None:
             [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}],
             "arguments that are no object",
         ),
-        ([ASKED, {"role": "assistant", "tool_calls": ["f"]}], "tool calls that are no objects"),
+        ([ASKED, {"role": "assistant", "tool_calls": ["f"]}], "tool calls that are not JSON"),
+        ([ASKED, {**ANSWERED, "tool_calls": 7}], "tool calls that are no objects"),
+        ([ASKED, {**ANSWERED, "train": "false"}], "no assistant message with a weight"),
         ([ASKED, {"role": "assistant", "function_call": "f()"}], "a function call that is not JSON"),
         ([ASKED, {**ANSWERED, "at": object()}], "values that JSON cannot hold"),
     ],

@@ -88,7 +88,15 @@ def test_rows_of_json_are_read_whatever_the_layout(
 
 
 @pytest.mark.parametrize(
-    "content", [jsonl(ROWS), json.dumps(ROWS).encode(), b'{"a":\n 1}', b'["a",\n"b"]', BOM + b"[{}]"]
+    "content",
+    [
+        jsonl(ROWS),
+        json.dumps(ROWS).encode(),
+        b'{"a":\n 1}',
+        b'["a",\n"b"]',
+        BOM + b"[{}]",
+        3 * b'{"a":\n 1}\n',
+    ],
 )
 def test_json_under_a_text_s_name_is_no_text(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(content)
@@ -101,6 +109,25 @@ def test_json_under_a_text_s_name_is_no_text(tmp_path: Path, content: bytes) -> 
     dropped: Counter[str] = Counter()
     assert read_text(DataSection(path=str(tmp_path)), dropped) == WORDS.encode()
     assert dict(dropped) == {"file that holds JSON, not text": 1}
+
+
+@pytest.mark.parametrize(
+    "content", [b"[1] A note.\n[2] Another.\n", b'{"a": 1}\nshows an object.\n', b"[a](b)\n"]
+)
+def test_text_may_begin_with_json(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert texts_of(tmp_path / "a.txt") == [content]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [(gzip.compress(jsonl(ROWS)), "is a gzip file"), (jsonl(ROWS).decode().encode("utf-16"), "is UTF-16")],
+    ids=["gzip", "utf-16"],
+)
+def test_rows_in_another_form_are_named(tmp_path: Path, content: bytes, kind: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=kind):
+        texts_of(tmp_path / "a.jsonl")
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
@@ -235,6 +262,8 @@ def test_only_the_columns_that_are_needed_are_read(tmp_path: Path) -> None:
         assert texts_of(path, jsonl_field="none") == []
         with pytest.raises(DataError, match=r"(?s)date32.*not text.*of 'text', 'raw', 'none'"):
             texts_of(path, jsonl_field="odd")
+        with pytest.raises(DataError, match=r"(?s)no columns 'absent'.*of 'text', 'raw', 'none'"):
+            texts_of(path, jsonl_field="absent")
         (shard,) = list_source(str(path)).shards
         rows = [row for _, row in read_rows(shard, DataSection(format="chat"), skips=False)]
         assert rows == [{"messages": one} for one in talk]
@@ -250,7 +279,7 @@ def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
         corpus.close()
     (tmp_path / "b.jsonl").write_bytes(jsonl(rows[5:]))
     for order in ("whole", "shards"):
-        with pytest.raises(DataError, match="left out: 2 x null, 2 x empty"):
+        with pytest.raises(DataError, match="2 x null, 2 x empty"):
             load_data(config_of(tmp_path / "b.jsonl", order=order))
 
 

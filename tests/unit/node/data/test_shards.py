@@ -145,6 +145,14 @@ def test_tokens_of_a_shard_are_the_documents_with_an_end_of_text_between(tmp_pat
     assert found == "".join(f"{text}\0" for text in TEXTS).encode()
 
 
+def test_a_run_of_an_earlier_version_has_the_same_text(tmp_path: Path) -> None:
+    """What a run directory recorded when file formats of tokens on disk were others: it can be resumed."""
+    path = write(tmp_path / "a.jsonl", [f"The ferry leaves at {number}. " * 4 for number in range(40)])
+    corpus = sharded(config_of(path=str(path)))
+    corpus.close()
+    assert corpus.fingerprint() == "21c02b93b0a1040e87793e0e3a0e0969e05ba23b3bf5e80d83bf745bd29cf523"
+
+
 def test_the_order_follows_from_the_seed_and_the_listing(tmp_path: Path) -> None:
     config = config_of(path=str(write(tmp_path / "a.jsonl", TEXTS)))
     first, again, other = (

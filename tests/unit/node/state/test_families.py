@@ -397,8 +397,9 @@ ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
             "is damaged: lm_head",
         ),
         (b'{"lm_head.weight":%s}' % ENTRY.replace(b"[0,4]", b"[8,4]"), "is damaged: lm_head"),
+        (b'{"a":%s,"b":%s}' % (ENTRY, ENTRY), "a and b share their bytes"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_headers_that_a_stranger_wrote_are_bounded(folder: Path, header: bytes, line: str) -> None:
     path = folder / "model.safetensors"
