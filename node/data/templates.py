@@ -98,7 +98,7 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> Rendered:
         """The conversation as text, with the assistant's spans. Raises Dropped, DataError."""
-        answer = self._ask(asdict(conversation))
+        answer = self._ask(vars(conversation))
         return Rendered(answer["text"], tuple((start, stop) for start, stop in answer["spans"]))
 
     def prompt(self, messages: Sequence[Message]) -> str:
