@@ -6,7 +6,7 @@ transformers reads them. Rows are brought to the form that it reads (`conversati
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from node.data.conversations import Dropped, normalized
-from node.data.templates import ChatTemplate
+from node.data.conversations import Conversation, Dropped, normalized
+from node.data.templates import ChatTemplate, Rendered
 from node.data.text import expanded
 from node.data.tokenizer import (
     json_object,
@@ -48,7 +48,31 @@ class ChatEncoder:
     def encode(self, row: Mapping[str, Any], place: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids int64 [n], and bool [n]: which of them lie wholly in the assistant's text. Raises Dropped,
         DataError."""
-        rendered = self._template.render(normalized(row, place, self._template.forms))
+        return self._tokens(self._template.render(normalized(row, place, self._template.forms)))
+
+    def encode_all(
+        self, rows: Iterable[tuple[str, Mapping[str, Any] | bytes | Dropped]]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray] | Dropped]:
+        """As `encode`, of several rows with their places at once; what is left out as its reason. Raises
+        DataError."""
+        read: list[Conversation | Dropped] = []
+        for place, row in rows:
+            assert not isinstance(row, bytes), "chat data comes in rows"
+            try:
+                if isinstance(row, Dropped):
+                    raise row
+                read.append(normalized(row, place, self._template.forms))
+            except Dropped as reason:
+                read.append(reason)
+        rendered = iter(self._template.render_all([one for one in read if isinstance(one, Conversation)]))
+        for one in read:
+            found = one if isinstance(one, Dropped) else next(rendered)
+            try:
+                yield found if isinstance(found, Dropped) else self._tokens(found)
+            except Dropped as reason:
+                yield reason
+
+    def _tokens(self, rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:
         encoded = self._bpe.encode(rendered.text, add_special_tokens=False)
         ids = np.array(encoded.ids, dtype=np.int64)
         offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)

@@ -253,15 +253,11 @@ class TokenizedSource:
         """Ids, mask and the reason for dropping of each document; each ends with an end of text."""
         (end,) = self._tokenizer.encode([SEPARATOR])
         if self._chat is not None:
-            for place, row in batch:
-                try:
-                    if isinstance(row, Dropped):
-                        raise row
-                    assert isinstance(row, dict), "chat data comes in rows"
-                    ids, mask = self._chat.encode(row, place)
-                except Dropped as reason:
-                    yield end, None, str(reason)
+            for (place, _), made in zip(batch, self._chat.encode_all(batch), strict=True):
+                if isinstance(made, Dropped):
+                    yield end, None, str(made)
                     continue
+                ids, mask = made
                 self._check(ids, place)
                 bits = np.concatenate([mask, np.zeros(len(end), bool)]).astype(np.uint8) * COUNTS
                 bits[0] |= BEGINS

@@ -98,8 +98,26 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> Rendered:
         """The conversation as text, with the assistant's spans. Raises Dropped, DataError."""
-        answer = self._ask(vars(conversation))
-        return Rendered(answer["text"], tuple((start, stop) for start, stop in answer["spans"]))
+        (found,) = self.render_all([conversation])
+        if isinstance(found, Dropped):
+            raise found
+        return found
+
+    def render_all(self, conversations: Sequence[Conversation]) -> list[Rendered | Dropped]:
+        """As `render`, of several in one message: waking the process takes longer than rendering. Raises
+        DataError."""
+        try:
+            answer = self._ask({"conversations": [vars(one) for one in conversations]})
+        except Dropped as reason:  # one of them is nested too deeply
+            if len(conversations) == 1:
+                return [reason]
+            return [found for one in conversations for found in self.render_all([one])]
+        return [
+            Dropped(one["dropped"])
+            if "dropped" in one
+            else Rendered(one["text"], tuple((start, stop) for start, stop in one["spans"]))
+            for one in answer["answers"]
+        ]
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The conversation up to where the assistant's next message begins. Raises Dropped, DataError."""
@@ -485,21 +503,23 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:100] or type(error).__name__
 
 
-def _answers(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
-    """The process's answers to the first line, which has the template, and to those with conversations."""
+def _answers(lines: Iterator[bytes], begin: Callable[[], object]) -> Iterator[dict[str, Any]]:
+    """The process's answers to the first line, which has the template, and to those with conversations.
+
+    `begin` is called before each conversation.
+    """
     template: Template | None = None
     for line in lines:
         try:
             given = json.loads(line)
+            begin()
             if template is None:
                 template = Template(given["source"], given["tokens"])
                 yield {"forms": asdict(template.forms), "turn_end": template.turn_end}
             elif "prompt" in given:
                 yield {"text": template.prompt(given["prompt"])}
             else:
-                given.update(answers=tuple(given["answers"]), trained=tuple(given["trained"]))
-                rendered = template.render(Conversation(**given))
-                yield {"text": rendered.text, "spans": rendered.assistant}
+                yield {"answers": [_rendered(template, one, begin) for one in given["conversations"]]}
         except Dropped as reason:
             yield {"dropped": str(reason)}
         except TemplateError as error:
@@ -510,18 +530,24 @@ def _answers(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
             yield {"error": f"takes more than {LIMIT_BYTES >> 30} GiB for a conversation"}
 
 
-def _lines(seconds: float) -> Iterator[bytes]:
-    """Questions; while one is answered, the clock of the limit runs."""
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        yield line
+def _rendered(template: Template, given: dict[str, Any], begin: Callable[[], object]) -> dict[str, Any]:
+    begin()
+    given.update(answers=tuple(given["answers"]), trained=tuple(given["trained"]))
+    try:
+        found = template.render(Conversation(**given))
+    except Dropped as reason:
+        return {"dropped": str(reason)}
+    except RecursionError:
+        return {"dropped": "deeply nested messages"}
+    return {"text": found.text, "spans": found.assistant}
 
 
 def main(seconds: float) -> None:
     """Answer until the parent closes the pipe."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
-    for answer in _answers(_lines(seconds)):
+    # The clock of the limit runs while a conversation is rendered.
+    for answer in _answers(iter(sys.stdin.buffer), lambda: signal.setitimer(signal.ITIMER_PROF, seconds)):
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
