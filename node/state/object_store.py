@@ -107,6 +107,7 @@ class ObjectStore:
 
     def steps(self) -> tuple[int, ...]:
         with self._errors(self._root):
+            self._files.invalidate_cache()  # other machines write here too
             paths = self._files.ls(self._root, detail=False) if self._files.exists(self._root) else ()
         names = (path.rstrip("/").rpartition("/")[2] for path in paths)
         return tuple(sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name))))
