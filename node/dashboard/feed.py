@@ -96,9 +96,10 @@ class Feed:
         """
         async with self._making:
             version, view = await self._newest()
-            if self._fields is None:
-                self._fields = await self._on_thread(view.to_fields)
-            return version, self._fields
+            fields = self._fields
+            if fields is None:
+                fields = self._fields = await self._on_thread(view.to_fields)
+            return version, fields
 
     async def newer(self, version: int) -> None:
         """Wait for an event after `version`, or until the feed is closed."""

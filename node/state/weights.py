@@ -291,7 +291,7 @@ class Checkpoint:
         for before, after in pairwise(ordered):
             if after.start < before.end:
                 raise CheckpointError(
-                    f"{where} is damaged: {before.name[:100]} and {after.name[:100]} share their bytes"
+                    f"{where} is damaged: {before.tensor[:100]} and {after.tensor[:100]} share their bytes"
                 )
         return first + text, places
 
