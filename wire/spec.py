@@ -26,7 +26,7 @@ class Direction(IntEnum):
     HELD_OUT = 6
 
 
-ON_LINKS = frozenset(Direction) - {Direction.HELD_OUT}
+ON_LINKS: frozenset[Direction] = frozenset(Direction) - {Direction.HELD_OUT}
 """Kinds that frames may name."""
 
 

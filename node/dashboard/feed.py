@@ -96,9 +96,10 @@ class Feed:
         """
         async with self._making:
             version, view = await self._newest()
-            fields = self._fields
-            if fields is None:
-                fields = self._fields = await self._on_thread(view.to_fields)
+            if (known := self._fields) is not None:
+                return version, known
+            fields: dict[str, Any] = await self._on_thread(view.to_fields)
+            self._fields = fields
             return version, fields
 
     async def newer(self, version: int) -> None:
