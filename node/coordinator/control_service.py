@@ -286,7 +286,8 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
     ) -> None:
         """Receive one upload. Nothing is read of one that is not due, or larger than its layer can be.
 
-        Headers tell the node to send the rest: of what is refused it has sent nothing but its size.
+        Headers tell the node to send the rest. One that is refused must not be sending: gRPC may then give it
+        a broken call in place of the answer, and it would send the same again.
         """
         first = await anext(uploaded, None)
         if first is None:

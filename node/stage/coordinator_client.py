@@ -243,17 +243,20 @@ class CoordinatorClient:
     async def put_layer(self, step: int, unit: str, data: bytes) -> None:
         """Upload one layer unit's snapshot file; returns when the coordinator has it on disk.
 
-        Its bytes wait for the coordinator's headers, which say that the layer is due.
+        All but the first piece waits for the coordinator's headers, which say that the layer is due.
         """
         digest = await asyncio.to_thread(_sha256, data)
 
         async def call(stub: control_pb2_grpc.CoordinatorStub) -> None:
             async def chunks() -> AsyncIterator[control_pb2.PutLayerChunk]:
-                yield control_pb2.PutLayerChunk(step=step, unit=unit, total_bytes=len(data), sha256=digest)
-                await upload.initial_metadata()
-                if upload.done():
-                    return  # it is refused
-                for offset in range(0, len(data), CHUNK_BYTES):
+                yield control_pb2.PutLayerChunk(
+                    step=step, unit=unit, total_bytes=len(data), sha256=digest, data=data[:CHUNK_BYTES]
+                )
+                if len(data) > CHUNK_BYTES:
+                    await upload.initial_metadata()
+                    if upload.done():
+                        return  # it is refused
+                for offset in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
                     if self._pacer is not None:
                         await self._pacer.pass_through(CHUNK_BYTES)
                     yield control_pb2.PutLayerChunk(data=data[offset : offset + CHUNK_BYTES])
