@@ -254,8 +254,6 @@ class CoordinatorClient:
                 )
                 if len(data) > CHUNK_BYTES:
                     await upload.initial_metadata()
-                    if upload.done():
-                        return  # it is refused
                 for offset in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
                     if self._pacer is not None:
                         await self._pacer.pass_through(CHUNK_BYTES)
