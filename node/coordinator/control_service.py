@@ -266,7 +266,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         node_id = await self._member(context)
         try:
             async with self._turn(node_id, "put layer"):
-                await self._receive(node_id, _parsed(requests), context)
+                await self._receive(node_id, _parsed(requests))
         except RunError as error:
             return control_pb2.PutLayerReply(stored=False, message=without_folders(str(error)))
         except ThinwireError as error:
@@ -281,14 +281,8 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         if limits is not None and not limits.serves("not due", 1, time.monotonic()):
             self._handler.refused(node_id, why)
 
-    async def _receive(
-        self, node_id: str, uploaded: AsyncIterator[control_pb2.PutLayerChunk], context: Context
-    ) -> None:
-        """Receive one upload. Nothing is read of one that is not due, or larger than its layer can be.
-
-        Headers tell the node to send the rest. One that is refused must not be sending: gRPC may then give it
-        a broken call in place of the answer, and it would send the same again.
-        """
+    async def _receive(self, node_id: str, uploaded: AsyncIterator[control_pb2.PutLayerChunk]) -> None:
+        """Receive one upload. Nothing is read of one that is not due, or larger than its layer can be."""
         first = await anext(uploaded, None)
         if first is None:
             raise NotDueError("the upload is incomplete")
@@ -304,7 +298,6 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             size, came = first.total_bytes, 0
             if size > permit.most_bytes:
                 raise ProtocolViolationError(f"{what} has at most {permit.most_bytes} bytes, not {size}")
-            await context.send_initial_metadata(())
             data = bytearray()
             chunk: control_pb2.PutLayerChunk | None = first
             while chunk is not None:

@@ -241,26 +241,20 @@ class CoordinatorClient:
         return await self._retry(call)
 
     async def put_layer(self, step: int, unit: str, data: bytes) -> None:
-        """Upload one layer unit's snapshot file; returns when the coordinator has it on disk.
-
-        All but the first piece waits for the coordinator's headers, which say that the layer is due.
-        """
+        """Upload one layer unit's snapshot file; returns when the coordinator has it on disk."""
         digest = await asyncio.to_thread(_sha256, data)
 
-        async def call(stub: control_pb2_grpc.CoordinatorStub) -> None:
-            async def chunks() -> AsyncIterator[control_pb2.PutLayerChunk]:
-                yield control_pb2.PutLayerChunk(
-                    step=step, unit=unit, total_bytes=len(data), sha256=digest, data=data[:CHUNK_BYTES]
-                )
-                if len(data) > CHUNK_BYTES:
-                    await upload.initial_metadata()
-                for offset in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
-                    if self._pacer is not None:
-                        await self._pacer.pass_through(CHUNK_BYTES)
-                    yield control_pb2.PutLayerChunk(data=data[offset : offset + CHUNK_BYTES])
+        async def chunks() -> AsyncIterator[control_pb2.PutLayerChunk]:
+            yield control_pb2.PutLayerChunk(
+                step=step, unit=unit, total_bytes=len(data), sha256=digest, data=data[:CHUNK_BYTES]
+            )
+            for offset in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
+                if self._pacer is not None:
+                    await self._pacer.pass_through(CHUNK_BYTES)
+                yield control_pb2.PutLayerChunk(data=data[offset : offset + CHUNK_BYTES])
 
-            upload = stub.PutLayer(chunks(), timeout=_call_seconds(len(data)))
-            reply = _parsed(await upload)
+        async def call(stub: control_pb2_grpc.CoordinatorStub) -> None:
+            reply = _parsed(await stub.PutLayer(chunks(), timeout=_call_seconds(len(data))))
             if not reply.stored:
                 raise RunError(reply.message)
 

@@ -86,7 +86,7 @@ def between_ranks(
         for spec in parameter_specs(model, unit):
             parts = [_gradient(parameters[spec.name]) for parameters in named]
             sharded = spec.pieces is not None
-            whole = merge(unit, spec, parts) if sharded else torch.stack(parts).sum(0)
+            whole = merge(spec, parts) if sharded else torch.stack(parts).sum(0)
             gradients[f"{unit} {spec.name}"] = whole
     return sum(losses), gradients
 
