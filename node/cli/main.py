@@ -8,6 +8,7 @@ and the exit code is 70.
 import contextlib
 import errno
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -64,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         argv = sys.argv[1:] if argv is None else argv
         args = build_parser(argv[0] if argv else "").parse(argv)
+        if argv[0] in _STARTS_NATIVE_THREADS:
+            _refuse_small_address_space()
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -120,6 +123,21 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield from _leaves(part)
     else:
         yield error
+
+
+_STARTS_NATIVE_THREADS = ("demo", "coordinator", "join", "resume", "lab")
+_LEAST_ADDRESS_SPACE = 10**9
+"""Bytes. Below it gRPC's and torch's own threads abort the process, where no exception can be caught: a
+coordinator aborts at 0.5 GB and runs with 0.8 GB."""
+
+
+def _refuse_small_address_space() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < _LEAST_ADDRESS_SPACE:
+        raise MemoryExhaustedError(
+            f"this process may use {limit / 1e6:.0f} MB of addresses, and needs at least "
+            f"{_LEAST_ADDRESS_SPACE / 1e6:.0f} MB: raise the limit (`ulimit -v`)"
+        )
 
 
 _LIMITS = (

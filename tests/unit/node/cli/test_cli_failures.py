@@ -159,6 +159,15 @@ def test_limits_of_the_system_are_no_bug(
     assert "ulimit -v" in line and "bug" not in line and line.count("\n") == 1
 
 
+def test_too_few_addresses_are_refused_before_native_code_aborts() -> None:
+    command = 'ulimit -v 500000; exec "$0" -m node.cli.main coordinator absent.toml'
+    ended = subprocess.run(
+        ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1 and "ulimit -v" in ended.stderr
+
+
 def test_what_an_error_quotes_is_shortened(capsys: Capture, tmp_path: Path) -> None:
     name = "x" * 5_000_000
     for text in (
