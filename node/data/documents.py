@@ -67,12 +67,9 @@ CHAT_COLUMNS = frozenset(("messages", "conversations", "conversation", "dialogue
 MOST_BYTES = 128 << 20
 """Of a line, a row or a document: a longer one is an error, so that a small compressed file cannot fill the
 memory."""
-MOST_BLANK_BYTES = 16 << 20
-MOST_EXPANSION = 100
-"""A compressed file that is held as a whole may grow to so many times its size, or to `_SURE_BYTES`."""
+MOST_BLANK_BYTES = 4 << 20
 LARGE_BYTES = 2_000_000_000
 """A text source of this size is read in shards unless `[data] order` says otherwise."""
-_SURE_BYTES = 256 << 20
 _ROW_BYTES = 100
 """What a row takes beside its text, about."""
 SPLITS = frozenset(("train", "training", "validation", "valid", "val", "dev", "eval", "test", "testing"))
@@ -260,7 +257,7 @@ def _whole(files: list[Path], data: DataSection, dropped: Counter[str], *, skips
         else:
             rows = _left_out(path, _whole_text(path, room), skips)
         packed = suffix_of(path) in COMPRESSED
-        most = _most_bytes(path, room)
+        most = room if packed else sys.maxsize
         for place, row in rows:
             try:
                 text = text_of(row, place, data)
@@ -275,7 +272,8 @@ def _whole(files: list[Path], data: DataSection, dropped: Counter[str], *, skips
 
 
 def _whole_text(path: Path, room: int) -> Iterator[tuple[str, bytes]]:
-    most = _most_bytes(path, room)
+    # What is compressed says nothing of its text by its size.
+    most = room if suffix_of(path) in COMPRESSED else sys.maxsize
     content = bytearray()
     with explained(path), open_content(path) as file:
         while piece := file.read(_HEAD_BYTES):
@@ -284,14 +282,6 @@ def _whole_text(path: Path, room: int) -> Iterator[tuple[str, bytes]]:
                 raise _too_large(path)
     _check_no_json(path, bytes(content[:_HEAD_BYTES]))
     yield str(path), checked_text(path, bytes(content))
-
-
-def _most_bytes(path: Path, room: int) -> int:
-    """How much text a file may hold: what is compressed says nothing of it by its size."""
-    if suffix_of(path) not in COMPRESSED:
-        return sys.maxsize
-    with explained(path):
-        return min(room, max(_SURE_BYTES, MOST_EXPANSION * check_regular(path)))
 
 
 def _too_large(path: Path) -> DataError:

@@ -35,6 +35,9 @@ JSON_SUFFIXES = frozenset((".jsonl", ".ndjson", ".jsonlines", ".json"))
 """Rows: an object a line, or an array of objects. Of a folder's .json files those with rows are data."""
 TEXT_SUFFIXES = frozenset((".txt", ".md", ".rst", ".tex", ".html", ".csv", ".py", ".c", ".h"))
 COMPRESSED = frozenset((".xz", ".gz", ".zst", ".bz2"))
+MOST_EXPANSION = 100
+"""A compressed file may grow to so many times its size, or to `SURE_BYTES`."""
+SURE_BYTES = 64 << 20
 MOST_FILE_BYTES = 256 << 20
 """Of a settings file."""
 _READ_BYTES = 1 << 16
@@ -275,19 +278,46 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
 
+class _Bounded(io.RawIOBase):
+    """A decompressed file that ends with a DataError where it has grown more than any text does."""
+
+    def __init__(self, path: Path, content: IO[bytes], compressed_bytes: int) -> None:
+        self._path, self._content = path, content
+        self._room = max(SURE_BYTES, MOST_EXPANSION * compressed_bytes)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._content.read(len(buffer))
+        self._room -= len(data)
+        if self._room < 0:
+            raise DataError(
+                f"{self._path} grows to over {MOST_EXPANSION} times its size when it is decompressed, as no "
+                "text does: leave it out, or decompress it"
+            )
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._content.close()
+        super().close()
+
+
 def open_content(path: Path) -> IO[bytes]:
     """The file's bytes, decompressed as they are read.
 
-    Raises OSError, DataError for a missing package or what is no regular file.
+    Raises OSError, DataError for a missing package, what is no regular file, or a file that expands to more
+    than `MOST_EXPANSION` times its size.
     """
-    check_regular(path)
+    size = check_regular(path)
     match suffix_of(path):
         case ".xz":
-            return io.BufferedReader(_Decompressed(path, lambda: lzma.LZMADecompressor(memlimit=_XZ_BYTES)))
+            content: Any = _Decompressed(path, lambda: lzma.LZMADecompressor(memlimit=_XZ_BYTES))
         case ".bz2":
-            return io.BufferedReader(_Decompressed(path, bz2.BZ2Decompressor))
+            content = _Decompressed(path, bz2.BZ2Decompressor)
         case ".gz":
-            return gzip.GzipFile(path, "rb")  # type: ignore[return-value]  # typeshed: no IO
+            content = gzip.GzipFile(path, "rb")
         case ".zst":
             try:
                 import zstandard
@@ -295,9 +325,10 @@ def open_content(path: Path) -> IO[bytes]:
                 raise DataError(
                     f'{path} needs the zstandard package: pip install "thinwire[data]"'
                 ) from error
-            reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-            return io.BufferedReader(reader)
-    return path.open("rb")
+            content = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
+        case _:
+            return path.open("rb")
+    return io.BufferedReader(_Bounded(path, content, size))
 
 
 @contextmanager

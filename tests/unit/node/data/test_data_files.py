@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from node.config.schema import DataSection, ModelSection, RunConfig, TrainingSection
-from node.data import documents
+from node.data import documents, text
 from node.data.chat import Dropped
 from node.data.documents import list_source, read_rows, read_text, text_of
 from node.data.samples import packed_parts
@@ -159,7 +159,7 @@ def test_a_small_file_cannot_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, kind: str
 ) -> None:
     monkeypatch.setattr(documents, "MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(documents, "_SURE_BYTES", 1 << 20)
+    monkeypatch.setattr(text, "SURE_BYTES", 1 << 20)
     path = tmp_path / f"a{kind}{suffix}"
     path.write_bytes(PACKERS[suffix](b'[{"text": "' * (kind == ".json") + b"a" * (5 << 20)))
     for order in ("auto", "shards"):
