@@ -383,68 +383,69 @@ weights, so go back to a snapshot from before. The cost is one gradient group mo
 of the steps: with as many groups as rows, at most *p* of the run's time. In the other steps nodes only hash
 what they send.
 
-Not protected: with one row, or without audits, a member can send tensors that are finite and wrong, vote a
-norm that is wrong but within the range of recent steps, or, if it has the head, report such a loss. Only a
-second computation of the same work finds these. One that computes right and then sends wrong sums to
-another row makes who holds them look wrong: that node may lose its stage, though nothing else is held
+Not protected: a member with the head can report any loss in range, and any member can send finite but wrong
+tensors or vote a wrong norm within the range of recent steps. With one row, or without audits, nothing finds
+these: only a second computation of the same work does. A member that computes correctly but sends wrong sums
+to another row puts suspicion on the node that holds them. That node may lose its stage; nothing else is held
 against it.
 
-Two nodes that differ need a third of their kind: one of another row, a spare, or one of another stage that
-changes places with one of the two. With exactly two of a kind, both compute the audited step again. One that
-gives another value than before is wrong: so a card that errs at random is found. One that errs alike each
-time is not told from the honest one: the operator reads both names, once, and the run goes on with what both
-gave. If the *gradient norms* of such a pair differ, twice, and no third of their kind can compute the step,
-the run hands in the state before it and ends, with the stage and both names: neither is chosen. If one of the
-two goes by itself meanwhile, the other goes on as alone at its stage, and a line says so.
+When two nodes differ, a third node of the same kind decides: one of another row, a spare, or one of another
+stage that changes places with one of the two. With exactly two of a kind, both compute the audited step
+again. The one that gives another value than before is wrong, so a card with random errors is found. A node
+whose error repeats cannot be told from the honest one: the operator reads both names once, and the run goes
+on with both. If the *gradient norms* of such a pair differ twice, and no third node of their kind can compute
+the step, the run hands in the state before it and ends with the stage and both names. If one of the two
+leaves meanwhile, the other goes on as the only node of its stage, and a line says so.
 
 ### The state that a member hands in
 
-At a snapshot's step every host of a stage, also one that hands in nothing, says the SHA-256 of each of its
-layers' files, and their sums of squares. The run stores, spreads and offers a layer only under the hash that
-more than half of those of one kind say who held the state before; the hashes are on record in the database
-and the manifest, and `resume` and `recover` use no layer that is another. Who hands in another layer than was
-agreed on, or says another hash than most, is shut out at that snapshot, by name, with the step; nothing that
-it handed in has replaced anything, and the next step's snapshot is another row's. The last rows of the table
-are such members, in three rows of two stages without audits.
+At a snapshot's step every node of a stage reports the SHA-256 and the sums of squares of each of its layers,
+whether it hands the layer in or not. The run stores, spreads and offers a layer only under the hash that more
+than half of the nodes of one kind report. Only nodes that held the state before are counted. The hashes are
+kept in the database and in the manifest, and `resume` and `recover` use no other layer. A node that hands in
+another layer than agreed, or reports another hash than the majority, is shut out at that snapshot; a line
+names it and the step. Nothing that it handed in has replaced anything, and the snapshot is taken from another
+row at the next step. The last rows of the table are such members, in three rows of two stages without audits.
 
 {_states()}
 
 - *Two that differ*: the snapshot is not taken. A spare of their kind, or a node of another stage that
-  changes places with one of the two, computes the state again from the newest agreed snapshot; then two
-  say the same. Without a third the run goes on without that snapshot; if that happens {MOST_DISPUTES}
-  times more in a row, or where the run waits for it (at its end, or when a node leaves), it stops, and
-  says which two differ. If one of the two goes, no snapshot of the other alone is taken either, until
-  another node has computed the same.
-- *A majority of those that held the state before*, two of three or three of four that lie alike, is
-  believed: who says the right thing is shut out. Half of them, two of four, is not.
-- *Newcomers* that follow the run compute one gradient group of an older row, too, in each of their first
-  {PROBATION} steps, also without audits. If what they compute differs, that step runs again without them, and
-  nothing is held against them: what they were given may be wrong. One whose hashes differ a second time is
-  shut out. Until then their word decides nothing
-  against that of who held the state before.
-- *A refused layer* is not asked of another row: the next step's snapshot is another row's. Rows that hand in
-  nothing keep no copy of their layers, only the hashes.
-- *Restarts and ends*: a coordinator that starts again remembers no hashes of a snapshot under way, and nobody
-  that was shut out; such a node is found again at its next lie. What is said after the last snapshot is
-  agreed on, or in an attempt that ends before all have spoken, names nobody, and changes nothing.
-- *Half of the holders gone* before they have said what they held: that snapshot is not taken, and the next
-  step's is.
+  changes places with one of the two, computes the state again from the newest agreed snapshot, and then two
+  agree. Without a third node the run goes on without that snapshot. If that happens {MOST_DISPUTES} times
+  more in a row, or where the run waits for the snapshot (at its end, or when a node leaves), the run stops
+  and names the two. If one of the two leaves, no snapshot of the other is taken until another node has
+  computed the same state.
+- *A lying majority* of the nodes that held the state before, two of three or three of four, is believed, and
+  the honest node is shut out. Half of them, two of four, is not believed.
+- *Newcomers* that follow the run also compute one gradient group of an older row in each of their first
+  {PROBATION} steps, with or without audits. If the results differ, that step runs again without the newcomer.
+  Nothing is held against it, because the state that it was given may be wrong. If its hashes differ a second
+  time, it is shut out. Until then its word decides nothing against nodes that held the state before.
+- *A refused layer* is not asked of another row: the snapshot is taken from another row at the next step. Rows
+  that hand in nothing keep only the hashes of their layers, not copies.
+- *Restarts and ends*: a coordinator that starts again has forgotten the hashes of an unfinished snapshot, and
+  who was shut out; such a node is found again at its next lie. Hashes that arrive after the last agreed
+  snapshot, or in an attempt that ends before all nodes have reported, name nobody and change nothing.
+- *Half of the nodes gone* before they have reported their hashes: the snapshot is taken at the next step
+  instead.
 
-What remains where *one* node alone of its kind holds a layer: one row, or rows of unlike machines. Its
-file must be what it says; the sums of squares of weights and moments are compared with those of nodes of
-other kinds ({OTHER_KIND:.0%}), and with the snapshot before: weights between {LEAST_TIMES**0.5:g} and
-{MOST_TIMES**0.5:g} times as large, moments not vanishing, nothing that has had gradients all zeros. What
-is far from that is computed again by a spare; without one it is not saved. Once such a layer is loaded,
-the first {PROOF_STEPS} steps that were committed before must give about the same loss and gradient norm
-again, or the snapshot is set aside for an older one, with the name of its only holder; without an older
-one the run stops. So not found are: another state of the same size, until somebody loads it; one that
-gives about the same steps, as a slightly changed model does; and with nothing committed since the
-snapshot, one whose loss is not far from the newest ones. With one row and no spare nobody can say more.
+What remains is the case where *one* node is the only one of its kind to hold a layer: one row, or rows of
+unlike machines. Its file must be well-formed. The sums of squares of weights and moments are compared with
+those of nodes of other kinds ({OTHER_KIND:.0%}), and with the snapshot before: weights between
+{LEAST_TIMES**0.5:g} and {MOST_TIMES**0.5:g} times as large, moments not vanishing, and no zeros where there
+were gradients. A layer outside these bounds is computed again by a spare; without a spare it is not saved.
+Once such a layer is loaded, the first {PROOF_STEPS} steps that were committed before must give about the same
+loss and gradient norm again. If they do not, the snapshot is set aside for an older one, with the name of its
+only holder; without an older one the run stops. Three lies are not found: another state of the same size,
+until it is loaded; one that gives about the same steps, as a slightly changed model does; and, where nothing
+was committed since the snapshot, one whose loss is near the newest ones. With one row and no spare nothing
+more can be checked.
 
-A member that does nothing holds up a step for half a minute beyond what is usual, or three times that; one
-that says that it computes or waits, for a minute, or ten times what is usual. In an epoch's first step that
-is two and four minutes. In a run's first, before any step was measured, one that says that it computes holds
-it up for ten minutes. Every stage sees activations, and the first sees text.
+A member that does nothing holds up a step for 30 seconds beyond the usual time, or for three times the usual
+time, whichever is longer. One that says that it computes or waits holds it up for a minute, or for ten times
+the usual time. In an epoch's first step these are two and four minutes. In a run's first step, before any was
+measured, one that says that it computes holds it up for ten minutes. Every stage sees activations, and the
+first sees text.
 
 ## Strangers
 
