@@ -31,7 +31,7 @@ from node.dashboard.feed import Feed, json_of
 from node.lab.results import commit, hardware
 from node.processes.cycles import short_collections
 from node.run_state.actions import RecordCommit, RecordRestored, Send
-from node.run_state.epoch import Epoch
+from node.run_state.epoch import Assignment, Epoch, OnRecord, StepRules
 from node.run_state.votes import VoteHistory
 from node.telemetry import events
 from node.telemetry.clock import TimeKind
@@ -143,19 +143,17 @@ class Run:
 
 def placement_bytes() -> int:
     """Of the placements of one epoch, all together."""
-    epoch = Epoch(
-        number=1,
+    assignment = Assignment(
         hosts=HOSTS,
         addresses=tuple(f"10.0.{number // 250}.{number % 250}:7700" for number in range(len(HOSTS))),
         groups=GROUPS,
-        newest_snapshot=0,
-        newest_state=0,
-        committed=None,
-        suspect_step=None,
+    )
+    rules = StepRules(
         plan=lambda step, norm: (1.0, 1.0),
         neighbours=lambda stage, stages: {stage - 1, stage + 1} & set(range(stages)),
         history=VoteHistory(lambda stages: [frozenset()] * stages),
     )
+    epoch = Epoch(1, assignment, OnRecord(), rules)
     sent = [one.message for one in epoch.announce() if isinstance(one, Send)]
     return sum(coordinator_message_to_proto(message).ByteSize() for message in sent)
 
