@@ -24,6 +24,7 @@ import torch.nn.functional as F
 import torch.utils.deterministic
 from torch import Tensor
 
+from kernels.attention import reference
 from kernels.attention.reach import EVERYTHING, Reach
 from kernels.common import dispatch
 
@@ -69,19 +70,31 @@ def repeat_shared(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor) -> t
 
 
 def attention(
-    query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: Reach = EVERYTHING
+    query_bhsd: Tensor,
+    key_bksd: Tensor,
+    value_bksd: Tensor,
+    reach: Reach = EVERYTHING,
+    sinks_h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The result [B, H, S, D] and its log-sum-exp in fp32; that is empty where nothing can use it.
 
     The log-sum-exp is [B, H, S], or with documents on a GPU [H, B S]. The result's transpose to [B, S, H, D]
     is contiguous where `has_flash`.
+
+    Args:
+        query_bhsd: of all keys' positions, or of the last Q of them, a chunk of the sequence. `reach` is
+            always that of all keys.
+        sinks_h: a logit a head (`kernels.attention.reference`). With it, and for a chunk, the log-sum-exp is
+            [B, H, Q] wherever this runs.
     """
+    if _is_general(query_bhsd, key_bksd, sinks_h):
+        return _general(query_bhsd, key_bksd, value_bksd, reach, sinks_h)
     if not has_flash(query_bhsd):
         out = _masked(query_bhsd, *repeat_shared(query_bhsd, key_bksd, value_bksd), reach)
         return out, query_bhsd.new_empty(0, dtype=torch.float32)
     if query_bhsd.device.type == "cpu":
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query_bhsd, key_bksd, value_bksd, 0.0, not reach.is_limited, **_mask(query_bhsd, reach)
+            query_bhsd, key_bksd, value_bksd, 0.0, not reach.is_limited, **_mask(query_bhsd, key_bksd, reach)
         )
         return out, sums
     if reach.is_limited:
@@ -106,6 +119,7 @@ def attention_backward(
     reach: Reach = EVERYTHING,
     *,
     fixed_order: bool = True,
+    sinks_h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, summed in a fixed order: equal inputs give equal bits.
 
@@ -113,7 +127,12 @@ def attention_backward(
         grad_bhsd: of the result.
         out_bhsd, sums: what `attention` gave; unused where it gave no log-sum-exp.
         fixed_order: False lets GPUs add in any order where that is faster.
+        sinks_h: as `attention` had them; their own gradient is `sinks_gradient`.
     """
+    if _is_general(query_bhsd, key_bksd, sinks_h):
+        parts = _gradients(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums, reach, None)
+        of_query, of_key, of_value = (part.to(query_bhsd.dtype) for part in parts)
+        return of_query, of_key, of_value
     if not has_flash(query_bhsd):
         leaves = [part.detach().requires_grad_() for part in (query_bhsd, key_bksd, value_bksd)]
         with torch.enable_grad():
@@ -156,31 +175,112 @@ def attention_backward(
     return query, key, value
 
 
+def chunk_backward(
+    grad_bhqd: Tensor,
+    query_bhqd: Tensor,
+    key_bksd: Tensor,
+    value_bksd: Tensor,
+    out_bhqd: Tensor,
+    sums: Tensor,
+    of_key_bksd: Tensor,
+    of_value_bksd: Tensor,
+    reach: Reach = EVERYTHING,
+) -> Tensor:
+    """The gradient of a chunk's queries, in their dtype; those of keys and values are added to sums.
+
+    Every element of the sums gets one addition in float32, so they depend on the order of calls alone: chunks
+    go backward from the last to the first.
+
+    Args:
+        of_key_bksd, of_value_bksd: float32 [B, K, S, D], like keys and values of all positions so far.
+    """
+    parts = grad_bhqd, query_bhqd, key_bksd, value_bksd, out_bhqd, sums
+    of_query, _, _ = _gradients(*parts, reach, (of_key_bksd, of_value_bksd))
+    return of_query.to(query_bhqd.dtype)
+
+
+sinks_gradient = reference.sinks_gradient
+"""The gradient of `attention`'s sinks from that of its result, the result and its log-sum-exp."""
+
+
 class _ReachAttention(torch.autograd.Function):
     """Keeps queries, keys, values, the result and its log-sum-exp, and no mask."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> Tensor:
-        out, sums = attention(query, key, value, reach)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach, sinks: Tensor | None
+    ) -> Tensor:
+        out, sums = attention(query, key, value, reach, sinks)
         ctx.reach = reach
-        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.save_for_backward(query, key, value, out, sums, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, sums = ctx.saved_tensors
-        return *attention_backward(grads[0], query, key, value, out, sums, ctx.reach), None
+        query, key, value, out, sums, sinks = ctx.saved_tensors
+        found = attention_backward(grads[0], query, key, value, out, sums, ctx.reach, sinks_h=sinks)
+        of_sinks = None
+        if ctx.needs_input_grad[4]:
+            of_sinks = sinks_gradient(grads[0], out, sums, sinks).to(sinks.dtype)
+        return *found, None, of_sinks
 
 
-def differentiable(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: Reach) -> Tensor:
+def differentiable(
+    query_bhsd: Tensor,
+    key_bksd: Tensor,
+    value_bksd: Tensor,
+    reach: Reach,
+    sinks_h: Tensor | None = None,
+) -> Tensor:
     """`attention`'s result alone, for autograd."""
-    made: Tensor = _ReachAttention.apply(query_bhsd, key_bksd, value_bksd, reach)  # type: ignore[no-untyped-call]
+    args = query_bhsd, key_bksd, value_bksd, reach, sinks_h
+    made: Tensor = _ReachAttention.apply(*args)  # type: ignore[no-untyped-call]
     return made
 
 
-def _mask(query: Tensor, reach: Reach) -> dict[str, Tensor]:
+def _is_general(query: Tensor, key: Tensor, sinks: Tensor | None) -> bool:
+    """Whether torch's operators lack it: a chunk's queries, or sinks."""
+    return sinks is not None or query.shape[-2] != key.shape[-2]
+
+
+def _general(
+    query: Tensor, key: Tensor, value: Tensor, reach: Reach, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if query.device.type != "cpu" or not has_flash(query):
+        return reference.attention(query, key, value, reach, sinks)
+    mask = _mask(query, key, reach)
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, not mask, **mask
+    )
+    if sinks is None:
+        return out, sums
+    with_sinks = torch.logaddexp(sums, sinks.float()[:, None])
+    return out * (sums - with_sinks).exp()[..., None].to(out.dtype), with_sinks
+
+
+def _gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    reach: Reach,
+    onto: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries, keys and values; with `onto` the last two are added to its tensors, which it gives back."""
+    if query.device.type != "cpu" or not has_flash(query):
+        found = reference.attention_backward(grad, query, key, value, out, sums, reach)
+    else:
+        found = _backward_on_cpu(grad, query, key, value, out, sums, reach)
+    return found if onto is None else (found[0], onto[0].add_(found[1]), onto[1].add_(found[2]))
+
+
+def _mask(query: Tensor, key: Tensor, reach: Reach) -> dict[str, Tensor]:
     """The CPU operator's argument."""
-    return {"attn_mask": reach.added(query.shape[-2], query)} if reach.is_limited else {}
+    length = key.shape[-2]
+    first = length - query.shape[-2]
+    return {"attn_mask": reach.added(length, query, first)} if reach.is_limited or first else {}
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> Tensor:
@@ -274,8 +374,9 @@ def _backward_on_cpu(
     heads, kv_heads = query.shape[1], key.shape[1]
     # Not every version of torch sums over the queries of a head inside the operator.
     key, value = repeat_shared(query, key, value)
+    mask = _mask(query, key, reach)
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, sums, 0.0, not reach.is_limited, **_mask(query, reach)
+        grad, query, key, value, out, sums, 0.0, not mask, **mask
     )
     if heads != kv_heads:
         grouped = (kv_heads, heads // kv_heads)

@@ -69,20 +69,21 @@ class Reach:
     def is_limited(self) -> bool:
         return self.window > 0 or self.documents is not None
 
-    def allowed(self, length: int, device: torch.device) -> Tensor:
-        """bool [B or 1, 1, S, S]: whether a query (rows) sees a key (columns)."""
+    def allowed(self, length: int, device: torch.device, first: int = 0) -> Tensor:
+        """bool [B or 1, 1, S - first, S]: whether a query (rows, from position `first` on) sees a key
+        (columns)."""
         positions = torch.arange(length, device=device)
-        keys, queries = positions[None, None], positions[None, :, None]
+        keys, queries = positions[None, None], positions[None, first:, None]
         seen = keys <= queries
         if self.window:
             seen = seen & (keys > queries - self.window)
         if self.documents is not None:
-            seen = seen & (keys >= self.documents.first_bs[:, :, None])
+            seen = seen & (keys >= self.documents.first_bs[:, first:length, None])
         return seen[:, None]
 
-    def added(self, length: int, like: Tensor) -> Tensor:
+    def added(self, length: int, like: Tensor, first: int = 0) -> Tensor:
         """The same as what is added to scores, 0 or minus infinity, with the dtype and device of `like`."""
-        seen = self.allowed(length, like.device)
+        seen = self.allowed(length, like.device, first)
         return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
 
 

@@ -1,0 +1,168 @@
+"""Mixtures of experts for autograd.
+
+Shape legend: T tokens, E experts, k experts a token, S = T k slots, N outputs, K inputs.
+
+A routed feed-forward is
+
+    weights, chosen = route(logits, k, normalize)
+    order = group(chosen, E)
+    both = grouped_matmul(x, gate_and_up, order, gathers=True)
+    made = combine(grouped_matmul(activation(both), down, order), weights, order)
+
+Every size follows from T, k and E alone, and sums have a fixed order: equal
+inputs give equal bits. An expert's rows do not depend on how many tokens the other experts have.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kernels.experts import reference
+
+# Re-exported.
+from kernels.experts.reference import Order as Order
+from kernels.experts.reference import PackedExperts as PackedExperts
+from kernels.experts.reference import Weights as Weights
+
+
+def _kernels(like: Tensor) -> Any:
+    """The module that computes on this tensor's device."""
+    return reference
+
+
+def route(logits_te: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """`kernels.experts.reference.route`: the weights [T, k], which have a gradient, and the experts."""
+    return cast(tuple[Tensor, Tensor], _Route.apply(logits_te, choices, normalize))  # type: ignore[no-untyped-call]
+
+
+def group(experts_tk: Tensor, experts: int) -> Order:
+    """`kernels.experts.reference.group`."""
+    made: Order = _kernels(experts_tk).group(experts_tk, experts)
+    return made
+
+
+def grouped_matmul(
+    x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None = None, *, gathers: bool = False
+) -> Tensor:
+    """`kernels.experts.reference.matmul`: [S, N] in x's dtype, with gradients of x, weights and biases.
+
+    Args:
+        x: sorted rows [S, K], or with `gathers` those of tokens [T, K].
+        weights: [E, N, K] of any float dtype, or packed, which have no gradient. Also low-rank adapters.
+    """
+    dense = weights if isinstance(weights, Tensor) else None
+    args = x, dense, bias_en, weights, order, gathers
+    return cast(Tensor, _GroupedMatmul.apply(*args))  # type: ignore[no-untyped-call]
+
+
+def combine(y_sn: Tensor, weights_tk: Tensor, order: Order) -> Tensor:
+    """`kernels.experts.reference.combine`: [T, N], with gradients of the rows and of their weights."""
+    return cast(Tensor, _Combine.apply(y_sn, weights_tk, order))  # type: ignore[no-untyped-call]
+
+
+# ---- the arithmetic, without autograd, for callers that decide what is kept for backward
+
+
+def matmul(
+    x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None, *, gathers: bool = False
+) -> Tensor:
+    """As `grouped_matmul`."""
+    with torch.autocast(x.device.type, enabled=False):
+        made: Tensor = _kernels(x).matmul(x, weights, order, bias_en, gathers=gathers)
+    return made
+
+
+def input_gradient(grad_sn: Tensor, weights: Weights, order: Order, *, gathers: bool = False) -> Tensor:
+    """Of the sorted rows, [S, K]; with `gathers` of the tokens', [T, K], the sum over each one's choices."""
+    kernels = _kernels(grad_sn)
+    with torch.autocast(grad_sn.device.type, enabled=False):
+        made: Tensor = kernels.input_gradient(grad_sn, weights, order)
+        return kernels.combine(made, None, order) if gathers else made
+
+
+def weight_gradient(
+    grad_sn: Tensor, x: Tensor, order: Order, dtype: torch.dtype, *, gathers: bool = False
+) -> Tensor:
+    """`kernels.experts.reference.weight_gradient`."""
+    with torch.autocast(x.device.type, enabled=False):
+        made: Tensor = _kernels(x).weight_gradient(grad_sn, x, order, dtype, gathers=gathers)
+    return made
+
+
+def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
+    """`kernels.experts.reference.bias_gradient`."""
+    made: Tensor = _kernels(grad_sn).bias_gradient(grad_sn, order, dtype)
+    return made
+
+
+def combine_backward(
+    grad_tn: Tensor, y_sn: Tensor, weights_tk: Tensor, order: Order
+) -> tuple[Tensor, Tensor]:
+    """`kernels.experts.reference.combine_backward`."""
+    made: tuple[Tensor, Tensor] = _kernels(y_sn).combine_backward(grad_tn, y_sn, weights_tk, order)
+    return made
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Tensor]:
+        logits = logits.float()
+        weights, experts = _kernels(logits).route(logits, choices, normalize)
+        ctx.normalize = normalize
+        ctx.save_for_backward(logits, weights, experts)
+        ctx.mark_non_differentiable(experts)
+        return weights, experts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, weights, experts = ctx.saved_tensors
+        made = _kernels(logits).route_backward(grads[0].float(), logits, weights, experts, ctx.normalize)
+        return made, None, None
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """Keeps x where the weights have a gradient, and no copy of the weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dense: Tensor | None,
+        bias: Tensor | None,
+        weights: Weights,
+        order: Order,
+        gathers: bool,
+    ) -> Tensor:
+        ctx.order, ctx.gathers, ctx.dtype = order, gathers, x.dtype
+        ctx.frozen = None if dense is not None else weights
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, dense, bias)
+        return matmul(x, weights, order, bias, gathers=gathers)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, dense, bias = ctx.saved_tensors
+        grad, order, gathers = grads[0].contiguous(), ctx.order, ctx.gathers
+        of_x = of_weights = of_bias = None
+        if ctx.needs_input_grad[0]:
+            weights = dense if ctx.frozen is None else ctx.frozen
+            of_x = input_gradient(grad, weights, order, gathers=gathers)
+        if ctx.needs_input_grad[1]:
+            of_weights = weight_gradient(grad, x, order, dense.dtype, gathers=gathers)
+        if ctx.needs_input_grad[2]:
+            of_bias = bias_gradient(grad, order, bias.dtype)
+        return of_x, of_weights, of_bias, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        ctx.save_for_backward(y, weights)
+        made: Tensor = _kernels(y).combine(y, weights, order)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, weights = ctx.saved_tensors
+        return *combine_backward(grads[0].contiguous(), y, weights, ctx.order), None

@@ -1,0 +1,216 @@
+"""Mixtures of experts in plain torch: routing, grouping, products by expert, and the sum of their results.
+
+Shape legend: T tokens, E experts, k experts a token, S = T k slots, N outputs, K inputs. Slot t k + j is the
+j-th choice of token t. Rows that are sorted lie expert by expert, and within an expert in the order of slots.
+
+Products are one `torch.mm` an expert, so an expert's results do not depend on the tokens of the others. The
+CPU runs these functions; they read an order's offsets, for which a GPU would have to wait.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kernels.blockfloat import ops as blockfloat
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Order:
+    """Slots sorted by expert."""
+
+    slots: Tensor
+    """int32 [S]: the slot whose row lies at each place."""
+    places: Tensor
+    """int32 [T, k]: the place of each slot's row, the reverse of `slots`."""
+    offsets: Tensor
+    """int32 [E + 1]: where the rows of each expert begin, and where the last one's end."""
+    is_part: bool = False
+    """Some rows may belong to none of these experts (`part`)."""
+
+    @property
+    def choices(self) -> int:
+        """k."""
+        return self.places.shape[1]
+
+    def part(self, first: int, count: int) -> "Order":
+        """The same rows for `count` experts from `first` on, whose weights alone are there.
+
+        Products give zeros in the rows of other experts, so what parts give adds up to the whole.
+        """
+        return replace(self, offsets=self.offsets[first : first + count + 1], is_part=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedExperts:
+    """Weights of experts that are not trained, each packed like any frozen matrix (`kernels.blockfloat`)."""
+
+    packed: Tensor
+    """uint8 [E, bytes]: an expert's `kernels.blockfloat.reference.pack` a row."""
+    outputs: int
+    inputs: int
+    bits: int
+
+    @classmethod
+    def of(cls, weights_enk: Tensor, bits: int) -> "PackedExperts":
+        """From float weights [E, N, K] in 8, 6, 5, 4 or 3 bits."""
+        packed = torch.stack([blockfloat.store(weight, bits) for weight in weights_enk])
+        return cls(packed=packed, outputs=weights_enk.shape[1], inputs=weights_enk.shape[2], bits=bits)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[E, N, K]."""
+        return torch.Size((len(self.packed), self.outputs, self.inputs))
+
+    def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """One expert's weights [N, K]."""
+        made: Tensor = blockfloat.restore(self.packed[expert], self.shape[1:], self.bits, dtype)
+        return made
+
+
+Weights = Tensor | PackedExperts
+"""Of experts, [E, N, K]."""
+
+
+def route(logits_te: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The weights of each token's experts, float32 [T, k], and the experts, int64 [T, k].
+
+    The largest logits win, in falling order; of equal ones the lower expert comes first.
+
+    Args:
+        logits_te: float32 [T, E].
+        normalize: the weights are the softmax over the k logits, so they sum to 1: also what Mixtral and
+            Qwen3-MoE give, who divide the k largest of all probabilities by their sum. Without it they are
+            these probabilities themselves (OLMoE).
+    """
+    ordered, experts = logits_te.sort(dim=1, descending=True, stable=True)
+    experts = experts[:, :choices].contiguous()
+    if normalize:
+        return ordered[:, :choices].softmax(1), experts
+    return logits_te.softmax(1).gather(1, experts), experts
+
+
+def route_backward(
+    grad_tk: Tensor, logits_te: Tensor, weights_tk: Tensor, experts_tk: Tensor, normalize: bool
+) -> Tensor:
+    """The gradient of the logits, float32 [T, E], from that of the weights.
+
+    Args:
+        weights_tk, experts_tk: what `route` gave.
+    """
+    weighted = grad_tk * weights_tk
+    inner = weighted.sum(1, keepdim=True)
+    if normalize:
+        made = torch.zeros_like(logits_te)
+        return made.scatter_(1, experts_tk, weighted - weights_tk * inner)
+    made = logits_te.softmax(1).mul_(-inner)
+    # A token's experts differ, so no two of its sums are added to the same place.
+    return made.scatter_(1, experts_tk, made.gather(1, experts_tk) + weighted)
+
+
+def group(experts_tk: Tensor, experts: int) -> Order:
+    """Sort slots by expert, in the order of slots within one.
+
+    Args:
+        experts_tk: integers [T, k] below `experts`.
+    """
+    ordered, slots = experts_tk.reshape(-1).sort(stable=True)
+    places = torch.empty_like(slots, dtype=torch.int32)
+    places[slots] = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+    numbers = torch.arange(experts + 1, device=slots.device)
+    offsets = torch.searchsorted(ordered, numbers, out_int32=True)
+    return Order(slots=slots.int(), places=places.view(experts_tk.shape), offsets=offsets)
+
+
+def matmul(
+    x: Tensor, weights: Weights, order: Order, bias_en: Tensor | None, *, gathers: bool = False
+) -> Tensor:
+    """Each sorted row times its expert's weights, plus its bias: [S, N] in x's dtype.
+
+    Args:
+        x: sorted rows [S, K], or with `gathers` those of tokens [T, K].
+        weights: rounded to x's dtype.
+    """
+    made = x.new_zeros(order.places.numel(), weights.shape[1])
+    for expert, rows in _experts(order):
+        own = _rows(x, order, rows, gathers)
+        product = own @ _dense(weights, expert, x.dtype).t()
+        made[rows] = product if bias_en is None else product + bias_en[expert].to(x.dtype)
+    return made
+
+
+def input_gradient(grad_sn: Tensor, weights: Weights, order: Order) -> Tensor:
+    """The gradient of the sorted rows, [S, K] in the dtype of `grad_sn`."""
+    made = grad_sn.new_zeros(len(grad_sn), weights.shape[2])
+    for expert, rows in _experts(order):
+        made[rows] = grad_sn[rows] @ _dense(weights, expert, grad_sn.dtype)
+    return made
+
+
+def weight_gradient(
+    grad_sn: Tensor, x: Tensor, order: Order, dtype: torch.dtype, *, gathers: bool = False
+) -> Tensor:
+    """The gradient of the weights, [E, N, K] in `dtype`: zeros for experts without tokens.
+
+    Args:
+        x: as `matmul` had it.
+    """
+    shape = len(order.offsets) - 1, grad_sn.shape[1], x.shape[1]
+    made = torch.zeros(shape, dtype=dtype, device=x.device)
+    for expert, rows in _experts(order):
+        made[expert] = grad_sn[rows].t() @ _rows(x, order, rows, gathers).to(grad_sn.dtype)
+    return made
+
+
+def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
+    """The gradient of the biases, [E, N] in `dtype`."""
+    made = torch.zeros(len(order.offsets) - 1, grad_sn.shape[1], dtype=dtype, device=grad_sn.device)
+    for expert, rows in _experts(order):
+        made[expert] = grad_sn[rows].float().sum(0)
+    return made
+
+
+def combine(y_sn: Tensor, weights_tk: Tensor | None, order: Order) -> Tensor:
+    """The sum of each token's rows times their weights, [T, N] in y's dtype.
+
+    From the first choice to the last, each product and each sum rounded to float32.
+
+    Args:
+        weights_tk: float32; None are ones.
+    """
+    made = torch.zeros(len(order.places), y_sn.shape[1], device=y_sn.device)
+    for choice in range(order.choices):
+        rows = y_sn.index_select(0, order.places[:, choice]).float()
+        made += rows if weights_tk is None else rows.mul_(weights_tk[:, choice, None])
+    return made.to(y_sn.dtype)
+
+
+def combine_backward(
+    grad_tn: Tensor, y_sn: Tensor, weights_tk: Tensor, order: Order
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows, [S, N] in y's dtype, and of the weights, float32 [T, k]."""
+    tokens = order.slots // order.choices
+    rows = grad_tn.index_select(0, tokens).float()
+    flat = weights_tk.reshape(-1).index_select(0, order.slots)
+    of_weights = (rows * y_sn.float()).sum(1).index_select(0, order.places.view(-1))
+    return (rows * flat[:, None]).to(y_sn.dtype), of_weights.view(weights_tk.shape)
+
+
+def _experts(order: Order) -> Iterator[tuple[int, slice]]:
+    """Experts that have tokens, and where their rows lie."""
+    offsets = order.offsets.tolist()
+    for expert, (first, last) in enumerate(pairwise(offsets)):
+        if last > first:
+            yield expert, slice(first, last)
+
+
+def _rows(x: Tensor, order: Order, rows: slice, gathers: bool) -> Tensor:
+    return x.index_select(0, order.slots[rows] // order.choices) if gathers else x[rows]
+
+
+def _dense(weights: Weights, expert: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(weights, PackedExperts):
+        return weights.dense(expert, dtype)
+    return weights[expert].to(dtype)
