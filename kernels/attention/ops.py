@@ -31,6 +31,8 @@ from kernels.common import dispatch
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _KERNEL_WIDTHS = (64, 128)
 """Head widths that `kernels.attention.triton` has block sizes for."""
+_WIDEST = 256
+"""Head width up to which our own kernels compute chunks and sinks."""
 _WIDE_BACKWARD = ((8, 0), (9, 0))
 """Capabilities that FlashAttention-2's backward has shared memory for with heads of 193 to 224."""
 
@@ -199,8 +201,15 @@ def chunk_backward(
     return of_query.to(query_bhqd.dtype)
 
 
-sinks_gradient = reference.sinks_gradient
-"""The gradient of `attention`'s sinks from that of its result, the result and its log-sum-exp."""
+def sinks_gradient(grad_bhqd: Tensor, out_bhqd: Tensor, sums: Tensor, sinks_h: Tensor) -> Tensor:
+    """The gradient of `attention`'s sinks, float32 [H], from that of its result."""
+    if _has_kernels(out_bhqd):
+        from kernels.attention import triton
+
+        inner = triton.inner_products(grad_bhqd, out_bhqd)
+    else:
+        inner = reference.inner_products(grad_bhqd, out_bhqd)
+    return -((sinks_h.float()[:, None] - sums).exp() * inner).sum((0, 2))
 
 
 class _ReachAttention(torch.autograd.Function):
@@ -243,9 +252,18 @@ def _is_general(query: Tensor, key: Tensor, sinks: Tensor | None) -> bool:
     return sinks is not None or query.shape[-2] != key.shape[-2]
 
 
+def _has_kernels(query: Tensor) -> bool:
+    """Whether our own kernels take such heads."""
+    return dispatch.has_kernels(query.device.type) and query.shape[-1] <= _WIDEST
+
+
 def _general(
     query: Tensor, key: Tensor, value: Tensor, reach: Reach, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    if _has_kernels(query):
+        from kernels.attention import triton
+
+        return triton.forward(query, key, value, reach, sinks)
     if query.device.type != "cpu" or not has_flash(query):
         return reference.attention(query, key, value, reach, sinks)
     mask = _mask(query, key, reach)
@@ -269,6 +287,15 @@ def _gradients(
     onto: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of queries, keys and values; with `onto` the last two are added to its tensors, which it gives back."""
+    if _has_kernels(query):
+        from kernels.attention import triton
+
+        if onto is None and query.shape[-2] != key.shape[-2]:
+            onto = (
+                key.new_zeros(key.shape, dtype=torch.float32),
+                value.new_zeros(value.shape, dtype=torch.float32),
+            )
+        return triton.backward(grad, query, key, value, out, sums, reach, onto)
     if query.device.type != "cpu" or not has_flash(query):
         found = reference.attention_backward(grad, query, key, value, out, sums, reach)
     else:

@@ -39,7 +39,7 @@ def attention_backward(
     scale = query_bhqd.shape[-1] ** -0.5
     weights = (_scores(query_bhqd, key_bksd, reach) - sums[..., None]).exp()
     grad = grad_bhqd.float()
-    inner = (grad * out_bhqd.float()).sum(-1, keepdim=True)
+    inner = inner_products(grad, out_bhqd)[..., None]
     upstream = weights * (grad @ _repeated(value_bksd, heads).mT - inner) * scale
     of_query = upstream @ _repeated(key_bksd, heads)
     of_key, of_value = upstream.mT @ query_bhqd.float(), weights.mT @ grad
@@ -47,10 +47,9 @@ def attention_backward(
     return of_query, of_key, of_value
 
 
-def sinks_gradient(grad_bhqd: Tensor, out_bhqd: Tensor, sums: Tensor, sinks_h: Tensor) -> Tensor:
-    """The gradient of the sinks, float32 [H]."""
-    inner = (grad_bhqd.float() * out_bhqd.float()).sum(-1)
-    return -((sinks_h.float()[:, None] - sums).exp() * inner).sum((0, 2))
+def inner_products(grad_bhqd: Tensor, out_bhqd: Tensor) -> Tensor:
+    """The product of each query's result and its gradient, float32 [B, H, Q]."""
+    return (grad_bhqd.float() * out_bhqd.float()).sum(-1)
 
 
 def _scores(query: Tensor, key: Tensor, reach: Reach) -> Tensor:

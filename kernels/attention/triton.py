@@ -1,6 +1,7 @@
-"""Causal attention's backward in Triton, every sum in a fixed order (FlashAttention-2, arXiv 2307.08691).
+"""Causal attention in Triton, every sum in a fixed order (FlashAttention-2, arXiv 2307.08691).
 
-Shape legend: B batch, H query heads, K key/value heads (H / K queries share one), S sequence, D head width.
+Shape legend: B batch, H query heads, K key/value heads (H / K queries share one), S keys, Q <= S queries,
+which are those of the last Q positions, D head width.
 
 FlashAttention-2 adds the queries' gradients of all key blocks with atomics, or into separate buffers when the
 order must be fixed. Here one kernel owns a block of keys and values and walks over the queries of all heads
@@ -8,14 +9,18 @@ that share them; another owns a block of queries and walks over the keys. The sc
 products instead of five, and no program adds to what another wrote: equal inputs give equal bits.
 
 The block sizes decide the order of the sums, so they belong to what a run's bits are a function of. They are
-a function of the head width alone.
+a function of the head width, of the dtype's width and of the device's shared memory.
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
+
+from kernels.attention.reach import EVERYTHING, Reach
+from kernels.common import dispatch
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -33,10 +38,46 @@ class Blocks:
     stages: int
 
 
-OF_KEYS = {64: Blocks(64, 128, 4, 2), 128: Blocks(128, 64, 8, 3)}
-"""The kernel of keys and values, by head width: rows of keys, columns of queries."""
-OF_QUERIES = {64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 2)}
-"""The kernel of queries, by head width: rows of queries, columns of keys."""
+@dataclass(frozen=True)
+class Cuts:
+    """Of one kind of device, by head width."""
+
+    forward: dict[int, Blocks]
+    """Rows of queries, columns of keys."""
+    of_keys: dict[int, Blocks]
+    """Rows of keys, columns of queries."""
+    of_queries: dict[int, Blocks]
+    """Rows of queries, columns of keys."""
+
+
+LARGE = Cuts(
+    forward={64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 32, 8, 2)},
+    of_keys={64: Blocks(64, 128, 4, 2), 128: Blocks(128, 64, 8, 3), 256: Blocks(32, 32, 8, 1)},
+    of_queries={64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 2), 256: Blocks(32, 32, 8, 1)},
+)
+SMALL = Cuts(
+    forward={64: Blocks(64, 32, 4, 2), 128: Blocks(32, 32, 4, 2), 256: Blocks(32, 16, 4, 1)},
+    of_keys={64: Blocks(32, 32, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 16, 4, 1)},
+    of_queries={64: Blocks(32, 32, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 16, 4, 1)},
+)
+"""For 64 KiB of shared memory a program, as Turing has."""
+WIDE = Cuts(
+    forward=dict.fromkeys((64, 128, 256), Blocks(16, 16, 4, 1)),
+    of_keys=dict.fromkeys((64, 128, 256), Blocks(16, 16, 4, 1)),
+    of_queries=dict.fromkeys((64, 128, 256), Blocks(16, 16, 4, 1)),
+)
+"""For float32, on any device."""
+
+
+def cuts(part: torch.Tensor) -> Cuts:
+    """How kernels for such tensors are cut."""
+    if part.dtype == torch.float32:
+        return WIDE
+    return LARGE if dispatch.has_large_shared_memory(part.device) else SMALL
+
+
+def _cut(part: torch.Tensor, blocks: dict[int, Blocks]) -> Blocks:
+    return blocks[max(part.shape[-1], min(blocks))]
 
 
 @triton.jit
@@ -69,6 +110,16 @@ def _inner_products(
 
 
 @triton.jit
+def _sees(position, key, first, window, DOCUMENTS: tl.constexpr):
+    """Whether the query at a position sees a key, within its window and the document that begins at
+    `first`."""
+    seen = (key <= position) & (position - key < window)
+    if DOCUMENTS:
+        seen = seen & (key >= first)
+    return seen
+
+
+@triton.jit
 def _add_queries(
     of_key,
     of_value,
@@ -78,14 +129,19 @@ def _add_queries(
     grad,
     log_sums,
     inner,
+    firsts,
     first,
     last,
     owned,
     length,
+    offset,
+    window,
     scale,
     query_s,
     grad_s,
     MASKED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
 ):
@@ -98,17 +154,24 @@ def _add_queries(
         q = tl.load(query + at * query_s + column[None, :], mask=real[:, None], other=0.0)
         g = tl.load(grad + at * grad_s + column[None, :], mask=real[:, None], other=0.0)
         log_sum = tl.load(log_sums + row, mask=real, other=float("inf"))
-        scores = tl.dot(key, tl.trans(q)) * (scale * _LOG2E)
+        scores = tl.dot(key, tl.trans(q), input_precision="ieee") * (scale * _LOG2E)
         weights = tl.exp2(scores - log_sum[None, :] * _LOG2E)
-        if MASKED:
-            weights = tl.where(owned[:, None] <= row[None, :], weights, 0.0)
-        of_value = tl.dot(weights.to(q.dtype), g, of_value)
-        upstream = tl.dot(value, tl.trans(g)) - tl.load(inner + row, mask=real, other=0.0)[None, :]
-        of_key = tl.dot((weights * upstream).to(q.dtype), q, of_key)
+        if LIMITED:
+            begun = row
+            if DOCUMENTS:
+                begun = tl.load(firsts + row, mask=real, other=0)
+            seen = _sees(offset + row[None, :], owned[:, None], begun[None, :], window, DOCUMENTS)
+            weights = tl.where(seen, weights, 0.0)
+        elif MASKED:
+            weights = tl.where(owned[:, None] <= offset + row[None, :], weights, 0.0)
+        of_value = tl.dot(weights.to(q.dtype), g, of_value, input_precision="ieee")
+        upstream = tl.dot(value, tl.trans(g), input_precision="ieee")
+        upstream -= tl.load(inner + row, mask=real, other=0.0)[None, :]
+        of_key = tl.dot((weights * upstream).to(q.dtype), q, of_key, input_precision="ieee")
     return of_key, of_value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("offset", "window"))
 def _keys_kernel(
     query,
     key,
@@ -118,7 +181,12 @@ def _keys_kernel(
     inner,
     of_key,
     of_value,
+    firsts,
+    lasts,
     length,
+    keys_length,
+    offset,
+    window,
     heads,
     kv_heads,
     scale,
@@ -134,17 +202,39 @@ def _keys_kernel(
     grad_b,
     grad_h,
     grad_s,
-    out_s,
+    of_key_b,
+    of_key_h,
+    of_key_s,
+    of_value_b,
+    of_value_h,
+    of_value_s,
+    firsts_b,
+    ADDS: tl.constexpr,
+    LIMITED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
     M: tl.constexpr,
 ):
     # The first block of keys is seen by all queries: the longest work starts first.
-    owned = tl.program_id(0) * N + tl.arange(0, N)
+    begin = tl.program_id(0) * N
+    owned = begin + tl.arange(0, N)
     b, k = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
     group = heads // kv_heads
     column = tl.arange(0, D)
-    real = owned < length
+    real = owned < keys_length
+    # The queries that see all of them begin behind the diagonal, which is whole steps of M queries.
+    first = tl.maximum(begin - offset, 0)
+    diagonal = first + tl.maximum((begin + N - offset - first + M - 1) // M, 0) * M
+    end = length
+    if LIMITED:
+        end = tl.minimum(length, begin + N - 1 + window - offset)
+        if DOCUMENTS:
+            last = lasts + b * keys_length + tl.minimum(begin + N, keys_length) - 1
+            end = tl.minimum(end, tl.load(last) + 1)
+        diagonal = end
+    if ADDS and first >= end:
+        return
     at = owned[:, None].to(tl.int64)
     keys = tl.load(key + b * key_b + k * key_h + at * key_s + column[None, :], mask=real[:, None], other=0.0)
     values = tl.load(
@@ -152,9 +242,6 @@ def _keys_kernel(
     )
     sum_key = tl.zeros((N, D), tl.float32)
     sum_value = tl.zeros((N, D), tl.float32)
-    begin = tl.program_id(0) * N
-    # The diagonal, in whole steps of M queries.
-    diagonal = begin + (N if N > M else M)
     for one in tl.range(0, group):
         h = k * group + one
         queries = query + b * query_b + h * query_h
@@ -162,16 +249,23 @@ def _keys_kernel(
         place = (b * heads + h) * length
         sum_key, sum_value = _add_queries(
             sum_key, sum_value, keys, values, queries, grads, log_sums + place, inner + place,
-            begin, tl.minimum(diagonal, length), owned, length, scale, query_s, grad_s, True, D, M,
+            firsts + b * firsts_b, first, tl.minimum(diagonal, length), owned, length, offset, window,
+            scale, query_s, grad_s, True, LIMITED, DOCUMENTS, D, M,
         )  # fmt: skip
-        sum_key, sum_value = _add_queries(
-            sum_key, sum_value, keys, values, queries, grads, log_sums + place, inner + place,
-            diagonal, length, owned, length, scale, query_s, grad_s, False, D, M,
-        )  # fmt: skip
-    # Heads of [B, S, K, D] in a row, tokens evenly spaced.
-    to = (b * length + at) * out_s + k * D + column[None, :]
-    tl.store(of_key + to, (sum_key * scale).to(of_key.dtype.element_ty), mask=real[:, None])
-    tl.store(of_value + to, sum_value.to(of_value.dtype.element_ty), mask=real[:, None])
+        if not LIMITED:
+            sum_key, sum_value = _add_queries(
+                sum_key, sum_value, keys, values, queries, grads, log_sums + place, inner + place,
+                firsts + b * firsts_b, diagonal, length, owned, length, offset, window,
+                scale, query_s, grad_s, False, LIMITED, DOCUMENTS, D, M,
+            )  # fmt: skip
+    sum_key *= scale
+    to_key = of_key + b * of_key_b + k * of_key_h + at * of_key_s + column[None, :]
+    to_value = of_value + b * of_value_b + k * of_value_h + at * of_value_s + column[None, :]
+    if ADDS:
+        sum_key += tl.load(to_key, mask=real[:, None], other=0.0)
+        sum_value += tl.load(to_value, mask=real[:, None], other=0.0)
+    tl.store(to_key, sum_key.to(of_key.dtype.element_ty), mask=real[:, None])
+    tl.store(to_value, sum_value.to(of_value.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
@@ -185,16 +279,20 @@ def _add_keys(
     value,
     first,
     last,
-    owned,
+    position,
+    begun,
     length,
+    window,
     scale,
     key_s,
     value_s,
     MASKED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Add what the keys from `first` to `last` give to the gradients of the queries `owned`."""
+    """Add what the keys from `first` to `last` give to the gradients of the queries at `position`."""
     column = tl.arange(0, D)
     for start in tl.range(first, last, N):
         row = start + tl.arange(0, N)
@@ -202,16 +300,28 @@ def _add_keys(
         at = row[:, None].to(tl.int64)
         keys = tl.load(key + at * key_s + column[None, :], mask=real[:, None], other=0.0)
         values = tl.load(value + at * value_s + column[None, :], mask=real[:, None], other=0.0)
-        scores = tl.dot(query, tl.trans(keys)) * (scale * _LOG2E)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * _LOG2E)
         weights = tl.exp2(scores - log_sum[:, None])
-        if MASKED:
-            weights = tl.where(row[None, :] <= owned[:, None], weights, 0.0)
-        upstream = tl.dot(grad, tl.trans(values)) - inner[:, None]
-        of_query = tl.dot((weights * upstream).to(keys.dtype), keys, of_query)
+        if LIMITED:
+            seen = _sees(position[:, None], row[None, :], begun[:, None], window, DOCUMENTS)
+            weights = tl.where(seen, weights, 0.0)
+        elif MASKED:
+            weights = tl.where(row[None, :] <= position[:, None], weights, 0.0)
+        upstream = tl.dot(grad, tl.trans(values), input_precision="ieee") - inner[:, None]
+        of_query = tl.dot((weights * upstream).to(keys.dtype), keys, of_query, input_precision="ieee")
     return of_query
 
 
 @triton.jit
+def _first_seen(firsts, first, begin, window, N: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Where the blocks of N keys begin that the query at position `begin`, number `first`, sees."""
+    lowest = tl.maximum(begin - window + 1, 0)
+    if DOCUMENTS:
+        lowest = tl.maximum(lowest, tl.load(firsts + first))
+    return lowest // N * N
+
+
+@triton.jit(do_not_specialize=("offset", "window"))
 def _queries_kernel(
     query,
     key,
@@ -220,7 +330,11 @@ def _queries_kernel(
     log_sums,
     inner,
     of_query,
+    firsts,
     length,
+    keys_length,
+    offset,
+    window,
     heads,
     kv_heads,
     scale,
@@ -237,6 +351,9 @@ def _queries_kernel(
     grad_h,
     grad_s,
     out_s,
+    firsts_b,
+    LIMITED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -260,19 +377,215 @@ def _queries_kernel(
     products = tl.load(inner + place + owned, mask=real, other=0.0)
     keys = key + b * key_b + k * key_h
     values = value + b * value_b + k * value_h
-    begin = block * M
+    begin = offset + block * M
+    lowest = 0
+    begun = owned
+    if LIMITED:
+        lowest = _first_seen(firsts + b * firsts_b, block * M, begin, window, N, DOCUMENTS)
+        if DOCUMENTS:
+            begun = tl.load(firsts + b * firsts_b + owned, mask=real, other=0)
+    # Whole blocks of keys that all of these queries see, and the rest.
+    whole = tl.maximum(begin // N * N, lowest)
     total = tl.zeros((M, D), tl.float32)
     total = _add_keys(
-        total, queries, grads, log_sum, products, keys, values,
-        0, begin, owned, length, scale, key_s, value_s, False, D, N,
+        total, queries, grads, log_sum, products, keys, values, lowest, whole, offset + owned, begun,
+        keys_length, window, scale, key_s, value_s, False, LIMITED, DOCUMENTS, D, N,
     )  # fmt: skip
     total = _add_keys(
-        total, queries, grads, log_sum, products, keys, values,
-        begin, tl.minimum(begin + M, length), owned, length, scale, key_s, value_s, True, D, N,
+        total, queries, grads, log_sum, products, keys, values, whole, tl.minimum(begin + M, keys_length),
+        offset + owned, begun, keys_length, window, scale, key_s, value_s, True, LIMITED, DOCUMENTS, D, N,
     )  # fmt: skip
-    # Heads of [B, S, H, D] in a row, tokens evenly spaced.
+    # Heads of [B, Q, H, D] in a row, tokens evenly spaced.
     to = (b * length + at) * out_s + h * D + column[None, :]
     tl.store(of_query + to, (total * scale).to(of_query.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def _attend(
+    total,
+    largest,
+    powers,
+    query,
+    key,
+    value,
+    first,
+    last,
+    position,
+    begun,
+    length,
+    window,
+    scale,
+    key_s,
+    value_s,
+    MASKED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Take the keys from `first` to `last` into the queries' results, largest scores and sums of powers."""
+    column = tl.arange(0, D)
+    for start in tl.range(first, last, N):
+        row = start + tl.arange(0, N)
+        real = row < length
+        at = row[:, None].to(tl.int64)
+        keys = tl.load(key + at * key_s + column[None, :], mask=real[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * _LOG2E)
+        if LIMITED:
+            seen = _sees(position[:, None], row[None, :], begun[:, None], window, DOCUMENTS)
+            scores = tl.where(seen, scores, -float("inf"))
+        elif MASKED:
+            scores = tl.where(row[None, :] <= position[:, None], scores, -float("inf"))
+        most = tl.maximum(largest, tl.max(scores, 1))
+        base = most
+        if LIMITED:
+            # Of a row that has seen no key yet there is no difference to take.
+            base = tl.where(most == -float("inf"), 0.0, most)
+        weights = tl.exp2(scores - base[:, None])
+        shrunk = tl.exp2(largest - base)
+        powers = powers * shrunk + tl.sum(weights, 1)
+        values = tl.load(value + at * value_s + column[None, :], mask=real[:, None], other=0.0)
+        total = tl.dot(weights.to(values.dtype), values, total * shrunk[:, None], input_precision="ieee")
+        largest = most
+    return total, largest, powers
+
+
+@triton.jit(do_not_specialize=("offset", "window"))
+def _forward_kernel(
+    query,
+    key,
+    value,
+    out,
+    log_sums,
+    sinks,
+    firsts,
+    length,
+    keys_length,
+    offset,
+    window,
+    heads,
+    kv_heads,
+    scale,
+    query_b,
+    query_h,
+    query_s,
+    key_b,
+    key_h,
+    key_s,
+    value_b,
+    value_h,
+    value_s,
+    firsts_b,
+    SINKS: tl.constexpr,
+    LIMITED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    # The last block of queries sees all keys: the longest work starts first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    owned = block * M + tl.arange(0, M)
+    b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    k = h // (heads // kv_heads)
+    column = tl.arange(0, D)
+    real = owned < length
+    at = owned[:, None].to(tl.int64)
+    queries = tl.load(
+        query + b * query_b + h * query_h + at * query_s + column[None, :], mask=real[:, None], other=0.0
+    )
+    keys = key + b * key_b + k * key_h
+    values = value + b * value_b + k * value_h
+    begin = offset + block * M
+    lowest = 0
+    begun = owned
+    if LIMITED:
+        lowest = _first_seen(firsts + b * firsts_b, block * M, begin, window, N, DOCUMENTS)
+        if DOCUMENTS:
+            begun = tl.load(firsts + b * firsts_b + owned, mask=real, other=0)
+    whole = tl.maximum((begin + 1) // N * N, lowest)
+    total = tl.zeros((M, D), tl.float32)
+    if SINKS:
+        # One more score, which has no value.
+        largest = tl.zeros((M,), tl.float32) + tl.load(sinks + h).to(tl.float32) * _LOG2E
+        powers = tl.zeros((M,), tl.float32) + 1.0
+    else:
+        largest = tl.zeros((M,), tl.float32) - float("inf")
+        powers = tl.zeros((M,), tl.float32)
+    total, largest, powers = _attend(
+        total, largest, powers, queries, keys, values, lowest, whole, offset + owned, begun,
+        keys_length, window, scale, key_s, value_s, False, LIMITED, DOCUMENTS, D, N,
+    )  # fmt: skip
+    total, largest, powers = _attend(
+        total, largest, powers, queries, keys, values, whole, tl.minimum(begin + M, keys_length),
+        offset + owned, begun, keys_length, window, scale, key_s, value_s, True, LIMITED, DOCUMENTS, D, N,
+    )  # fmt: skip
+    to = ((b * length + at) * heads + h) * D + column[None, :]
+    tl.store(out + to, (total / powers[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+    tl.store(log_sums + (b * heads + h) * length + owned, (largest + tl.log2(powers)) / _LOG2E, mask=real)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What the kernels ask of a `Reach`, for queries from `offset` on."""
+
+    offset: int
+    window: int
+    firsts: torch.Tensor | None
+    """int32 [B, Q]: where the queries' documents begin."""
+
+    @classmethod
+    def of(cls, reach: Reach, queries: int, keys: int) -> "_Limits":
+        offset = keys - queries
+        firsts = None if reach.documents is None else reach.documents.first_bs[:, offset:keys]
+        return cls(offset, reach.window or 2**30, firsts)
+
+    def flags(self) -> dict[str, bool]:
+        return {
+            "LIMITED": self.window < 2**30 or self.firsts is not None,
+            "DOCUMENTS": self.firsts is not None,
+        }
+
+    def lasts(self, keys: int) -> torch.Tensor | None:
+        """int32 [B, S]: the number of the last query that sees each key, before any window."""
+        if self.firsts is None:
+            return None
+        numbers = torch.arange(keys, dtype=torch.int32, device=self.firsts.device)
+        numbers = numbers.expand(len(self.firsts), keys).contiguous()
+        return torch.searchsorted(self.firsts.contiguous(), numbers, right=True, out_int32=True) - 1
+
+
+def forward(
+    query_bhqd: torch.Tensor,
+    key_bksd: torch.Tensor,
+    value_bksd: torch.Tensor,
+    reach: Reach = EVERYTHING,
+    sinks_h: torch.Tensor | None = None,
+    *,
+    blocks: Blocks | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, a transposed [B, Q, H, D], and its log-sum-exp, float32 [B, H, Q].
+
+    Args:
+        sinks_h: as in `kernels.attention.reference`.
+        blocks: another cut than the device's, for measurements.
+    """
+    batch, heads, length, width = query_bhqd.shape
+    query, key, value = (_padded(part) for part in (query_bhqd, key_bksd, value_bksd))
+    kv_heads, keys, wide = key.shape[1], key.shape[2], query.shape[-1]
+    limits = _Limits.of(reach, length, keys)
+    cut = blocks or _cut(query, cuts(query).forward)
+    out = query.new_empty(batch, length, heads, wide)
+    sums = torch.empty(batch, heads, length, device=query.device)
+    strides = [stride for part in (query, key, value) for stride in part.stride()[:3]]
+    firsts = sums if limits.firsts is None else limits.firsts
+    _forward_kernel[(triton.cdiv(length, cut.rows), batch * heads)](
+        query, key, value, out, sums, sums if sinks_h is None else sinks_h, firsts,
+        length, keys, limits.offset, limits.window, heads, kv_heads, width**-0.5, *strides, firsts.stride(0),
+        SINKS=sinks_h is not None, **limits.flags(), D=wide, M=cut.rows, N=cut.columns,
+        num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+    return out[..., :width].transpose(1, 2), sums
 
 
 def backward(
@@ -282,6 +595,8 @@ def backward(
     value_bksd: torch.Tensor,
     out_bhsd: torch.Tensor,
     sums: torch.Tensor,
+    reach: Reach = EVERYTHING,
+    onto: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
     of_keys: Blocks | None = None,
     of_queries: Blocks | None = None,
@@ -289,32 +604,71 @@ def backward(
     """Gradients of queries, keys and values: the heads of each in one [B, S, H + 2 K, D], transposed.
 
     Args:
-        sums: natural log-sum-exp of the scaled scores, float32 [B, H, S].
-        of_keys, of_queries: other cuts than the head width's, for measurements.
+        sums: natural log-sum-exp of the scaled scores, float32 [B, H, Q].
+        onto: float32 [B, K, S, D] that those of keys and values are added to, in their place. Queries may be
+            fewer than keys with it alone.
+        of_keys, of_queries: other cuts than the device's, for measurements.
     """
     batch, heads, length, width = query_bhsd.shape
-    kv_heads = key_bksd.shape[1]
-    query, key, value, grad, out = (
-        part if part.stride(-1) == 1 else part.contiguous()
-        for part in (query_bhsd, key_bksd, value_bksd, grad_bhsd, out_bhsd)
-    )
+    query, key, value, grad, out = map(_padded, (query_bhsd, key_bksd, value_bksd, grad_bhsd, out_bhsd))
+    kv_heads, keys_length, wide = key.shape[1], key.shape[2], query.shape[-1]
     sums = sums.contiguous()
-    keys, queries = of_keys or OF_KEYS[width], of_queries or OF_QUERIES[width]
-    inner = torch.empty_like(sums)
-    made = query.new_empty(batch, length, heads + 2 * kv_heads, width)
-    of_query, of_key, of_value = made.split((heads, kv_heads, kv_heads), dim=2)
-    _inner_products[(triton.cdiv(length, 64), batch * heads)](
-        out, grad, inner, length, heads, *out.stride()[:3], *grad.stride()[:3], D=width, M=64
+    keys, queries = (
+        of_keys or _cut(query, cuts(query).of_keys),
+        of_queries or _cut(query, cuts(query).of_queries),
     )
+    limits = _Limits.of(reach, length, keys_length)
+    if onto is None:
+        made = query.new_empty(batch, length, heads + 2 * kv_heads, wide)
+        of_query, of_key, of_value = made.split((heads, kv_heads, kv_heads), dim=2)
+    elif wide == width:
+        of_query = query.new_empty(batch, length, heads, wide)
+        of_key, of_value = (part.transpose(1, 2) for part in onto)
+    else:
+        of_query = query.new_empty(batch, length, heads, wide)
+        of_key, of_value = (
+            torch.zeros(batch, keys_length, kv_heads, wide, device=query.device) for _ in onto
+        )
+    inner = inner_products(grad, out)
     strides = [stride for part in (query, key, value, grad) for stride in part.stride()[:3]]
-    strides.append(made.stride(1))
     scale = width**-0.5
-    _keys_kernel[(triton.cdiv(length, keys.rows), batch * kv_heads)](
-        query, key, value, grad, sums, inner, of_key, of_value, length, heads, kv_heads, scale, *strides,
-        D=width, N=keys.rows, M=keys.columns, num_warps=keys.warps, num_stages=keys.stages,
+    firsts = sums if limits.firsts is None else limits.firsts
+    lasts = limits.lasts(keys_length)
+    into = [part.stride(axis) for part in (of_key, of_value) for axis in (0, 2, 1)]
+    _keys_kernel[(triton.cdiv(keys_length, keys.rows), batch * kv_heads)](
+        query, key, value, grad, sums, inner, of_key, of_value, firsts, sums if lasts is None else lasts,
+        length, keys_length, limits.offset, limits.window, heads, kv_heads, scale, *strides, *into,
+        firsts.stride(0), ADDS=onto is not None, **limits.flags(),
+        D=wide, N=keys.rows, M=keys.columns, num_warps=keys.warps, num_stages=keys.stages,
     )  # fmt: skip
     _queries_kernel[(triton.cdiv(length, queries.rows), batch * heads)](
-        query, key, value, grad, sums, inner, of_query, length, heads, kv_heads, scale, *strides,
-        D=width, M=queries.rows, N=queries.columns, num_warps=queries.warps, num_stages=queries.stages,
+        query, key, value, grad, sums, inner, of_query, firsts, length, keys_length, limits.offset,
+        limits.window, heads, kv_heads, scale, *strides, of_query.stride(1), firsts.stride(0),
+        **limits.flags(),
+        D=wide, M=queries.rows, N=queries.columns, num_warps=queries.warps, num_stages=queries.stages,
     )  # fmt: skip
-    return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
+    query_out, key_out, value_out = (
+        part[..., :width].transpose(1, 2) for part in (of_query, of_key, of_value)
+    )
+    if onto is not None and wide != width:
+        return query_out, onto[0].add_(key_out), onto[1].add_(value_out)
+    return query_out, key_out, value_out
+
+
+def inner_products(grad_bhqd: torch.Tensor, out_bhqd: torch.Tensor) -> torch.Tensor:
+    """The product of each query's result and its gradient, float32 [B, H, Q]."""
+    grad, out = _padded(grad_bhqd), _padded(out_bhqd)
+    batch, heads, length, wide = out.shape
+    made = torch.empty(batch, heads, length, device=out.device)
+    _inner_products[(triton.cdiv(length, 64), batch * heads)](
+        out, grad, made, length, heads, *out.stride()[:3], *grad.stride()[:3], D=wide, M=64
+    )
+    return made
+
+
+def _padded(part: torch.Tensor) -> torch.Tensor:
+    """Heads with zeros up to a power of two, as kernels read them."""
+    width = part.shape[-1]
+    if missing := max(16, triton.next_power_of_2(width)) - width:
+        return F.pad(part, (0, missing))
+    return part if part.stride(-1) == 1 else part.contiguous()

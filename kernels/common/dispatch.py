@@ -21,6 +21,16 @@ def has_kernels(device_type: str) -> bool:
     return device_type == "cuda" and find_spec("triton") is not None
 
 
+@cache
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program may have 160 KiB of shared memory, as on A100, H100 and B200. Others have 64 KiB and
+    more; a kernel's tiles, and so the bits of its sums, follow from which of the two a device is."""
+    if device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= 160 << 10
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Tiles a program handles (a power of two, at least 16) and its warps. They change no bit."""

@@ -1,4 +1,4 @@
-"""Mixtures of experts for autograd.
+"""Mixtures of experts for autograd: Triton's kernels on a GPU, the reference elsewhere.
 
 Shape legend: T tokens, E experts, k experts a token, S = T k slots, N outputs, K inputs.
 
@@ -9,7 +9,7 @@ A routed feed-forward is
     both = grouped_matmul(x, gate_and_up, order, gathers=True)
     made = combine(grouped_matmul(activation(both), down, order), weights, order)
 
-Every size follows from T, k and E alone, and sums have a fixed order: equal
+Nothing waits for the device, every size follows from T, k and E alone, and sums have a fixed order: equal
 inputs give equal bits. An expert's rows do not depend on how many tokens the other experts have.
 """
 
@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kernels.common import dispatch
 from kernels.experts import reference
 
 # Re-exported.
@@ -28,6 +29,10 @@ from kernels.experts.reference import Weights as Weights
 
 def _kernels(like: Tensor) -> Any:
     """The module that computes on this tensor's device."""
+    if dispatch.has_kernels(like.device.type):
+        from kernels.experts import triton
+
+        return triton
     return reference
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.poison import poisoned_memory
+
 HERE = Path(__file__).resolve().parent
 READY = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
@@ -31,14 +33,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Fill `torch.empty` with NaN or the largest integer, so reads of unwritten memory show.
-
-    Also require deterministic algorithms, as nodes do: torch refuses operations that have none.
-    """
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+def poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
