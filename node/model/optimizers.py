@@ -29,6 +29,8 @@ SQUARE, SQUARE_ROWS, SQUARE_COLUMNS = "square", "square_rows", "square_columns"
 its rows and those of its columns."""
 _SIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "int64": 8}
 _HEADER = 1024 * 1024
+ITERATED = 1 << 24
+"""Elements of matrices that a GPU makes orthogonal at a time, unless one has more."""
 _JOINED = "qkv_projection"
 """A projection with queries, keys and values under one another."""
 
@@ -141,8 +143,13 @@ class MuonRule(UpdateRule):
 
     def step_bytes(self, training: TrainingSection, sizes: Sequence[int], *, on_cpu: bool) -> int:
         largest = max(sizes, default=0)
-        # The update and twice the iterate, with three squares of the shorter side, at most as large.
-        iterating = (4 + 5 * (4 if on_cpu else 2)) * largest
+        if on_cpu:
+            # Twice the iterate, with three squares of the shorter side, at most as large, and what several
+            # of one product are joined from.
+            iterating = 4 * (5 + (self.joined > 1)) * largest
+        else:
+            # Twice the iterates, with two squares of theirs.
+            iterating = 2 * 4 * max(largest, min(sum(sizes), ITERATED))
         # What packing a moment makes on the way is gone when the iteration begins.
         packing = (34 if training.moments == "fp8" else 0) * largest
         unpacked = 4 * (training.gradients == "fp8") + 2 * 4 * (training.weights == "bfloat16")

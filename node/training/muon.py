@@ -1,11 +1,12 @@
 """Muon: the mean of a matrix's gradient, made orthogonal (K. Jordan 2024; arXiv 2502.16982).
 
-Each matrix is stepped by itself, so the order of all sums follows from its shape alone: bits are the same on
-any split. An update is scaled to the root mean square of AdamW's, by which one learning rate serves both.
+A matrix has the same bits whichever others are stepped with it, so bits are the same on any split, and each is
+whole when it is made orthogonal, so they are the same for any number of tensor-parallel ranks. An update is
+scaled to the root mean square of AdamW's, by which one learning rate serves both.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,16 +19,13 @@ from kernels.fp8.reference import (
     unpack_gradient,
     unpack_moment,
 )
+from kernels.orthogonal.ops import orthogonal
 from node.config.schema import TrainingSection
-from node.model.optimizers import MuonRule
+from node.model.optimizers import ITERATED, MuonRule
 from node.training.update_rules import Step, Updates
 
-ITERATIONS = 5
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x^3 and x^5. Singular values end between 0.7 and 1.2, which is near enough to 1."""
 SCALE = 0.2
 """AdamW's updates have a root mean square of 0.2 to 0.4."""
-_LEAST_NORM = 1e-7
 
 
 class Muon(Updates):
@@ -44,17 +42,13 @@ class Muon(Updates):
         values = values.view(weight.shape).mul_(step.scale)
         packed = Moment(*moments) if len(moments) > 1 else None
         mean = moments[0] if packed is None else unpack_moment(packed).view(weight.shape)
-        mean.lerp_(values, 1 - self._momentum)
-        values.lerp_(mean, self._momentum)
+        self._mix([mean], [values])
         if packed is not None:
             pack_moment(mean.flatten(), packed)
-            del mean
+        del mean
         is_float32 = weight.dtype == torch.float32
         moved = weight if is_float32 else weight.float()
-        moved.mul_(1 - step.lr * step.weight_decay)
-        rows = len(weight) // self._joined
-        for part, update in zip(torch.split(moved, rows), torch.split(values, rows), strict=True):
-            part.add_(orthogonal(update), alpha=-step.lr * SCALE * math.sqrt(max(part.shape)))
+        self._move([moved], [values], step)
         if not is_float32:
             weight.view(-1).copy_(round_stochastically(moved.flatten(), step.salt, step.first))
 
@@ -65,23 +59,30 @@ class Muon(Updates):
         moments: Sequence[Sequence[Tensor]],
         step: Step,
     ) -> None:
-        for each in zip(weights, gradients, moments, strict=True):
-            self.step(*each, step)
+        self._mix([mean for (mean,) in moments], gradients)
+        by_shape: dict[torch.Size, list[int]] = {}
+        for number, weight in enumerate(weights):
+            by_shape.setdefault(weight.shape, []).append(number)
+        for numbers in by_shape.values():
+            for group in _groups(numbers, weights[numbers[0]].numel()):
+                self._move([weights[n] for n in group], [gradients[n] for n in group], step)
+
+    def _mix(self, means: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Nesterov: add gradients to their means; they become the means that come next."""
+        torch._foreach_lerp_(means, gradients, 1 - self._momentum)
+        torch._foreach_lerp_(gradients, means, self._momentum)
+
+    def _move(self, weights: Sequence[Tensor], updates: Sequence[Tensor], step: Step) -> None:
+        """Step float32 weights of one shape by the orthogonal matrices nearest to these."""
+        parts = [part for update in updates for part in update.chunk(self._joined)]
+        shape = parts[0].shape
+        nearest = orthogonal(parts).view(len(weights), *weights[0].shape)
+        torch._foreach_mul_(weights, 1 - step.lr * step.weight_decay)
+        scale = SCALE * math.sqrt(max(shape))
+        torch._foreach_add_(weights, nearest.unbind(), alpha=-step.lr * scale)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """About the orthogonal matrix nearest to `matrix` [rows, columns], by Newton-Schulz's iteration of degree
-    5: in bfloat16 on a GPU, in float32 elsewhere."""
-    x = matrix / torch.linalg.vector_norm(matrix).clamp(min=_LEAST_NORM)
-    if matrix.device.type == "cuda":
-        x = x.bfloat16()
-    is_tall = len(matrix) > matrix.shape[1]
-    if is_tall:
-        x = x.t().contiguous()
-    first, third, fifth = COEFFICIENTS
-    for _ in range(ITERATIONS):
-        square = x @ x.t()
-        polynomial = torch.addmm(square, square, square, beta=third, alpha=fifth)
-        x = torch.addmm(x, polynomial, x, beta=first)
-    nearest: Tensor = x.t() if is_tall else x
-    return nearest
+def _groups(numbers: Sequence[int], elements: int) -> Iterator[Sequence[int]]:
+    """Matrices of so many elements each, as many at a time as memory is planned for."""
+    most = max(1, ITERATED // elements)
+    return (numbers[first : first + most] for first in range(0, len(numbers), most))

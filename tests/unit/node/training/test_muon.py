@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.orthogonal.reference import COEFFICIENTS
 from node.config.schema import LoraSection, ModelSection, RunConfig, RunSection, SyncSection, TrainingSection
 from node.model.optimizers import ADAMW, MuonRule, state_bytes, unit_layout, update_rule
 from node.model.shard_shapes import check_shards
 from node.model.units import unit_names
 from node.run_file.validate import problems
 from node.schedule.placement import split_units
-from node.training.muon import COEFFICIENTS, SCALE, Muon
+from node.training.muon import SCALE, Muon
 from node.training.update_rules import Step
 from tests.support.memory_pipeline import corpus
 from tests.support.reference_trainer import ReferenceTrainer

@@ -1,0 +1,20 @@
+"""Orthogonal matrices by device: Triton's kernels in bfloat16 on a GPU, torch in float32 elsewhere."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kernels.common import dispatch
+from kernels.orthogonal import reference
+
+
+def orthogonal(matrices: Sequence[Tensor]) -> Tensor:
+    """`kernels.orthogonal.reference.orthogonal`; on a GPU in bfloat16.
+
+    A matrix has the same bits whichever others come with it.
+    """
+    if dispatch.has_kernels(matrices[0].device.type):
+        from kernels.orthogonal import triton
+
+        return triton.orthogonal(matrices)
+    return reference.orthogonal(matrices)
