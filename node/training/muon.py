@@ -1,8 +1,7 @@
 """Muon: the mean of a matrix's gradient, made orthogonal (K. Jordan 2024; arXiv 2502.16982).
 
-A matrix has the same bits whichever others are stepped with it, so bits are the same on any split, and each is
-whole when it is made orthogonal, so they are the same for any number of tensor-parallel ranks. An update is
-scaled to the root mean square of AdamW's, by which one learning rate serves both.
+A matrix has the same bits whichever others are stepped with it, so bits are the same on any split. An update
+is scaled to the root mean square of AdamW's, by which one learning rate serves both.
 """
 
 import math

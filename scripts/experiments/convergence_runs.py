@@ -26,6 +26,7 @@ EPOCH_WINDOWS = 4960
 """Windows of the suite `epochs`: 310 steps see each of them four times."""
 VALIDATION_WINDOWS = 256
 COMPUTE = "compute"
+OPTIMIZER = "optimizer"
 MEMORY_SUITES = ("memory", "memory-long", COMPUTE)
 NAIVE = "naive-4"
 """4 bits, symmetric, one scale for the whole tensor: the paper's naive quantizer."""
@@ -42,9 +43,14 @@ class Run:
     seed: int = 0
     memory: str = "plain"
     """What a node stores in few bits: a key of `MEMORY`."""
+    optimizer: str = "adamw"
+    lr: float = 6e-4
 
     @property
     def name(self) -> str:
+        if self.suite == OPTIMIZER:
+            way = f"{self.optimizer}-{self.lr:g}-{self.forward}-{self.backward}"
+            return f"{self.suite}-{self.steps}-{way}-{self.seed}"
         kept = "" if self.memory == "plain" else f"-{self.memory}"
         return f"{self.suite}-{self.forward}-{self.backward}{kept}-{self.seed}"
 
@@ -74,6 +80,34 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 COMPUTE_WAYS = ("plain", "fp8", "fp8-three", "fp8-all-products")
 
 BETTER = "trellis-4.41"
+PAIRS = (("fp32", "fp32"), ("tah", "fixed-8"), ("trellis-4.41", "dither-4.41"), ("trellis-3", "dither-3"))
+RATES = {"adamw": (6e-4, 3e-4, 1.2e-3), "muon": (1.2e-3, 6e-4, 2.4e-3)}
+"""Learning rates of each optimizer, the one that is used with all codecs first."""
+FEWER = {200: 144, 900: 648}
+"""The share of steps, 0.72, in which Muon is to reach AdamW's loss."""
+
+
+def _of_optimizers(steps: int, seeds: tuple[int, ...]) -> tuple[Run, ...]:
+    """Every codec at the first rate, over all seeds, also in fewer steps by Muon; then the other rates."""
+    ways = [("adamw", steps), ("muon", steps), ("muon", FEWER[steps])]
+
+    def run(pair: tuple[str, str], optimizer: str, count: int, seed: int, lr: float) -> Run:
+        forward, backward = pair
+        return Run(
+            suite=OPTIMIZER,
+            forward=forward,
+            backward=backward,
+            steps=count,
+            seed=seed,
+            optimizer=optimizer,
+            lr=lr,
+        )
+
+    first = [run(pair, *way, seed, RATES[way[0]][0]) for seed in seeds for pair in PAIRS for way in ways]
+    others = [run(PAIRS[0], *way, seeds[0], lr) for way in ways[:2] for lr in RATES[way[0]][1:]]
+    return (*first, *others)
+
+
 RUNS = (
     *(
         Run(suite="long", forward=forward, backward=backward, seed=seed, steps=900)
@@ -140,6 +174,8 @@ RUNS = (
         for seed in (0, 1, 2)
         for way in COMPUTE_WAYS
     ),
+    *_of_optimizers(200, (0,)),
+    *_of_optimizers(900, (0, 1, 2)),
     # More seeds show how far runs differ by their seed alone.
     *(Run(suite="memory-long", forward="fp32", backward="fp32", seed=seed, steps=900) for seed in (3, 4)),
 )

@@ -12,7 +12,7 @@ GUARD = 77.0
 
 
 def whole_numbers(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """From -2 to 2: every product and sum of these cases is exact in bfloat16's products and float32's sums."""
+    """From -2 to 2: every product of these cases is exact in bfloat16, and every sum in float32."""
     random = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=random).to(device, dtype)
 
