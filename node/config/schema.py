@@ -199,10 +199,12 @@ class TrainingSection:
     decay_tokens: int = 0
     """The same in tokens, in place of `decay_steps`; 0 takes `decay_steps`."""
     optimizer: str = "adamw"
-    """Step with `adamw`, or with `muon`: matrices of blocks, or of adapters, move by the mean of their
-    gradient made orthogonal (queries, keys and values each by itself), all else by AdamW. Updates are
-    scaled so that one `lr` and `weight_decay` serve both. Muon keeps half of AdamW's state, and needs
-    `sync.every` 1 and no tensor parallelism."""
+    """Step with `adamw`, or with `muon`: matrices of blocks move by the mean of their gradient made
+    orthogonal (queries, keys and values each by itself), all else by AdamW. Updates are scaled so that one
+    `lr` and `weight_decay` serve both. Muon keeps half of AdamW's state; a round of local steps sends its
+    momentum too, which is as much again."""
+    adapter_optimizer: str = "adamw"
+    """The same for adapters (`[lora]`), which are matrices of blocks too: `adamw` or `muon`."""
     momentum: float = 0.95
     """Muon's momentum, Nesterov's."""
     beta1: float = 0.9

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kernels.fp8.layout import BLOCK, POWER_UNIT
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
 from node.model.families.family import ParameterSpec
-from node.model.lora_shapes import DOWN, trained_specs
+from node.model.lora_shapes import DOWN, UP, trained_specs
 from node.model.units import block_name, is_block
 
 PARAMETER_PREFIX = "parameter."
@@ -27,6 +27,8 @@ STEP = "step"
 SQUARE, SQUARE_ROWS, SQUARE_COLUMNS = "square", "square_rows", "square_columns"
 """Begin the names of what rounds average of AdamW's second moments: of a vector all, of a matrix the means of
 its rows and those of its columns."""
+MEAN = "mean"
+"""Begins the name of Muon's momentum, which rounds average whole."""
 _SIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "int64": 8}
 _HEADER = 1024 * 1024
 ITERATED = 1 << 24
@@ -71,6 +73,14 @@ class Moment(NamedTuple):
     is_never_negative: bool = False
 
 
+class RoundMean(NamedTuple):
+    """What rounds average over groups of a parameter's moments, flat."""
+
+    elements: int
+    is_coded: bool = False
+    """It is packed as changes of matrices are, not in float32."""
+
+
 @dataclass(frozen=True)
 class UpdateRule(ABC):
     """How a parameter is stepped."""
@@ -90,10 +100,9 @@ class UpdateRule(ABC):
     def step_bytes(self, training: TrainingSection, sizes: Sequence[int], *, on_cpu: bool) -> int:
         """The most that the steps of matrices, or of pieces, with so many elements each allocate."""
 
-    def round_means(self, shape: tuple[int, ...]) -> Mapping[str, int] | None:
-        """Beside a parameter's change, what rounds average over groups: the numbers of each kind; None if the
-        rule has no local steps."""
-        return None
+    @abstractmethod
+    def round_means(self, shape: tuple[int, ...]) -> Mapping[str, RoundMean]:
+        """Beside a parameter's change, what rounds average over groups, by kind."""
 
     def stored_bytes(self, training: TrainingSection, *, is_matrix: bool) -> float:
         """Memory of the moments of one element."""
@@ -125,10 +134,10 @@ class AdamWRule(UpdateRule):
             return (58 if training.weights == "bfloat16" else 34) * largest
         return 8 * largest + 4 * (largest if unpacks else second)
 
-    def round_means(self, shape: tuple[int, ...]) -> Mapping[str, int]:
+    def round_means(self, shape: tuple[int, ...]) -> Mapping[str, RoundMean]:
         if len(shape) < 2:
-            return {SQUARE: prod(shape)}
-        return {SQUARE_ROWS: shape[0], SQUARE_COLUMNS: prod(shape[1:])}
+            return {SQUARE: RoundMean(prod(shape))}
+        return {SQUARE_ROWS: RoundMean(shape[0]), SQUARE_COLUMNS: RoundMean(prod(shape[1:]))}
 
 
 @dataclass(frozen=True)
@@ -155,28 +164,37 @@ class MuonRule(UpdateRule):
         unpacked = 4 * (training.gradients == "fp8") + 2 * 4 * (training.weights == "bfloat16")
         return max(iterating, packing) + unpacked * largest
 
+    def round_means(self, shape: tuple[int, ...]) -> Mapping[str, RoundMean]:
+        return {MEAN: RoundMean(prod(shape), is_coded=True)}
+
 
 ADAMW = AdamWRule()
 OPTIMIZERS: dict[str, UpdateRule] = {"adamw": ADAMW, "muon": MuonRule()}
-"""Values of `training.optimizer`, each with its rule of blocks' matrices. All else is stepped by `ADAMW`."""
+"""Values of `training.optimizer` and `training.adapter_optimizer`, each with its rule of blocks' matrices.
+All else is stepped by `ADAMW`."""
 MOMENTS = {moment.name: moment for rule in OPTIMIZERS.values() for moment in rule.moments}
 """Those of all rules by name."""
 MOST_MOMENTS = max(len(rule.moments) for rule in OPTIMIZERS.values())
 
 
-def update_rule(optimizer: str, unit: str, name: str, shape: tuple[int, ...]) -> UpdateRule:
-    """The rule by which an optimizer, one of `OPTIMIZERS`, steps a parameter of a unit."""
+def update_rule(training: TrainingSection, unit: str, name: str, shape: tuple[int, ...]) -> UpdateRule:
+    """The rule by which a run steps a parameter of a unit."""
     if not is_block(unit) or len(shape) < 2:
         return ADAMW
-    rule, is_joined = OPTIMIZERS[optimizer], name.startswith(_JOINED) and not name.endswith(DOWN)
+    is_adapter = name.endswith((DOWN, UP))
+    rule = OPTIMIZERS[training.adapter_optimizer if is_adapter else training.optimizer]
+    is_joined = name.startswith(_JOINED) and not name.endswith(DOWN)
     return replace(rule, joined=3) if is_joined and isinstance(rule, MuonRule) else rule
 
 
-def optimizer_words(training: TrainingSection) -> str:
+def optimizer_words(training: TrainingSection, lora: LoraSection) -> str:
     """The optimizer and its settings, for people."""
     adamw = f"AdamW, betas {training.beta1:g} and {training.beta2:g}, eps {training.eps:g}"
-    muon = f"Muon, momentum {training.momentum:g}, for matrices of blocks; all else "
-    return f"{muon if training.optimizer == 'muon' else ''}{adamw}, weight decay {training.weight_decay:g}"
+    name, matrices = training.optimizer, "matrices of blocks"
+    if lora.rank:
+        name, matrices = training.adapter_optimizer, "adapters"
+    muon = f"Muon, momentum {training.momentum:g}, for {matrices}; all else "
+    return f"{muon if name == 'muon' else ''}{adamw}, weight decay {training.weight_decay:g}"
 
 
 def form_of(training: TrainingSection, *, is_matrix: bool) -> tuple[Part, ...]:
@@ -188,15 +206,15 @@ def update_rules(config: RunConfig, unit: str) -> tuple[UpdateRule, ...]:
     """Those of a unit's `trained_specs`, in order."""
     # Blocks have the same shapes, and there may be thousands.
     like = block_name(0) if is_block(unit) else unit
-    return _update_rules(config.model, config.lora, config.training.optimizer, like)
+    return _update_rules(config.model, config.lora, config.training, like)
 
 
 @lru_cache(maxsize=64)
 def _update_rules(
-    model: ModelSection, lora: LoraSection, optimizer: str, unit: str
+    model: ModelSection, lora: LoraSection, training: TrainingSection, unit: str
 ) -> tuple[UpdateRule, ...]:
     specs = trained_specs(model, lora, unit)
-    return tuple(update_rule(optimizer, unit, spec.name, spec.shape) for spec in specs)
+    return tuple(update_rule(training, unit, spec.name, spec.shape) for spec in specs)
 
 
 # ---- states
@@ -218,7 +236,7 @@ def state_layout(
         layout[f"{PARAMETER_PREFIX}{name}"] = "float32", shape
         if outer:
             layout[f"{OUTER_PREFIX}{name}"] = "float32", shape
-        rule, is_matrix = update_rule(training.optimizer, unit, name, shape), len(shape) >= 2
+        rule, is_matrix = update_rule(training, unit, name, shape), len(shape) >= 2
         for key, part in rule.keys(training, name, is_matrix=is_matrix).items():
             layout[key] = part.saved, shape if part.dtype == "float32" else (part.count(prod(shape)),)
     return layout

@@ -18,7 +18,6 @@ from node.config.schema import LoraSection, ModelSection, RunConfig
 from node.model.families.family import Cut
 from node.model.families.known import family_of
 from node.model.lora_shapes import WHOLE, trained_specs
-from node.model.optimizers import OPTIMIZERS
 from node.model.storage import PACKED
 from node.model.units import block_name, is_block, parameter_specs
 from wire.errors import RunError
@@ -85,11 +84,6 @@ def check_shards(config: RunConfig, ranks: int) -> None:
                 "--tensor-parallel that does"
             )
     unit = block_name(0)
-    if ranks > 1 and OPTIMIZERS[config.training.optimizer].needs_whole:
-        raise RunError(
-            f"--tensor-parallel {ranks} cannot share this run's matrices: training.optimizer "
-            f"{config.training.optimizer} steps them whole; join without"
-        )
     if ranks > 1 and config.lora.rank:
         _check_frozen(config, ranks)
     if ranks == 1 or config.training.moments != "fp8":

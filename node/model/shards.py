@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from kernels.fp8.layout import blocks
 from node.config.schema import RunConfig
 from node.model.families.family import ParameterSpec
 from node.model.lora_shapes import trained_specs
+from node.model.tensor_rank import TensorRank
 from node.model.units import parameter_specs
 from wire.errors import RunError
 
@@ -41,6 +43,22 @@ def shard(unit: str, spec: ParameterSpec, whole: Tensor, index: int, ranks: int)
     if whole.numel() % (number * ranks):
         raise RunError(f"unit {unit}: {list(whole.shape)} of {spec.name} cannot be cut for {ranks} ranks")
     return whole.reshape(number, ranks, -1)[:, index].reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a rank holds of a parameter that is cut."""
+
+    spec: ParameterSpec
+    rank: TensorRank
+
+    def whole(self, mine: Tensor) -> Tensor:
+        """The tensor of which each rank holds such a part. All ranks call it in the same order."""
+        return self.rank.gather(mine.reshape(self.spec.pieces or 1, 1, -1)).reshape(self.spec.shape)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor of the parameter's shape."""
+        return shard("", self.spec, whole, self.rank.index, self.rank.count)
 
 
 def merge(spec: ParameterSpec, shards: Sequence[Tensor]) -> Tensor:

@@ -309,7 +309,12 @@ def _overridden(values: Values, overrides: Sequence[str], where: str) -> RunConf
         values.setdefault(section, {})[key] = value
     config = _with_short_warmup(_build(_with_checkpoint(values)))
     validate(config, where=where)
-    if config.training.optimizer == "muon" and config.model.from_ and config.lora.rank == 0:
+    if config.training.optimizer == "muon" and config.lora.rank > 0:
+        log.warning(
+            "training.optimizer = muon steps matrices of blocks, and this run trains adapters: set "
+            "training.adapter_optimizer = muon for them, or drop it"
+        )
+    elif config.training.optimizer == "muon" and config.model.from_:
         log.warning(
             "training.optimizer = muon moves all weights of %s, which may lose some of what a checkpoint "
             "that was trained with AdamW knows: keep adamw for it, or train adapters (lora.rank)",

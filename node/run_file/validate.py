@@ -276,7 +276,8 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     )
     if not 0 <= training.warmup_steps <= steps:
         yield f"training.warmup_steps must be from 0 to run.steps ({steps}), got {training.warmup_steps}"
-    yield from name_problem("training.optimizer", training.optimizer, tuple(OPTIMIZERS))
+    for key in ("optimizer", "adapter_optimizer"):
+        yield from name_problem(f"training.{key}", getattr(training, key), tuple(OPTIMIZERS))
     for key in ("momentum", "beta1", "beta2"):
         if not 0 <= getattr(training, key) < 1:
             yield f"training.{key} must be at least 0 and below 1, got {getattr(training, key)}"
@@ -419,9 +420,6 @@ def _local_steps(config: RunConfig) -> Iterator[str]:
     for key in ("weights", "gradients", "moments"):
         if getattr(training, key) != "float32":
             yield f'sync.every above 1 needs training.{key} = "float32", got {getattr(training, key)!r}'
-    rule = OPTIMIZERS.get(training.optimizer)
-    if rule is not None and rule.round_means((1, 1)) is None:
-        yield f'sync.every above 1 needs training.optimizer = "adamw", got {training.optimizer!r}'
     if config.audit.rate > 0.0:
         yield "audit.rate compares exact steps alone: set it to 0, or sync.every to 1"
     if config.sums_tied_gradients and pipeline.stages > 1 and pipeline.head != "first":

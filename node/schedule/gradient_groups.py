@@ -10,7 +10,8 @@ Every piece has a number in the whole model. Among R rows each piece has an owne
 largest whole subtrees that they hold, and get the code of the whole sum back.
 
 In a round (`[sync] every`) the same is done with how each group's local steps changed the weights, packed
-with `sync.codec`, and with the update rules' `round_means`, in float32.
+with `sync.codec`, and with the update rules' `round_means`, in float32 or, if they are whole matrices, packed
+as changes are.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -172,13 +173,17 @@ def _parts(
     found: list[tuple[tuple[tuple[str, int, int], ...], bool]] = []
     for spec, rule in zip_longest(specs, rules):
         is_vector = len(spec.shape) < 2
-        means = (rule and rule.round_means(spec.shape)) or {}
-        vectors += [(f"{kind}.{spec.name}", 0, count) for kind, count in means.items()]
+        means = rule.round_means(spec.shape) if rule else {}
+        vectors += [
+            (f"{kind}.{spec.name}", 0, mean.elements) for kind, mean in means.items() if not mean.is_coded
+        ]
         if is_vector:
             vectors.append((spec.name, 0, spec.elements))
             continue
-        for first in range(0, spec.elements, largest):
-            found.append((((spec.name, first, min(first + largest, spec.elements)),), False))
+        coded = {f"{kind}.{spec.name}": mean.elements for kind, mean in means.items() if mean.is_coded}
+        for name, elements in {spec.name: spec.elements, **coded}.items():
+            for first in range(0, elements, largest):
+                found.append((((name, first, min(first + largest, elements)),), False))
     return [*found, (tuple(vectors), True)] if vectors else found
 
 

@@ -37,7 +37,7 @@ def model_card(run_directory: Path, manifest: Manifest, config: RunConfig, dtype
         ("batch", f"{training.global_batch} samples"),
         ("learning rate", f"{training.lr:g}"),
         ("schedule", _schedule(training, config.run.steps)),
-        ("optimizer", _optimizer(training)),
+        ("optimizer", _optimizer(training, config.lora)),
         ("precision", training.precision),
         ("codecs", f"{pipeline.forward_codec}, {pipeline.backward_codec}"),
         ("seed", str(config.run.seed)),
@@ -109,9 +109,9 @@ def _schedule(training: TrainingSection, steps: int) -> str:
     return f"{warmup}{training.schedule} {end} at step {steps}"
 
 
-def _optimizer(training: TrainingSection) -> str:
+def _optimizer(training: TrainingSection, lora: LoraSection) -> str:
     clip = f"gradients clipped to {training.clip:g}" if training.clip else "no clipping"
-    return f"{optimizer_words(training)}, {clip}"
+    return f"{optimizer_words(training, lora)}, {clip}"
 
 
 def _adapters(lora: LoraSection) -> str:

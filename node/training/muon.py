@@ -1,14 +1,15 @@
 """Muon: the mean of a matrix's gradient, made orthogonal (K. Jordan 2024; arXiv 2502.16982).
 
-A matrix has the same bits whichever others are stepped with it, so bits are the same on any split. An update
-is scaled to the root mean square of AdamW's, by which one learning rate serves both.
+A matrix has the same bits whichever others are stepped with it, so bits are the same on any split. Each is
+whole when it is made orthogonal: tensor-parallel ranks gather it, and all of them compute it. An update is
+scaled to the root mean square of AdamW's, by which one learning rate serves both.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.fp8.reference import (
     Fp8Gradient,
@@ -20,7 +21,7 @@ from kernels.fp8.reference import (
 )
 from kernels.orthogonal.ops import orthogonal
 from node.config.schema import TrainingSection
-from node.model.optimizers import ITERATED, MuonRule
+from node.model.optimizers import ITERATED, MEAN, MuonRule
 from node.training.update_rules import Step, Updates
 
 SCALE = 0.2
@@ -66,6 +67,16 @@ class Muon(Updates):
             for group in _groups(numbers, weights[numbers[0]].numel()):
                 self._move([weights[n] for n in group], [gradients[n] for n in group], step)
 
+    def round_means(self, moments: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {MEAN: moments[0].clone()}
+
+    def moments_after_round(
+        self, parameter: nn.Parameter, change: Tensor, means: Mapping[str, Tensor], every: int, step: Step
+    ) -> list[Tensor]:
+        """The mean over groups: a change is of orthogonal matrices, which do not say how long the momentum
+        is in each direction."""
+        return [means[MEAN].view(parameter.shape)]
+
     def _mix(self, means: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Nesterov: add gradients to their means; they become the means that come next."""
         torch._foreach_lerp_(means, gradients, 1 - self._momentum)
@@ -73,12 +84,15 @@ class Muon(Updates):
 
     def _move(self, weights: Sequence[Tensor], updates: Sequence[Tensor], step: Step) -> None:
         """Step float32 weights of one shape by the orthogonal matrices nearest to these."""
-        parts = [part for update in updates for part in update.chunk(self._joined)]
-        shape = parts[0].shape
-        nearest = orthogonal(parts).view(len(weights), *weights[0].shape)
+        shard = step.shard
+        whole = updates if shard is None else [shard.whole(update) for update in updates]
+        parts = [part for update in whole for part in update.chunk(self._joined)]
+        nearest: Sequence[Tensor] = orthogonal(parts).view(len(whole), *whole[0].shape).unbind()
+        if shard is not None:
+            nearest = [shard.own(each) for each in nearest]
         torch._foreach_mul_(weights, 1 - step.lr * step.weight_decay)
-        scale = SCALE * math.sqrt(max(shape))
-        torch._foreach_add_(weights, nearest.unbind(), alpha=-step.lr * scale)
+        scale = SCALE * math.sqrt(max(parts[0].shape))
+        torch._foreach_add_(weights, nearest, alpha=-step.lr * scale)
 
 
 def _groups(numbers: Sequence[int], elements: int) -> Iterator[Sequence[int]]:

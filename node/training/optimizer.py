@@ -36,6 +36,7 @@ from node.model.optimizers import (
 )
 from node.model.products import AddProduct
 from node.model.rng import salt
+from node.model.shards import Shard
 from node.model.streamed import Streaming
 from node.model.tensor_rank import TensorRank
 from node.model.units import HEAD, tied_parameter
@@ -83,7 +84,7 @@ class StageOptimizer:
         self._tied: set[nn.Parameter] = set()
         self._rank = rank or TensorRank()
         self._dropouts: list[DropoutSource] = []
-        self._sharded: set[nn.Parameter] = set()
+        self._shards: dict[nn.Parameter, Shard] = {}
         blocks_by_unit: dict[str, Block] = {}
         for chunk in chunks:
             if chunk.dropout is not None:
@@ -95,11 +96,11 @@ class StageOptimizer:
                 copy = tied_parameter(chunk.model, unit)
                 self._units[unit] = parameters
                 self._tied.update(value for name, value in parameters.items() if name == copy)
-                self._sharded.update(
-                    parameters[spec.name]
+                self._shards |= {
+                    parameters[spec.name]: Shard(spec, self._rank)
                     for spec in chunk.trained_specs(unit)
                     if self._rank.count > 1 and spec.pieces is not None
-                )
+                }
                 counted = copy if unit == HEAD else None
                 self._counted[unit] = [value for name, value in parameters.items() if name != counted]
         self._places = {
@@ -108,7 +109,7 @@ class StageOptimizer:
         everything = tuple(self._places)
         self._training = training
         self._rules = {
-            one: update_rule(training.optimizer, unit, name, tuple(one.shape))
+            one: update_rule(training, unit, name, tuple(one.shape))
             for one, (unit, name) in self._places.items()
         }
         self._updates: dict[UpdateRule, Updates] = {
@@ -216,7 +217,7 @@ class StageOptimizer:
 
     def is_sharded(self, parameter: nn.Parameter) -> bool:
         """Whether other tensor-parallel ranks hold other parts of it."""
-        return parameter in self._sharded
+        return parameter in self._shards
 
     @property
     def moment_bytes(self) -> int:
@@ -312,7 +313,7 @@ class StageOptimizer:
             total = 0.0
             for parameter in parameters:
                 shards = next(each)
-                for norm in shards if parameter in self._sharded else shards[:1]:
+                for norm in shards if parameter in self._shards else shards[:1]:
                     total += norm
             squares[unit] = total
         return squares
@@ -402,9 +403,11 @@ class StageOptimizer:
         together: dict[tuple[Updates, float], list[nn.Parameter]] = {}
         for parameter, moments in self._moments.items():
             updates = self.updates_of(parameter)
-            is_packed = len(moments) > len(self._rules[parameter].moments)
-            if is_packed or parameter.grad is None:
-                # A gradient that is unpacked for a step in float32 is there for this step alone.
+            rule = self._rules[parameter]
+            is_packed = len(moments) > len(rule.moments)
+            is_gathered = rule.needs_whole and parameter in self._shards
+            if is_packed or is_gathered or parameter.grad is None:
+                # What is unpacked for a step in float32, or gathered, is there for this step alone.
                 of_all = self.gradients
                 gradient = of_all.stored(parameter) if is_packed else of_all.get(parameter)
                 updates.step(parameter, gradient, moments, self._step_of(parameter, lr, scale_of(parameter)))
@@ -446,7 +449,7 @@ class StageOptimizer:
         # Both copies of a tied weight must round alike.
         place = ("", "tied") if parameter in self._tied else (unit, name)
         # So must the replicas of a whole parameter, but each shard of one draws for itself.
-        of_shard = f" of rank {self._rank.index}" if parameter in self._sharded else ""
+        of_shard = f" of rank {self._rank.index}" if parameter in self._shards else ""
         number = self._steps[unit]
         return Step(
             lr=lr,
@@ -455,6 +458,7 @@ class StageOptimizer:
             scale=scale,
             salt=salt(self._seed, step=number, layer=place[0], purpose=f"rounding {place[1]}{of_shard}"),
             first=first,
+            shard=self._shards.get(parameter),
         )
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:

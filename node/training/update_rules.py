@@ -12,6 +12,7 @@ from kernels.fp8.ops import adamw_step
 from kernels.fp8.reference import AdamWStep, Fp8Gradient, Moment, unpack_gradient
 from node.config.schema import TrainingSection
 from node.model.optimizers import SQUARE, SQUARE_COLUMNS, SQUARE_ROWS, AdamWRule
+from node.model.shards import Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,8 @@ class Step:
     """32 bits, for stochastic rounding of weights in bfloat16."""
     first: int = 0
     """The first element of a piece in its flat parameter, at a block's begin. It decides the random bits."""
+    shard: Shard | None = None
+    """Set if other ranks hold the rest of the parameter."""
 
 
 class Updates(ABC):
@@ -59,11 +62,12 @@ class Updates(ABC):
     ) -> None:
         """The same of many whole parameters in float32; gradients are scaled already."""
 
+    @abstractmethod
     def round_means(self, moments: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What rounds average of a parameter's moments over groups, by the kinds of the rule's
-        `round_means`; of rules that have some."""
-        raise NotImplementedError
+        """Copies of what rounds average of a parameter's moments over groups, by the kinds of the rule's
+        `round_means`."""
 
+    @abstractmethod
     def moments_after_round(
         self, parameter: nn.Parameter, change: Tensor, means: Mapping[str, Tensor], every: int, step: Step
     ) -> list[Tensor]:
@@ -74,7 +78,6 @@ class Updates(ABC):
             means: over all groups, flat.
             step: the last of the round.
         """
-        raise NotImplementedError
 
 
 class AdamW(Updates):

@@ -270,9 +270,15 @@ class Share:
 
     def _streamed_step(self, units: Sequence[str]) -> int:
         vectors = 4 * sum(n for n, is_matrix, _, _ in self._parameters(units) if not is_matrix)
-        pieces = [(n if rule.needs_whole else min(n, STATE_PIECE), rule) for n, rule in self._stepped(units)]
+        pieces = self._streamed(self._stepped(units))
         one = max((n * rule.stored_bytes(self._training, is_matrix=True) for n, rule in pieces), default=0.0)
-        return int(_PIECES_THERE * one) + self._beside(pieces) + vectors
+        steps = self._streamed(self._worked_on(units))
+        return int(_PIECES_THERE * one) + self._beside(steps) + self._gathered(units) + vectors
+
+    @staticmethod
+    def _streamed(matrices: Sequence[tuple[int, UpdateRule]]) -> list[tuple[int, UpdateRule]]:
+        """What of each matrix is stepped at a time."""
+        return [(n if rule.needs_whole else min(n, STATE_PIECE), rule) for n, rule in matrices]
 
     def _beside(self, steps: Sequence[tuple[int, UpdateRule]]) -> int:
         """What the steps of matrices or pieces, of so many elements each, allocate."""
@@ -301,7 +307,25 @@ class Share:
         return (wide + unpacked) * min(self._largest_matrix(units), GRADIENT_PIECE)
 
     def _step(self, units: Sequence[str]) -> int:
-        return self._beside(self._stepped(units))
+        return self._beside(self._worked_on(units)) + self._gathered(units)
+
+    def _worked_on(self, units: Sequence[str]) -> list[tuple[int, UpdateRule]]:
+        """As `_stepped`, with all elements of a matrix that is gathered from tensor-parallel ranks."""
+        ranks = self._devices.tensor_parallel
+        return [
+            (n * ranks if is_sharded and rule.needs_whole else n, rule)
+            for n, is_matrix, is_sharded, rule in self._parameters(units)
+            if is_matrix
+        ]
+
+    def _gathered(self, units: Sequence[str]) -> int:
+        """What gathering a matrix takes: what all ranks sent, and all of it in order."""
+        whole = (
+            n * self._devices.tensor_parallel
+            for n, is_matrix, is_sharded, rule in self._parameters(units)
+            if is_matrix and is_sharded and rule.needs_whole
+        )
+        return 2 * 4 * max(whole, default=0)
 
     def _parameters(self, units: Sequence[str]) -> list[tuple[int, bool, bool, UpdateRule]]:
         """`trained_parameters` of all these units, each with its update rule."""

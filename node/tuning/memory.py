@@ -288,15 +288,18 @@ def _estimate(
 
 
 def _group_sums(config: RunConfig, units: Sequence[str], share: Share) -> int:
-    """Of gradient groups: a group's gradient that is being packed and, in main memory, packed sums."""
+    """Of gradient groups: a group's gradient, or what a round changed, that is being packed and, in main
+    memory, packed sums."""
     groups = config.pipeline.groups
     if groups == 1:
         return 0
-    taken = share.gradients(units)
+    kinds = [model_pieces(config, of_round=of_round) for of_round in (False, True)[: config.sync.every]]
+    of_kinds = [[piece for unit in units for piece in pieces[unit]] for pieces in kinds]
+    elements = max(sum(piece.elements for piece in pieces) for pieces in of_kinds)
+    taken = 4 * elements if config.sync.every > 1 else share.gradients(units)
     if not share.on_cpu:
         return taken
-    pieces = model_pieces(config)
-    packed = sum(piece_bytes(piece) for unit in units for piece in pieces[unit])
+    packed = max(sum(map(piece_bytes, pieces)) for pieces in of_kinds)
     # Nodes of the tree without a sibling; other rows' shares of what this row sums up, and their sums.
     nodes = 1 + (groups - 1).bit_length()
     return taken + packed * (nodes + (2 if config.pipeline.most_rows > 1 else 0))

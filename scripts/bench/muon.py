@@ -130,7 +130,7 @@ def whole_step(model: ModelSection, training: TrainingSection) -> tuple[Callable
     for unit in unit_names(model):
         for spec in trained_specs(model, LoraSection(), unit):
             shape, is_matrix = spec.shape, len(spec.shape) >= 2
-            rule = update_rule(training.optimizer, unit, spec.name, shape)
+            rule = update_rule(training, unit, spec.name, shape)
             weight, gradient = (1e-2 * torch.randn(shape, device=CUDA) for _ in range(2))
             moments = []
             for part in rule.keys(training, spec.name, is_matrix=is_matrix).values():

@@ -134,6 +134,7 @@ class Experiment:
                 global_batch=asked.batch * every,
                 microbatch=asked.microbatch,
                 lr=asked.lr,
+                optimizer=asked.optimizer,
                 warmup_steps=asked.lr_warmup // every,
                 precision=asked.precision,
             ),
@@ -404,6 +405,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=float, default=default, help=f"default {default}")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--codecs", nargs="*", default=CODECS)

@@ -96,6 +96,7 @@ VARIANTS = {
         sync={"warmup": 0, "outer_momentum": 0.0},
     ),
     "adapters": replace(CONFIG, lora=LoraSection(rank=4, dropout=0.1)),
+    "muon": changed(model={"family": "gpt2"}, training={"optimizer": "muon"}),
 }
 
 
@@ -192,6 +193,27 @@ def test_a_round_leaves_the_first_moment_of_an_adamw_that_takes_the_mean_change(
         decay = training.weight_decay * start[parameter] if parameter.ndim >= 2 else 0.0
         taken = 2 * lr * (mean / (1 - training.beta1**steps) / root + decay)
         torch.testing.assert_close(taken, change, rtol=1e-4, atol=1e-8)
+
+
+def test_a_round_leaves_the_mean_of_the_groups_momentum_to_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = changed(sync={"codec": "fp32"}, training={"optimizer": "muon"})
+    trainer = ReferenceTrainer(config, corpus(config))
+    optimizer, changes = trainer.optimizer, LocalSteps.changes
+    matrices = [
+        p for unit in ("block.0000", "block.0001") for p in optimizer.named[unit].values() if p.ndim > 1
+    ]
+    ends: list[list[Tensor]] = []
+
+    def noted(local: LocalSteps) -> dict[str, dict[str, Tensor]]:
+        ends.append([optimizer.moments_of(parameter)[0].clone() for parameter in matrices])
+        return changes(local)
+
+    monkeypatch.setattr(LocalSteps, "changes", noted)
+    trainer.train(2)
+    assert len(ends) == 4 and not torch.equal(ends[0][0], ends[1][0])
+    for parameter, momenta in zip(matrices, zip(*ends, strict=True), strict=True):
+        (found,) = optimizer.moments_of(parameter)
+        torch.testing.assert_close(found, torch.stack(momenta).mean(0), rtol=1e-6, atol=1e-9)
 
 
 def test_passes_are_told_of_every_change_of_weights_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:

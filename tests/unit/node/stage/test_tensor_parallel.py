@@ -1,6 +1,5 @@
 """Blocks between tensor-parallel ranks, each a thread, against whole blocks: losses and all gradients."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from node.model.shards import merge
 from node.model.storage import PRESETS, Storage
 from node.model.tensor_rank import TensorRank
 from node.model.units import parameter_specs, unit_names
+from tests.support.thread_ranks import thread_ranks
 
 CPU = torch.device("cpu")
 LLAMA = ModelSection(layers=2, hidden=48, heads=8, kv_heads=4, ffn=20, vocab=61, sequence=12)
@@ -23,29 +23,6 @@ COMPUTED = Storage(attention_output="recompute")
 EIGHT = Storage(norm_input="8", ffn_input="8", attention="8", attention_output="8")
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class ThreadRank(TensorRank):
-    """A rank that meets the others in memory."""
-
-    def __init__(self, index: int, count: int, barrier: threading.Barrier, slots: list[Tensor]) -> None:
-        self.index, self.count = index, count
-        self._barrier, self._slots = barrier, slots
-
-    def gather(self, x_bsc: Tensor) -> Tensor:
-        return torch.cat(self._exchange(x_bsc), dim=1)
-
-    def reduce_scatter(self, partial_bsc: Tensor) -> Tensor:
-        parts = self._exchange(partial_bsc)
-        mine = [part.chunk(self.count, dim=1)[self.index].float() for part in parts]
-        return torch.stack(mine).sum(0)
-
-    def _exchange(self, mine: Tensor) -> list[Tensor]:
-        self._slots[self.index] = mine
-        self._barrier.wait()
-        everybody = list(self._slots)
-        self._barrier.wait()
-        return everybody
 
 
 def backward(chunk: Chunk, tokens: Tensor, labels: Tensor, precision: str) -> float:
@@ -63,19 +40,14 @@ def between_ranks(
     model: ModelSection, storage: Storage, ranks: int, batch: tuple[Tensor, Tensor], precision: str
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss and whole gradients of a model that threads share."""
-    barrier, slots = threading.Barrier(ranks, timeout=30), [torch.empty(0)] * ranks
-    chunks = [
-        build_chunk(
-            model, unit_names(model), 3, CPU, torch.float32, storage, ThreadRank(rank, ranks, barrier, slots)
-        )
-        for rank in range(ranks)
-    ]
+    threads = thread_ranks(ranks)
+    chunks = [build_chunk(model, unit_names(model), 3, CPU, torch.float32, storage, rank) for rank in threads]
 
     def work(chunk: Chunk) -> float:
         try:
             return backward(chunk, *batch, precision)
         except BaseException:
-            barrier.abort()
+            threads[0].abort()
             raise
 
     with ThreadPoolExecutor(ranks) as pool:

@@ -1,6 +1,7 @@
 """Muon: its arithmetic, the same bits on any split, and a lower loss than AdamW's."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
@@ -9,17 +10,21 @@ import torch
 from torch import Tensor
 
 from kernels.orthogonal.reference import COEFFICIENTS
-from node.config.schema import LoraSection, ModelSection, RunConfig, RunSection, SyncSection, TrainingSection
-from node.model.optimizers import ADAMW, MuonRule, state_bytes, unit_layout, update_rule
+from node.config.schema import ModelSection, RunConfig, RunSection, TrainingSection
+from node.model.chunk import build_chunk
+from node.model.optimizers import ADAMW, MuonRule, UpdateRule, state_bytes, unit_layout, update_rule
 from node.model.shard_shapes import check_shards
-from node.model.units import unit_names
+from node.model.shards import merge_states, shard
+from node.model.tensor_rank import TensorRank
+from node.model.units import parameter_specs
 from node.run_file.validate import problems
 from node.schedule.placement import split_units
 from node.training.muon import SCALE, Muon
+from node.training.optimizer import StageOptimizer
 from node.training.update_rules import Step
 from tests.support.memory_pipeline import corpus
 from tests.support.reference_trainer import ReferenceTrainer
-from wire.errors import RunError
+from tests.support.thread_ranks import thread_ranks
 
 CONFIG = RunConfig(
     run=RunSection(steps=120, seed=7),
@@ -62,18 +67,46 @@ def test_steps_are_those_of_a_plain_reference_in_double_precision(
 
 
 def test_only_matrices_of_blocks_are_stepped_by_it() -> None:
-    cases = {
-        ("embed", "tokens.weight", (256, 32)): ADAMW,
-        ("head", "output.weight", (256, 32)): ADAMW,
-        ("block.0001", "norm.weight", (32,)): ADAMW,
-        ("block.0001", "query.weight", (32, 32)): MuonRule(),
-        ("block.0001", "qkv_projection.weight", (96, 32)): MuonRule(joined=3),
-        ("block.0001", "qkv_projection.bias", (96,)): ADAMW,
-        ("block.0001", "qkv_projection.lora_A", (4, 32)): MuonRule(),
-        ("block.0001", "qkv_projection.lora_B", (96, 4)): MuonRule(joined=3),
+    muon, adapters = TrainingSection(optimizer="muon"), TrainingSection(adapter_optimizer="muon")
+    cases: dict[tuple[str, str, tuple[int, ...]], tuple[UpdateRule, UpdateRule]] = {
+        ("embed", "tokens.weight", (256, 32)): (ADAMW, ADAMW),
+        ("head", "output.weight", (256, 32)): (ADAMW, ADAMW),
+        ("block.0001", "norm.weight", (32,)): (ADAMW, ADAMW),
+        ("block.0001", "query.weight", (32, 32)): (MuonRule(), ADAMW),
+        ("block.0001", "qkv_projection.weight", (96, 32)): (MuonRule(joined=3), ADAMW),
+        ("block.0001", "qkv_projection.bias", (96,)): (ADAMW, ADAMW),
+        ("block.0001", "qkv_projection.lora_A", (4, 32)): (ADAMW, MuonRule()),
+        ("block.0001", "qkv_projection.lora_B", (96, 4)): (ADAMW, MuonRule(joined=3)),
     }
-    assert {case: update_rule("muon", *case) for case in cases} == cases
-    assert {update_rule("adamw", *case) for case in cases} == {ADAMW}
+    for case, rules in cases.items():
+        assert (update_rule(muon, *case), update_rule(adapters, *case)) == rules
+        assert update_rule(TrainingSection(), *case) == ADAMW
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_ranks_step_as_one_does(family: str, ranks: int) -> None:
+    """Each rank is a thread; gradients are the same, so weights and moments have the same bits."""
+    model, unit = replace(CONFIG.model, family=family, kv_heads=4), "block.0000"
+    specs, random = parameter_specs(model, unit), torch.Generator().manual_seed(1)
+    gradients = [{spec.name: torch.randn(spec.shape, generator=random) for spec in specs} for _ in range(2)]
+
+    def stepped(rank: TensorRank) -> dict[str, Tensor]:
+        chunk = build_chunk(model, [unit], 7, torch.device("cpu"), rank=rank)
+        optimizer = StageOptimizer([chunk], CONFIG.training, 7, rank)
+        for step in gradients:
+            mine = {spec.name: shard(unit, spec, step[spec.name], rank.index, rank.count) for spec in specs}
+            optimizer.put_gradients(unit, {name: value.flatten() for name, value in mine.items()})
+            optimizer.apply(1e-2, 0.5)
+        return optimizer.unit_state(unit)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        states = list(pool.map(stepped, thread_ranks(ranks)))
+    config, whole = replace(CONFIG, model=model), stepped(TensorRank())
+    merged = merge_states(config, unit, states)
+    assert merged.keys() == whole.keys()
+    assert all(torch.equal(merged[name], value) for name, value in whole.items())
+    check_shards(config, ranks)
 
 
 def state(trainer: ReferenceTrainer) -> dict[str, dict[str, Tensor]]:
@@ -122,23 +155,8 @@ def test_its_loss_is_below_adamws_at_equal_steps() -> None:
     assert losses["muon"] < losses["adamw"], losses
 
 
-def test_what_it_cannot_share_is_refused() -> None:
-    rounds = replace(
-        CONFIG,
-        pipeline=replace(CONFIG.pipeline, groups=2, stages=1),
-        training=replace(CONFIG.training, global_batch=8),
-        sync=SyncSection(every=2),
-    )
-    assert any("training.optimizer" in problem for problem in problems(rounds))
-    adamw = replace(rounds, training=replace(rounds.training, optimizer="adamw"))
-    assert not any("training.optimizer" in problem for problem in problems(adamw))
-    assert any(
-        "training.optimizer" in one
-        for one in problems(replace(CONFIG, training=TrainingSection(optimizer="sgd")))
-    )
-    with pytest.raises(RunError, match=r"training\.optimizer muon"):
-        check_shards(CONFIG, 2)
-    check_shards(replace(CONFIG, training=TrainingSection()), 2)
-    assert all(
-        unit_layout(replace(CONFIG, lora=LoraSection(rank=4)), unit) for unit in unit_names(CONFIG.model)
-    )
+def test_an_unknown_name_is_refused() -> None:
+    for key in ("optimizer", "adapter_optimizer"):
+        wrong = replace(CONFIG, training=replace(CONFIG.training, **{key: "sgd"}))
+        assert any(f"training.{key}" in problem for problem in problems(wrong))
+    assert not any("training" in problem for problem in problems(CONFIG))
