@@ -31,6 +31,17 @@ def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
         reference.sum_gradients(codes, exponents, into)
 
 
+def momentum_step(
+    gradient: Tensor | Fp8Gradient, mean: Moment, momentum: float, clip_coefficient: float
+) -> Tensor:
+    """`kernels.fp8.reference.momentum_step`; on a GPU, it may differ in the last bits of logarithms."""
+    if dispatch.has_kernels(mean.codes.device.type):
+        from kernels.fp8 import triton
+
+        return triton.momentum_step(gradient, mean, momentum, clip_coefficient)
+    return reference.momentum_step(gradient, mean, momentum, clip_coefficient)
+
+
 def adamw_step(
     parameter: Tensor, gradient: Tensor | Fp8Gradient, mean: Moment, square: Moment, step: AdamWStep
 ) -> None:

@@ -274,6 +274,22 @@ def adamw_step(
     pack_moment(v, square)
 
 
+def momentum_step(
+    gradient: Tensor | Fp8Gradient, mean: Moment, momentum: float, clip_coefficient: float
+) -> Tensor:
+    """Nesterov's momentum: add a gradient to its mean, in place; returns the mean that comes next, fp32 [n].
+
+    Args:
+        gradient: [n] or of the parameter's shape, fp32, or e4m3 codes; times `clip_coefficient`.
+        mean: times `momentum`.
+    """
+    g = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient.flatten()
+    g = g * clip_coefficient
+    m = unpack_moment(mean).lerp_(g, 1 - momentum)
+    pack_moment(m, mean)
+    return g.lerp_(m, momentum)
+
+
 def round_stochastically(values: Tensor, salt: int, first: int = 0) -> Tensor:
     """bf16 of fp32 `values` [n], which are elements from `first` on: up or down with the odds that make the
     mean right."""

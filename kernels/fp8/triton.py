@@ -99,6 +99,41 @@ def sum_gradients(
     )
 
 
+def momentum_step(
+    gradient: Tensor | Fp8Gradient,
+    mean: Moment,
+    momentum: float,
+    clip_coefficient: float,
+    rows: int = ROWS,
+    warps: int = WARPS,
+) -> Tensor:
+    """As `kernels.fp8.reference.momentum_step`."""
+    if isinstance(gradient, Fp8Gradient):
+        codes, exponents = gradient.codes, gradient.exponents
+    else:
+        codes = exponents = gradient.contiguous()
+    n = mean.codes.numel()
+    count = blocks(n)
+    after = torch.empty(n, dtype=torch.float32, device=mean.codes.device)
+    _momentum[(triton.cdiv(count, rows),)](
+        codes,
+        exponents,
+        mean.codes,
+        mean.scales,
+        mean.powers,
+        after,
+        n,
+        count,
+        clip_coefficient,
+        momentum,
+        PACKED=isinstance(gradient, Fp8Gradient),
+        ROWS=rows,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+    return after
+
+
 def adamw_step(
     parameter: Tensor,
     gradient: Tensor | Fp8Gradient,
@@ -330,6 +365,36 @@ def _adamw(
         tl.store(parameter + place, weight, mask=inside)
     _store_moment(mean, mean_scales, mean_powers, m, row, place, inside, real)
     _store_moment(square, square_scales, square_powers, v, row, place, inside, real)
+
+
+@triton.jit(do_not_specialize=("count",))
+def _momentum(
+    gradient,
+    exponents,
+    mean,
+    mean_scales,
+    mean_powers,
+    after,
+    n,
+    count,
+    clip,
+    momentum,
+    PACKED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = place < n
+    real = row < count
+    if PACKED:
+        g = _gradient(gradient, exponents, row, place, inside, count, False)
+    else:
+        g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+    g *= clip
+    m = _moment(mean, mean_scales, mean_powers, row, place, inside, real)
+    m += (1 - momentum) * (g - m)
+    tl.store(after + place, m - (1 - momentum) * (m - g), mask=inside)
+    _store_moment(mean, mean_scales, mean_powers, m, row, place, inside, real)
 
 
 @triton.jit

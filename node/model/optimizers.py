@@ -160,8 +160,9 @@ class MuonRule(UpdateRule):
             # Twice the iterates, with two squares of theirs.
             iterating = 2 * 4 * max(largest, min(sum(sizes), ITERATED))
         # What packing a moment makes on the way is gone when the iteration begins.
-        packing = (34 if training.moments == "fp8" else 0) * largest
-        unpacked = 4 * (training.gradients == "fp8") + 2 * 4 * (training.weights == "bfloat16")
+        packing = (34 if training.moments == "fp8" and on_cpu else 0) * largest
+        unpacked = 4 * ("fp8" in (training.gradients, training.moments))
+        unpacked += 2 * 4 * (training.weights == "bfloat16")
         return max(iterating, packing) + unpacked * largest
 
     def round_means(self, shape: tuple[int, ...]) -> Mapping[str, RoundMean]:

@@ -11,14 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.fp8.reference import (
-    Fp8Gradient,
-    Moment,
-    pack_moment,
-    round_stochastically,
-    unpack_gradient,
-    unpack_moment,
-)
+from kernels.fp8.ops import momentum_step
+from kernels.fp8.reference import Fp8Gradient, Moment, round_stochastically, unpack_gradient
 from kernels.orthogonal.ops import orthogonal
 from node.config.schema import TrainingSection
 from node.model.optimizers import ITERATED, MEAN, MuonRule
@@ -38,14 +32,12 @@ class Muon(Updates):
     def step(
         self, weight: Tensor, gradient: Tensor | Fp8Gradient, moments: Sequence[Tensor], step: Step
     ) -> None:
-        values = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient
-        values = values.view(weight.shape).mul_(step.scale)
-        packed = Moment(*moments) if len(moments) > 1 else None
-        mean = moments[0] if packed is None else unpack_moment(packed).view(weight.shape)
-        self._mix([mean], [values])
-        if packed is not None:
-            pack_moment(mean.flatten(), packed)
-        del mean
+        if len(moments) > 1:
+            values = momentum_step(gradient, Moment(*moments), self._momentum, step.scale).view(weight.shape)
+        else:
+            values = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient
+            values = values.view(weight.shape).mul_(step.scale)
+            self._mix(moments, [values])
         is_float32 = weight.dtype == torch.float32
         moved = weight if is_float32 else weight.float()
         self._move([moved], [values], step)

@@ -63,6 +63,12 @@ def test_sums_give_the_references_bits(count: int, many: int) -> None:
 
 
 @pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_momentum_is_the_references_but_for_logarithms(count: int, packed: bool) -> None:
+    cases.check_momentum(ops.momentum_step, CUDA, count, packed=packed)
+
+
+@pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
 def test_adamw_is_the_references_but_for_logarithms(count: int, weights: torch.dtype, packed: bool) -> None:

@@ -142,6 +142,35 @@ def check_sums(sum_gradients: Sum, device: torch.device, count: int, many: int) 
     assert_same(found, expected)
 
 
+def check_momentum(
+    step: Callable[[Tensor | Fp8Gradient, Moment, float, float], Tensor],
+    device: torch.device,
+    count: int,
+    *,
+    packed: bool,
+) -> None:
+    """The reference's but for the last bits of logarithms."""
+    mine, reference = (Moment.zeros(count, device) for _ in range(2))
+    for number in range(1, 4):
+        gradient: Tensor | Fp8Gradient = values(count, number, 1e-3).to(device)
+        if packed:
+            kept = Fp8Gradient.zeros(count, device)
+            assert isinstance(gradient, Tensor)
+            pack_gradient(gradient, kept)
+            gradient = kept
+        expected = fp8.momentum_step(gradient, reference, 0.95, 0.7)
+        found = step(gradient, mine, 0.95, 0.7)
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+        assert (mine.codes != reference.codes).float().mean() < 0.02 + 2 / count
+        # Go on from the same state, so that single differences do not grow.
+        for one, other in zip(parts(mine), parts(reference), strict=True):
+            one.copy_(other)
+
+
+def parts(moment: Moment) -> tuple[Tensor, Tensor, Tensor]:
+    return moment.codes, moment.scales, moment.powers
+
+
 def check_adamw(step: Step, device: torch.device, count: int, weights: torch.dtype, *, packed: bool) -> None:
     """The reference's but for the last bits of logarithms."""
     expected = values(count, 9).to(weights).to(device)
@@ -166,9 +195,8 @@ def check_adamw(step: Step, device: torch.device, count: int, weights: torch.dty
         )
         # From the same state each time, so that single differences do not grow.
         for mine, reference in zip(pairs[0], pairs[1], strict=True):
-            mine.codes.copy_(reference.codes)
-            mine.scales.copy_(reference.scales)
-            mine.powers.copy_(reference.powers)
+            for one, other in zip(parts(mine), parts(reference), strict=True):
+                one.copy_(other)
         found.copy_(expected)
         step(found, gradient, *pairs[0], how)
         fp8.adamw_step(expected, gradient, *pairs[1], how)

@@ -74,6 +74,15 @@ def test_sums_give_the_references_bits(count: int, many: int) -> None:
 
 @inside
 @each("count", SIZES[1:4])
+@each("packed", [False, True])
+def test_momentum_is_the_references_but_for_logarithms(count: int, packed: bool) -> None:
+    from kernels.fp8 import triton as triton_fp8
+
+    cases.check_momentum(triton_fp8.momentum_step, CPU, count, packed=packed)
+
+
+@inside
+@each("count", SIZES[1:4])
 @each(("weights", "packed"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)])
 def test_adamw_is_the_references_but_for_logarithms(count: int, weights: torch.dtype, packed: bool) -> None:
     from kernels.fp8 import triton as triton_fp8

@@ -230,7 +230,7 @@ def test_a_recipe_is_found_by_its_name_unless_a_file_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert recipes() == ("demo", "several-gpus", "several-machines")
+    assert recipes() == ("demo", "muon", "several-gpus", "several-machines")
     config = load_config("several-gpus", ["run.steps=7"])
     assert (config.run.name, config.run.steps) == ("several-gpus", 7)
     assert config.training.precision == "bfloat16" and config.data.tokenizer != "bytes"
