@@ -10,6 +10,7 @@ line that became slower is known two steps later: windows planned by what it car
 queue longer.
 """
 
+import threading
 from collections import deque
 
 SPAN_SECONDS = 1.0
@@ -23,9 +24,10 @@ BEYOND = 0.05
 
 
 class LineMeter:
-    """One direction. Times are seconds on any clock."""
+    """One direction, for links on several threads. Times are seconds on any clock."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._spans: dict[int, float] = {}
         """Bytes by the number of a span."""
         self._steps: deque[int] = deque(maxlen=STEPS)
@@ -33,11 +35,12 @@ class LineMeter:
 
     def step_begins(self, now: float) -> None:
         """What was carried before the last step counts no longer."""
-        self._steps.append(int(now // SPAN_SECONDS))
-        if len(self._steps) == STEPS:
-            for span in sorted(self._spans)[:-LEAST_SPANS]:
-                if span < self._steps[0]:
-                    del self._spans[span]
+        with self._lock:
+            self._steps.append(int(now // SPAN_SECONDS))
+            if len(self._steps) == STEPS:
+                for span in sorted(self._spans)[:-LEAST_SPANS]:
+                    if span < self._steps[0]:
+                        del self._spans[span]
 
     def carried(self, size: int, start: float, end: float) -> None:
         """A link carried `size` bytes evenly between two moments, of which the second is about now.
@@ -46,17 +49,20 @@ class LineMeter:
         """
         last = int(end // SPAN_SECONDS)
         first = max(int(min(start, end) // SPAN_SECONDS), last - SPANS + 1)
-        if first == last:
-            self._add(last, size)
-            return
-        seconds = end - start
-        for span in range(first, last + 1):
-            within = min(end, (span + 1) * SPAN_SECONDS) - max(start, span * SPAN_SECONDS)
-            self._add(span, size * within / seconds)
+        with self._lock:
+            if first == last:
+                self._add(last, size)
+                return
+            seconds = end - start
+            for span in range(first, last + 1):
+                within = min(end, (span + 1) * SPAN_SECONDS) - max(start, span * SPAN_SECONDS)
+                self._add(span, size * within / seconds)
 
     def rate(self, now: float) -> float:
         """Bytes a second; 0 before a span was whole."""
-        whole = sorted(size for span, size in self._spans.items() if span < int(now // SPAN_SECONDS))
+        with self._lock:
+            spans = tuple(self._spans.items())
+        whole = sorted(size for span, size in spans if span < int(now // SPAN_SECONDS))
         return whole[-1 - int(BEYOND * len(whole))] / SPAN_SECONDS if whole else 0.0
 
     def _add(self, span: int, size: float) -> None:

@@ -1,6 +1,7 @@
 """When to send and when to try again: bandwidth limit, keep-alive, back-off."""
 
 import asyncio
+import threading
 import time
 
 BURST_SECONDS = 0.05
@@ -23,7 +24,7 @@ RECONNECT_SECONDS = 2.0
 
 
 class Pacer:
-    """A bandwidth limit: `rate` bytes a second on average. For one event loop only."""
+    """A bandwidth limit: `rate` bytes a second on average, for everything that shares it. Thread-safe."""
 
     def __init__(self, rate: float, ahead: float = BURST_SECONDS) -> None:
         """
@@ -34,6 +35,7 @@ class Pacer:
         self.rate = rate
         self._ahead = ahead
         self._free_at = 0.0
+        self._lock = threading.Lock()
 
     @property
     def piece(self) -> int:
@@ -42,8 +44,9 @@ class Pacer:
 
     def reserve(self, size: int, now: float) -> float:
         """Book `size` bytes at `now` (seconds on any clock); returns the seconds to wait before sending."""
-        start = max(self._free_at, now - self._ahead)
-        self._free_at = start + size / self.rate
+        with self._lock:
+            start = max(self._free_at, now - self._ahead)
+            self._free_at = start + size / self.rate
         return max(0.0, start - now)
 
     async def pass_through(self, size: int) -> None:

@@ -2,7 +2,8 @@
 
 On Linux the bytes stay in the kernel (splice(2)), which moves them from a socket to a pipe and on to the
 other socket without a copy. Elsewhere, and where many directions wait at once, they pass through a buffer of
-this process.
+this process. All of it happens on the carrier's thread (`wire.event_loop`): no byte waits for the process's own
+loop, which no byte delays.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from wire.event_loop import carrier
 from wire.pacing import Pacer
 
 CLOSE_SECONDS = 5.0
@@ -104,7 +106,9 @@ _spare: list[_KernelPipe] = []
 
 
 def _buffer() -> _Buffer:
-    return _buffers.pop() if _buffers else _Buffer()
+    with contextlib.suppress(IndexError):
+        return _buffers.pop()
+    return _Buffer()
 
 
 if sys.platform == "linux":
@@ -131,7 +135,7 @@ if sys.platform == "linux":
         return False
 
     def _store() -> _Store:
-        if _spare:
+        with contextlib.suppress(IndexError):
             return _spare.pop()
         if len(_made) < _MOST_PIPES and _kernel_moves():
             with contextlib.suppress(OSError):  # no descriptor is left
@@ -147,7 +151,8 @@ else:
 
 
 class Pipe:
-    """Joins two sockets, once. `on_close` is called when one of them ends by itself."""
+    """Joins two sockets, once. Make it on an event loop; that loop calls `on_close` when one of the sockets
+    ends by itself. Methods may be called from any thread."""
 
     def __init__(self, on_close: Callable[[], None], pacer: Pacer | None = None) -> None:
         """`pacer` limits what passes, both ways together; pipes may share one."""
@@ -155,37 +160,51 @@ class Pipe:
         self.carried = 0
         """Bytes, both ways together."""
         self._on_close = on_close
+        self._owner = asyncio.get_running_loop()
         self._ways: tuple[_Way, ...] = ()
         self._closed = self._aborted = False
 
     def join(self, one: socket.socket, other: socket.socket) -> None:
         """Pass bytes on from now. Both sockets are connected and do not block; the pipe owns them."""
+        carrier().call_soon_threadsafe(self._join, one, other)
+
+    def closed(self) -> None:
+        """One end is closed: close the other after its last bytes, within `CLOSE_SECONDS`."""
+        carrier().call_soon_threadsafe(self.end)
+
+    def abort(self) -> None:
+        """Drop both connections now."""
+        carrier().call_soon_threadsafe(self._abort)
+
+    # ---- on the carrier's thread
+
+    def _join(self, one: socket.socket, other: socket.socket) -> None:
         self._ways = _Way(self, one, other), _Way(self, other, one)
         if self._closed or self._aborted:
-            self.abort()
+            self._abort()
             return
         for way in self._ways:
             way.read()
 
-    def closed(self) -> None:
-        """One end is closed: close the other after its last bytes, within `CLOSE_SECONDS`."""
+    def end(self) -> None:
+        """What `closed` does, for the pipe's own directions."""
         if self._closed or self._aborted:
             return
         self._closed = True
-        self._on_close()
+        with contextlib.suppress(RuntimeError):  # its owner's loop is over
+            self._owner.call_soon_threadsafe(self._on_close)
         for way in self._ways:
             way.stop_reading()
         if self._ways:
             self.sent()
-            asyncio.get_running_loop().call_later(CLOSE_SECONDS, self.abort)
+            carrier().call_later(CLOSE_SECONDS, self._abort)
 
     def sent(self) -> None:
         """A direction holds nothing more. If the pipe is closed, it ends once neither does."""
         if self._closed and not any(way.held for way in self._ways):
-            self.abort()
+            self._abort()
 
-    def abort(self) -> None:
-        """Drop both connections now."""
+    def _abort(self) -> None:
         self._aborted = True
         ways, self._ways = self._ways, ()
         for way in ways:
@@ -203,7 +222,7 @@ class _Way:
         self._pipe = pipe
         self._most = STORE_BYTES if pipe.pacer is None else min(STORE_BYTES, pipe.pacer.piece)
         """Bytes of one read."""
-        self._loop = asyncio.get_running_loop()
+        self._loop = carrier()
         self._store: _Store | None = None
         """While it holds bytes."""
         self._read_from = 0.0
@@ -243,7 +262,7 @@ class _Way:
                 more = False
             if not more:
                 self._put_back()
-                self._pipe.closed()
+                self._pipe.end()
                 return
             came = store.held
             self._pipe.carried += came
@@ -280,7 +299,7 @@ class _Way:
         except OSError:
             self._loop.remove_writer(self._target)
             self._put_back()  # nobody takes it
-            self._pipe.closed()
+            self._pipe.end()
         else:
             self._put_back()
         return True

@@ -107,8 +107,8 @@ async def test_when_one_end_closes_the_other_gets_its_last_bytes_and_then_the_en
         sent = await fill(joined.left)
         joined.left.close()
         assert len(await receive(joined.right, sent + 1)) == sent
-        assert joined.ends == 1
-        assert [inner.fileno() for inner in joined.inner] == [-1, -1]
+        await eventually(lambda: joined.ends == 1)
+        await eventually(lambda: [inner.fileno() for inner in joined.inner] == [-1, -1])
     finally:
         joined.close()
 
@@ -122,7 +122,7 @@ async def test_an_end_that_takes_nothing_more_is_dropped_after_a_while(
         await fill(joined.left)
         joined.pipe.closed()
         await eventually(lambda: joined.inner[1].fileno() == -1)
-        assert joined.ends == 1
+        await eventually(lambda: joined.ends == 1)
     finally:
         joined.close()
 
@@ -130,7 +130,7 @@ async def test_an_end_that_takes_nothing_more_is_dropped_after_a_while(
 async def test_an_aborted_pipe_closes_both_and_says_nothing() -> None:
     joined = Joined()
     joined.pipe.abort()
-    assert [inner.fileno() for inner in joined.inner] == [-1, -1]
+    await eventually(lambda: [inner.fileno() for inner in joined.inner] == [-1, -1])
     assert await receive(joined.left, 1) == await receive(joined.right, 1) == b""
     assert joined.ends == 0
     joined.close()
@@ -141,7 +141,7 @@ async def test_sockets_that_come_after_the_end_are_closed() -> None:
     pipe.abort()
     one, other = socket.socketpair()
     pipe.join(one, other)
-    assert one.fileno() == other.fileno() == -1
+    await eventually(lambda: one.fileno() == other.fileno() == -1)
 
 
 async def test_where_the_kernel_has_no_splice_bytes_pass_all_the_same(
