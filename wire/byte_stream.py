@@ -2,12 +2,14 @@
 
 import asyncio
 import re
+from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
 import grpc
 import grpc.aio
 
 from wire.errors import LinkError
+from wire.event_loop import on_thread
 
 REFUSAL_KEY = "thinwire-refusal"
 """Trailing metadata in which a server names its `RefusalCode`."""
@@ -94,6 +96,69 @@ class ServerStream:
             await self._context.write(message)
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             raise StreamDroppedError(f"the neighbour hung up ({_first_line(str(error))})") from error
+
+
+class BulkStream(Protocol):
+    """The receiving half of a stream on gRPC's synchronous stack, for a thread of its own. gRPC takes what is
+    to be sent from an iterator, on another thread."""
+
+    def read(self) -> bytes:
+        """Wait for a message. Raises `StreamDroppedError` when the stream has ended."""
+        ...
+
+    def end(self) -> None:
+        """Wake `read`, which then raises. Call it from any thread."""
+        ...
+
+
+class BulkClient:
+    """The calling end."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        method: str,
+        metadata: tuple[tuple[str, str], ...],
+        sends: Iterator[bytes],
+    ) -> None:
+        # No serializers: messages are bytes.
+        stub: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
+        self._call = stub(sends, metadata=metadata)
+
+    async def opened(self) -> None:
+        """Wait until the server has accepted the call."""
+        await on_thread(self._call.initial_metadata, "bulk-open")
+        if not self._call.is_active():
+            raise self._status()
+
+    def read(self) -> bytes:
+        try:
+            return cast(bytes, next(self._call))
+        except (StopIteration, grpc.RpcError):
+            raise self._status() from None
+
+    def end(self) -> None:
+        self._call.cancel()
+
+    def _status(self) -> StreamDroppedError:
+        call = self._call
+        return _dropped(call.code(), call.details(), call.trailing_metadata())
+
+
+class BulkServer:
+    """The called end. Its call ends when the handler's iterator does, and with it a wait of `read`."""
+
+    def __init__(self, requests: Iterator[bytes]) -> None:
+        self._requests = requests
+
+    def read(self) -> bytes:
+        try:
+            return next(self._requests)
+        except (StopIteration, grpc.RpcError):
+            raise StreamDroppedError("the neighbour hung up") from None
+
+    def end(self) -> None:
+        pass
 
 
 def _dropped(code: grpc.StatusCode, details: str | None, trailing: Any) -> StreamDroppedError:

@@ -3,6 +3,7 @@
 Every channel has sockets of its own: bulk data must never share one with small messages.
 """
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -11,20 +12,21 @@ import grpc
 import grpc.aio
 
 from wire.dialing import proxy_options
-from wire.frames import FRAME_BYTES
+from wire.event_loop import on_thread
+from wire.frames import FRAME_BYTES, MOST_FRAME_BYTES
 from wire.identity.credentials import server_name_options
 
 NOT_YET = grpc.StatusCode.ABORTED
 """Answer of a coordinator that is still loading the run it resumes. gRPC itself never uses it."""
 # The largest message is a frame, plus what a message adds to it.
-MESSAGE_BYTES = FRAME_BYTES + 4096
+MESSAGE_BYTES, BULK_MESSAGE_BYTES = FRAME_BYTES + 4096, MOST_FRAME_BYTES + 4096
+BULK_THREADS = 64
+"""The most bulk streams of a node that are called at a time; each has a thread."""
 
 HANDSHAKE_SECONDS = 5.0
 """A connection that has not finished its TLS handshake after this long is dropped."""
 
 _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
     # Packed tensors do not compress; trying costs nine tenths of the throughput.
     ("grpc.per_message_decompression", 0),
     ("grpc.default_compression_algorithm", int(grpc.Compression.NoCompression)),
@@ -85,31 +87,84 @@ def open_channel(
             widens it past 4 MiB only while the rate it sees grows. On a link that became slower it stays
             there: at a round trip of 100 ms that is 340 Mbit/s.
     """
+    credentials, options = _to(address, identity, server_name)
+    return grpc.aio.secure_channel(
+        address, credentials, options=(*options, *_messages(MESSAGE_BYTES), *_flow_control(unread_bytes))
+    )
+
+
+class BulkChannel:
+    """A channel of gRPC's synchronous stack, which carries bytes on threads that do not hold Python's lock.
+
+    Call it on the event loop; `channel` may be used from any thread.
+    """
+
+    def __init__(self, address: str, *, identity: LinkIdentity, server_name: str, unread_bytes: int) -> None:
+        """As `open_channel`; the neighbour's door tells bulk streams by `bulk_name`."""
+        credentials, options = _to(address, identity, bulk_name(server_name))
+        limits = (*_messages(BULK_MESSAGE_BYTES), *_flow_control(unread_bytes))
+        self.channel = grpc.secure_channel(address, credentials, options=(*options, *limits))
+
+    async def ready(self) -> None:
+        """Wait until it is connected; the caller bounds the time."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+
+        def changed(state: grpc.ChannelConnectivity) -> None:
+            if state is grpc.ChannelConnectivity.READY:
+                loop.call_soon_threadsafe(ready.set)
+
+        self.channel.subscribe(changed, try_to_connect=True)
+        try:
+            await ready.wait()
+        finally:
+            self.channel.unsubscribe(changed)
+
+    async def close(self) -> None:
+        """Cancel its calls and wait for their ends."""
+        await on_thread(self.channel.close, "bulk-close")
+
+
+def bulk_name(server_name: str) -> str:
+    """The form of a node's name that asks for its bulk streams. Case is no part of a host name, so the
+    certificate is the same."""
+    return server_name.upper()
+
+
+def _to(
+    address: str, identity: LinkIdentity, server_name: str
+) -> tuple[grpc.ChannelCredentials, tuple[tuple[str, int | str], ...]]:
+    """Credentials and options of a channel."""
     credentials = grpc.ssl_channel_credentials(
         root_certificates=identity.ca_pem,
         private_key=identity.key_pem,
         certificate_chain=identity.certificate_pem,
     )
-    options = (
-        *_CLIENT_OPTIONS,
-        *proxy_options(address),
-        *server_name_options(server_name),
-        *_flow_control(unread_bytes),
-    )
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    return credentials, (*_CLIENT_OPTIONS, *proxy_options(address), *server_name_options(server_name))
 
 
 def make_server(
     handlers: Sequence[grpc.GenericRpcHandler], *, unread_bytes: int | None = None
 ) -> grpc.aio.Server:
     """A server with this package's options; `unread_bytes` as for a channel. Call it on the running loop."""
-    return grpc.aio.server(handlers=handlers, options=(*_SERVER_OPTIONS, *_flow_control(unread_bytes)))
+    options = (*_SERVER_OPTIONS, *_messages(MESSAGE_BYTES), *_flow_control(unread_bytes))
+    return grpc.aio.server(handlers=handlers, options=options)
 
 
-def make_threaded_server(handlers: Sequence[grpc.GenericRpcHandler], threads: int) -> grpc.Server:
-    """A server with this package's options, for use without an event loop."""
+def make_threaded_server(
+    handlers: Sequence[grpc.GenericRpcHandler],
+    threads: int,
+    *,
+    message_bytes: int = MESSAGE_BYTES,
+    unread_bytes: int | None = None,
+) -> grpc.Server:
+    """A server with this package's options, which answers each call on a thread."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
-    return grpc.server(pool, handlers=list(handlers), options=_SERVER_OPTIONS)
+    options = (*_SERVER_OPTIONS, *_messages(message_bytes), *_flow_control(unread_bytes))
+    return grpc.server(pool, handlers=list(handlers), options=options)
+
+
+def _messages(most: int) -> tuple[tuple[str, int], ...]:
+    return ("grpc.max_send_message_length", most), ("grpc.max_receive_message_length", most)
 
 
 def _flow_control(unread_bytes: int | None) -> tuple[tuple[str, int], ...]:

@@ -19,7 +19,7 @@ class ClientHello:
     """The parts of a client hello that choose a service."""
 
     server_name: str = ""
-    """Lower case; empty if the client named none, or one that is not ASCII."""
+    """As the client wrote it; empty if it named none, or one that is not ASCII."""
     protocols: tuple[str, ...] = ()
     """In the client's order of preference."""
 
@@ -104,7 +104,7 @@ def _host_name(names: _Reader) -> str:
     while names:
         kind, name = names.number(1), names.vector(2).rest()
         if kind == _HOST_NAME and name.isascii():
-            found = found or name.decode().lower()
+            found = found or name.decode()
     return found
 
 

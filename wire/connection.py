@@ -2,20 +2,22 @@
 
 State that outlives a connection (`LinkState`) belongs to the link. Each end first sends the lowest frame
 number that it has not received; nothing is written to bulk before the other end's number is here. Then four
-loops run: read and write, bulk and control.
+loops run: read and write control on the event loop, read and write bulk on a thread each.
 """
 
 import asyncio
+import functools
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 
-from wire.byte_stream import ByteStream, StreamDroppedError
+from wire.byte_stream import BulkStream, ByteStream, StreamDroppedError
 from wire.errors import LinkError, ProtocolViolationError
+from wire.event_loop import on_thread
 from wire.line_meter import SPAN_SECONDS
 from wire.link_state import LinkState
 from wire.pacing import KEEP_ALIVE, KeepAlive
@@ -48,6 +50,7 @@ class Connection:
         self.error: LinkError | None = None
         self.finished = asyncio.Event()
         self._state = state
+        self._loop = asyncio.get_running_loop()
         self._on_change = on_change
         self._running = False
         self._ended = asyncio.Event()
@@ -76,17 +79,22 @@ class Connection:
     def end(self, error: LinkError) -> None:
         """Stop both streams' loops. The first error is kept."""
         if not self._ended.is_set():
-            self.error = error
-            self._ended.set()
-            self._state.meter.interrupted(now())
-            # Or the next one, which nothing was written on, would count as stalled before it is greeted.
-            self._state.delivery.connected()
+            with self._state.lock:
+                self.error = error
+                self._ended.set()
+                self._state.bulk_wake.notify_all()
+                self._state.meter.interrupted(now())
+                # Or the next one, which nothing was written on, would count as stalled before it is greeted.
+                self._state.delivery.connected()
             if not self._running:
                 self.finished.set()
             self._on_change()
 
-    async def run(self, bulk: ByteStream, control: ByteStream) -> None:
-        """Move frames and messages until the connection ends; `error` says why."""
+    async def run(self, bulk: BulkStream, control: ByteStream) -> None:
+        """Move frames and messages until the connection ends; `error` says why.
+
+        gRPC takes what is written to bulk from `frames`.
+        """
         self._running = True
         self._heard_at = now()
         self._watch_silence()
@@ -94,8 +102,7 @@ class Connection:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._read_control(control))
                 group.create_task(self._write_control(control))
-                group.create_task(self._read_bulk(bulk))
-                group.create_task(self._write_bulk(bulk))
+                group.create_task(self._carry_bulk(bulk))
                 group.create_task(self._stop_when_ended())
         except* _Ended:
             pass
@@ -111,68 +118,101 @@ class Connection:
         await self._ended.wait()
         raise _Ended
 
-    # ---- bulk
+    # ---- bulk, each direction on a thread of its own
 
-    async def _read_bulk(self, stream: ByteStream) -> None:
-        state = self._state
-        before = -math.inf
+    async def _carry_bulk(self, stream: BulkStream) -> None:
+        try:
+            await on_thread(functools.partial(self._read_bulk, stream), "bulk-in")
+        finally:
+            stream.end()
+
+    def _read_bulk(self, stream: BulkStream) -> None:
+        state, line = self._state, self._state.settings.line
+        before, spent = -math.inf, time.thread_time()
         while True:
-            data = await stream.read()
-            state.count(bytes_received=len(data))
-            if data == KEEP_ALIVE:
-                continue
-            state.frames_received += 1
-            if state.settings.line is not None:
-                # A frame after another was carried since that one came; of one after a pause nobody knows.
-                at = now()
-                since = before if at - before < SPAN_SECONDS else at
-                state.settings.line.received.carried(len(data), since, at)
-                before = at
-            due = state.receiver.deadline
-            completed = state.receiver.receive(data, now())
-            if state.transfers is not None:
-                state.transfers.received(data, completed.key if completed else None, now())
-            if (at := state.receiver.deadline) <= now():
-                state.control_wake.set()
-            elif at < due:
-                self._control_alarm.by(at)
+            data = stream.read()
+            at = now()
+            with state.lock:
+                if self._ended.is_set():
+                    return
+                spent = state.count_processor(spent)
+                state.count(bytes_received=len(data))
+                if data == KEEP_ALIVE:
+                    continue
+                state.frames_received += 1
+                if line is not None:
+                    # A frame after another was carried since that one came; of one after a pause
+                    # nobody knows.
+                    line.received.carried(len(data), before if at - before < SPAN_SECONDS else at, at)
+                    before = at
+                due = state.receiver.deadline
+                completed = state.receiver.receive(data, at)
+                if state.transfers is not None:
+                    state.transfers.received(data, completed.key if completed else None, at)
+                news_at = state.receiver.deadline
             if completed is not None:
                 state.on_tensor(completed.key, completed.buffer)
+            if news_at <= at:
+                state.wake_control()
+            elif news_at < due:
+                self._loop.call_soon_threadsafe(self._control_alarm.by, news_at)
 
-    async def _write_bulk(self, stream: ByteStream) -> None:
-        state, keep_alive = self._state, KeepAlive()
-        alarm = Alarm(state.bulk_wake)
-        await self._greeted.wait()
-        while True:
-            state.bulk_wake.clear()
-            sent_again = state.sender.retransmits
-            frame = state.sender.next_frame(now())
-            again = state.sender.retransmits > sent_again
-            if frame is None:
-                keep_alive_at = keep_alive.due_at(state.figures.least_round_trip_seconds)
-                if keep_alive_at is not None and keep_alive_at <= now():
-                    await stream.write(KEEP_ALIVE)
-                    state.count(bytes=len(KEEP_ALIVE))
-                    keep_alive.sent(now())
-                    continue
-                deadlines = [at for at in (state.sender.deadline, keep_alive_at) if at is not None]
-                await alarm.wait(min(deadlines, default=None))
+    def frames(self) -> Iterator[bytes]:
+        """What to write to bulk, in order, until the connection ends. For one thread, which waits here."""
+        state, settings, keep_alive = self._state, self._state.settings, KeepAlive()
+        spent = time.thread_time()
+        while (frame := self._next_frame(keep_alive)) is not None:
+            data, again = frame
+            if data is KEEP_ALIVE:
+                yield data
+                with state.lock:
+                    state.count(bytes=len(data))
                 continue
-            if state.settings.pacer is not None:
-                await state.settings.pacer.pass_through(len(frame))
-            state.delivery.written(again=again, now=now())
-            state.service.written(len(frame), now())
-            if state.transfers is not None:
-                state.transfers.sending(frame, now())
-            if state.settings.frame_filter is None:
-                await stream.write(frame)
+            if settings.pacer is not None and not self._pass(settings.pacer.reserve(len(data), now())):
+                return
+            with state.lock:
+                state.delivery.written(again=again, now=now())
+                state.service.written(len(data), now())
+                if state.transfers is not None:
+                    state.transfers.sending(data, now())
+            if settings.frame_filter is None:
+                yield data
             else:
-                for piece in await state.settings.frame_filter(frame, state.stage, state.peer_stage):
-                    await stream.write(piece)
-            if state.transfers is not None:
-                state.transfers.sent(frame, now())
-            keep_alive.frame_sent(now())
-            state.frame_sent(frame, again=again)
+                yield from settings.frame_filter(data, state.stage, state.peer_stage)
+            with state.lock:
+                if state.transfers is not None:
+                    state.transfers.sent(data, now())
+                keep_alive.frame_sent(now())
+                state.frame_sent(data, again=again)
+                spent = state.count_processor(spent)
+
+    def _next_frame(self, keep_alive: KeepAlive) -> tuple[bytes, bool] | None:
+        """Wait for a frame, and whether it was sent before, or for a keep-alive; None: the connection has
+        ended."""
+        state = self._state
+        with state.lock:
+            while not self._ended.is_set():
+                deadline = None
+                if self._greeted.is_set():
+                    sent_again = state.sender.retransmits
+                    frame = state.next_frame(now())
+                    if frame is not None:
+                        return frame, state.sender.retransmits > sent_again
+                    keep_alive_at = keep_alive.due_at(state.figures.least_round_trip_seconds)
+                    if keep_alive_at is not None and keep_alive_at <= now():
+                        keep_alive.sent(now())
+                        return KEEP_ALIVE, False
+                    deadlines = [at for at in (state.sender.deadline, keep_alive_at) if at is not None]
+                    deadline = min(deadlines, default=None)
+                state.bulk_wake.wait(None if deadline is None else max(0.0, deadline - now()))
+            return None
+
+    def _pass(self, seconds: float) -> bool:
+        """Wait so long; False if the connection ends first."""
+        if seconds > 0:
+            with self._state.lock:
+                self._state.bulk_wake.wait_for(self._ended.is_set, seconds)
+        return not self._ended.is_set()
 
     # ---- control
 
@@ -185,12 +225,15 @@ class Connection:
             next_sequence=state.receiver.next_sequence,
         )
         await self._write_message(stream, link_pb2.LinkMessage(hello=hello))
-        state.receiver.reconnect(now())
+        with state.lock:
+            state.receiver.reconnect(now())
         ping_at = now()
         while True:
             state.control_wake.clear()
-            if state.delivery.stalled(now()):
-                raise StreamDroppedError(NO_FRAMES)
+            with state.lock:
+                if state.delivery.stalled(now()):
+                    raise StreamDroppedError(NO_FRAMES)
+                messages = state.receiver.poll(now())
             if now() >= ping_at:
                 nonce = secrets.randbits(64)
                 while len(self._pings) >= MAX_OPEN_PINGS:
@@ -201,7 +244,7 @@ class Connection:
             while self._pongs:
                 pong = link_pb2.Pong(nonce=self._pongs.pop(0))
                 await self._write_message(stream, link_pb2.LinkMessage(pong=pong))
-            for news in state.receiver.poll(now()):
+            for news in messages:
                 if isinstance(news, Acknowledge):
                     acknowledge = acknowledge_to_proto(news, now())
                     await self._write_message(stream, link_pb2.LinkMessage(acknowledge=acknowledge))
@@ -209,27 +252,32 @@ class Connection:
                     await self._write_message(
                         stream, link_pb2.LinkMessage(send_again=link_pb2.SendAgain(sequences=news.sequences))
                     )
-            await self._control_alarm.wait(min(ping_at, state.receiver.deadline))
+            with state.lock:
+                deadline = min(ping_at, state.receiver.deadline)
+            await self._control_alarm.wait(deadline)
 
     async def _write_message(self, stream: ByteStream, message: link_pb2.LinkMessage) -> None:
         data = message.SerializeToString()
         self._wrote_at = now()
         await stream.write(data)
         self._wrote_at = math.inf
-        self._state.count(bytes=len(data))
+        with self._state.lock:
+            self._state.count(bytes=len(data))
 
     async def _read_control(self, stream: ByteStream) -> None:
         while True:
             data = await stream.read()
             self._heard_at = now()
-            self._state.count(bytes_received=len(data))
             try:
                 message = link_pb2.LinkMessage.FromString(data)
             except DecodeError as error:
                 raise ProtocolViolationError(
                     "the control stream carries something that is no LinkMessage"
                 ) from error
-            self._handle(message)
+            with self._state.lock:
+                self._state.count(bytes_received=len(data))
+                self._handle(message)
+            self._state.delivered()
 
     @property
     def _silent_after(self) -> float:
@@ -269,10 +317,10 @@ class Connection:
                     state.delivery.acknowledged(all_of_it=left == 0, now=now())
                     state.service.acknowledged(all_of_it=left == 0, now=now())
                 if state.sender.has_more:
-                    state.bulk_wake.set()
+                    state.bulk_wake.notify_all()
             case "send_again":
                 state.sender.send_again(list(message.send_again.sequences))
-                state.bulk_wake.set()
+                state.bulk_wake.notify_all()
             case "ping":
                 # Keep the newest few: a peer that floods pings gets no more answers than that.
                 self._pongs = [*self._pongs[-3:], message.ping.nonce]
@@ -291,7 +339,6 @@ class Connection:
         )
         if state.transfers is not None:
             state.transfers.acknowledged(next_sequence, at)
-        state.delivered()
 
     def _greet(self, hello: link_pb2.LinkHello) -> None:
         state = self._state
@@ -302,12 +349,11 @@ class Connection:
                 f"the neighbour is at (epoch, stage, session) {theirs}; the placement here says {ours}"
             )
         state.sender.reconnect(hello.next_sequence)
-        state.delivered()
         state.delivery.connected()
         state.service.connected()
         state.meter.interrupted(now())
         self._greeted.set()
-        state.bulk_wake.set()
+        state.bulk_wake.notify_all()
         self._on_change()
 
     def _measure(self, nonce: int) -> None:

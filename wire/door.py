@@ -67,7 +67,9 @@ class Door:
         for protocol in hello.protocols:
             if (front := self._protocols.get(protocol)) is not None:
                 return front
-        return self._named.get(hello.server_name, self._other)
+        # A name is the same in capitals, unless a service has that form (`wire.channels.bulk_name`).
+        name = hello.server_name
+        return self._named.get(name) or self._named.get(name.lower(), self._other)
 
     def _know(self, front: Front | None) -> None:
         if front is not None and front not in self.front.behind:

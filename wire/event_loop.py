@@ -1,12 +1,13 @@
 """The event loop of every process: uvloop where it is installed (Linux and macOS), else asyncio's own."""
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 Result = TypeVar("Result")
 
@@ -33,6 +34,33 @@ def carrier() -> asyncio.AbstractEventLoop:
     loop = uvloop.new_event_loop() if uvloop else asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="carrier", daemon=True).start()
     return loop
+
+
+def on_thread(work: Callable[[], Result], name: str) -> "asyncio.Future[Result]":
+    """What `work` returns or raises, on a thread that it has for itself. The thread outlives whoever waits no
+    longer, but never the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(Result, result))
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is over
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def loop_name() -> str:

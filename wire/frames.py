@@ -1,4 +1,7 @@
-"""The frame of the bulk stream: a 64-byte header and up to 256 KiB less 64 bytes of one tensor.
+"""The frame of the bulk stream: a 64-byte header and a part of one tensor.
+
+A tensor is cut into pieces of 256 KiB less 64 bytes, of which the last may be shorter. A frame carries one
+piece; on a fast line it carries several that follow one another, so that the work for each frame counts less.
 
     offset  size  field
          0     2  magic, "TW"
@@ -6,7 +9,7 @@
          3     1  direction
          4     8  run tag: the first 8 bytes of SHA-256 of the run id
         12     8  link session
-        20     8  sequence, from 0 in each direction of a session
+        20     8  sequence: the number of its first piece, from 0 in each direction of a session
         28    16  epoch, step, microbatch, boundary
         44     4  length of the whole tensor
         48     4  offset of this payload in it
@@ -14,8 +17,8 @@
         56     4  reserved, zero
         60     4  CRC32C of the 60 bytes above and the payload
 
-Numbers are little-endian. A tensor's frames have consecutive sequence numbers and equal payloads; only the
-last may be shorter. So any one of them shows where the tensor starts and ends in the stream.
+Numbers are little-endian. A tensor's pieces have consecutive sequence numbers. So any frame shows where its
+tensor starts and ends in the stream.
 """
 
 import struct
@@ -32,6 +35,12 @@ from wire.spec import ON_LINKS, Direction, TensorKey
 FRAME_BYTES = 256 * 1024
 HEADER_BYTES = 64
 PAYLOAD_BYTES = FRAME_BYTES - HEADER_BYTES
+"""Of a piece."""
+MOST_PIECES = 4
+"""Of a frame: 1 MiB, beyond which gRPC carries a byte no cheaper."""
+MOST_FRAME_BYTES = HEADER_BYTES + MOST_PIECES * PAYLOAD_BYTES
+FRAME_SECONDS = 0.004
+"""What a frame may take on the line: what is sent behind it waits so long."""
 MAX_TENSOR_BYTES = 2**32 - 1
 
 _MAGIC = b"TW"
@@ -60,7 +69,7 @@ class DamagedFrameError(LinkError):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One piece of a tensor. `payload` lies at `offset` of the tensor's `total` bytes.
+    """One or more pieces of a tensor. `payload` lies at `offset` of the tensor's `total` bytes.
 
     It may be a view of the sender's tensor or of the received message; nothing is copied.
     """
@@ -71,6 +80,11 @@ class Frame:
     total: int
     offset: int
     payload: bytes | memoryview
+
+
+def pieces_at(rate: float, payload_bytes: int = PAYLOAD_BYTES) -> int:
+    """Of a frame, for a line that carries so many bytes a second; 0: not known yet."""
+    return max(1, min(MOST_PIECES, int(FRAME_SECONDS * rate / payload_bytes)))
 
 
 def run_tag(run_id: str) -> int:
@@ -110,8 +124,8 @@ def parse_frame(data: bytes, tag: int) -> Frame:
         DamagedFrameError: too short, or the checksum differs.
         ProtocolViolationError: intact, but nothing a correct peer of this run sends.
     """
-    if len(data) > FRAME_BYTES:
-        raise ProtocolViolationError(f"a frame of {len(data)} bytes arrived; the limit is {FRAME_BYTES}")
+    if len(data) > MOST_FRAME_BYTES:
+        raise ProtocolViolationError(f"a frame of {len(data)} bytes arrived; the limit is {MOST_FRAME_BYTES}")
     if len(data) < HEADER_BYTES:
         sequence = _SEQUENCE.unpack_from(data, _SEQUENCE_AT)[0] if len(data) >= _SEQUENCE_AT + 8 else None
         raise DamagedFrameError(f"a frame of {len(data)} bytes is shorter than its header", sequence)

@@ -121,14 +121,18 @@ class Front:
         return port
 
     def adopt(self, connection: socket.socket, host: str) -> None:
-        """Take over a connection from `host` that another front accepted and that has spoken."""
+        """Take over a connection from `host` that another front accepted. It has spoken, unless this front
+        chooses whose it is."""
         if self._closed:
             connection.close()
             return
         if self._look is None:
             self._expire()
         number = self._enter(connection, host)
-        self._go_on(number)
+        if self._choose is None:
+            self._go_on(number)
+        else:
+            asyncio.get_running_loop().add_reader(connection, self._spoke, number)
 
     def host(self, peer: str) -> str:
         """The IP address behind a call whose gRPC peer is `peer`; "" if the connection has ended."""
@@ -343,10 +347,13 @@ def _number(peer: str) -> int:
     return int(name) if name.isdecimal() else -1
 
 
-async def start_behind(front: Front, server: grpc.aio.Server, credentials: grpc.ServerCredentials) -> None:
+async def start_behind(
+    front: Front, server: grpc.aio.Server | grpc.Server, credentials: grpc.ServerCredentials
+) -> None:
     """Start `server` behind `front`, which does not listen yet."""
     server.add_secure_port(front.backend, credentials)
-    await server.start()
+    if (started := server.start()) is not None:
+        await started
 
 
 async def serve_behind(

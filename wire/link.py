@@ -6,7 +6,8 @@
         await link.ready(60)
         link.send(key, packed)
 
-Call everything on the event loop. One end dials; `link_server.py` has the accepting side.
+Tensors are sent, wanted and released on any thread; call everything else on the event loop. One end dials;
+`link_server.py` has the accepting side.
 """
 
 import asyncio
@@ -20,8 +21,8 @@ from dataclasses import dataclass, replace
 
 import grpc.aio
 
-from wire.byte_stream import ClientCall, ClientStream, StreamDroppedError
-from wire.channels import LinkIdentity, open_channel
+from wire.byte_stream import BulkClient, ClientCall, ClientStream, StreamDroppedError
+from wire.channels import BulkChannel, LinkIdentity, open_channel
 from wire.connection import NO_FRAMES, Connection, now, wait_until
 from wire.delivery import SLOW_TIMES
 from wire.errors import LinkError, LinkLostError, ProtocolViolationError, RefusalCode, Refused, ThinwireError
@@ -69,6 +70,7 @@ class Link(ABC):
         """Of the newest connection."""
         self.lost: asyncio.Future[ThinwireError] = asyncio.get_running_loop().create_future()
         self._state = state
+        state.loop = asyncio.get_running_loop()
         self._connection: Connection | None = None
         self._trouble = "no connection was made yet"
         self._was_up = False
@@ -103,17 +105,19 @@ class Link(ABC):
     def figures(self) -> LinkFigures:
         """Totals since the link was made, and what it is like now. The flows' codecs are not named."""
         state = self._state
-        return replace(
-            state.figures,
-            source=state.stage,
-            target=state.peer_stage,
-            path=self.path,
-            retransmits=state.sender.retransmits,
-            rejects=state.receiver.rejects,
-            busy_seconds=state.meter.busy_seconds(now()),
-            capacity=state.meter.capacity,
-            queued_bytes=state.sender.queued_bytes,
-        )
+        with state.lock:
+            return replace(
+                state.figures,
+                source=state.stage,
+                target=state.peer_stage,
+                path=self.path,
+                retransmits=state.sender.retransmits,
+                rejects=state.receiver.rejects,
+                busy_seconds=state.meter.busy_seconds(now()),
+                processor_seconds=state.processor_seconds,
+                capacity=state.meter.capacity,
+                queued_bytes=state.sender.queued_bytes,
+            )
 
     @property
     def frames(self) -> tuple[int, int]:
@@ -145,11 +149,12 @@ class Link(ABC):
         `elements`: how many these are of, for `figures`. Raises the link's error after it has ended,
         `LinkError` when the outbox is full.
         """
-        self._raise_if_over()
-        self._state.sender.send(key, payload)
-        self._state.elements.append(elements)
-        self._state.meter.queued(self._state.sender.sent_bytes, now())
-        self._state.bulk_wake.set()
+        with self._state.lock:
+            self._raise_if_over()
+            self._state.sender.send(key, payload)
+            self._state.elements.append(elements)
+            self._state.meter.queued(self._state.sender.sent_bytes, now())
+            self._state.bulk_wake.notify_all()
 
     def after_delivery(self, call: Callable[[], None]) -> None:
         """Call once the neighbour has every tensor queued so far, at once if it has; never if the link ends
@@ -158,13 +163,16 @@ class Link(ABC):
 
     def release(self, key: TensorKey) -> None:
         """The consumer is done with a received tensor: free its room in the window."""
-        if self._over.is_set():
-            return
-        due = self._state.receiver.deadline
-        self._state.receiver.release(key, now())
-        # Most often the credit goes with the next acknowledgement.
-        if self._state.receiver.deadline < due:
-            self._state.control_wake.set()
+        receiver = self._state.receiver
+        with self._state.lock:
+            if self._over.is_set():
+                return
+            due = receiver.deadline
+            receiver.release(key, now())
+            # Most often the credit goes with the next acknowledgement.
+            is_news = receiver.deadline < due
+        if is_news:
+            self._state.wake_control()
 
     def want(self, key: TensorKey | None) -> None:
         """The consumer waits for this tensor and releases nothing until then; None: it stopped waiting.
@@ -172,8 +180,9 @@ class Link(ABC):
         Call it whenever the next tensor needed has not arrived. Otherwise tensors sent before it can fill the
         window (see `stream_receiver.py`).
         """
-        self._state.receiver.want(key, now())
-        self._state.control_wake.set()
+        with self._state.lock:
+            self._state.receiver.want(key, now())
+        self._state.wake_control()
 
     async def ready(self, seconds: float) -> None:
         """Wait until the link is up. Raises `LinkLostError` if that takes longer, or the link's error."""
@@ -276,11 +285,12 @@ class Link(ABC):
             connection = self._connection
             if connection is None or not self.up or not is_relayed(self.path):
                 continue
-            slow = service.is_slow(now())
-            if self._leaves_relay(service.times(now()) if slow else 0.0):
-                connection.end(StreamDroppedError(TOO_SLOW))
-            elif slow:
-                service.connected()  # judged anew
+            with self._state.lock:
+                slow = service.is_slow(now())
+                if self._leaves_relay(service.times(now()) if slow else 0.0):
+                    connection.end(StreamDroppedError(TOO_SLOW))
+                elif slow:
+                    service.connected()  # judged anew
 
     def _leaves_relay(self, times: float) -> bool:
         """Whether to end the connection by a relay that takes so many times as long as it owes; 0: it is not
@@ -332,8 +342,12 @@ class _Prepared:
     """A path that answers, with its open channels."""
 
     path: LinkPath
-    bulk: grpc.aio.Channel
+    bulk: BulkChannel
     control: grpc.aio.Channel
+
+    async def close(self) -> None:
+        await self.bulk.close()
+        await self.control.close()
 
 
 class DialledLink(Link):
@@ -493,19 +507,18 @@ class DialledLink(Link):
 
     async def _prepare(self, path: LinkPath) -> _Prepared | None:
         """The path's channels, if it answers."""
-        bulk, control = self._channel(path.address), self._channel(path.address)
+        prepared = self._channels(path)
         try:
             async with asyncio.timeout(path.seconds):
-                await asyncio.gather(bulk.channel_ready(), control.channel_ready())
+                await asyncio.gather(prepared.bulk.ready(), prepared.control.channel_ready())
         except BaseException as error:
-            await bulk.close()
-            await control.close()
+            await prepared.close()
             path.leave()
             if isinstance(error, TimeoutError):
                 self.why_not[path.name] = path.trouble() or f"no answer within {path.seconds:g} s"
                 return None
             raise
-        return _Prepared(path, bulk, control)
+        return prepared
 
     async def _take(self, prepared: _Prepared) -> None:
         """Change to this path once nothing is on its way."""
@@ -513,21 +526,18 @@ class DialledLink(Link):
         while self.queued_bytes and now() < deadline:
             await wait_until(self._over, now() + QUIET_POLL_SECONDS)
         if not self.up or self._over.is_set() or self._connection is None:
-            await prepared.bulk.close()
-            await prepared.control.close()
+            await prepared.close()
             prepared.path.leave()
             return
         self._prepared = prepared
         self._was_up = False  # what follows is no reconnect
         self._connection.end(StreamDroppedError("a better path is there"))
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        return open_channel(
-            address,
-            identity=self._identity,
-            server_name=self._identity.server_name(self.peer_node_id),
-            unread_bytes=self._state.settings.unread_bytes,
-        )
+    def _channels(self, path: LinkPath) -> _Prepared:
+        identity, unread_bytes = self._identity, self._state.settings.unread_bytes
+        name = identity.server_name(self.peer_node_id)
+        bulk = BulkChannel(path.address, identity=identity, server_name=name, unread_bytes=unread_bytes)
+        return _Prepared(path, bulk, open_channel(path.address, identity=identity, server_name=name))
 
     async def _connect(self, connection: Connection, path: LinkPath, prepared: _Prepared | None) -> None:
         state = self._state
@@ -542,12 +552,10 @@ class DialledLink(Link):
         seconds = state.settings.connect_seconds
         if len(self._paths) > 1:
             seconds = min(seconds, path.seconds)
-        one = prepared.bulk if prepared else self._channel(path.address)
-        other = prepared.control if prepared else self._channel(path.address)
-
-        async with one as bulk_channel, other as control_channel:
-            bulk = ClientStream(_call(bulk_channel, BULK_METHOD, metadata))
-            control = ClientStream(_call(control_channel, CONTROL_METHOD, metadata))
+        channels = prepared or self._channels(path)
+        try:
+            bulk = BulkClient(channels.bulk.channel, BULK_METHOD, metadata, connection.frames())
+            control = ClientStream(_call(channels.control, CONTROL_METHOD, metadata))
             try:
                 async with asyncio.timeout(seconds):
                     await bulk.opened()
@@ -555,6 +563,8 @@ class DialledLink(Link):
             except TimeoutError as error:
                 raise StreamDroppedError(f"no answer within {seconds:g} s") from error
             await connection.run(bulk, control)
+        finally:
+            await channels.close()
 
 
 def dial_link(

@@ -5,21 +5,31 @@ from an epoch that this node does not know yet is asked to try again; anybody el
 """
 
 import asyncio
+import contextlib
+import functools
 import socket
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import NoReturn
 
 import grpc
 import grpc.aio
 
 from wire.admission import Limits
-from wire.byte_stream import REFUSAL_KEY, ServerContext, ServerStream, StreamDroppedError
-from wire.channels import LinkIdentity, make_server
+from wire.byte_stream import REFUSAL_KEY, BulkServer, ServerContext, ServerStream, StreamDroppedError
+from wire.channels import (
+    BULK_MESSAGE_BYTES,
+    BULK_THREADS,
+    LinkIdentity,
+    bulk_name,
+    make_server,
+    make_threaded_server,
+)
 from wire.connection import NO_FRAMES, Connection, now
 from wire.descriptors import raise_limit
 from wire.door import Door
 from wire.errors import ProtocolViolationError, RefusalCode, UserError
-from wire.front import Front, listen_or_advise, serve_behind, start_behind
+from wire.event_loop import on_thread
+from wire.front import Front, listen_or_advise, start_behind
 from wire.identity.credentials import mutual_tls, peer_node_id
 from wire.layer_exchange import LAYER_METHOD, LayerServer
 from wire.link import (
@@ -45,8 +55,15 @@ _NUMBERS = {"protocol": 2**32, "epoch": 2**32, "stage": 2**32, "session": 2**64,
 """Numbers in a call's metadata, each with its exclusive upper limit."""
 
 
+_HUNG_UP = StreamDroppedError("the neighbour hung up")
+ADMIT_SECONDS = 30.0
+"""For the event loop's answer whether a bulk stream is admitted."""
+
+AnyContext = ServerContext | grpc.ServicerContext
+
+
 class _NotAdmitted(Exception):
-    """The answer to a caller that is not admitted."""
+    """The answer to a caller that is not admitted, or is no longer."""
 
     def __init__(self, status: grpc.StatusCode, message: str, refusal: RefusalCode | None = None) -> None:
         super().__init__(message)
@@ -60,7 +77,9 @@ class AcceptedLink(Link):
     def __init__(self, *, peer_node_id: str, state: LinkState) -> None:
         super().__init__(peer_node_id=peer_node_id, state=state)
         self._session: int | None = None
-        self._streams: dict[str, ServerStream] = {}  # of the newest connection, by method
+        self._bulk: BulkServer | None = None
+        self._control: ServerStream | None = None
+        """Both of the newest connection."""
         self._arrived = asyncio.Event()
         self.path = DIRECT
         self._ended_at: dict[str, list[float]] = {}
@@ -95,18 +114,22 @@ class AcceptedLink(Link):
             if newest is not None:
                 newest.end(StreamDroppedError("the neighbour connected again"))
             newest = self._make_connection(attempt)
-            self._streams = {}
+            self._bulk = self._control = None
         if attempt < newest.attempt or newest.ended:
             raise _NotAdmitted(grpc.StatusCode.ABORTED, "this connection has ended")
         return newest
 
-    def attach(self, connection: Connection, method: str, context: ServerContext, path: str) -> None:
+    def attach(self, connection: Connection, stream: ServerStream | BulkServer, path: str) -> None:
         """Add an open stream, which came by `path`, to its connection, which runs once it has both."""
-        if connection is self._connection:
-            self.path = path
-            self._streams[method] = ServerStream(context)
-            if len(self._streams) == 2:
-                self._arrived.set()
+        if connection is not self._connection:
+            return
+        self.path = path
+        if isinstance(stream, BulkServer):
+            self._bulk = stream
+        else:
+            self._control = stream
+        if self._bulk is not None and self._control is not None:
+            self._arrived.set()
 
     def _leaves_relay(self, times: float) -> bool:
         if not times:
@@ -126,15 +149,17 @@ class AcceptedLink(Link):
         while not self._over.is_set():
             await self._arrived.wait()
             self._arrived.clear()
-            connection = self._connection
-            if connection is not None and len(self._streams) == 2 and not connection.ended:
-                await connection.run(self._streams[BULK_METHOD], self._streams[CONTROL_METHOD])
+            connection, bulk, control = self._connection, self._bulk, self._control
+            if connection is not None and bulk is not None and control is not None and not connection.ended:
+                await connection.run(bulk, control)
 
 
 class _Handlers(grpc.GenericRpcHandler):
+    """All but the bulk streams."""
+
     def __init__(
         self,
-        serve: Callable[[str, ServerContext], Awaitable[None]],
+        serve: Callable[[ServerContext], Awaitable[None]],
         serve_layer: Callable[[bytes, ServerContext], Awaitable[None]],
         serve_probe: Callable[[ServerContext], Awaitable[None]],
     ) -> None:
@@ -148,20 +173,27 @@ class _Handlers(grpc.GenericRpcHandler):
         method = handler_call_details.method
         if method == LAYER_METHOD:
             return grpc.unary_stream_rpc_method_handler(self._serve_layer)
-        if method == PROBE_METHOD:
-
-            async def probe(_requests: object, context: ServerContext) -> None:
-                await self._serve_probe(context)
-
-            return grpc.stream_stream_rpc_method_handler(probe)
-        if method not in (BULK_METHOD, CONTROL_METHOD):
+        serve = {CONTROL_METHOD: self._serve, PROBE_METHOD: self._serve_probe}.get(method)
+        if serve is None:
             return None
 
         async def handle(_requests: object, context: ServerContext) -> None:
-            await self._serve(method, context)
+            await serve(context)
 
         # No serializers: messages are bytes.
         return grpc.stream_stream_rpc_method_handler(handle)
+
+
+class _BulkHandlers(grpc.GenericRpcHandler):
+    def __init__(self, serve: Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]) -> None:
+        self._serve = serve
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
+        if handler_call_details.method != BULK_METHOD:
+            return None
+        return grpc.stream_stream_rpc_method_handler(self._serve)
 
 
 class LinkServer:
@@ -171,10 +203,14 @@ class LinkServer:
         self._identity = identity
         self._run_id = run_id
         self._settings = settings or LinkSettings()
+        self._loop = asyncio.get_running_loop()
         self._server: grpc.aio.Server | None = None
+        self._bulk_server: grpc.Server | None = None
         self._front: Front | None = None
+        self._bulk_front: Front | None = None
+        """One before each server."""
         self._door: Door | None = None
-        """Listens in place of the front, where this node is a relay too."""
+        """Listens for both, and for the relay that this node may be."""
         self._mirror: Front | None = None
         self._epoch = -1
         self._links: dict[str, AcceptedLink] = {}  # of the newest epoch, by neighbour
@@ -193,42 +229,44 @@ class LinkServer:
         With an empty `listen` nothing listens on the network, 0 is returned, and connections come by `adopt`.
         Raises `UserError` when the address cannot be bound.
         """
-        identity = self._identity
-        server = make_server(
-            [_Handlers(self._serve, self._serve_layer, self._serve_probe)],
-            unread_bytes=self._settings.unread_bytes,
+        identity, unread_bytes = self._identity, self._settings.unread_bytes
+        self._server = make_server(
+            [_Handlers(self._serve, self._serve_layer, self._serve_probe)], unread_bytes=unread_bytes
         )
-        front = Front(Limits.of_members(raise_limit()))
-        credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
-        port, advice = 0, "take a free port and an address of this machine"
-        if listen and relay is not None:
-            door = Door(Limits.of_members(raise_limit()))
-            door.serve_protocol(RELAY_PROTOCOL, relay)
+        self._bulk_server = make_threaded_server(
+            [_BulkHandlers(self._serve_bulk)],
+            BULK_THREADS,
+            message_bytes=BULK_MESSAGE_BYTES,
+            unread_bytes=unread_bytes,
+        )
+        limits = Limits.of_members(raise_limit())
+        self._front, self._bulk_front, self._door = Front(limits), Front(limits), Door(limits)
+        for front, server in ((self._front, self._server), (self._bulk_front, self._bulk_server)):
+            # Each server reads the certificate by credentials of its own.
+            credentials = mutual_tls(lambda: (identity.key_pem, identity.certificate_pem), identity.ca_pem)
+            await start_behind(front, server, credentials)
+        self._door.serve_name(bulk_name(identity.server_name(identity.node_id)), self._bulk_front)
+        self._door.serve_other(self._front)
+        if relay is not None:
+            self._door.serve_protocol(RELAY_PROTOCOL, relay)
             self._mirror = make_mirror()
-            door.serve_mirror(self._mirror)
-            door.serve_other(front)
-            await start_behind(front, server, credentials)
-            try:
-                port = listen_or_advise(door.front, listen, advice)
-            except UserError:
-                await server.stop(None)
-                await front.close()
-                await door.front.close()
-                raise
-            self._door = door
-        elif listen:
-            port = await serve_behind(front, server, listen, credentials, advice)
-        else:
-            await start_behind(front, server, credentials)
-        self._server, self._front = server, front
-        return port
+            self._door.serve_mirror(self._mirror)
+        if not listen:
+            return 0
+        try:
+            return listen_or_advise(
+                self._door.front, listen, "take a free port and an address of this machine"
+            )
+        except UserError:
+            await self.stop()
+            raise
 
     def adopt(self, connection: socket.socket, path: str) -> None:
         """Take a connection that came by another path than the port, such as a relay."""
-        if self._front is None:
+        if self._door is None:
             connection.close()
         else:
-            self._front.adopt(connection, f"{_BY}{path}")
+            self._door.front.adopt(connection, f"{_BY}{path}")
 
     async def stop(self) -> None:
         """Close every link and the port."""
@@ -243,9 +281,13 @@ class LinkServer:
         if self._server is not None:
             await self._server.stop(grace=None)
             self._server = None
-        if self._front is not None:
-            await self._front.close()
-            self._front = None
+        if self._bulk_server is not None:
+            await on_thread(self._bulk_server.stop(grace=None).wait, "bulk-stop")
+            self._bulk_server = None
+        for front in (self._front, self._bulk_front):
+            if front is not None:
+                await front.close()
+        self._front = self._bulk_front = None
 
     def expect_peer(
         self,
@@ -280,24 +322,51 @@ class LinkServer:
         self._links[peer_node_id] = link
         return link
 
-    async def _serve(self, method: str, context: ServerContext) -> None:
+    async def _serve(self, context: ServerContext) -> None:
         try:
-            link, connection = self._admit(context)
+            link, connection = self._admit(self._front, context)
         except _NotAdmitted as answer:
             await _abort(context, answer.status, str(answer), answer.refusal)
         try:
             # Tells the caller that it is admitted; must come before any message.
             await context.send_initial_metadata(())
-            link.attach(connection, method, context, self._path(context))
+            link.attach(connection, ServerStream(context), _path(self._front, context))
             await connection.finished.wait()
         finally:
-            connection.end(StreamDroppedError("the neighbour hung up"))
-        if str(connection.error) in (TOO_SLOW, NO_FRAMES):
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, TOO_SLOW, None)
-        if isinstance(connection.error, ProtocolViolationError):
-            await _abort(
-                context, grpc.StatusCode.INVALID_ARGUMENT, str(connection.error), RefusalCode.BAD_REQUEST
-            )
+            connection.end(_HUNG_UP)
+        if (answer := _last_words(connection)) is not None:
+            await _abort(context, answer.status, str(answer), answer.refusal)
+
+    def _serve_bulk(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """On a thread of its own, which writes what the connection sends."""
+
+        async def admit() -> tuple[AcceptedLink, Connection]:
+            return self._admit(self._bulk_front, context)
+
+        def later(call: Callable[..., None], *arguments: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                self._loop.call_soon_threadsafe(call, *arguments)
+
+        def abort(answer: _NotAdmitted) -> NoReturn:
+            if answer.refusal is not None:
+                context.set_trailing_metadata(((REFUSAL_KEY, answer.refusal.value),))
+            context.abort(answer.status, str(answer))
+
+        try:
+            link, connection = asyncio.run_coroutine_threadsafe(admit(), self._loop).result(ADMIT_SECONDS)
+        except _NotAdmitted as refused:
+            abort(refused)
+        try:
+            if not context.add_callback(functools.partial(later, connection.end, _HUNG_UP)):
+                return
+            context.send_initial_metadata(())
+            path = _path(self._bulk_front, context)
+            later(link.attach, connection, BulkServer(requests), path)
+            yield from connection.frames()
+        finally:
+            later(connection.end, _HUNG_UP)
+        if (answer := _last_words(connection)) is not None:
+            abort(answer)
 
     async def _serve_layer(self, message: bytes, context: ServerContext) -> None:
         peer = await self._member(context)
@@ -322,14 +391,10 @@ class LinkServer:
             await _abort(context, grpc.StatusCode.PERMISSION_DENIED, "you were shut out of this run", None)
         return peer
 
-    def _path(self, context: ServerContext) -> str:
-        host = self._front.host(context.peer()) if self._front is not None else ""
-        return host.removeprefix(_BY) if host.startswith(_BY) else DIRECT
-
-    def _admit(self, context: ServerContext) -> tuple[AcceptedLink, Connection]:
+    def _admit(self, front: Front | None, context: AnyContext) -> tuple[AcceptedLink, Connection]:
         peer, numbers = peer_node_id(context) or "", _numbers(context)
-        if peer and self._front is not None:
-            self._front.prove(context.peer(), peer)
+        if peer and front is not None:
+            front.prove(context.peer(), peer)
         if numbers["protocol"] != PROTOCOL:
             raise _NotAdmitted(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -355,7 +420,21 @@ class LinkServer:
         return link, link.join(numbers["session"], numbers["attempt"])
 
 
-def _numbers(context: ServerContext) -> dict[str, int]:
+def _path(front: Front | None, context: AnyContext) -> str:
+    host = front.host(context.peer()) if front is not None else ""
+    return host.removeprefix(_BY) if host.startswith(_BY) else DIRECT
+
+
+def _last_words(connection: Connection) -> _NotAdmitted | None:
+    """What a neighbour is told whose connection was ended here."""
+    if str(connection.error) in (TOO_SLOW, NO_FRAMES):
+        return _NotAdmitted(grpc.StatusCode.UNAVAILABLE, TOO_SLOW)
+    if isinstance(connection.error, ProtocolViolationError):
+        return _NotAdmitted(grpc.StatusCode.INVALID_ARGUMENT, str(connection.error), RefusalCode.BAD_REQUEST)
+    return None
+
+
+def _numbers(context: AnyContext) -> dict[str, int]:
     """The numbers in the call's metadata. Raises `_NotAdmitted` if one is missing, malformed or too large."""
     given = dict(context.invocation_metadata() or ())
     numbers = {}

@@ -1,6 +1,9 @@
 """State of a link that outlives its connections: settings, totals, sender and receiver."""
 
 import asyncio
+import contextlib
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +12,7 @@ from typing import Protocol
 
 from wire.delivery import Delivery, Service
 from wire.figures import FlowFigures, LinkFigures
-from wire.frames import FRAME_BYTES, HEADER_BYTES, frame_direction, frame_place, run_tag
+from wire.frames import PAYLOAD_BYTES, frame_direction, frame_place, pieces_at, run_tag
 from wire.line_meter import Line
 from wire.link_meter import LinkMeter
 from wire.pacing import RECONNECT_SECONDS, Pacer
@@ -24,14 +27,15 @@ OnTensor = Callable[[TensorKey, bytearray], None]
 
 
 class FrameFilter(Protocol):
-    """For fault injection: the messages to write to the bulk stream in place of a frame."""
+    """For fault injection: the messages to write to the bulk stream in place of a frame. Called on a link's
+    own thread, which it may keep waiting."""
 
-    async def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]: ...
+    def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSettings:
-    """Both ends of a link need the same `frame_bytes`; the rest may differ."""
+    """Both ends of a link need the same `piece_bytes`; the rest may differ."""
 
     window_bytes: int = 16 * 1024 * 1024
     """Limit for received tensors that are incomplete or not released, plus one tensor. Should exceed rate
@@ -39,8 +43,8 @@ class LinkSettings:
     outbox_bytes: int = 1024 * 1024 * 1024
     """Limit for tensors that wait to be sent and acknowledged; a node raises it to what its run needs
     (`node.stage.epoch_links`)."""
-    frame_bytes: int = FRAME_BYTES
-    """Size of a frame, header included."""
+    piece_bytes: int = PAYLOAD_BYTES
+    """Of a tensor, the least that a frame carries."""
     ping_seconds: float = 0.5
     """Between pings on the control stream."""
     silent_seconds: float = 10.0
@@ -75,7 +79,10 @@ class LinkSettings:
 
 @dataclass(kw_only=True)
 class LinkState:
-    """State of a link that outlives its connections."""
+    """State of a link that outlives its connections.
+
+    The event loop and the threads of a connection hold `lock` while they use what changes here.
+    """
 
     epoch: int
     stage: int
@@ -88,6 +95,8 @@ class LinkState:
     session: int = 0
     figures: LinkFigures = field(default_factory=LinkFigures)
     """Since the link was made; `Link.figures` adds what others know. Its flows have no codec."""
+    processor_seconds: float = 0.0
+    """Of the threads that carry frames."""
     frames_sent: int = 0
     frames_received: int = 0
     reconnects: int = 0
@@ -101,8 +110,16 @@ class LinkState:
     waiting: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
     """Calls, each with the payload bytes that are acknowledged before."""
     round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_PINGS))
-    bulk_wake: asyncio.Event = field(default_factory=asyncio.Event)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    bulk_wake: threading.Condition = field(init=False)
+    """Notified when there may be something to write to bulk."""
     control_wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set on the loop."""
+    loop: asyncio.AbstractEventLoop | None = None
+    """Of the link."""
+
+    def __post_init__(self) -> None:
+        self.bulk_wake = threading.Condition(self.lock)
 
     @classmethod
     def create(
@@ -116,7 +133,7 @@ class LinkState:
         expect: Expect,
         on_tensor: OnTensor,
     ) -> "LinkState":
-        tag, payload_bytes = run_tag(run_id), settings.frame_bytes - HEADER_BYTES
+        tag, payload_bytes = run_tag(run_id), settings.piece_bytes
         sender = StreamSender(
             tag=tag,
             outbox_bytes=settings.outbox_bytes,
@@ -149,15 +166,34 @@ class LinkState:
     def open_session(self, session: int) -> None:
         self.session = self.sender.session = self.receiver.session = session
 
+    def wake_control(self) -> None:
+        """Have the control stream's loop look for what to say; from any thread."""
+        if self.loop is not None and not self.control_wake.is_set():
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                self.loop.call_soon_threadsafe(self.control_wake.set)
+
+    def next_frame(self, now: float) -> bytes | None:
+        """As `StreamSender.next_frame`, with frames of a size that fits the line."""
+        rate, pacer = self.meter.capacity, self.settings.pacer
+        if pacer is not None:
+            rate = min(rate, pacer.rate)
+        self.sender.pieces = pieces_at(rate, self.settings.piece_bytes)
+        return self.sender.next_frame(now)
+
     def after_delivery(self, call: Callable[[], None]) -> None:
         """Call once every tensor that is queued now is acknowledged; at once if none is."""
-        self.waiting.append((self.sender.sent_bytes, call))
+        with self.lock:
+            self.waiting.append((self.sender.sent_bytes, call))
         self.delivered()
 
     def delivered(self) -> None:
-        """Make the calls that are due."""
-        while self.waiting and self.waiting[0][0] <= self.sender.acknowledged_bytes:
-            self.waiting.popleft()[1]()
+        """Make the calls that are due; without the lock, because a call may use another link."""
+        while True:
+            with self.lock:
+                if not self.waiting or self.waiting[0][0] > self.sender.acknowledged_bytes:
+                    return
+                _, call = self.waiting.popleft()
+            call()
 
     def frame_sent(self, frame: bytes, *, again: bool) -> None:
         """Count a frame. A direction's bytes and elements grow by whole tensors, so that their ratio is right
@@ -176,6 +212,12 @@ class LinkState:
             self._count_flow(direction, self.tensor_bytes, self.elements.popleft())
             self.tensor_bytes = 0
 
+    def count_processor(self, since: float) -> float:
+        """Count the calling thread's processor time `since` then; returns what it is now."""
+        spent = time.thread_time()
+        self.processor_seconds += spent - since
+        return spent
+
     def count(self, **by: int) -> None:
         """Let figures grow."""
         self.figures = self.figures.grown(**by)
@@ -186,6 +228,7 @@ class LinkState:
 
     def forget(self) -> None:
         """Drop all tensors. The ended link stays, to answer a neighbour that ends the epoch later."""
-        self.waiting.clear()
-        self.sender.forget()
-        self.receiver.forget()
+        with self.lock:
+            self.waiting.clear()
+            self.sender.forget()
+            self.receiver.forget()

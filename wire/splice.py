@@ -2,8 +2,8 @@
 
 On Linux the bytes stay in the kernel (splice(2)), which moves them from a socket to a pipe and on to the
 other socket without a copy. Elsewhere, and where many directions wait at once, they pass through a buffer of
-this process. All of it happens on the carrier's thread (`wire.event_loop`): no byte waits for the process's own
-loop, which no byte delays.
+this process. All of it happens on the carrier's thread (`wire.event_loop`): the process's own loop carries no
+byte, and none waits for it.
 """
 
 import asyncio

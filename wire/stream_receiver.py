@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from wire.errors import ProtocolViolationError
-from wire.frames import PAYLOAD_BYTES, DamagedFrameError, Frame, parse_frame
+from wire.frames import HEADER_BYTES, PAYLOAD_BYTES, DamagedFrameError, Frame, parse_frame
 from wire.spec import TensorKey
 
 Expect = Callable[[TensorKey], int | None]
@@ -78,9 +78,9 @@ class _Incoming:
     key: TensorKey
     buffer: bytearray | None  # None: stale, its frames are counted and dropped
     total: int
-    first: int  # sequence of its first frame
+    first: int  # its first piece
     end: int  # one past its last
-    missing: int  # frames
+    missing: int  # pieces
 
 
 class StreamReceiver:
@@ -162,25 +162,27 @@ class StreamReceiver:
         try:
             frame = parse_frame(data, self._tag)
         except DamagedFrameError as error:
-            self._damaged(error, now)
+            self._damaged(error, self._pieces(len(data) - HEADER_BYTES), now)
             return None
         self._damaged_in_a_row = 0
         if frame.session != self.session:
             raise ProtocolViolationError(f"frame {frame.sequence} belongs to another session of this link")
-        if frame.sequence >= self._limit:
+        pieces = range(frame.sequence, frame.sequence + self._pieces(len(frame.payload)))
+        if pieces.stop > self._limit:
             raise ProtocolViolationError(
                 f"frame {frame.sequence} was sent without credit; the limit is {self._limit}"
             )
-        if frame.sequence < self._next or frame.sequence in self._beyond:
+        new = [piece for piece in pieces if piece >= self._next and piece not in self._beyond]
+        if not new:
             self.duplicates += 1
             self._ack_at = now  # the sender seems to lack our acknowledgement
             return None
         tensor = self._tensor_of(frame)
-        self._mark_arrived(frame.sequence, now)
-        tensor.missing -= 1
+        self._mark_arrived(pieces, new, now)
+        tensor.missing -= len(new)
         if tensor.buffer is None:
             self.stale += 1
-            self._retired += 1
+            self._retired += len(new)
         else:
             # Through a memoryview: assigning to a slice of a bytearray would first copy the payload.
             memoryview(tensor.buffer)[frame.offset : frame.offset + len(frame.payload)] = frame.payload
@@ -251,7 +253,7 @@ class StreamReceiver:
         self._spare.clear()
         self.held_bytes = 0
 
-    def _damaged(self, error: DamagedFrameError, now: float) -> None:
+    def _damaged(self, error: DamagedFrameError, pieces: int, now: float) -> None:
         self.rejects += 1
         self._damaged_in_a_row += 1
         if self._damaged_in_a_row > MAX_DAMAGED_IN_A_ROW:
@@ -262,12 +264,18 @@ class StreamReceiver:
         guess = error.sequence
         if guess is None or not self._next <= guess < self._limit or guess in self._beyond:
             guess = self._next
-        self._asked[guess] = now
+        for piece in range(guess, min(guess + pieces, self._limit)):
+            if piece not in self._beyond:
+                self._asked[piece] = now
+
+    def _pieces(self, size: int) -> int:
+        return max(1, -(-size // self._payload_bytes))
 
     def _tensor_of(self, frame: Frame) -> _Incoming:
         index, misplaced = divmod(frame.offset, self._payload_bytes)
         first = frame.sequence - index
-        if misplaced or len(frame.payload) != min(self._payload_bytes, frame.total - frame.offset):
+        rest = frame.total - frame.offset
+        if misplaced or (len(frame.payload) % self._payload_bytes and len(frame.payload) != rest):
             raise ProtocolViolationError(
                 f"frame {frame.sequence} carries {len(frame.payload)} bytes at {frame.offset} of "
                 f"{frame.total}; tensors are cut every {self._payload_bytes} bytes: frame sizes must agree"
@@ -277,8 +285,8 @@ class StreamReceiver:
             if (tensor.key, tensor.total) != (frame.key, frame.total):
                 raise ProtocolViolationError(f"frame {frame.sequence} says {frame.key} amid {tensor.key}")
             return tensor
-        frames = -(-frame.total // self._payload_bytes)
-        end = first + frames
+        count = self._pieces(frame.total)
+        end = first + count
         if first < self._next or any(first < t.end and t.first < end for t in self._incoming.values()):
             raise ProtocolViolationError(f"frame {frame.sequence} of {frame.key} overlaps another tensor's")
         allowed = self._expect(frame.key)
@@ -292,7 +300,7 @@ class StreamReceiver:
                 raise ProtocolViolationError(f"{frame.key} is sent a second time")
             buffer = self._room(frame.total)
             self._remember(frame.key)
-        tensor = _Incoming(frame.key, buffer, frame.total, first, end, frames)
+        tensor = _Incoming(frame.key, buffer, frame.total, first, end, count)
         self._incoming[first] = tensor
         if buffer is not None:
             self._held[frame.key] = tensor
@@ -320,14 +328,15 @@ class StreamReceiver:
         while self._spare and (len(self._spare) > MOST_SPARE or sum(map(len, self._spare)) > room):
             del self._spare[0]
 
-    def _mark_arrived(self, sequence: int, now: float) -> None:
+    def _mark_arrived(self, pieces: range, new: list[int], now: float) -> None:
         self.frames += 1
-        self._asked.pop(sequence, None)
-        # The stream is ordered: a skipped frame was lost or damaged beyond recognition.
-        for skipped in range(max(self._highest, self._next), sequence):
+        for piece in new:
+            self._asked.pop(piece, None)
+        # The stream is ordered: a skipped piece was lost or damaged beyond recognition.
+        for skipped in range(max(self._highest, self._next), pieces.start):
             self._asked.setdefault(skipped, now)
-        self._highest = max(self._highest, sequence + 1)
-        self._beyond.add(sequence)
+        self._highest = max(self._highest, pieces.stop)
+        self._beyond.update(new)
         while self._next in self._beyond:
             self._beyond.remove(self._next)
             self._next += 1

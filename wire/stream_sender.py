@@ -1,7 +1,8 @@
 """The sending end of a bulk stream as a state machine without I/O: tensors in, frames out, in order.
 
 A frame is cut from the caller's buffer when it is due and copied once, into the message for gRPC. A tensor
-that waits or is not acknowledged costs no second copy; a frame to send again is cut again.
+that waits or is not acknowledged costs no second copy; a piece to send again is cut again, alone. Sequence
+numbers, credit and acknowledgements count pieces.
 """
 
 from bisect import bisect_right
@@ -20,7 +21,7 @@ _MAX_PROBE_SECONDS = 120.0
 class _Outgoing:
     key: TensorKey
     data: memoryview
-    first: int  # sequence of its first frame
+    first: int  # sequence of its first piece
     end: int  # one past its last
 
 
@@ -43,6 +44,8 @@ class StreamSender:
         payload_bytes: int = PAYLOAD_BYTES,
     ) -> None:
         self.session = 0
+        self.pieces = 1
+        """The most that a new frame carries."""
         self.retransmits = 0
         self._tag = tag
         self._payload_bytes = payload_bytes
@@ -111,12 +114,17 @@ class StreamSender:
 
     def next_frame(self, now: float) -> bytes | None:
         """The frame to write next; None if nothing may be written before `deadline`."""
+        count = 1
         if self._again:
             sequence = min(self._again)
             self._again.remove(sequence)
         elif self._cursor < min(self._end, self._credit_limit):
             sequence = self._cursor
-            self._cursor += 1
+            # What was sent before is no part of the same frame as what was not: each counts as what it is.
+            before = self._sent if sequence < self._sent else self._end
+            end = min(self._tensor(sequence).end, self._credit_limit, before)
+            count = min(self.pieces, end - sequence)
+            self._cursor += count
         elif self._acknowledged < self._cursor and self._probe_is_due(now):
             sequence = self._acknowledged
             self._probe_seconds = min(2 * self._probe_seconds, _MAX_PROBE_SECONDS)
@@ -125,8 +133,8 @@ class StreamSender:
         self._probe_at = None
         if sequence < self._sent:
             self.retransmits += 1
-        self._sent = max(self._sent, sequence + 1)
-        return self._cut(sequence)
+        self._sent = max(self._sent, sequence + count)
+        return self._cut(sequence, count)
 
     def acknowledge(self, next_sequence: int, credit_limit: int) -> None:
         """Every frame below `next_sequence` has arrived; those below `credit_limit` may be sent.
@@ -179,10 +187,13 @@ class StreamSender:
             self._probe_at = now + self._probe_seconds
         return now >= self._probe_at
 
-    def _cut(self, sequence: int) -> bytes:
-        tensor = self._tensors[bisect_right(self._tensors, sequence, key=lambda t: t.first) - 1]
+    def _tensor(self, sequence: int) -> _Outgoing:
+        return self._tensors[bisect_right(self._tensors, sequence, key=lambda t: t.first) - 1]
+
+    def _cut(self, sequence: int, count: int) -> bytes:
+        tensor = self._tensor(sequence)
         offset = (sequence - tensor.first) * self._payload_bytes
-        payload = tensor.data[offset : offset + self._payload_bytes]
+        payload = tensor.data[offset : offset + count * self._payload_bytes]
         return pack_frame(
             Frame(self.session, sequence, tensor.key, len(tensor.data), offset, payload), self._tag
         )

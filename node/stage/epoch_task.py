@@ -17,7 +17,7 @@ from node.schedule.placement import chunks_of
 from node.schedule.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
 from node.stage.following import State, StateServices, load_state
-from node.stage.inbox import Inbox, LoopIO, StepInterrupted, TensorLink
+from node.stage.inbox import Inbox, LinksIO, StepInterrupted, TensorLink
 from node.stage.out_of_memory import ran_out
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry import points
@@ -58,7 +58,7 @@ REFUSED_SECONDS = 1.0
 
 
 class LinkEvents(Protocol):
-    """What an epoch's links report and ask, on the event loop."""
+    """What an epoch's links report and ask: of tensors on threads of their own, else on the event loop."""
 
     def expect(self, peer: Peer, key: TensorKey) -> int | None:
         """The exact size in bytes of a tensor that may come from this neighbour, or None."""
@@ -352,7 +352,6 @@ class EpochTask:
             return None
 
         vote = await services.compute(attempt)
-        io.flush()
         if vote is None:
             raise RunError("it ran short of memory, and plans with less from now on")
         points.reach(points.Phase.VOTING, stage=self.stage, step=step)
@@ -374,7 +373,6 @@ class EpochTask:
                 return executor.validate(self.number, command.number, command.microbatches, io, found)
 
             loss = await services.compute(work)
-            io.flush()
             done = self._validated = Validated(
                 epoch=self.number,
                 step=command.step,
@@ -384,10 +382,9 @@ class EpochTask:
             )
         services.post(done)
 
-    def _io(self) -> LoopIO:
+    def _io(self) -> LinksIO:
         own = self.placement.replica
-        return LoopIO(
-            loop=asyncio.get_running_loop(),
+        return LinksIO(
             stages=len(self.placement.stages),
             replica=own,
             links={peer.stage: link for peer, link in self._links.items() if peer.replica == own},

@@ -1,13 +1,11 @@
-"""Packed tensors between the event loop and the compute thread: received ones wait here by key.
+"""Packed tensors between the links and the compute thread: received ones wait here by key.
 
 Receivers are passive: whatever arrives is stored under its key, so the order in which neighbours send can
-never block a stage. The event loop puts, the compute thread takes; an interruption ends every wait at once.
+never block a stage. A link's thread puts, the compute thread takes; an interruption ends every wait at once.
 """
 
-import asyncio
 import functools
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -17,15 +15,11 @@ from torch import Tensor
 from node.schedule.routing import BETWEEN_ROWS, source_stage, target_stage
 from wire.errors import LinkError, LinkLostError
 from wire.spec import TensorKey
-from wire.stream_receiver import SMALL_BYTES
 
 STALL_SECONDS = 600.0
 """A neighbour that answers pings but sends no tensor for this long counts as stuck."""
 WANT_SECONDS = 0.02
 """A tensor that comes within this time is not asked for: a full window is the exception."""
-MOST_WAITING = 8
-"""Releases of small tensors that wait for a call that wakes the event loop anyway: most often a tensor is
-sent soon, and a wake-up costs both threads more than the release."""
 
 
 class StepInterrupted(Exception):
@@ -102,7 +96,7 @@ class Inbox:
 
 
 class TensorLink(Protocol):
-    """The link to a neighbour, as a stage uses it. Call it on the event loop."""
+    """The link to a neighbour, as a stage uses it. Call it from any thread."""
 
     def send(self, key: TensorKey, payload: memoryview, elements: int = 0) -> None: ...
 
@@ -113,13 +107,15 @@ class TensorLink(Protocol):
     def release(self, key: TensorKey) -> None: ...
 
 
-class LoopIO:
-    """Implements `node.stage.step_passes.StageIO` over one epoch's links, keyed by the neighbour's stage."""
+class LinksIO:
+    """Implements `node.stage.step_passes.StageIO` over one epoch's links, keyed by the neighbour's stage.
+
+    Links are called on the thread that has something for them: no tensor waits for the event loop.
+    """
 
     def __init__(
         self,
         *,
-        loop: asyncio.AbstractEventLoop,
         stages: int,
         links: Mapping[int, TensorLink],
         inbox: Inbox,
@@ -130,20 +126,15 @@ class LoopIO:
         """
         Args:
             replica: the own row.
-            over: says on the event loop whether the epoch has ended; the inbox then serves the next epoch.
+            over: whether the epoch has ended; the inbox then serves the next epoch.
             rows: links to the same stage in other rows, by row.
         """
         self._replica = replica
         self._rows = rows or {}
-        self._loop = loop
         self._stages = stages
         self._links = links
         self._inbox = inbox
         self._over = over
-        self._calls: deque[Callable[[], None]] = deque()
-        self._scheduled = False
-        self._large: set[TensorKey] = set()
-        """Taken and not released: neighbours may wait for the room of these."""
 
     def holds(self, key: TensorKey) -> bool:
         return self._inbox.holds(key)
@@ -160,73 +151,38 @@ class LoopIO:
         for key in keys:
             wanted.setdefault(source_stage(key, self._stages), key)
         for stage, key in wanted.items():
-            self._call(self._links[stage].want, key)
+            self._links[stage].want(key)
         self._inbox.wait_any(keys)
         for stage in wanted:
-            self._call(self._links[stage].want, None)
+            self._links[stage].want(None)
 
     def take(self, key: TensorKey) -> Tensor:
         """Called on the compute thread, or the sync thread. Raises what `Inbox.take` raises."""
         # Tensors between rows have their credit back when they arrive: nothing waits for one to be taken.
         if source_stage(key, self._stages) != BETWEEN_ROWS and not self._inbox.holds(key):
-            self._call(self._links[source_stage(key, self._stages)].want, key)
-        buffer = self._inbox.take(key)
-        if len(buffer) >= SMALL_BYTES:
-            self._large.add(key)
-        return torch.frombuffer(buffer, dtype=torch.uint8)
+            self._links[source_stage(key, self._stages)].want(key)
+        return torch.frombuffer(self._inbox.take(key), dtype=torch.uint8)
 
     def release(self, key: TensorKey) -> None:
-        release = self._links[source_stage(key, self._stages)].release
-        if key in self._large:
-            self._large.discard(key)
-            self._call(release, key)
-            return
-        self._calls.append(functools.partial(release, key))
-        if len(self._calls) >= MOST_WAITING:
-            self._wake()
-
-    def flush(self) -> None:
-        """Called on the event loop, once the compute thread is done: run what waits."""
-        if self._calls:
-            self._loop.call_soon(self._run_calls)
+        self._links[source_stage(key, self._stages)].release(key)
 
     def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
-        payload = memoryview(packed.numpy().data)
-        link = self._links[target_stage(key, self._stages)]
-        self._call(self._send, link, key, payload, elements)
+        self._send(
+            self._links[target_stage(key, self._stages)], key, memoryview(packed.numpy().data), elements
+        )
 
     def send_to_row(self, row: int, key: TensorKey, packed: Tensor, elements: int) -> None:
         """Behind what is queued for neighbours: the last gradients go through all stages before it, while
         nothing but the vote waits for sums. On a line that they share, each would slow the other down."""
         payload = memoryview(packed.numpy().data)
         send = functools.partial(self._send, self._rows[row], key, payload, elements)
-        self._call(self._after, tuple(self._links.values()), send)
+        self._after(tuple(self._links.values()), send)
 
     def interrupt(self, error: Exception) -> None:
         self._inbox.interrupt(str(error), error)
 
     def check(self) -> None:
         self._inbox.check()
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call on the event loop, in order. Calls that come before it runs wake it once."""
-        self._calls.append(functools.partial(function, *arguments))
-        self._wake()
-
-    def _wake(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon_threadsafe(self._run_calls)
-
-    def _run_calls(self) -> None:
-        # Before the calls: what comes now wakes the loop again, if in vain.
-        self._scheduled = False
-        try:
-            while self._calls:
-                self._calls.popleft()()
-        finally:
-            if self._calls:  # one has failed, which the loop reports
-                self._loop.call_soon(self._run_calls)
 
     def _after(self, links: Sequence[TensorLink], send: Callable[[], None]) -> None:
         """Send once these neighbours have what is queued for them."""

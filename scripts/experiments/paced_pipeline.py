@@ -256,13 +256,13 @@ def node(token: str, listen: str, advertise: str, directory: str) -> int:
     from node.model import blocks
     from node.model.llama_block import LlamaBlock
     from node.processes.node import run_node
-    from node.stage.inbox import LoopIO
+    from node.stage.inbox import LinksIO
 
     forward, backward = map(float, os.environ[TIMES].split())
     LlamaBlock.forward = _block_forward(forward, backward)  # type: ignore[method-assign]
     blocks.Head.forward = _head_forward  # type: ignore[method-assign]
     if os.environ.get(SUMS_BESIDE):
-        LoopIO._after = lambda io, links, send: send()  # type: ignore[method-assign]
+        LinksIO._after = lambda io, links, send: send()  # type: ignore[method-assign]
     options = JoinOptions(
         listen=listen, advertise=advertise, state_dir=Path(directory), device="cpu", threads=1, json=True
     )

@@ -11,7 +11,7 @@ from tests.support.links import EPOCH, SECONDS, End, eventually, quick
 from tests.support.pki import RUN_ID, new_authority, new_node
 from tests.support.ports import free_port
 from wire.byte_stream import ClientStream, StreamDroppedError
-from wire.channels import open_channel
+from wire.channels import bulk_name, open_channel
 from wire.errors import LinkLostError, RefusalCode, Refused, ThinwireError, UserError
 from wire.identity.credentials import NodeIdentity
 from wire.link import BULK_METHOD, CONTROL_METHOD, METADATA_PREFIX, DialledLink, dial_link
@@ -184,6 +184,8 @@ async def test_numbers_that_a_greeting_cannot_hold_are_refused(name: str, value:
             group.create_task(upper.run())
             for method in (BULK_METHOD, CONTROL_METHOD):
                 server_name = LOWER.server_name(UPPER.node_id)
+                if method == BULK_METHOD:
+                    server_name = bulk_name(server_name)
                 async with open_channel(
                     f"127.0.0.1:{port}", identity=LOWER, server_name=server_name
                 ) as channel:

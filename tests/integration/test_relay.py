@@ -214,8 +214,8 @@ async def test_a_better_path_is_taken_when_nothing_is_on_its_way(monkeypatch: py
         assert ends.lower.path == RELAY
         ends.lower.send(key(0), content(key(0), LENGTH))
         await ends.at_upper.until(1)
-        assert ends.server._front is not None
-        ends.server._front.listen(address)
+        assert ends.server._door is not None
+        ends.server._door.front.listen(address)
         await eventually(lambda: ends.lower.path == DIRECT and ends.lower.up and ends.upper.up)
         await eventually(lambda: served.relay.pairs == 0)
         for number in (1, 2):

@@ -7,7 +7,6 @@ stage, at which step. Each happens `count` times in the whole run, also across r
 a marker file in the plan's directory, which holds the time.
 """
 
-import asyncio
 import errno
 import fcntl
 import importlib
@@ -181,7 +180,7 @@ class FrameFaults:
         self._armed = armed
         self._held: dict[int, bytes] = {}
 
-    async def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]:
+    def __call__(self, frame: bytes, stage: int, peer_stage: int) -> Sequence[bytes]:
         step = frame_step(frame)
         points.reach(Phase.SENDING, stage=stage, step=step)
         frames = [frame]
@@ -190,7 +189,7 @@ class FrameFaults:
         for fault in self._armed.due(_ON_FRAMES, Phase.SENDING, stage, step):
             match fault.kind:
                 case Kind.STALL | Kind.DELAY:
-                    await asyncio.sleep(fault.seconds)
+                    time.sleep(fault.seconds)
                 case Kind.CORRUPT:
                     frames[0] = _flipped(frame, len(frame) // 2)
                 case Kind.DUPLICATE:
@@ -210,8 +209,7 @@ class FrameFaults:
 
 @dataclass
 class _Armed:
-    """The plan, and how often this process passed each fault's point. Used by the event loop and the compute
-    thread."""
+    """The plan, and how often this process passed each fault's point. Used by several threads."""
 
     plan: Plan
     passed: dict[Fault, int] = field(default_factory=dict)

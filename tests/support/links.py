@@ -36,6 +36,7 @@ class End:
     arrived: list[TensorKey] = field(default_factory=list)
     buffers: dict[TensorKey, bytearray] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def on_tensor(self, key: TensorKey, buffer: bytearray) -> None:
         self.arrived.append(key)
@@ -43,7 +44,7 @@ class End:
         if self.releases:
             assert self.link is not None
             self.link.release(key)
-        self._changed.set()
+        self._loop.call_soon_threadsafe(self._changed.set)
 
     async def until(self, count: int) -> None:
         """Wait until so many tensors have arrived."""

@@ -267,7 +267,7 @@ def mutual_tls(current: Callable[[], tuple[bytes, bytes]], ca_pem: bytes) -> grp
     )
 
 
-def peer_node_id(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+def peer_node_id(context: grpc.aio.ServicerContext[Any, Any] | grpc.ServicerContext) -> str | None:
     """The node id in the certificate of an RPC's peer; None if it has none."""
     names = list(context.auth_context().get("x509_common_name", []))
     node_id = names[0].decode(errors="replace") if len(names) == 1 else ""

@@ -196,7 +196,7 @@ class FlowFigures(_message.Message):
     def __init__(self, direction: _Optional[int] = ..., codec: _Optional[str] = ..., bytes: _Optional[int] = ..., elements: _Optional[int] = ...) -> None: ...
 
 class LinkFigures(_message.Message):
-    __slots__ = ("target", "bytes", "bytes_received", "retransmits", "rejects", "round_trip_seconds", "least_round_trip_seconds", "capacity", "busy_seconds", "queued_bytes", "flows", "target_replica", "path", "not_together", "source", "source_replica")
+    __slots__ = ("target", "bytes", "bytes_received", "retransmits", "rejects", "round_trip_seconds", "least_round_trip_seconds", "capacity", "busy_seconds", "queued_bytes", "flows", "target_replica", "path", "not_together", "source", "source_replica", "processor_seconds")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class LinkFigures(_message.Message):
     NOT_TOGETHER_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_REPLICA_FIELD_NUMBER: _ClassVar[int]
+    PROCESSOR_SECONDS_FIELD_NUMBER: _ClassVar[int]
     target: int
     bytes: int
     bytes_received: int
@@ -229,7 +230,8 @@ class LinkFigures(_message.Message):
     not_together: str
     source: int
     source_replica: int
-    def __init__(self, target: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., round_trip_seconds: _Optional[float] = ..., least_round_trip_seconds: _Optional[float] = ..., capacity: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowFigures, _Mapping]]] = ..., target_replica: _Optional[int] = ..., path: _Optional[str] = ..., not_together: _Optional[str] = ..., source: _Optional[int] = ..., source_replica: _Optional[int] = ...) -> None: ...
+    processor_seconds: float
+    def __init__(self, target: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., retransmits: _Optional[int] = ..., rejects: _Optional[int] = ..., round_trip_seconds: _Optional[float] = ..., least_round_trip_seconds: _Optional[float] = ..., capacity: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowFigures, _Mapping]]] = ..., target_replica: _Optional[int] = ..., path: _Optional[str] = ..., not_together: _Optional[str] = ..., source: _Optional[int] = ..., source_replica: _Optional[int] = ..., processor_seconds: _Optional[float] = ...) -> None: ...
 
 class KindSeconds(_message.Message):
     __slots__ = ("kind", "seconds")

@@ -100,8 +100,8 @@ async def test_frames_are_damaged_as_planned(
     filter_ = points.frame_filter
     assert filter_ is not None
     other, first, second = frame(1), frame(2), frame(2, 1)
-    assert await filter_(other, 1, 2) == [other]
-    written = [*await filter_(first, 1, 2), *await filter_(second, 1, 2)]
+    assert filter_(other, 1, 2) == [other]
+    written = [*filter_(first, 1, 2), *filter_(second, 1, 2)]
     match kind:
         case Kind.DUPLICATE:
             assert written == [first, first, second]

@@ -36,7 +36,7 @@ def in_records(data: bytes, size: int) -> bytes:
 @each("name", [None, "control.books-abcde", "Coordinator.books-abcde"])
 @each("protocols", [(), ("h2",), ("h2", "http/1.1")])
 def test_a_real_clients_hello(name: str | None, protocols: tuple[str, ...], oldest: bool) -> None:
-    expected = ClientHello((name or "").lower(), protocols)
+    expected = ClientHello(name or "", protocols)
     data = hello(name, protocols, oldest=oldest)
     assert read_client_hello(data) == expected
     assert read_client_hello(data + b"more") == expected

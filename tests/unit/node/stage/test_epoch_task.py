@@ -15,7 +15,7 @@ from node.schedule.gradient_groups import RowShare
 from node.schedule.routing import Peer
 from node.stage.epoch_task import EpochTask, State
 from node.stage.executor import StageExecutor
-from node.stage.inbox import LoopIO, StepInterrupted
+from node.stage.inbox import LinksIO, StepInterrupted
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
 from tests.support.services import FakeServices
@@ -110,7 +110,7 @@ class Stage:
         self,
         epoch: int,
         step: int,
-        io: LoopIO,
+        io: LinksIO,
         samples: Mapping[BatchPart, object],
         loss_scale: float = 0.0,
     ) -> Vote:

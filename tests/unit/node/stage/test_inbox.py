@@ -1,6 +1,5 @@
 """Where tensors wait for the compute thread: any order, waits that end, nothing left behind."""
 
-import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,10 +10,9 @@ import pytest
 import torch
 
 from node.schedule.routing import neighbours, source_stage, target_stage
-from node.stage.inbox import MOST_WAITING, Inbox, LoopIO, StepInterrupted, TensorLink
+from node.stage.inbox import Inbox, LinksIO, StepInterrupted, TensorLink
 from wire.errors import LinkLostError
 from wire.spec import Direction, TensorKey
-from wire.stream_receiver import SMALL_BYTES
 
 SECONDS = 20.0
 
@@ -61,11 +59,9 @@ def test_a_silent_neighbour_is_named_with_the_missing_tensor() -> None:
     )
 
 
-async def test_calls_of_a_stage_wake_the_event_loop_once_and_keep_their_order() -> None:
-    loop = asyncio.get_running_loop()
+def test_a_neighbour_is_asked_for_a_tensor_that_does_not_come() -> None:
     made: list[object] = []
-    woken: list[object] = []
-    asked = asyncio.Event()
+    asked = threading.Event()
 
     class Link:
         def want(self, key: TensorKey | None) -> None:
@@ -73,61 +69,25 @@ async def test_calls_of_a_stage_wake_the_event_loop_once_and_keep_their_order() 
             asked.set()
 
         def release(self, key: TensorKey) -> None:
-            if key.microbatch == 1:
-                raise ValueError("not held")
             made.append(("release", key))
 
-    class Loop:
-        def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
-            woken.append(call)
-            loop.call_soon_threadsafe(call)
-
-        def call_soon(self, call: Callable[[], None]) -> None:
-            loop.call_soon(call)
-
-    inbox, failed = Inbox(), []
-    loop.set_exception_handler(lambda _loop, context: failed.append(context["exception"]))
-    io = LoopIO(
-        loop=cast(asyncio.AbstractEventLoop, Loop()),
-        stages=2,
-        links=cast(dict[int, TensorLink], {0: Link()}),
-        inbox=inbox,
-        over=lambda: False,
-    )
-    for microbatch in range(3):
-        io.release(key(microbatch))
-    assert made == woken == [], "releases of small tensors do not wake the loop"
-    io.flush()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert made == [("release", key(0)), ("release", key(2))]
-    assert [str(error) for error in failed] == ["not held"]
-    for microbatch in range(10, 10 + MOST_WAITING + 1):
-        io.release(key(microbatch))
-    await asyncio.sleep(0)
-    assert len(woken) == 1 and made[-1] == ("release", key(10 + MOST_WAITING))
-    inbox.put(key(2), bytearray(SMALL_BYTES))
-    io.take(key(2))
-    io.release(key(2))
-    await asyncio.sleep(0)
-    assert len(woken) == 2 and made[-1] == ("release", key(2))
-
+    inbox = Inbox()
+    io = LinksIO(stages=2, links=cast(dict[int, TensorLink], {0: Link()}), inbox=inbox, over=lambda: False)
     inbox.put(key(3), bytearray(1))
     io.wait_any([key(3)])
-    assert len(woken) == 2, "what is here is not asked for"
-    waiting = asyncio.to_thread(io.wait_any, [key(4)])
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(waiting)
-        async with asyncio.timeout(SECONDS):
-            await asked.wait()
-        assert made[-1] == ("want", key(4))
-        inbox.put(key(4), bytearray(1))
-        await task
-        await asyncio.sleep(0)
+    assert made == [], "what is here is not asked for"
+    io.take(key(3))
+    io.release(key(3))
+    assert made == [("release", key(3))]
+    waiting = threading.Thread(target=io.wait_any, args=([key(4)],))
+    waiting.start()
+    assert asked.wait(SECONDS) and made[-1] == ("want", key(4))
+    inbox.put(key(4), bytearray(1))
+    waiting.join(SECONDS)
     assert made[-1] == ("want", None)
 
 
-async def test_sums_go_to_other_rows_once_neighbours_have_what_was_queued_before() -> None:
+def test_sums_go_to_other_rows_once_neighbours_have_what_was_queued_before() -> None:
     class Link:
         def __init__(self) -> None:
             self.sent: list[TensorKey] = []
@@ -140,8 +100,7 @@ async def test_sums_go_to_other_rows_once_neighbours_have_what_was_queued_before
             self.calls.append(call)
 
     up, down, row = Link(), Link(), Link()
-    io = LoopIO(
-        loop=asyncio.get_running_loop(),
+    io = LinksIO(
         stages=3,
         links=cast(dict[int, TensorLink], {0: up, 2: down}),
         rows=cast(dict[int, TensorLink], {1: row}),
@@ -153,7 +112,6 @@ async def test_sums_go_to_other_rows_once_neighbours_have_what_was_queued_before
     io.send(gradient, packed, 8)
     for one in sums:
         io.send_to_row(1, one, packed, 8)
-    await asyncio.sleep(0)
     assert up.sent == [gradient] and row.sent == down.calls == []
     for call in up.calls:
         call()
