@@ -39,7 +39,7 @@ PAYLOAD_BYTES = FRAME_BYTES - HEADER_BYTES
 MOST_PIECES = 4
 """Of a frame: 1 MiB, beyond which gRPC carries a byte no cheaper."""
 MOST_FRAME_BYTES = HEADER_BYTES + MOST_PIECES * PAYLOAD_BYTES
-FRAME_SECONDS = 0.004
+FRAME_SECONDS = 0.008
 """What a frame may take on the line: what is sent behind it waits so long."""
 MAX_TENSOR_BYTES = 2**32 - 1
 

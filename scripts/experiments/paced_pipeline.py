@@ -1,4 +1,8 @@
-"""Measure the steps of a pipeline over shaped relays, with blocks that wait for a set time."""
+"""Measure the steps of a pipeline over real links, with blocks that wait for a set time.
+
+Links pass relays that shape them, or, on lines that are too fast for those, each node keeps to a limit of its
+own, which all its links share.
+"""
 
 import asyncio
 import os
@@ -37,9 +41,10 @@ STAGES = 4
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.040
 
 
-def tensor_bytes(name: str) -> int:
+def tensor_bytes(arguments: Namespace) -> int:
     """Bytes of the frames that carry one microbatch's packed boundary tensor."""
-    size = codec(name).packed_bytes(TensorSpec(torch.float32, (1, 1024, 512)))
+    spec = TensorSpec(torch.float32, (1, arguments.sequence, 512))
+    size = codec(arguments.codec).packed_bytes(spec)
     return size + HEADER_BYTES * -(-size // PAYLOAD_BYTES)
 
 
@@ -50,19 +55,21 @@ def floor(
     costs: events.StepCosts | None = None,
 ) -> float:
     """Lower bound on a step in seconds, with the measured compute times of `costs` if given."""
-    forward, backward = [FORWARD_SECONDS] * STAGES, [BACKWARD_SECONDS] * STAGES
+    forward, backward = ([seconds] * STAGES for seconds in arguments.seconds)
     if costs is not None:
         forward = [stage.seconds["forward"] / arguments.microbatches for stage in costs.stages]
         backward = [stage.seconds["backward"] / arguments.microbatches for stage in costs.stages]
-    frames = tensor_bytes(arguments.codec)
+    frames = tensor_bytes(arguments)
     link = LinkRate(up=rate * 1e6 / 8, down=rate * 1e6 / 8, latency=round_trip / 2e3)
+    own = arguments.own_limit
     return step_floor(
         microbatches=arguments.microbatches,
         forward=forward,
         backward=backward,
         activation_bytes=frames,
         gradient_bytes=frames,
-        links=[link] * (STAGES - 1),
+        links=[] if own else [link] * (STAGES - 1),
+        interfaces=[link] * STAGES if own else [],
     ).seconds
 
 
@@ -84,7 +91,9 @@ def run_config(window: str, arguments: Namespace, shapes: int) -> RunConfig:
     steps = shapes * (arguments.settle + arguments.steps) + 1
     return RunConfig(
         run=RunSection(name="floor", steps=steps, snapshot_every=steps),
-        model=ModelSection(layers=STAGES, hidden=512, heads=8, kv_heads=2, ffn=128, vocab=256, sequence=1024),
+        model=ModelSection(
+            layers=STAGES, hidden=512, heads=8, kv_heads=2, ffn=128, vocab=256, sequence=arguments.sequence
+        ),
         data=DataSection(path="stdlib"),
         training=TrainingSection(global_batch=arguments.microbatches, microbatch=1, warmup_steps=0),
         pipeline=PipelineSection(
@@ -118,17 +127,19 @@ class PacedRun:
         self._script = script
         self._children = [coordinator]
 
-    async def add_node(self, token: str) -> None:
-        """One that others reach through a relay of its own, of 1 Gbit/s until it is shaped."""
-        port = free_port()
-        relay = self._stack.enter_context(ShapedRelay(port, rate=1.25e8))
-        number = len(self.relays)
-        self.relays.append(relay)
+    async def add_node(self, token: str, limit: float = 0.0) -> None:
+        """One that others reach through a relay of its own, of 1 Gbit/s until it is shaped; with a `limit`,
+        in Mbit/s, one that sends no more and that others reach directly."""
+        port = reached = free_port()
+        if not limit:
+            self.relays.append(self._stack.enter_context(ShapedRelay(port, rate=1.25e8)))
+            reached = self.relays[-1].port
+        number = len(self._children)
         self._children.append(
             await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", self._script, NODE, token, f"127.0.0.1:{port}"),
-                *(f"127.0.0.1:{relay.port}", str(self.directory / f"node-{number}")),
-                env=self._environment,
+                *(f"127.0.0.1:{reached}", str(self.directory / f"node-{number}")),
+                env=self._environment | {LIMIT: str(limit)},
                 stdout=subprocess.DEVNULL,
                 cwd=self._checkout,
             )
@@ -151,12 +162,14 @@ async def paced_run(
     forward: float,
     backward: float,
     checkout: Path = ROOT,
+    threads: int = 1,
     sums_beside: bool = False,
     script: str = SCRIPT,
 ) -> AsyncIterator[PacedRun]:
     """A coordinator for a run of this config whose blocks take so many seconds; nodes are yet to be added.
 
     Args:
+        threads: of a node, for packing and unpacking.
         sums_beside: rows send each other sums of gradients at once, beside the last gradients of a pipeline.
         script: a module that starts a node as this one's `node` does.
     """
@@ -166,7 +179,7 @@ async def paced_run(
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH")))),
         "XDG_STATE_HOME": str(directory / "state"),
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(threads),
         TIMES: f"{forward} {backward}",
         SUMS_BESIDE: "1" if sums_beside else "",
     }
@@ -195,12 +208,17 @@ async def measure(
 ) -> list[Measured]:
     """The counted steps of a checkout's program under each (round trip, rate)."""
     async with paced_run(
-        config, directory, forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS, checkout=checkout
+        config,
+        directory,
+        forward=arguments.seconds[0],
+        backward=arguments.seconds[1],
+        checkout=checkout,
+        threads=arguments.threads,
     ) as run:
         async with asyncio.timeout(START_SECONDS):
             line = await until(run.coordinator, events.JoinLine)
         for _ in range(STAGES):
-            await run.add_node(line.line.split()[-1])
+            await run.add_node(line.line.split()[-1], shapes[0][1] if arguments.own_limit else 0.0)
         results: list[Measured] = []
         for round_trip, rate in shapes:
             for relay in run.relays:
@@ -246,6 +264,8 @@ NODE = "node"
 """The script's first argument when it runs as a node."""
 TIMES = "THINWIRE_STAND_IN_SECONDS"
 """Environment variable with a block's seconds, forward and backward."""
+LIMIT = "THINWIRE_STAND_IN_MBIT"
+"""Environment variable: what a node sends at most, in Mbit/s; 0: no limit."""
 SUMS_BESIDE = "THINWIRE_STAND_IN_SUMS_BESIDE"
 """Environment variable: not empty where sums wait for nothing (`paced_run`)."""
 
@@ -264,7 +284,13 @@ def node(token: str, listen: str, advertise: str, directory: str) -> int:
     if os.environ.get(SUMS_BESIDE):
         LinksIO._after = lambda io, links, send: send()  # type: ignore[method-assign]
     options = JoinOptions(
-        listen=listen, advertise=advertise, state_dir=Path(directory), device="cpu", threads=1, json=True
+        listen=listen,
+        advertise=advertise,
+        state_dir=Path(directory),
+        device="cpu",
+        threads=int(os.environ["OMP_NUM_THREADS"]),
+        max_bandwidth_mbit=float(os.environ.get(LIMIT, 0)),
+        json=True,
     )
     return run_node(token, options)
 

@@ -13,6 +13,10 @@ processes use the cores.
 `--simulate` measures nothing: it plans the windows from the same times and rates and simulates the schedule,
 which gives the efficiency without disturbances. `--merge` joins both into one report.
 
+`--own-limit` measures lines that are too fast for a relay: nodes reach each other directly, over loopback,
+and each keeps to the rate as its own bandwidth limit, which its links share. Blocks and tensors that fit such
+lines are set by `--seconds` and `--sequence`.
+
 `--before CHECKOUT` also measures another commit, alternating with this one window by window.
 """
 
@@ -67,6 +71,16 @@ def main() -> int:
     parser.add_argument("--windows", nargs="+", default=["auto"], help="values of pipeline.window")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--codec", default="bf16")
+    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a microbatch; 512 wide")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        nargs=2,
+        default=(FORWARD_SECONDS, BACKWARD_SECONDS),
+        help="of a block, forward and backward",
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of a node, for packing and unpacking")
+    parser.add_argument("--own-limit", action="store_true", help="nodes limit themselves; see above")
     parser.add_argument("--settle", type=int, default=3, help="steps after a change that do not count")
     parser.add_argument("--steps", type=int, default=2, help="steps that count")
     parser.add_argument(
@@ -89,14 +103,15 @@ def main() -> int:
         return 0
     measured: dict[tuple[str, Path], list[Measured]] = {}
     for window in arguments.windows:
-        config = run_config(window, arguments, len(shapes))
-        for checkout in (arguments.before, ROOT):
+        # A node's own limit is for a whole run.
+        runs = [[shape] for shape in shapes] if arguments.own_limit else [shapes]
+        for checkout, run in itertools.product((arguments.before, ROOT), runs):
             if checkout is None:
                 continue
+            config = run_config(window, arguments, len(run))
             with tempfile.TemporaryDirectory() as directory:
-                measured[window, checkout] = asyncio.run(
-                    measure(config, Path(directory), shapes, arguments, checkout)
-                )
+                found = asyncio.run(measure(config, Path(directory), run, arguments, checkout))
+            measured.setdefault((window, checkout), []).extend(found)
     write(arguments, rows(arguments, shapes, measured))
     return 0
 
@@ -142,9 +157,12 @@ def write(arguments: argparse.Namespace, results: Sequence[dict[str, Any]]) -> N
         "settings": {
             "stages": STAGES,
             "microbatches": arguments.microbatches,
-            "forward_seconds": FORWARD_SECONDS,
-            "backward_seconds": BACKWARD_SECONDS,
+            "forward_seconds": arguments.seconds[0],
+            "backward_seconds": arguments.seconds[1],
             "codec": arguments.codec,
+            "sequence": arguments.sequence,
+            "threads": arguments.threads,
+            "own_limit": arguments.own_limit,
         },
         "results": results,
     }
@@ -173,10 +191,10 @@ def simulated(arguments: Namespace, shapes: Sequence[tuple[float, float]]) -> li
     for round_trip, rate in shapes:
         link = LinkRate(up=rate * 1e6 / 8, down=rate * 1e6 / 8, latency=round_trip / 2e3)
         measures = StepMeasures(
-            forward=(FORWARD_SECONDS,) * STAGES,
-            backward=(BACKWARD_SECONDS,) * STAGES,
-            activation_bytes=tensor_bytes(arguments.codec),
-            gradient_bytes=tensor_bytes(arguments.codec),
+            forward=(arguments.seconds[0],) * STAGES,
+            backward=(arguments.seconds[1],) * STAGES,
+            activation_bytes=tensor_bytes(arguments),
+            gradient_bytes=tensor_bytes(arguments),
             links=(link,) * (STAGES - 1),
         )
         planned = plan_windows(
@@ -189,8 +207,7 @@ def simulated(arguments: Namespace, shapes: Sequence[tuple[float, float]]) -> li
         for name, windows in (("0", (0,) * (STAGES - 1)), ("auto", planned)):
             seconds = simulate(
                 schedule(STAGES, 1, arguments.microbatches, windows),
-                FORWARD_SECONDS,
-                BACKWARD_SECONDS,
+                *arguments.seconds,
                 network=Network(STAGES, measures.links),
                 sizes={Kind.FORWARD: measures.activation_bytes, Kind.BACKWARD: measures.gradient_bytes},
                 swap=True,

@@ -84,7 +84,7 @@ def test_a_frame_of_one_piece_is_256_kib_and_of_the_most_1_mib() -> None:
 
 def test_a_frame_takes_a_slow_line_no_longer_than_a_piece_and_fills_a_fast_one() -> None:
     mbit = 1e6 / 8
-    assert [pieces_at(rate * mbit) for rate in (0, 10, 100, 1000, 2500, 10_000, 1e6)] == [1, 1, 1, 1, 4, 4, 4]
+    assert [pieces_at(rate * mbit) for rate in (0, 10, 100, 1000, 2500, 10_000, 1e6)] == [1, 1, 1, 3, 4, 4, 4]
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
