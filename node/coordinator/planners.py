@@ -27,7 +27,7 @@ from node.tuning.codec_times import PackingTimes, slowest_packing
 from node.tuning.memory import most_held
 from node.tuning.places import PlacePlan
 from node.tuning.storage_choice import stage_configs
-from node.tuning.window_plan import StepMeasures, Windows, measured, plan_windows
+from node.tuning.window_plan import StepMeasures, WindowControl, Windows, measured, plan_windows
 from wire.figures import Place
 from wire.messages import BlockTime, CoordinatorMessage, PeerRate
 from wire.telemetry import CodecTimes
@@ -44,6 +44,9 @@ PLAN_SECONDS = 1.0
 """Between two plans: a plan takes longer to make than a step of milliseconds."""
 PAUSE_TIMES = 9.0
 """And at least so many times what the newest took: a plan of many stages takes seconds of a core."""
+
+
+Changed = tuple[Windows, list[WindowsPlanned]]
 
 
 class LinkPlanner:
@@ -79,10 +82,12 @@ class LinkPlanner:
         self._use_lines = use_lines
         self._emit = emit
         self._pause = pause
+        self._due = -math.inf
+        """When the next plan of windows may be made."""
         self._measured = asyncio.Event()
         self._newest: tuple[Epoch, Sequence[Candidate], StepCosts] | None = None
-        self._doubted: tuple[int, bool] = (0, False)
-        """The epoch of the newest plan of windows, and whether it wanted a change that was not made."""
+        self._control: tuple[tuple[int, bool], WindowControl] | None = None
+        """Of the newest epoch and kind of step: exact steps and rounds have windows of their own."""
         self._packing: dict[str, PackingTimes] = {}
         self._width: tuple[int, int] = (0, 0)
         """An epoch's number and the widest window that its stages have memory for."""
@@ -101,40 +106,35 @@ class LinkPlanner:
 
     async def run(self) -> None:
         """Plan until cancelled."""
-        pipeline, due = self._config.pipeline, -math.inf
         while True:
             await self._measured.wait()
-            if not pipeline.plans_codecs:
-                await asyncio.sleep(max(0.0, due - time.monotonic()))
-            self._measured.clear()
-            assert self._newest is not None, "it is set before the event"
-            epoch, nodes, costs = self._newest
-            began = time.monotonic()
-            plans_windows = pipeline.window == "auto" and began >= due
-            if not (plans_windows or pipeline.plans_codecs) or (rows := self._rows(epoch, costs)) is None:
-                continue
-            number, stages = epoch.number, epoch.stages
-            held = [nodes[row * stages :][:stages] for row in range(epoch.rows)]
-            if pipeline.plans_codecs:
-                lines = self._lines(epoch, held, rows, costs)
-                self._use_lines(number, *await asyncio.to_thread(lines))
-            if plans_windows:
-                work = self._windows(epoch, held, rows, costs)
-                windows, changes = await asyncio.to_thread(work)
-                if self._counts(number, is_change=bool(changes)):
-                    self._use_windows(number, windows)
-                    for change in changes:
-                        self._emit(change)
-                ended = time.monotonic()
-                due = ended + max(self._pause, PAUSE_TIMES * (ended - began))
+            if not self._config.pipeline.plans_codecs:
+                await asyncio.sleep(max(0.0, self._due - time.monotonic()))
+            await self.plan()
 
-    def _counts(self, epoch: int, *, is_change: bool) -> bool:
-        """Whether a plan of windows is followed. One step may be noise: after an epoch's first plan only the
-        second one in a row that wants a change makes one."""
-        number, is_doubted = self._doubted
-        counts = not is_change or number != epoch or is_doubted
-        self._doubted = epoch, not counts
-        return counts
+    async def plan(self) -> None:
+        """Plan by the newest step."""
+        self._measured.clear()
+        assert self._newest is not None, "called after a step"
+        pipeline, (epoch, nodes, costs) = self._config.pipeline, self._newest
+        began = time.monotonic()
+        plans_windows = pipeline.window == "auto" and began >= self._due
+        if not (plans_windows or pipeline.plans_codecs) or (rows := self._rows(epoch, costs)) is None:
+            return
+        number, stages = epoch.number, epoch.stages
+        held = [nodes[row * stages :][:stages] for row in range(epoch.rows)]
+        if pipeline.plans_codecs:
+            lines = self._lines(epoch, held, rows, costs)
+            self._use_lines(number, *await asyncio.to_thread(lines))
+        if plans_windows:
+            changed = await asyncio.to_thread(self._windows(epoch, held, rows, costs))
+            if changed is not None:
+                windows, changes = changed
+                self._use_windows(number, windows)
+                for change in changes:
+                    self._emit(change)
+            ended = time.monotonic()
+            self._due = ended + max(self._pause, PAUSE_TIMES * (ended - began))
 
     def _rows(self, epoch: Epoch, costs: StepCosts) -> list[StepMeasures] | None:
         """What each row was measured to take; None if nobody has measured the step."""
@@ -159,33 +159,56 @@ class LinkPlanner:
         held: Sequence[Sequence[Candidate]],
         rows: Sequence[StepMeasures],
         costs: StepCosts,
-    ) -> Callable[[], tuple[Windows, list[WindowsPlanned]]]:
-        """A function for a thread. It plans the windows, and makes an event for each row whose windows
-        change."""
-        links = hops(self._config, epoch.stages)
+    ) -> Callable[[], Changed | None]:
+        """A function for a thread. It gives the windows of all rows if they change, and an event for each row
+        whose windows do."""
+        config, links = self._config, hops(self._config, epoch.stages)
         current = epoch.planned_windows or (0,) * (epoch.rows * links)
-        configs = stage_configs(self._config, epoch.storages)
+        configs = stage_configs(config, epoch.storages)
         microbatches = [self._group_length * len(groups) for groups in epoch.groups]
-        if self._config.is_round(costs.step - 1):
+        is_round = config.is_round(costs.step - 1)
+        if is_round:
             # A row's local steps follow one another: each fills and drains the pipeline.
-            microbatches = [self._group_length // self._config.sync.every] * epoch.rows
+            microbatches = [self._group_length // config.sync.every] * epoch.rows
+        key = epoch.number, is_round
+        if self._control is None or self._control[0] != key:
+            of_others = self._control is not None and self._control[0][0] == epoch.number
+            is_known = bool(epoch.planned_windows) and not of_others
+            self._control = key, WindowControl(current, is_known=is_known)
+        control = self._control[1]
 
-        def work() -> tuple[Windows, list[WindowsPlanned]]:
-            planned: list[int] = []
-            changes: list[WindowsPlanned] = []
-            for replica, (nodes, measures) in enumerate(zip(held, rows, strict=True)):
-                before = current[replica * links : (replica + 1) * links]
-                windows = plan_windows(
-                    measures,
-                    chunks=chunks_of(self._config, epoch.stages),
-                    microbatches=microbatches[replica],
-                    most_held=self._most_held(nodes, configs),
-                    current=before,
-                )
-                planned.extend(windows)
-                if windows != before:
-                    changes.append(windows_planned(epoch.number, costs.step, replica, measures, windows))
-            return tuple(planned), changes
+        def parts(windows: Windows) -> list[Windows]:
+            return [windows[replica * links : (replica + 1) * links] for replica in range(epoch.rows)]
+
+        def work() -> Changed | None:
+            planned_by: Sequence[StepMeasures] = rows
+
+            def plan(measures: Sequence[StepMeasures]) -> Windows:
+                nonlocal planned_by
+                planned_by = measures
+                found = [
+                    plan_windows(
+                        one,
+                        chunks=chunks_of(config, epoch.stages),
+                        microbatches=count,
+                        most_held=self._most_held(nodes, configs),
+                        current=before,
+                    )
+                    for nodes, one, count, before in zip(
+                        held, measures, microbatches, parts(current), strict=True
+                    )
+                ]
+                return tuple(width for row in found for width in row)
+
+            windows = control.step_done(rows, costs.seconds, plan)
+            if windows is None:
+                return None
+            rows_before_after = zip(parts(current), parts(windows), planned_by, strict=True)
+            return windows, [
+                windows_planned(epoch.number, costs.step, replica, measures, after)
+                for replica, (before, after, measures) in enumerate(rows_before_after)
+                if before != after
+            ]
 
         return work
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 from typing import Generic, Self, TypeVar
 
 from wire.errors import ConfigError
@@ -13,6 +14,10 @@ GAIN = 0.10
 """A change pays only if a step is expected to take this much less time."""
 PAYBACK_STEPS = 200
 """What a change saves in so many steps, or in those that are left, is more than it costs."""
+WATCHED = 8
+"""Steps by which a decision is judged."""
+WORSE = 0.05
+"""One that made steps this much longer is taken back."""
 
 
 def pays(saved: float, now: float, *, cost: float, steps_left: int) -> bool:
@@ -21,6 +26,37 @@ def pays(saved: float, now: float, *, cost: float, steps_left: int) -> bool:
     `cost`: seconds that the change takes.
     """
     return saved > 0.0 and saved >= GAIN * now and saved * min(steps_left, PAYBACK_STEPS) > cost
+
+
+class Trial(Generic[Decided]):
+    """A decision in use, judged by some steps at a time: a single one may be noise."""
+
+    def __init__(self, current: Decided) -> None:
+        self.current = current
+        self._before: tuple[Decided, float] | None = None
+        """The decision before, and the usual seconds with it, if they are compared."""
+        self._seconds: list[float] = []
+
+    def step_done(self, seconds: float, watched: int = WATCHED) -> float | None:
+        """A step took so long. What is usual with the current decision, once `watched` steps show it."""
+        self._seconds.append(seconds)
+        if len(self._seconds) < watched:
+            return None
+        # The first one compiles, or finds its links' rates.
+        usual = median(self._seconds[1:])
+        self._seconds.clear()
+        return usual
+
+    def judged(self) -> tuple[Decided, float] | None:
+        """The decision before and its seconds, if there is one to compare with; once for each decision."""
+        before, self._before = self._before, None
+        return before
+
+    def change(self, decided: Decided, usual: float | None) -> None:
+        """Use another. `usual`: seconds with the present one, to compare with, if at all."""
+        self._before = None if usual is None else (self.current, usual)
+        self.current = decided
+        self._seconds.clear()
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ steps as `RateControl` watches. `RateHistory` is the record that a replay follow
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 
 from node.tuning.codec_plan import FREE, CodecPlan, Lines, Way, plan_codecs, seconds_of
 from node.tuning.codec_times import of_gradients
-from node.tuning.decisions import StepHistory, pays
+from node.tuning.decisions import WORSE, StepHistory, Trial, pays
 from wire.codecs.formats import codec_format
 from wire.errors import ConfigError
 from wire.spec import Direction
@@ -22,10 +21,6 @@ measured before it carries much more."""
 MORE_BITS = 0.15
 """A plan that takes hardly longer is worth an epoch if tensors have this much more bits of precision on
 average."""
-WATCHED = 8
-"""Steps by which a plan is judged."""
-WORSE = 0.05
-"""A plan that made steps this much longer is taken back."""
 
 
 class RateControl:
@@ -37,13 +32,15 @@ class RateControl:
             rungs: as for `plan_codecs`; `current` holds no others.
             current: the plan in use.
         """
-        self.current = current
         self._rungs = tuple(rungs)
-        self._before: tuple[CodecPlan, float] | None = None
-        """The plan before, and its seconds a microbatch."""
+        self._trial = Trial(current)
         self._banned: set[tuple[Way, int]] = set()
         """Rungs that a tensor was taken back from, and those above them that pack in the same way."""
-        self._seconds: list[float] = []
+
+    @property
+    def current(self) -> CodecPlan:
+        """The plan in use."""
+        return self._trial.current
 
     def step_done(self, lines: Lines, microbatch_seconds: float) -> CodecPlan | None:
         """A step with the current plan took this long; the plan for a new epoch, where that is worth it.
@@ -51,14 +48,11 @@ class RateControl:
         Args:
             microbatch_seconds: step time over microbatches, by the coordinator's clock.
         """
-        self._seconds.append(microbatch_seconds)
-        if len(self._seconds) < WATCHED:
+        usual = self._trial.step_done(microbatch_seconds)
+        if usual is None:
             return None
-        # The first step of an epoch compiles, and finds its links' rates.
-        usual = median(self._seconds[1:])
-        self._seconds.clear()
-        if self._before is not None:
-            (plan, seconds), self._before = self._before, None
+        if (before := self._trial.judged()) is not None:
+            plan, seconds = before
             if usual > (1 + WORSE) * seconds and self._ban(lines, plan):
                 return self._change(plan, None)
         lines = replace(lines, microbatch_seconds=min(usual, lines.microbatch_seconds)).believed(self.current)
@@ -79,8 +73,7 @@ class RateControl:
 
     def _change(self, plan: CodecPlan, seconds: float | None) -> CodecPlan:
         """Take another plan. `seconds`: a microbatch's with the present one, to compare with, if at all."""
-        self._before = None if seconds is None else (self.current, seconds)
-        self.current = plan
+        self._trial.change(plan, seconds)
         return plan
 
     def _ban(self, lines: Lines, plan: CodecPlan) -> bool:

@@ -20,12 +20,14 @@ A step's result does not depend on its window, so a plan may come late or be los
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 
 from node.schedule.floor import LinkRate, Network, Resource, ResourceKind, chunk_shares
 from node.schedule.schedule import Kind, held_activations, schedule
 from node.schedule.simulation import Timeline, simulate
 from node.telemetry.clock import TimeKind
 from node.telemetry.events import StepCosts
+from node.tuning.decisions import GAIN, WATCHED, Trial
 from wire.figures import LinkFigures, flow_sum
 
 TOLERANCE = 0.01
@@ -40,6 +42,8 @@ MARGIN = 1
 with interleaved chunks, where a wide window costs more than memory."""
 SAME = 3
 """So many window widths in a row with one step time, to the last bit: no schedule waits for the window."""
+SOON = 4
+"""Steps after the first plan of windows by which the next one is made."""
 MOST_SIMULATED = 96
 """Microbatches; a longer step is as busy in its middle."""
 
@@ -192,6 +196,95 @@ def plan_windows(
         least if shares or not least else least + MARGIN for least, shares in zip(found, of_full, strict=True)
     )
     return current if good and near else _raised(found, wanted, suits)
+
+
+class WindowControl:
+    """When the windows of an epoch's rows change. On a steady line that is over after two plans.
+
+    The first plan is by the first step that was measured, the second by `SOON` steps with its windows, each
+    time and rate in the middle of theirs. Then windows stay, unless the last change made steps shorter by
+    `KEEP`, or steps take another time by `decisions.GAIN` than when the windows settled, for `WATCHED` steps:
+    then there is another plan. Windows that make steps longer are taken back.
+    """
+
+    def __init__(self, current: Windows, *, is_known: bool = False) -> None:
+        """`current`: those in use, of all rows. `is_known`: an earlier epoch of such steps had them, so that
+        they stay until the second plan."""
+        self._trial = Trial(current)
+        self._rows: list[Sequence[StepMeasures]] = []
+        """Of each step that is watched."""
+        self._is_first = not is_known
+        self._settled = 0.0
+        """A step's usual seconds when the windows settled; 0 until they have."""
+
+    def step_done(
+        self,
+        rows: Sequence[StepMeasures],
+        seconds: float,
+        plan: Callable[[Sequence[StepMeasures]], Windows],
+    ) -> Windows | None:
+        """A step took `seconds`, and its rows this; the windows to go on with, where they are others.
+
+        `plan`: as `plan_windows` of each row, by what it took.
+        """
+        self._rows.append(rows)
+        if self._is_first:
+            self._is_first = False
+            self._rows.clear()
+            return self._changed(plan(rows), None)
+        usual = self._trial.step_done(seconds, WATCHED if self._settled else SOON)
+        if usual is None:
+            return None
+        watched = [middle(row) for row in zip(*self._rows[1:], strict=True)]
+        self._rows.clear()
+        if (before := self._trial.judged()) is not None:
+            windows, seconds_before = before
+            if usual > (1 + GAIN) * seconds_before:
+                self._settled = seconds_before
+                return self._changed(windows, None)
+            if usual > (1 - KEEP) * seconds_before:
+                self._settled = usual
+        if self._settled and abs(usual - self._settled) <= GAIN * self._settled:
+            return None
+        changed = self._changed(plan(watched), usual)
+        self._settled = usual if changed is None else 0.0
+        return changed
+
+    def _changed(self, windows: Windows, usual: float | None) -> Windows | None:
+        if windows == self._trial.current:
+            return None
+        self._trial.change(windows, usual)
+        return windows
+
+
+def middle(steps: Sequence[StepMeasures]) -> StepMeasures:
+    """Of a row's steps in one epoch, each time and rate that is in the middle of them."""
+    first = steps[0]
+
+    def times(of: Callable[[StepMeasures], Sequence[float]]) -> tuple[float, ...]:
+        return tuple(map(median_low, zip(*map(of, steps), strict=True)))
+
+    def rates(of: Callable[[StepMeasures], Sequence[LinkRate]]) -> tuple[LinkRate, ...]:
+        return tuple(
+            replace(
+                some[0],
+                up=median_low(one.up for one in some),
+                down=median_low(one.down for one in some),
+                latency=median_low(one.latency for one in some),
+            )
+            for some in zip(*map(of, steps), strict=True)
+        )
+
+    return replace(
+        first,
+        forward=times(lambda step: step.forward),
+        backward=times(lambda step: step.backward),
+        activation_bytes=median_low(step.activation_bytes for step in steps),
+        gradient_bytes=median_low(step.gradient_bytes for step in steps),
+        links=rates(lambda step: step.links),
+        packing=times(lambda step: step.packing),
+        lines=rates(lambda step: step.lines),
+    )
 
 
 class _Steps:

@@ -45,7 +45,7 @@ from node.model.chunk import build_chunk
 from node.model.units import unit_names
 from node.telemetry import events
 from node.tuning.codec_times import of_gradients
-from node.tuning.rate_control import WATCHED
+from node.tuning.decisions import WATCHED
 from scripts.experiments.gradient_bias import Quantizer, Way, loss_of
 from scripts.experiments.paced_pipeline import PacedRun, paced_run
 from scripts.experiments.shaped_relay import ShapedRelay

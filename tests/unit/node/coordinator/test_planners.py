@@ -2,15 +2,17 @@
 
 import asyncio
 import contextlib
+import itertools
+import json
 import math
-import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from node.config.schema import PipelineSection, RunConfig, SyncSection
+from node.config.schema import PipelineSection, RunConfig, SyncSection, TrainingSection
 from node.coordinator import planners
 from node.coordinator.planners import TELLS_SECONDS, LinkPlanner, where_shown
 from node.run_state.epoch import Assignment, Epoch, OnRecord, StepRules
@@ -20,24 +22,27 @@ from node.run_state.votes import VoteHistory
 from node.schedule.floor import LinkRate
 from node.telemetry.events import Event, StageCost, StepCosts, WindowsPlanned, from_json
 from node.tuning.codec_plan import Lines
-from node.tuning.window_plan import StepMeasures, Windows
+from node.tuning.decisions import WATCHED
+from node.tuning.window_plan import SOON, StepMeasures, Windows
 from tests.support.machine_driver import step_plan
 from wire.figures import LinkFigures
 from wire.telemetry import CodecTime, CodecTimes
 
 SECONDS = 20.0
 CONFIG = RunConfig(pipeline=PipelineSection(stages=2))
+FOUR = RunConfig(pipeline=PipelineSection(stages=4), training=TrainingSection(global_batch=16, microbatch=1))
 NODES = [Candidate(node_id=node, memory_bytes=2**40) for node in "ab"]
 Plan = tuple[int, Windows]
 
 
-def epoch(number: int, groups: Groups = ONE_ROW) -> Epoch:
+def epoch(number: int, groups: Groups = ONE_ROW, hosts: str = "ab") -> Epoch:
     rules = StepRules(
         plan=step_plan,
         neighbours=lambda stage, _stages: {1 - stage},
         history=VoteHistory(lambda _stages: [frozenset({0}), frozenset({1})]),
     )
-    assignment = Assignment(hosts=("a", "b"), addresses=("a:1", "b:1"), groups=groups)
+    addresses = tuple(f"{host}:1" for host in hosts)
+    assignment = Assignment(hosts=tuple(hosts), addresses=addresses, groups=groups)
     return Epoch(number, assignment, OnRecord(), rules)
 
 
@@ -78,6 +83,19 @@ async def planning(
         running.cancel()
 
 
+def quiet_planner(config: RunConfig, use: Callable[[Windows], None]) -> LinkPlanner:
+    """One that plans when it is told to."""
+    return LinkPlanner(
+        config,
+        samples=9,
+        line=lambda _: LinkRate(),
+        use_windows=lambda _, windows: use(windows),
+        use_lines=lambda *_: None,
+        emit=lambda _: None,
+        pause=0.0,
+    )
+
+
 async def test_a_plan_is_reported_with_its_epoch() -> None:
     async with planning() as (planner, plans):
         planner.step_done(epoch(7), NODES, costs(1))
@@ -91,11 +109,8 @@ async def test_windows_that_change_are_an_event_with_what_they_were_planned_from
     async with planning(emit=found.append) as (planner, plans):
         planner.step_done(epoch(7), NODES, costs(1))
         _, windows = await plans.get()
+        await asyncio.sleep(0)
         assert len(found) == 1, "the event comes with the plan"
-        kept = epoch(7)
-        kept.plan_windows(windows)
-        planner.step_done(kept, NODES, costs(2))
-        assert (await plans.get())[1] == windows
     (event,) = found
     assert isinstance(event, WindowsPlanned)
     assert (event.epoch, event.step, event.replica, event.windows) == (7, 1, 0, windows)
@@ -105,47 +120,98 @@ async def test_windows_that_change_are_an_event_with_what_they_were_planned_from
     assert from_json(event.to_json()) == event
 
 
-async def test_one_step_that_differs_changes_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two in a row do, and windows that are planned again as they are stay."""
+def noisy_steps() -> Iterator[StepCosts]:
+    """Of a real run on a steady line, over and over; microbatches as many as `FOUR` has."""
+    recorded = json.loads(Path(__file__).with_name("noisy_steps.json").read_text(encoding="utf-8"))
+    kinds = ("forward", "backward", "encode", "decode")
+    ways = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+    more = FOUR.microbatches / 4
+    for number, (seconds, stages, links) in enumerate(itertools.cycle(recorded["steps"]), 1):
+        yield StepCosts(
+            step=number,
+            seconds=more * seconds,
+            aborted=False,
+            stages=tuple(
+                StageCost(
+                    stage=stage,
+                    node_id="abcd"[stage],
+                    wall_seconds=more * seconds,
+                    seconds={kind: more * spent for kind, spent in zip(kinds, times, strict=True)},
+                )
+                for stage, times in enumerate(stages)
+            ),
+            links=tuple(
+                LinkFigures(
+                    source=source,
+                    target=target,
+                    bytes=int(more * 4e5),
+                    capacity=1e3 * capacity,
+                    least_round_trip_seconds=round_trip,
+                )
+                for (source, target), (capacity, round_trip) in zip(ways, links, strict=True)
+            ),
+        )
 
-    begun: queue.Queue[None] = queue.Queue()
 
-    def plan_windows(measures: StepMeasures, **_: object) -> Windows:
-        begun.put(None)
-        return (round(measures.forward[0]),)
+def slower(costs: StepCosts) -> StepCosts:
+    """The same, had every link become one of a long round trip, and steps twice as long."""
+    links = tuple(replace(link, least_round_trip_seconds=40.0) for link in costs.links)
+    return replace(costs, seconds=2 * costs.seconds, links=links)
 
-    monkeypatch.setattr(planners, "plan_windows", plan_windows)
-    found: list[Event] = []
-    # The first plan of an epoch counts at once; a single 9, 1 or 3 is noise.
-    plan_of_step = [(2, True), (2, True), (9, False), (2, True), (1, False), (2, True), (3, False), (4, True)]
-    line = epoch(7)
-    async with planning(emit=found.append) as (planner, plans):
-        for step, (seconds, counts) in enumerate(plan_of_step, 1):
-            planner.step_done(line, NODES, costs(step, seconds=seconds))
-            await asyncio.to_thread(begun.get, timeout=SECONDS)
-            if counts:
-                assert await plans.get() == (7, (seconds,))
-                line.plan_windows((seconds,))
-    assert plans.empty()
-    assert [one.windows for one in found if isinstance(one, WindowsPlanned)] == [(2,), (4,)]
+
+async def test_windows_settle_on_a_steady_line_and_change_when_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By noisy steps: one plan by the first, one by those after it, and then none until the line is another
+    for good."""
+    monkeypatch.setattr(planners, "PAUSE_TIMES", 0.0)
+    steps, line = noisy_steps(), epoch(7, hosts="abcd")
+    nodes = [Candidate(node_id=node, memory_bytes=2**40) for node in "abcd"]
+    planned: list[Windows] = []
+    planner = quiet_planner(FOUR, planned.append)
+
+    async def take(count: int, change: Callable[[StepCosts], StepCosts] = lambda costs: costs) -> None:
+        for _ in range(count):
+            planner.step_done(line, nodes, change(next(steps)))
+            await planner.plan()
+            line.plan_windows(planned[-1])
+
+    await take(1 + SOON)
+    assert 1 <= len(planned) <= 2
+    settled = line.planned_windows
+    await take(100)
+    assert line.planned_windows == settled, "nothing has changed"
+    await take(2, slower)
+    await take(100)
+    assert line.planned_windows == settled, "two slow steps are noise"
+    before = len(planned)
+    await take(2 * WATCHED, slower)
+    assert planned[before] != settled, "a line that stays slow has other windows"
+    await take(100, slower)
+    assert len(planned) <= before + 2
 
 
 async def test_a_round_has_the_windows_of_one_local_step() -> None:
     """Two microbatches, which two stages have in flight without a window."""
     config = replace(CONFIG, pipeline=replace(CONFIG.pipeline, groups=2), sync=SyncSection(every=2, warmup=1))
-    async with planning(config) as (planner, plans):
-        planner.step_done(epoch(7, ((0, 1),)), NODES, costs(1))
-        exact = await plans.get()
-        planner.step_done(epoch(7, ((0, 1),)), NODES, costs(2))
-        of_round = await plans.get()
-    assert exact[1][0] >= 3 and of_round == (7, (0,))
+    planned: list[Windows] = []
+    for step in (2, 1):
+        assert not planned
+        planner = quiet_planner(config, planned.append)
+        planner.step_done(epoch(7, ((0, 1),)), NODES, costs(step))
+        await planner.plan()
+    assert planned[0][0] >= 3
 
 
 async def test_memory_bounds_a_plan() -> None:
     small = [Candidate(node_id=node, memory_bytes=1) for node in "ab"]
-    async with planning() as (planner, plans):
-        planner.step_done(epoch(7), small, costs(1))
-        assert await plans.get() == (7, (0,))
+    planned: list[Windows] = []
+    for nodes in (small, NODES):
+        assert not planned
+        planner = quiet_planner(CONFIG, planned.append)
+        planner.step_done(epoch(7), nodes, costs(1))
+        await planner.plan()
+    assert planned
 
 
 async def test_the_newest_step_that_ended_during_planning_counts(

@@ -24,8 +24,9 @@ from node.run_state.run_plan import Past
 from node.schedule.floor import LinkRate
 from node.tuning.codec_plan import CodecPlan, Lines
 from node.tuning.codec_times import PackingTimes, of_gradients
+from node.tuning.decisions import WATCHED
 from node.tuning.places import Grid, PlacePlan
-from node.tuning.rate_control import WATCHED, RateHistory
+from node.tuning.rate_control import RateHistory
 from node.tuning.storage_choice import StoragePlan
 from node.tuning.window_plan import StepMeasures
 from tests.support.examples import examples

@@ -21,7 +21,8 @@ from node.tuning.codec_plan import (
     seconds_of,
 )
 from node.tuning.codec_times import PackingTimes, of_gradients
-from node.tuning.rate_control import MORE_BITS, RISE, WATCHED, RateControl, RateHistory
+from node.tuning.decisions import WATCHED
+from node.tuning.rate_control import MORE_BITS, RISE, RateControl, RateHistory
 from node.tuning.window_plan import StepMeasures
 from tests.support.examples import examples
 from wire.codecs.formats import codec_format, ladder
