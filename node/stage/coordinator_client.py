@@ -16,7 +16,7 @@ import numpy as np
 from node.config.schema import RunConfig
 from node.model.labels import IGNORED, SMALL_BYTES, BatchPart, bytes_of, from_bytes, steps_at_once
 from node.stage.layer_peers import LayerPlace
-from node.state.manifest import LayerFile
+from node.state.manifest import LayerFile, LayerSource
 from wire.channels import NOT_YET, open_channel
 from wire.errors import (
     LinkError,
@@ -37,6 +37,8 @@ from wire.pacing import RECONNECT_SECONDS, Backoff, Pacer
 from wire.v1 import control_pb2, control_pb2_grpc
 
 CHUNK_BYTES = 256 * 1024
+READ_BYTES = 16 * CHUNK_BYTES
+"""Of a file on the disk, at a time."""
 TOGETHER_BYTES = 16 * 1024
 """Messages for the coordinator go together until they have so many bytes: one has up to 200 kB, and gRPC's
 limit is 260 kB."""
@@ -240,21 +242,22 @@ class CoordinatorClient:
 
         return await self._retry(call)
 
-    async def put_layer(self, step: int, unit: str, data: bytes) -> None:
+    async def put_layer(self, step: int, unit: str, file: LayerSource) -> None:
         """Upload one layer unit's snapshot file; returns when the coordinator has it on disk."""
-        digest = await asyncio.to_thread(_sha256, data)
 
         async def chunks() -> AsyncIterator[control_pb2.PutLayerChunk]:
-            yield control_pb2.PutLayerChunk(
-                step=step, unit=unit, total_bytes=len(data), sha256=digest, data=data[:CHUNK_BYTES]
-            )
-            for offset in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
-                if self._pacer is not None:
-                    await self._pacer.pass_through(CHUNK_BYTES)
-                yield control_pb2.PutLayerChunk(data=data[offset : offset + CHUNK_BYTES])
+            first = control_pb2.PutLayerChunk(step=step, unit=unit, total_bytes=file.size, sha256=file.sha256)
+            for start in range(0, max(1, file.size), READ_BYTES):
+                read = await asyncio.to_thread(file.read, start, READ_BYTES)
+                for offset in range(0, max(1, len(read)), CHUNK_BYTES):
+                    if self._pacer is not None and (start or offset):
+                        await self._pacer.pass_through(CHUNK_BYTES)
+                    chunk = first if not start and not offset else control_pb2.PutLayerChunk()
+                    chunk.data = read[offset : offset + CHUNK_BYTES]
+                    yield chunk
 
         async def call(stub: control_pb2_grpc.CoordinatorStub) -> None:
-            reply = _parsed(await stub.PutLayer(chunks(), timeout=_call_seconds(len(data))))
+            reply = _parsed(await stub.PutLayer(chunks(), timeout=_call_seconds(file.size)))
             if not reply.stored:
                 raise RunError(reply.message)
 

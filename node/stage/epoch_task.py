@@ -6,19 +6,18 @@ and not executed again.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol, TypeVar
-
-from torch import Tensor
 
 from node.schedule.gradient_groups import RowShare
 from node.schedule.placement import chunks_of
 from node.schedule.routing import BETWEEN_ROWS, Peer, neighbours, source_stage
 from node.stage.coordinator_client import Batches
-from node.stage.following import State, StateServices, load_state
+from node.stage.following import StateServices, load_state
 from node.stage.inbox import Inbox, LinksIO, StepInterrupted, TensorLink
 from node.stage.out_of_memory import ran_out
+from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry import points
 from node.telemetry.clock import StageClock, TimeKind
@@ -95,15 +94,9 @@ class Services(StateServices, Protocol):
         """Whether the next step's summed gradients are kept for nodes that follow the run."""
         ...
 
-    def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
-        """Save a snapshot's layers in the background; a failure fails the epoch."""
-        ...
-
-    async def witness(
-        self, epoch: int, step: int, copy: Callable[[str], Awaitable[Mapping[str, Tensor]]]
-    ) -> None:
-        """Tell the coordinator what the stage's layers of `step` are, hashed in the background; `copy` gives
-        a unit's state. Returns as soon as all are copied."""
+    def take(self, epoch: int, take: TakeSnapshot, state: StateCopy) -> None:
+        """Say what the state is, and save it unless hashes alone are wanted, in the background; a failure to
+        save it fails the epoch."""
         ...
 
     def uploading(self, step: int) -> bool:
@@ -424,22 +417,11 @@ class EpochTask:
         services, executor, step = self._services, self._services.executor, take.step
         if executor.state_step != step or (self._snapshot == step and services.uploading(step)):
             return
-        if not take.only_hashes:
-            state = await services.compute(executor.copy_state)
-            self._snapshot = step
-            services.upload(self.number, take, state)
-
-            async def copied(unit: str) -> Mapping[str, Tensor]:
-                return state[unit]
-
-            await services.witness(self.number, step, copied)
-        elif self._snapshot < step:
-            self._snapshot = step
-
-            async def copy(unit: str) -> Mapping[str, Tensor]:
-                return await services.compute(lambda: executor.copy_unit(unit))
-
-            await services.witness(self.number, step, copy)
+        if take.only_hashes and self._snapshot >= step:
+            return
+        state = await services.compute(executor.copy_state)
+        self._snapshot = step
+        services.take(self.number, take, state)
 
     def _fail(self, kind: FailureKind, message: str) -> None:
         """Report the epoch's first failure; later ones follow from it."""

@@ -23,6 +23,7 @@ from node.stage.inbox import StepInterrupted
 from node.stage.packing_meter import packing_meter
 from node.stage.stage_model import StageCompute
 from node.stage.stage_plans import StageCodecs, StageStorage
+from node.stage.state_copy import StateCopy
 from node.stage.step_order import StepOrder
 from node.stage.step_passes import (
     StageIO,
@@ -202,18 +203,12 @@ class StageExecutor:
         self.state_step = -1
         self.voted = False
 
-    def copy_state(self) -> dict[str, dict[str, Tensor]]:
-        """A copy of every unit's weights and optimizer state, on the CPU."""
-        state = {unit: self.model.unit_state(unit) for unit in self.units}
-        if self._caches is not None:
-            for boundary, unit in self._cached_boundaries().items():
-                if unit in state:
-                    state[unit] = {**state[unit], **self._caches.state(boundary)}
-        return state
-
-    def copy_unit(self, unit: str) -> dict[str, Tensor]:
-        """The same of one unit, without the activations remembered behind it."""
-        return self.model.unit_state(unit)
+    def copy_state(self) -> StateCopy:
+        """Every unit's weights and optimizer state, to be read beside the next step."""
+        caches = self._caches
+        boundaries = self._cached_boundaries().items()
+        of_caches = {} if caches is None else {unit: caches.state(boundary) for boundary, unit in boundaries}
+        return self.model.copy_state(of_caches)
 
     # ---- a step
 

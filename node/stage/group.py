@@ -21,9 +21,10 @@ from node.model.units import unit_names
 from node.schedule.gradient_groups import group_of
 from node.stage.ranks import Command, Op, Ranks, number, value
 from node.stage.stage_model import StageModel
+from node.stage.state_copy import StateCopy
 from node.state.serialization import deserialize_unit, serialize_unit
 from node.training.local_steps import LocalSteps
-from node.training.optimizer import StageOptimizer
+from node.training.optimizer import StageOptimizer, StateTensor
 from node.tuning.memory_plan import Room
 from wire.errors import RunError
 
@@ -236,6 +237,16 @@ class Leader:
             return self._model.local.unit_state(unit)
         self._ranks.lead(Op.STATE, self._units.index(unit))
         return self._model.unit_state(unit)
+
+    def copy_state(self, extra: Mapping[str, Mapping[str, Tensor]]) -> StateCopy:
+        if self._ranks.tensor_rank.count == 1:
+            return self._model.local.copy_state(extra)
+        # Shards are gathered by all ranks together, between two steps.
+        states = ((unit, self.unit_state(unit) | {**extra.get(unit, {})}) for unit in self.optimizer.units)
+        return StateCopy(
+            (unit, {name: StateTensor(one, one.dtype) for name, one in state.items()})
+            for unit, state in states
+        )
 
     def begin_step(self, loss_weight: float = 1.0) -> None:
         self._ranks.lead(Op.BEGIN, number(loss_weight))

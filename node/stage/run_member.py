@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,7 @@ from node.stage.measure import NodeMeter
 from node.stage.progress import Progress
 from node.stage.session import Session
 from node.stage.snapshot_transfer import SnapshotTransfer
+from node.stage.state_copy import StateCopy
 from node.stage.sums_kept import SumsKept
 from node.stage.watchdog import ComputeThread
 from node.telemetry import points
@@ -207,15 +208,10 @@ class RunMember:
     def state_bytes(self, units: Collection[str]) -> int:
         return sum(unit_bytes(self.executor.config, unit) for unit in units)
 
-    def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
-        if self._session.leaving:
+    def take(self, epoch: int, take: TakeSnapshot, state: StateCopy) -> None:
+        if self._session.leaving and not take.only_hashes:
             points.reach(points.Phase.DRAIN, stage=self.executor.stage, step=take.step)
-        self._snapshots.upload(epoch, take, state, stage=self.executor.stage)
-
-    async def witness(
-        self, epoch: int, step: int, copy: Callable[[str], Awaitable[Mapping[str, torch.Tensor]]]
-    ) -> None:
-        await self._snapshots.witness(epoch, step, self.executor.units, copy)
+        self._snapshots.take(epoch, take, state, stage=self.executor.stage)
 
     def offer_layers(self) -> None:
         """Tell the coordinator which layers of snapshots are on this node's disk."""

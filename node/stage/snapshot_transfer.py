@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,12 @@ from node.schedule.placement import most_layer_bytes
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.following import State
 from node.stage.layer_peers import LayerPeers, LayerPlace
+from node.stage.state_copy import READERS, ReadLayer, StateCopy, hash_layer, read_layer
 from node.state.hub import PREFIX as HUB
 from node.state.hub import Repository
 from node.state.manifest import LayerFile, unit_weights_sha256
 from node.state.object_store import ObjectStore, is_below, wrong_url
-from node.state.serialization import deserialize_unit, serialize_unit
+from node.state.serialization import deserialize_unit
 from node.state.snapshot_cache import NO_ROOM, SnapshotCache
 from node.state.start import read_units
 from node.state.unit_state import (
@@ -31,7 +32,6 @@ from node.state.unit_state import (
     check_state,
     parameters_of,
     read_tensors,
-    unit_hash,
     weights_file,
 )
 from node.telemetry import points
@@ -59,8 +59,8 @@ MOST_ASKED = 4
 STORE_TRIES, STORE_SECONDS = 13, 5.0
 """How often an object store is tried, and how long after each failure."""
 CHUNK_BYTES = 256 * 1024
-HASHERS = 2
-"""Threads that hash a state while steps go on."""
+UPLOADS = 2
+"""Layers that are sent to the coordinator at a time: it takes no more of one node."""
 
 
 class SnapshotTransfer:
@@ -144,47 +144,22 @@ class SnapshotTransfer:
 
     # ---- saving
 
-    def upload(self, epoch: int, take: TakeSnapshot, state: State, *, stage: int) -> None:
-        """Save a snapshot's layers in the background, where `take` says; a failure fails the epoch."""
+    def take(self, epoch: int, take: TakeSnapshot, state: StateCopy, *, stage: int) -> None:
+        """In the background: tell the coordinator what the layers of a snapshot are and, unless it wants
+        hashes alone, save them where `take` says. Each is read once. One that is not saved fails the
+        epoch."""
         step = take.step
+        if take.only_hashes:
+            self._beside(self._witness(epoch, step, state))
+            return
         running = {old: task for old, task in self._uploads.items() if not task.done()}
         # Cancel an upload of the same step, which may hold other layers or belong to a lost coordinator. Of
-        # older steps let only the newest finish: each holds a copy of the state.
+        # older steps let only the newest finish: each takes room.
         stale = [*sorted(running.keys() - {step})[:-1], *(running.keys() & {step})]
         for old in stale:
             running.pop(old).cancel()
-        task = self._group.create_task(self._upload(epoch, take, state, stage))
+        task = self._group.create_task(self._save(epoch, take, state, stage))
         self._uploads = {**running, step: task}
-
-    async def witness(
-        self,
-        epoch: int,
-        step: int,
-        units: Sequence[str],
-        copy: Callable[[str], Awaitable[Mapping[str, torch.Tensor]]],
-    ) -> None:
-        """Tell the coordinator what the layers of `step` are, each hashed beside the rest.
-
-        Returns as soon as all are copied. A copy is dropped once it is hashed.
-
-        Args:
-            copy: gives a unit's state.
-        """
-        turn = asyncio.Semaphore(HASHERS)
-
-        async def hashed(tensors: list[Mapping[str, torch.Tensor]]) -> UnitHash:
-            async with turn:
-                return await asyncio.to_thread(_hash, tensors.pop())
-
-        tasks: dict[str, asyncio.Future[UnitHash]] = {}
-        try:
-            for unit in units:
-                tasks[unit] = asyncio.ensure_future(hashed([await copy(unit)]))
-        except BaseException:
-            for task in tasks.values():
-                task.cancel()
-            raise
-        self._beside(self._say_hashes(epoch, step, tasks))
 
     def uploading(self, step: int) -> bool:
         """Whether this step's layers are being saved or have all arrived."""
@@ -220,11 +195,20 @@ class SnapshotTransfer:
 
     # ---- inside
 
-    async def _say_hashes(self, epoch: int, step: int, tasks: Mapping[str, asyncio.Future[UnitHash]]) -> None:
+    async def _witness(self, epoch: int, step: int, state: StateCopy) -> None:
+        with contextlib.closing(state):
+            turn = asyncio.Semaphore(READERS)
+
+            async def read(unit: str) -> UnitHash:
+                async with turn:
+                    return await asyncio.to_thread(hash_layer, state, unit)
+
+            self._say_hashes(epoch, step, state.units, await asyncio.gather(*map(read, state.units)))
+
+    def _say_hashes(self, epoch: int, step: int, units: Sequence[str], hashes: Sequence[UnitHash]) -> None:
         names = unit_names(self._config.model)
-        found = await asyncio.gather(*tasks.values())
-        units = dict(zip(map(names.index, tasks), found, strict=True))
-        self._witnessed = StateHashes(epoch=epoch, step=step, units=units)
+        numbered = dict(zip(map(names.index, units), hashes, strict=True))
+        self._witnessed = StateHashes(epoch=epoch, step=step, units=numbered)
         self._post(self._witnessed)
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
@@ -281,29 +265,74 @@ class SnapshotTransfer:
         data = await asyncio.to_thread(weights_file, weights)
         return await asyncio.to_thread(LayerFile.of, data)
 
-    async def _upload(self, epoch: int, take: TakeSnapshot, state: State, stage: int) -> bool:
-        """Save every layer; whether all are. A missing layer fails the epoch: the run may wait for it."""
-        step = take.step
-        for unit, tensors in state.items():
+    async def _save(self, epoch: int, take: TakeSnapshot, state: StateCopy, stage: int) -> bool:
+        """Read and save every layer; whether all are. A missing layer fails the epoch: the run may wait for
+        it."""
+        step, reading, sending = take.step, asyncio.Semaphore(READERS), asyncio.Semaphore(UPLOADS)
+        hashes: dict[str, UnitHash] = {}
+        failures: list[str] = []
+
+        async def save(unit: str) -> None:
             points.reach(points.Phase.SNAPSHOT, stage=stage, step=step)
-            data = await asyncio.to_thread(serialize_unit, tensors)
+            async with reading:
+                layer = await asyncio.to_thread(self._read_layer, take, state, unit)
+            with contextlib.closing(layer.file):
+                hashes[unit] = layer.hash
+                if len(hashes) == len(state.units):
+                    # No layer is stored before it is agreed what it is.
+                    self._say_hashes(epoch, step, state.units, [hashes[one] for one in state.units])
+                async with sending:
+                    await self._hand_in(take, unit, layer)
+
+        async def attempt(unit: str) -> None:
             try:
-                if take.place and not is_url(take.place):
-                    await asyncio.to_thread(self._cache.put, step, unit, data)
-                else:
-                    await self._keep_copy(step, unit, data)
-                if is_url(take.place):
-                    await self._put(take.place, step, unit, data)
-                if take.place:
-                    await self._client.hold_layers([await asyncio.to_thread(self._held, step, unit, data)])
-                else:
-                    await self._client.put_layer(step, unit, data)
+                await save(unit)
             except ThinwireError as error:
-                failure = f"layer {unit} of the snapshot of step {step} was not stored: {error}"
+                failures.append(f"layer {unit} of the snapshot of step {step} was not stored: {error}")
+                raise
+
+        with contextlib.closing(state):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for unit in state.units:
+                        group.create_task(attempt(unit))
+            except* ThinwireError:
+                failure = failures[0]
                 log.warning("%s", failure)
                 self._post(StepFailed(epoch=epoch, step=step, kind=FailureKind.INTERNAL, message=failure))
-                return False
-        return True
+        return not failures
+
+    def _read_layer(self, take: TakeSnapshot, state: StateCopy, unit: str) -> ReadLayer:
+        """A layer, on this node's disk if there is room, else in memory. Blocks. Raises RunError where the
+        disk is the layer's place, and has no room."""
+        to_nodes = bool(take.place) and not is_url(take.place)
+        size = state.digest(unit).bytes
+        reports = self._windows if take.place else None
+        try:
+            try:
+                with self._cache.writing(take.step, unit, size) as file:
+                    return read_layer(state, unit, file, reports)
+            except RunError:
+                if to_nodes:
+                    raise
+            return read_layer(state, unit, None, reports)
+        finally:
+            state.done(unit)
+
+    async def _hand_in(self, take: TakeSnapshot, unit: str, layer: ReadLayer) -> None:
+        step, file = take.step, layer.file
+        if is_url(take.place):
+            await self._put(take.place, step, unit, await asyncio.to_thread(file.read, 0, file.size))
+        if not take.place:
+            return await self._client.put_layer(step, unit, file)
+        held = HeldLayer(
+            step=step,
+            unit=unit,
+            bytes=file.size,
+            sha256=file.sha256,
+            weights_sha256=layer.weights_sha256,
+        )
+        await self._client.hold_layers([held])
 
     async def _keep_copy(self, step: int, unit: str, data: bytes) -> None:
         """Keep a file on this node's disk, if there is room."""
@@ -385,7 +414,7 @@ class SnapshotTransfer:
             if (kept := await asyncio.to_thread(self._cache.get, wanted.step, unit)) is None:
                 await self._client.hold_layers([], [(wanted.step, unit)])
             else:
-                await self._client.put_layer(wanted.step, unit, kept.data)
+                await self._client.put_layer(wanted.step, unit, kept)
 
     async def _offer(self) -> None:
         names = await asyncio.to_thread(self._cache.names)
@@ -411,10 +440,6 @@ def check_store(url: str, allowed: str) -> None:
             f"this run keeps its snapshots in {url}, with the credentials of each machine's environment: "
             f"join with --store {url} to let it"
         )
-
-
-def _hash(tensors: Mapping[str, torch.Tensor]) -> UnitHash:
-    return unit_hash({name: tensor.numpy() for name, tensor in tensors.items()})
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:

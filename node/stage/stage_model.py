@@ -5,7 +5,7 @@ It knows no schedule and no network; the executor says what to run. `StageModel`
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -28,9 +28,10 @@ from node.stage.captured_passes import CapturedPasses, CudaRecorder
 from node.stage.memory_control import MemoryControl, Taken
 from node.stage.out_of_memory import ran_out
 from node.stage.passes import AutogradPasses, ChunkCall, Passes
+from node.stage.state_copy import StateCopy
 from node.state.unit_state import FROZEN_PREFIX
 from node.training.local_steps import LocalSteps
-from node.training.optimizer import StageOptimizer
+from node.training.optimizer import StageOptimizer, StateTensor
 from node.tuning.memory import stage_storages
 from node.tuning.memory_plan import MemoryPlan, Room
 from node.tuning.state_moves import moved_blocks
@@ -59,6 +60,8 @@ class StageCompute(Protocol):
     def load_unit_state(self, unit: str, state: Mapping[str, Tensor]) -> None: ...
 
     def unit_state(self, unit: str) -> dict[str, Tensor]: ...
+
+    def copy_state(self, extra: Mapping[str, Mapping[str, Tensor]]) -> StateCopy: ...
 
     def begin_step(self, loss_weight: float = 1.0) -> None: ...
 
@@ -173,6 +176,8 @@ class StageModel:
         self._storage = Storage()
         """The run's, at this stage."""
         self._captured = False
+        self._copy: StateCopy | None = None
+        """Of the state that is held, if anybody was given one."""
 
     def build(self, stage: int, stages: int, storage: int | None = None) -> None:
         """Make this stage's chunks with their initial weights, and a fresh optimizer.
@@ -310,6 +315,8 @@ class StageModel:
 
     def _move_state(self, plan: MemoryPlan) -> None:
         """Between two steps: have on the host, or on the device, what this plan has there."""
+        if plan.state.weights or plan.state.moments:
+            self._settle()
         optimizer, blocks = self.optimizer, [unit for unit in self.optimizer.units if is_block(unit)]
         optimizer.move_moments(self._host if plan.state.moments else None)
         if self._host is not None:
@@ -326,6 +333,7 @@ class StageModel:
 
     def drop(self) -> None:
         """Free everything."""
+        self._settle()
         self._control = None
         self._passes = []
         self._chunks = []
@@ -345,11 +353,33 @@ class StageModel:
         if frozen:
             next(chunk for chunk in self._chunks if unit in chunk.units).load_frozen(unit, frozen)
             state = {name: tensor for name, tensor in state.items() if not name.startswith(FROZEN_PREFIX)}
+        self._settle()
         self.optimizer.load_unit_state(unit, state)
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
         """As `StageOptimizer.unit_state`, of the whole unit."""
         return self.optimizer.unit_state(unit)
+
+    def copy_state(self, extra: Mapping[str, Mapping[str, Tensor]]) -> StateCopy:
+        """The state of all units, with more tensors of some, to be read beside the next step."""
+        self._settle()
+        optimizer = self.optimizer
+
+        def units() -> Iterator[tuple[str, dict[str, StateTensor]]]:
+            for unit in optimizer.units:
+                more = {name: StateTensor(one, one.dtype) for name, one in extra.get(unit, {}).items()}
+                yield unit, optimizer.unit_tensors(unit) | more
+
+        # Rounds change weights before the vote, and put them back.
+        stays = optimizer.stays_in_place and self.config.sync.every == 1
+        self._copy = StateCopy(units(), stays=stays)
+        return self._copy
+
+    def _settle(self) -> None:
+        """The state is about to change or to move."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.settle()
 
     # ---- a step
 
@@ -439,6 +469,7 @@ class StageModel:
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
         """As `StageOptimizer.apply`."""
+        self._settle()
         self.optimizer.apply(lr, clip_coefficient)
 
     # ---- gradients of single parameters

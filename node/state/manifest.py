@@ -132,6 +132,33 @@ class LayerFile(NamedTuple):
     def of(cls, data: bytes) -> "LayerFile":
         return cls(data, sha256(data).hexdigest())
 
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.data[offset : offset + size]
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class LayerSource(Protocol):
+    """A unit's snapshot file that is read in pieces, in memory or on a disk."""
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+
+    @property
+    def sha256(self) -> str: ...
+
+    def read(self, offset: int, size: int) -> bytes:
+        """At most `size` bytes from `offset` on. Blocks; raises RunError if the disk fails."""
+
+    def close(self) -> None:
+        """It is read no more."""
+
 
 class SnapshotStore(Protocol):
     """A place that keeps the layers of a run's snapshots: the coordinator's folder, a node's disk, or an
@@ -169,9 +196,14 @@ def unit_weights_sha256(parameters: Mapping[str, np.ndarray]) -> str:
     digest = sha256()
     for name in sorted(parameters):
         array = np.ascontiguousarray(parameters[name])
-        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(weights_line(name, array.dtype, array.shape))
         digest.update(array.data)
     return digest.hexdigest()
+
+
+def weights_line(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """What comes before a parameter's bytes in that hash."""
+    return f"{name} {dtype.str} {shape}\n".encode()
 
 
 def weights_sha256(unit_hashes: Iterable[str]) -> str:

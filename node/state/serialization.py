@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from node.state.snapshot import read_unit
 from node.state.unit_state import CACHE_PREFIX as CACHE_PREFIX
-from node.state.unit_state import FROZEN_PREFIX, PARAMETER_PREFIX
+from node.state.unit_state import FROZEN_PREFIX, PARAMETER_PREFIX, unit_pieces
 from wire.errors import RunError
 
 
@@ -19,7 +19,7 @@ def serialize_unit(tensors: Mapping[str, Tensor]) -> bytes:
     Args:
         tensors: CPU tensors by name, as from `StageOptimizer.unit_state`.
     """
-    return save({name: tensors[name].contiguous() for name in sorted(tensors)})
+    return b"".join(unit_pieces({name: tensor.numpy() for name, tensor in tensors.items()}))
 
 
 def deserialize_unit(data: bytes) -> dict[str, Tensor]:

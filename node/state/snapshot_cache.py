@@ -14,7 +14,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 from node.state.manifest import LayerFile
@@ -44,6 +46,9 @@ class SnapshotCache:
         self._limit = limit
         self._kept: frozenset[int] = frozenset()
         """Steps of complete snapshots: only `hold` removes their files."""
+        self._making_room = Lock()
+        self._coming: dict[Path, int] = {}
+        """Files that are being written, and their bytes."""
 
     def get(self, step: int, unit: str, size: int = sys.maxsize) -> LayerFile | None:
         """As of every store. A damaged file is removed."""
@@ -60,16 +65,29 @@ class SnapshotCache:
         return None
 
     def put(self, step: int, unit: str, data: bytes) -> None:
+        with self.writing(step, unit, len(data)) as file:
+            file.write(data)
+            file.keep(hashlib.sha256(data).hexdigest()).close()
+
+    @contextmanager
+    def writing(self, step: int, unit: str, size: int) -> Iterator["LayerWriter"]:
+        """A file of `size` bytes, to be written in pieces; unless it is kept, it is gone again. Several may
+        be written at a time. Raises RunError if there is no room."""
         path = self._path(step, unit)
         if path is None:
             raise RunError(f"{unit[:40]!r} is no layer unit")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._make_room(path, len(data) + _SUM):
-                raise RunError(NO_ROOM)
-            _write(path, hashlib.sha256(data).digest(), data)
+            with self._making_room:
+                if not self._make_room(path, size + _SUM):
+                    raise RunError(NO_ROOM)
+                self._coming[path] = size + _SUM
+            with _Replacement(path) as replacement:
+                yield LayerWriter(replacement)
         except OSError as error:
             raise RunError(f"{path} cannot be written ({error.strerror}): make room there") from error
+        finally:
+            self._coming.pop(path, None)
 
     def drop(self, step: int, unit: str) -> None:
         """Remove a file that is of no snapshot."""
@@ -96,7 +114,10 @@ class SnapshotCache:
         if record:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
-                _write(self._directory / RECORD_FILE, record.encode())
+                path = self._directory / RECORD_FILE
+                with _Replacement(path) as replacement:
+                    replacement.file.write(record.encode())
+                    replacement.keep()
             except OSError:
                 return
 
@@ -139,8 +160,10 @@ class SnapshotCache:
         return sorted((int(path.name), path) for path in found)
 
     def _size(self, replaced: Path) -> int:
-        """Bytes on disk without the file that will be replaced."""
-        return sum(path.stat().st_size for path in self._files() if path != replaced)
+        """Bytes on disk and on their way there, without the file that will be replaced."""
+        coming = dict(self._coming)
+        here = {path: path.stat().st_size for path in self._files()} | coming
+        return sum(size for path, size in here.items() if path != replaced)
 
     def _files(self) -> Iterator[Path]:
         for _, directory in self._steps():
@@ -153,22 +176,67 @@ class SnapshotCache:
         return self._directory / str(step) / f"{unit}.layer"
 
 
-def _write(path: Path, *parts: bytes) -> None:
-    """Make `path` hold the parts, atomically and durably."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    partial = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+class LayerWriter:
+    """A layer's file that is being written. Raises OSError."""
+
+    def __init__(self, replacement: "_Replacement") -> None:
+        self._replacement = replacement
+        self.write(bytes(_SUM))
+
+    def write(self, piece: bytes | memoryview) -> None:
+        self._replacement.file.write(piece)
+
+    def keep(self, sha256: str) -> "StoredLayer":
+        """All of it is written, and has this SHA-256: put it on disk, durably."""
+        file = self._replacement.file
+        size = file.tell() - _SUM
+        file.seek(0)
+        file.write(bytes.fromhex(sha256))
+        self._replacement.keep()
+        return StoredLayer(os.dup(file.fileno()), size, sha256)
+
+
+class StoredLayer:
+    """A file on this node's disk, which may be read until it is closed, though it is removed meanwhile.
+    Implements `node.state.manifest.LayerSource`."""
+
+    def __init__(self, handle: int, size: int, sha256: str) -> None:
+        """`handle`: an open file's, to be closed here."""
+        self._handle = handle
+        self.size = size
+        self.sha256 = sha256
+
+    def read(self, offset: int, size: int) -> bytes:
+        try:
+            return os.pread(self._handle, size, _SUM + offset)
+        except OSError as error:
+            raise RunError(f"this node's disk cannot be read ({error.strerror})") from error
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+class _Replacement:
+    """A file that is written beside `path`, and takes its place durably once it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+        self.file = os.fdopen(handle, "w+b")
+        self._partial, self._path = Path(name), path
+
+    def __enter__(self) -> "_Replacement":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def keep(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self._partial.replace(self._path)
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

@@ -7,12 +7,12 @@ largest and smallest element.
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import cache
 from hashlib import sha256
+from math import prod
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import load
 
 from node.config.schema import RunConfig
 from node.model.optimizers import (
@@ -23,6 +23,7 @@ from node.model.optimizers import (
     unit_layout,
 )
 from node.model.optimizers import PARAMETER_PREFIX as PARAMETER_PREFIX
+from node.state.manifest import weights_line
 from wire.errors import RunError
 from wire.messages import UnitHash
 
@@ -30,8 +31,11 @@ FROZEN_PREFIX = "frozen."
 """Begins the names of a checkpoint's weights that a stage with adapters is given beside its state."""
 CACHE_PREFIX = "activation_cache."
 """Begins the names of a sample cache's tensors in a unit's state."""
-_DTYPES = ("uint8", "int16", "float32", "int64")
-"""Of states, in the order in which safetensors has them."""
+_DTYPES = (
+    *("bool", "uint8", "int8", "int16", "uint16", "float16", "int32", "uint32"),
+    *("float32", "float64", "int64", "uint64"),
+)
+"""In the order in which safetensors has them, the narrowest first."""
 _CACHE = {f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since")}
 
 
@@ -57,44 +61,104 @@ def parameters_of(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
-def unit_hash(tensors: Mapping[str, np.ndarray], data: bytes | None = None) -> UnitHash:
-    """What a unit's file is, which need not be made for it. `data`: the file, if it is there."""
-    pieces = [data] if data is not None else _pieces(tensors) if _is_known_layout() else [save({**tensors})]
-    digest = sha256()
-    for piece in pieces:
-        digest.update(piece)
-    sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
-    for name, array in sorted(tensors.items()):
-        kind = "weights" if name.startswith(PARAMETER_PREFIX) else ""
-        if (moment := MOMENTS.get(_moment_part(name)[0])) is not None:
-            kind = "squares" if moment.is_never_negative else "moments"
-        if kind and array.dtype == np.float32:
-            sums[kind] += _sum_of_squares(array)
-    return UnitHash(digest.hexdigest(), **sums)
+class LayerDigest:
+    """What a unit's file is, in one pass over its tensors, which need not be in memory together.
+
+    The file is that of safetensors: `head`, then each tensor's bytes in `order`.
+    """
+
+    def __init__(self, layout: Layout, *, reports: int | None = None) -> None:
+        """`reports`: samples of one pass over the text, where the file is reported as one that nodes can go
+        on from: then the weights have a hash of their own, and impossible numbers raise RunError."""
+        # The widest elements come first, so that all are aligned.
+        self.order = sorted(layout, key=lambda name: (-_DTYPES.index(layout[name][0]), name))
+        self._layout = layout
+        header, at = {}, 0
+        for name in self.order:
+            dtype, shape = layout[name]
+            size = np.dtype(dtype).itemsize * prod(shape)
+            letters = dtype.upper().replace("UINT", "U").replace("INT", "I").replace("FLOAT", "F")
+            header[name] = {"dtype": letters, "shape": shape, "data_offsets": (at, at + size)}
+            at += size
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self.head = len(text).to_bytes(8, "little") + text
+        self.bytes = len(self.head) + at
+        """Of the whole file."""
+        self._reports = reports
+        self._file, self._weights = sha256(self.head), sha256()
+        self._sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
+        self._named = ""
+
+    def add(self, name: str, array: np.ndarray) -> memoryview:
+        """The next slice of a tensor, of its dtype; at least one of each, in `order`. Gives its bytes, which
+        are `array`'s own where it is contiguous."""
+        if self._reports is not None:
+            _check_numbers(name, array, self._reports)
+        piece = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        self._file.update(piece)
+        if self._reports is not None and name.startswith(PARAMETER_PREFIX):
+            if name != self._named:
+                dtype, shape = self._layout[name]
+                parameter = name.removeprefix(PARAMETER_PREFIX)
+                self._weights.update(weights_line(parameter, np.dtype(dtype), shape))
+            self._weights.update(piece)
+        self._named = name
+        if (kind := _summed(name, array)) is not None:
+            self._sums[kind] += _sum_of_squares(array)
+        return piece
+
+    @property
+    def hash(self) -> UnitHash:
+        """Once all is added."""
+        return UnitHash(self._file.hexdigest(), **self._sums)
+
+    @property
+    def weights_sha256(self) -> str:
+        """As `node.state.manifest.unit_weights_sha256`."""
+        assert self._reports is not None, "asked for when it was made"
+        return self._weights.hexdigest()
 
 
-def _pieces(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
-    """The bytes of the tensors' safetensors file, without a copy of them."""
-    # The widest elements come first, so that all are aligned.
-    names = sorted(tensors, key=lambda name: (-_DTYPES.index(tensors[name].dtype.name), name))
-    header, at = {}, 0
-    for name in names:
-        array = tensors[name]
-        dtype = array.dtype.name.upper().replace("UINT", "U").replace("INT", "I").replace("FLOAT", "F")
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": (at, at + array.nbytes)}
-        at += array.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in names:
+def layout_of(tensors: Mapping[str, np.ndarray]) -> Layout:
+    """dtype and shape of each."""
+    return {name: (array.dtype.name, array.shape) for name, array in tensors.items()}
+
+
+def unit_pieces(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
+    """The bytes of the tensors' file, without a copy of contiguous ones."""
+    digest = LayerDigest(layout_of(tensors))
+    yield digest.head
+    for name in digest.order:
         yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
 
 
-@cache
-def _is_known_layout() -> bool:
-    """Whether this version of safetensors lays out files as `_pieces` does."""
-    sample = {f"{dtype}.{n}": np.ones((n, 3), dtype) for dtype in _DTYPES for n in (2, 1)}
-    return b"".join(_pieces(sample)) == save(sample)
+def unit_hash(tensors: Mapping[str, np.ndarray]) -> UnitHash:
+    """What a unit's file is, which is not made for it."""
+    digest = LayerDigest(layout_of(tensors))
+    for name in digest.order:
+        digest.add(name, tensors[name])
+    return digest.hash
+
+
+def state_sums(tensors: Mapping[str, np.ndarray]) -> tuple[float, float, float]:
+    """The sums of squares of `unit_hash`: of weights, moments, and moments that are squares."""
+    sums = {"weights": 0.0, "moments": 0.0, "squares": 0.0}
+    for name, array in sorted(tensors.items()):
+        if (kind := _summed(name, array)) is not None:
+            sums[kind] += _sum_of_squares(array)
+    return sums["weights"], sums["moments"], sums["squares"]
+
+
+def _summed(name: str, array: np.ndarray) -> str | None:
+    """Which of the sums a tensor is part of."""
+    if array.dtype != np.float32:
+        return None
+    if name.startswith(PARAMETER_PREFIX):
+        return "weights"
+    if (moment := MOMENTS.get(_moment_part(name)[0])) is not None:
+        return "squares" if moment.is_never_negative else "moments"
+    return None
 
 
 def _sum_of_squares(array: np.ndarray) -> float:
@@ -105,7 +169,7 @@ def _sum_of_squares(array: np.ndarray) -> float:
 
 def weights_file(weights: Mapping[str, np.ndarray]) -> bytes:
     """A unit's float32 weights alone as a file, under their names in a state."""
-    return save({f"{PARAMETER_PREFIX}{name}": array for name, array in sorted(weights.items())})
+    return b"".join(unit_pieces({f"{PARAMETER_PREFIX}{name}": array for name, array in weights.items()}))
 
 
 def check_state(config: RunConfig, windows: int, unit: str, tensors: Mapping[str, np.ndarray]) -> None:
@@ -122,12 +186,16 @@ def check_state(config: RunConfig, windows: int, unit: str, tensors: Mapping[str
     if config.pipeline.remembers and not _CACHE.isdisjoint(tensors):
         # All or none: only the unit before a boundary carries its sample cache.
         expected |= _cache_layout(config, tensors)
-    found = {name: (array.dtype.name, array.shape) for name, array in tensors.items()}
+    found = layout_of(tensors)
     if problem := layout_problem(expected, found):
         raise RunError(problem)
     for name, array in tensors.items():
-        if array.size and not _possible(name, array, windows):
-            raise RunError(f"{name} holds numbers that no step leaves behind")
+        _check_numbers(name, array, windows)
+
+
+def _check_numbers(name: str, array: np.ndarray, windows: int) -> None:
+    if array.size and not _possible(name, array, windows):
+        raise RunError(f"{name} holds numbers that no step leaves behind")
 
 
 def _cache_layout(config: RunConfig, tensors: Mapping[str, np.ndarray]) -> Layout:
@@ -165,4 +233,4 @@ def _possible(name: str, array: np.ndarray, windows: int) -> bool:
         case "samples":
             return bool((np.diff(array) > 0).all()) and array[0] >= 0 and array[-1] < windows
         case _:  # steps
-            return int(array) >= 0
+            return int(array.min()) >= 0

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,15 @@ from node.training.muon import Muon
 from node.training.schedule import clip_coefficient
 from node.training.update_rules import AdamW, Step, Updates
 from wire.errors import NonFiniteError, RunError
+
+
+class StateTensor(NamedTuple):
+    """A tensor of a state where it is."""
+
+    tensor: Tensor
+    saved: torch.dtype
+    """Its dtype in a snapshot."""
+
 
 _UPDATES: Mapping[type[UpdateRule], Callable[..., Updates]] = {AdamWRule: AdamW, MuonRule: Muon}
 
@@ -461,20 +471,28 @@ class StageOptimizer:
             shard=self._shards.get(parameter),
         )
 
-    def unit_state(self, unit: str) -> dict[str, Tensor]:
-        """A copy of a unit's whole state on the CPU, so that training may continue meanwhile.
-
-        Keys, dtypes and shapes are those of `state_layout`.
-        """
-        state: dict[str, Tensor] = {STEP: torch.tensor(self._steps[unit], dtype=torch.int64)}
+    def unit_tensors(self, unit: str) -> dict[str, StateTensor]:
+        """A unit's whole state where it is; keys and shapes are those of `state_layout`. Moments in host
+        memory are copied."""
         self.streaming.use_weights(unit)
+        count = torch.tensor(self._steps[unit], dtype=torch.int64)
+        state = {STEP: StateTensor(count, count.dtype)}
         for name, parameter in self._units[unit].items():
-            state[f"{PARAMETER_PREFIX}{name}"] = copy_to_cpu(parameter.float())
+            state[f"{PARAMETER_PREFIX}{name}"] = StateTensor(parameter.detach(), torch.float32)
             kept = zip(self._keys(parameter).items(), self.moments_of(parameter), strict=True)
-            state |= {key: copy_to_cpu(moment).to(getattr(torch, part.saved)) for (key, part), moment in kept}
+            state |= {key: StateTensor(moment, getattr(torch, part.saved)) for (key, part), moment in kept}
             if parameter in self.outer:
-                state[f"{OUTER_PREFIX}{name}"] = copy_to_cpu(self.outer[parameter])
+                state[f"{OUTER_PREFIX}{name}"] = StateTensor(self.outer[parameter], torch.float32)
         return state
+
+    def unit_state(self, unit: str) -> dict[str, Tensor]:
+        """A copy of a unit's whole state on the CPU, in the dtypes of `state_layout`."""
+        return {name: copy_to_cpu(one.tensor).to(one.saved) for name, one in self.unit_tensors(unit).items()}
+
+    @property
+    def stays_in_place(self) -> bool:
+        """Whether the state is on the device throughout a step's passes."""
+        return self._on_host is None and self.streaming.weights is None
 
     @torch.no_grad()
     def load_unit_state(self, unit: str, tensors: Mapping[str, Tensor]) -> None:

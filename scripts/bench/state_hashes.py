@@ -2,12 +2,14 @@
 
     python -m scripts.bench.state_hashes [--runs 5] [--device cuda] [--out FILE]
 
-Times are processor seconds; those of a GPU's copies are seconds. The state of a block (float32 weights and
-moments) is copied as a row does that uploads nothing, then hashed (SHA-256 of its file, sums of squares) on
-one thread and on as many as a node uses. A stage's cost is that of its bytes. Steps take the compute time
-that `scripts/results/compute.json` has of this shape on a GPU, without any wait for a link, so that the share
-of a step is the most that it can be. Hashes are made beside the steps; the compute thread waits for the
-copies alone. Writes scripts/results/state_hashes.json, or FILE.
+The state of a block is float32 weights and moments, and its hash the SHA-256 of its file and sums of squares.
+A stage's cost is that of its bytes. Steps take the compute time that `scripts/results/compute.json` has of
+this shape on a GPU, without any wait for a link, so that the share of a step is the most that it can be.
+
+Two ways, in the same run. `copied`: the compute thread copies the state, then threads hash the copy; times
+are processor seconds, those of a GPU's copies seconds. `beside`: threads hash the state where it is while
+products of the step's length run, and the next change waits for them. What that costs is how much longer
+these take with the hashing than without. Writes scripts/results/state_hashes.json, or FILE.
 """
 
 import argparse
@@ -17,17 +19,19 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from node.config.schema import RunConfig
 from node.lab.results import commit, hardware
 from node.model.units import parameter_specs
-from node.stage.snapshot_transfer import HASHERS, _hash
-from node.training.optimizer import copy_to_cpu
+from node.stage.state_copy import READERS, StateCopy, hash_layer
+from node.state.unit_state import unit_hash
+from node.training.optimizer import StateTensor, copy_to_cpu
 from node.tuning.snapshot_place import stage_state_bytes
 from scripts.bench.compute import SHAPES
 from scripts.report import RESULTS, write
@@ -59,9 +63,10 @@ def main() -> int:
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     copied = _median(runs, lambda: [copy_to_cpu(one) for one in held.values()], clock)
     state = {name: copy_to_cpu(one) for name, one in held.items()}
-    alone = _median(runs, lambda: _hash(state))
-    with ThreadPoolExecutor(HASHERS) as pool:
-        together = _median(runs, lambda: list(pool.map(_hash, [state] * HASHERS))) / HASHERS
+    arrays = {name: one.numpy() for name, one in state.items()}
+    alone = _median(runs, lambda: unit_hash(arrays))
+    with ThreadPoolExecutor(READERS) as pool:
+        together = _median(runs, lambda: list(pool.map(unit_hash, [arrays] * READERS))) / READERS
     (row,) = [
         one
         for one in json.loads((RESULTS / "compute.json").read_text(encoding="utf-8"))["rows"]
@@ -79,6 +84,7 @@ def main() -> int:
     )
     told = node_message_to_proto(message).ByteSize()
     stage_hash = together * stage_bytes / size
+    beside = _beside(runs, held, round(stage_bytes / size), step, device)
     report = {
         "bench": "state_hashes",
         "commit": commit(),
@@ -90,15 +96,18 @@ def main() -> int:
         "runs": runs,
         "block_bytes": size,
         "copy_gb_a_second": size / copied / 1e9,
-        "hash_gb_a_second": {"1 thread": size / alone / 1e9, f"{HASHERS} threads": size / together / 1e9},
+        "hash_gb_a_second": {"1 thread": size / alone / 1e9, f"{READERS} threads": size / together / 1e9},
         "stages": STAGES,
         "stage_bytes": stage_bytes,
         "snapshot_every": every,
         "step_seconds": step,
         "hash_seconds_a_snapshot": stage_hash,
         "hash_seconds_a_step": stage_hash / every,
-        "copy_seconds_a_step": copied * stage_bytes / size / every,
-        "copy_share_of_a_step": copied * stage_bytes / size / every / step,
+        "copied": {
+            "seconds_a_snapshot": copied * stage_bytes / size,
+            "share_of_a_step": copied * stage_bytes / size / every / step,
+        },
+        "beside": {**beside, "share_of_a_step": beside["seconds_a_snapshot"] / every / step},
         "bytes_a_snapshot": told,
         "bytes_a_step": told / every,
         "note": "a GPU's copy goes over its bus, this machine's through its memory",
@@ -106,6 +115,52 @@ def main() -> int:
     write(args.out, report)
     print(json.dumps(report, indent=1))
     return 0
+
+
+def _beside(
+    runs: int, held: Mapping[str, Tensor], blocks: int, step: float, device: torch.device
+) -> dict[str, float]:
+    """Seconds of products of about `step` seconds: alone, and while threads hash the state of so many blocks,
+    for which what comes next waits."""
+    factor = torch.rand(
+        2048, 2048, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16
+    )
+
+    def products(count: int) -> None:
+        for _ in range(count):
+            torch.mm(factor, factor)
+        if device.type != "cpu":
+            torch.cuda.synchronize()
+
+    once = _median(runs, lambda: products(64), time.perf_counter) / 64
+    count, waits = max(1, round(step / once)), list[float]()
+
+    def with_hashes() -> None:
+        units = [
+            (f"block.{number:04}", {name: StateTensor(one, one.dtype) for name, one in held.items()})
+            for number in range(blocks)
+        ]
+        began = time.perf_counter()
+        state = StateCopy(units)
+        waited = time.perf_counter() - began
+        hashes = [pool.submit(hash_layer, state, unit) for unit in state.units]
+        products(count)
+        began = time.perf_counter()
+        state.settle()
+        waits.append(waited + time.perf_counter() - began)
+        state.close()
+        for one in hashes:
+            one.exception()
+
+    with ThreadPoolExecutor(READERS) as pool:
+        together = _median(runs, with_hashes, time.perf_counter)
+    alone = _median(runs, lambda: products(count), time.perf_counter)
+    return {
+        "products_alone": alone,
+        "products_with_hashes": together,
+        "waited_seconds_a_snapshot": statistics.median(waits[1:]),
+        "seconds_a_snapshot": together - alone,
+    }
 
 
 def _median(runs: int, work: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:

@@ -95,7 +95,7 @@ async def test_a_failed_upload_leaves_a_download_in_peace() -> None:
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
             batch = group.create_task(client.batch(4, part=BatchPart.INPUTS, size=len(BATCH)))
             await service.asked.wait()
-            await client.put_layer(2, "embed", b"state")
+            await client.put_layer(2, "embed", LayerFile.of(b"state"))
             assert service.failures == 0
             service.answer.set()
         assert not batch.cancelled()
@@ -123,7 +123,7 @@ async def test_an_outage_counts_from_when_a_call_broke() -> None:
     await server.start()
     try:
         async with asyncio.timeout(SECONDS):
-            await client.put_layer(2, "embed", b"state")
+            await client.put_layer(2, "embed", LayerFile.of(b"state"))
         assert service.failures == 0
     finally:
         await client.close()
@@ -139,7 +139,7 @@ async def test_a_coordinator_that_is_still_starting_is_not_an_outage() -> None:
     await server.start()
     try:
         async with asyncio.timeout(SECONDS):
-            await client.put_layer(2, "embed", b"state")  # after waits of more than `OUTAGE`
+            await client.put_layer(2, "embed", LayerFile.of(b"state"))  # after waits of more than `OUTAGE`
         assert service.failures == 0
     finally:
         await client.close()
@@ -154,11 +154,11 @@ async def test_an_outage_that_lasts_too_long_is_an_error_of_each_call() -> None:
     await server.start()
     try:
         async with asyncio.timeout(SECONDS):
-            uploads = [client.put_layer(2, unit, b"state") for unit in ("embed", "head")]
+            uploads = [client.put_layer(2, unit, LayerFile.of(b"state")) for unit in ("embed", "head")]
             outcomes = await asyncio.gather(*uploads, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [LinkLostError, LinkLostError]
         with pytest.raises(LinkLostError, match="did not answer for 1 s"):
-            await client.put_layer(2, "embed", b"state")
+            await client.put_layer(2, "embed", LayerFile.of(b"state"))
     finally:
         await client.close()
         await server.stop(None)

@@ -209,9 +209,9 @@ async def nodes(count: int, folder: Path) -> AsyncIterator[list[Node]]:
 def same_weights(node: Node, other: Node) -> bool:
     states = [one.executor.copy_state() for one in (node, other)]
     return all(
-        torch.equal(value, states[1][unit][name])
-        for unit, tensors in states[0].items()
-        for name, value in tensors.items()
+        torch.equal(value, states[1].whole(unit)[name])
+        for unit in states[0].units
+        for name, value in states[0].whole(unit).items()
     )
 
 

@@ -28,9 +28,12 @@ from node.schedule.gradient_groups import Piece
 from node.stage import snapshot_transfer
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.stage_model import StageModel
+from node.stage.state_copy import ReadLayer, StateCopy
+from node.state.manifest import LayerFile, LayerSource
 from node.state.serialization import deserialize_unit, serialize_unit
-from node.state.unit_state import unit_hash
+from node.state.snapshot_cache import LayerWriter
 from node.training.group_sums import Gradient, PieceSums
+from node.training.optimizer import StateTensor
 from wire.errors import LinkError, ThinwireError
 from wire.figures import LinkFigures
 from wire.messages import (
@@ -138,16 +141,17 @@ class Liar:
                 await asyncio.sleep(FLOOD_SECONDS)
                 if self.lying:
                     with contextlib.suppress(ThinwireError):
-                        await put_layer(client, 10**6, "embed", bytes(2**20))
+                        await put_layer(client, 10**6, "embed", LayerFile.of(bytes(2**20)))
                     uploads += 1
                     if uploads >= UNASKED:
                         self.uploaded.set()
 
-        async def no_layer(client: CoordinatorClient, step: int, unit: str, data: bytes) -> None:
+        async def no_layer(client: CoordinatorClient, step: int, unit: str, file: LayerSource) -> None:
             if self.withholds_layers and self.lying:
                 await asyncio.Event().wait()
-            lies = self.alter_layer is not None and self.lying
-            await put_layer(client, step, unit, self.alter_layer(data) if lies else data)
+            if self.alter_layer is not None and self.lying:
+                file = LayerFile.of(self.alter_layer(file.read(0, file.size)))
+            await put_layer(client, step, unit, file)
 
         async def no_layers(client: CoordinatorClient, *held: Any) -> Any:
             if self.withholds_layers and self.lying:
@@ -326,18 +330,23 @@ def _snapshots(said: Alter, given: Alter) -> Callable[[Liar], None]:
     """Lie about the state at snapshots: in the hashes that it says, and in the layers that it hands in."""
 
     def install(liar: Liar) -> None:
-        right, hashed = snapshot_transfer.serialize_unit, snapshot_transfer._hash
+        read, hashed = snapshot_transfer.read_layer, snapshot_transfer.hash_layer
 
-        def layer(tensors: Mapping[str, Tensor]) -> bytes:
-            return right(given(tensors) if liar.lying else tensors)
+        def altered(state: StateCopy, unit: str, change: Alter) -> StateCopy:
+            tensors = change(state.whole(unit))
+            return StateCopy([(unit, {name: StateTensor(one, one.dtype) for name, one in tensors.items()})])
 
-        def hashes(tensors: Mapping[str, Tensor]) -> UnitHash:
-            altered = said(tensors) if liar.lying else tensors
-            return unit_hash({name: one.numpy() for name, one in altered.items()})
+        def layer(state: StateCopy, unit: str, file: LayerWriter | None, reports: int | None) -> ReadLayer:
+            if not liar.lying:
+                return read(state, unit, file, reports)
+            handed_in = read(altered(state, unit, given), unit, file, reports)
+            return handed_in._replace(hash=hashes(state, unit))
 
-        assert callable(hashed)
-        snapshot_transfer.serialize_unit = layer
-        snapshot_transfer._hash = hashes
+        def hashes(state: StateCopy, unit: str) -> UnitHash:
+            return hashed(altered(state, unit, said) if liar.lying else state, unit)
+
+        snapshot_transfer.read_layer = layer
+        snapshot_transfer.hash_layer = hashes
 
     return install
 

@@ -252,7 +252,8 @@ class MemoryPipeline:
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """Weights and optimizer state of every unit."""
         row = self.executors[: len(self.executors) // self.rows]
-        return {unit: tensors for executor in row for unit, tensors in executor.copy_state().items()}
+        copies = [executor.copy_state() for executor in row]
+        return {unit: copy.whole(unit) for copy in copies for unit in copy.units}
 
     def weights_sha256(self) -> str:
         """As a snapshot's manifest gives it."""

@@ -2,17 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import TypeVar, cast
-
-from torch import Tensor
 
 from node.schedule.routing import Peer
 from node.stage.coordinator_client import Batches
-from node.stage.epoch_task import LinkEvents, State
+from node.stage.epoch_task import LinkEvents
 from node.stage.executor import StageExecutor
+from node.stage.following import State
 from node.stage.inbox import Inbox, TensorLink
 from node.stage.progress import Progress
+from node.stage.state_copy import StateCopy
 from wire.errors import ThinwireError
 from wire.messages import NodeMessage, Placement, TakeSnapshot
 from wire.telemetry import Telemetry
@@ -31,7 +31,6 @@ class FakeServices:
         self.progress = Progress()
         self.said: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.uploads: list[tuple[int, int]] = []
-        self.witnessed: list[tuple[int, int]] = []
         self.waited: list[float] = []
         self.arrives = True
         """Whether snapshots' layers are saved."""
@@ -69,13 +68,8 @@ class FakeServices:
     def state_bytes(self, units: Collection[str]) -> int:
         return len(units)
 
-    def upload(self, epoch: int, take: TakeSnapshot, state: State) -> None:
+    def take(self, epoch: int, take: TakeSnapshot, state: StateCopy) -> None:
         self.uploads.append((epoch, take.step))
-
-    async def witness(
-        self, epoch: int, step: int, copy: Callable[[str], Awaitable[Mapping[str, Tensor]]]
-    ) -> None:
-        self.witnessed.append((epoch, step))
 
     def uploading(self, step: int) -> bool:
         return self.arrives

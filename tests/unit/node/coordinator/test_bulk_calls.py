@@ -30,7 +30,7 @@ from node.coordinator.snapshot_handler import Agreement, NotDueError, UploadPerm
 from node.model.labels import BatchPart
 from node.run_file.loader import default_config
 from node.stage.coordinator_client import CoordinatorClient
-from node.state.manifest import UnitEntry
+from node.state.manifest import LayerFile, UnitEntry
 from tests.support.pki import new_authority, new_node
 from wire.channels import make_server, open_channel
 from wire.errors import RunError
@@ -239,10 +239,10 @@ async def test_an_upload_that_nobody_needs_any_more_counts_as_stored() -> None:
     async with coordinator(handler) as (port, _):
         node = client(port, NODE)
         handler.permit = permit(len(LAYER), is_stored=True)
-        await node.put_layer(4, "embed", LAYER)
+        await node.put_layer(4, "embed", LayerFile.of(LAYER))
         assert handler.stored == [b""]
         handler.permit = permit(len(LAYER))
-        await node.put_layer(4, "embed", LAYER)
+        await node.put_layer(4, "embed", LayerFile.of(LAYER))
         assert handler.stored[1:] == [LAYER] and handler.refusals == handler.layers_refused == []
         await node.close()
 

@@ -13,9 +13,10 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.labels import BatchPart
 from node.schedule.gradient_groups import RowShare
 from node.schedule.routing import Peer
-from node.stage.epoch_task import EpochTask, State
+from node.stage.epoch_task import EpochTask
 from node.stage.executor import StageExecutor
 from node.stage.inbox import LinksIO, StepInterrupted
+from node.stage.state_copy import StateCopy
 from node.stage.tensor_transfer import BadTensorError
 from node.telemetry.clock import StageClock
 from tests.support.services import FakeServices
@@ -128,9 +129,9 @@ class Stage:
 
     wants_digests = False
 
-    def copy_state(self) -> State:
+    def copy_state(self) -> StateCopy:
         self.log.append("copy")
-        return {}
+        return StateCopy([])
 
     def expected_bytes(self, key: TensorKey) -> int | None:
         return 64

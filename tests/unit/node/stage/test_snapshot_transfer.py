@@ -17,16 +17,26 @@ from node.stage import snapshot_transfer
 from node.stage.coordinator_client import CoordinatorClient
 from node.stage.layer_peers import LayerPeers
 from node.stage.snapshot_transfer import SnapshotTransfer
-from node.state.manifest import LayerFile
+from node.stage.state_copy import StateCopy
+from node.state.manifest import LayerFile, LayerSource
 from node.state.snapshot_cache import SnapshotCache
 from node.state.unit_state import weights_file
+from node.training.optimizer import StateTensor
 from wire.errors import DataError, LinkLostError
-from wire.messages import FailureKind, NodeMessage, Prefetch, StepFailed, TakeSnapshot
+from wire.messages import FailureKind, NodeMessage, Prefetch, StateHashes, StepFailed, TakeSnapshot
 
 SECONDS = 20.0
 MODEL = ModelSection(layers=1)
 NOTHING = OwnerAllows()
-STATE = {"embed": {"weight": torch.ones(2)}, "head": {"weight": torch.zeros(2)}}
+UNITS = ("embed", "head")
+
+
+def state() -> StateCopy:
+    tensors = (torch.ones(2), torch.zeros(2))
+    return StateCopy(
+        (unit, {"parameter.weight": StateTensor(one, one.dtype)})
+        for unit, one in zip(UNITS, tensors, strict=True)
+    )
 
 
 class Coordinator:
@@ -58,7 +68,7 @@ class Coordinator:
             return kept.data
         return data
 
-    async def put_layer(self, step: int, unit: str, data: bytes) -> None:
+    async def put_layer(self, step: int, unit: str, file: LayerSource) -> None:
         self.begun.put_nowait((step, unit))
         if self.lost:
             raise LinkLostError("nobody answers")
@@ -92,6 +102,11 @@ class Scene:
             tell=self.told.put_nowait,
         )
 
+    def failures(self) -> list[NodeMessage]:
+        """What was posted besides hashes."""
+        posted = [self.posted.get_nowait() for _ in range(self.posted.qsize())]
+        return [message for message in posted if not isinstance(message, StateHashes)]
+
     async def begun(self) -> tuple[int, str]:
         """The next layer that the coordinator is asked for, or to take."""
         async with asyncio.timeout(SECONDS):
@@ -117,8 +132,8 @@ async def test_a_layer_is_fetched_once(tmp_path: Path) -> None:
 
 async def test_sent_layers_are_requested_by_digest(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
-        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
-    assert here.coordinator.stored == [(3, "embed"), (3, "head")]
+        here.transfer.take(1, TakeSnapshot(epoch=1, step=3), state(), stage=0)
+    assert sorted(here.coordinator.stored) == [(3, "embed"), (3, "head")]
     file = here.cache.get(3, "head")
     assert file is not None and file.sha256 == sha256(file.data).hexdigest()
 
@@ -126,7 +141,7 @@ async def test_sent_layers_are_requested_by_digest(tmp_path: Path) -> None:
 async def test_a_layer_of_a_snapshot_that_never_was_is_not_used(tmp_path: Path) -> None:
     """What this node sent was of an attempt that others did not end: the step was come to otherwise."""
     async with scene(tmp_path) as here:
-        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
+        here.transfer.take(1, TakeSnapshot(epoch=1, step=3), state(), stage=0)
     assert await here.transfer.fetch(3, "head") == b"3 head"
     assert await here.transfer.fetch(3, "head") == b"3 head"
     assert here.coordinator.kept == 1, "the right one is kept in its place"
@@ -136,7 +151,7 @@ async def test_tensors_in_flight_and_arrived_are_known(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         assert not here.transfer.uploading(3) and not here.transfer.sending
         here.coordinator.open.clear()
-        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
+        here.transfer.take(1, TakeSnapshot(epoch=1, step=3), state(), stage=0)
         await here.begun()
         assert here.transfer.uploading(3) and here.transfer.sending
         here.coordinator.open.set()
@@ -144,7 +159,7 @@ async def test_tensors_in_flight_and_arrived_are_known(tmp_path: Path) -> None:
     async with asyncio.TaskGroup() as group:
         lost = Scene(tmp_path, group)
         lost.coordinator.lost = True
-        lost.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
+        lost.transfer.take(1, TakeSnapshot(epoch=1, step=3), state(), stage=0)
     assert not lost.transfer.uploading(3) and not lost.transfer.sending
 
 
@@ -152,20 +167,20 @@ async def test_the_oldest_of_three_pending_snapshots_is_dropped(tmp_path: Path) 
     async with scene(tmp_path) as here:
         here.coordinator.open.clear()
         for step in (3, 6, 9):
-            here.transfer.upload(1, TakeSnapshot(epoch=1, step=step), STATE, stage=0)
-            assert await here.begun() == (step, "embed")
+            here.transfer.take(1, TakeSnapshot(epoch=1, step=step), state(), stage=0)
+            assert {await here.begun(), await here.begun()} == {(step, unit) for unit in UNITS}
         here.coordinator.open.set()
-    assert sorted(here.coordinator.stored) == [(step, unit) for step in (6, 9) for unit in STATE]
+    assert sorted(here.coordinator.stored) == [(step, unit) for step in (6, 9) for unit in UNITS]
 
 
 async def test_a_snapshot_that_is_asked_for_again_starts_over(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         here.coordinator.open.clear()
         for epoch in (1, 2):
-            here.transfer.upload(epoch, TakeSnapshot(epoch=epoch, step=3), STATE, stage=0)
-            assert await here.begun() == (3, "embed")
+            here.transfer.take(epoch, TakeSnapshot(epoch=epoch, step=3), state(), stage=0)
+            assert {await here.begun(), await here.begun()} == {(3, unit) for unit in UNITS}
         here.coordinator.open.set()
-    assert here.coordinator.stored == [(3, "embed"), (3, "head")]
+    assert sorted(here.coordinator.stored) == [(3, "embed"), (3, "head")]
 
 
 @pytest.mark.parametrize(
@@ -216,15 +231,14 @@ async def test_weights_come_from_the_own_disk_or_the_hub_before_the_coordinator(
 async def test_a_layer_that_is_not_stored_fails_the_epoch_once(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         here.coordinator.lost = True
-        here.transfer.upload(4, TakeSnapshot(epoch=4, step=3), STATE, stage=0)
-    failure = here.posted.get_nowait()
+        here.transfer.take(4, TakeSnapshot(epoch=4, step=3), state(), stage=0)
+    (failure,) = here.failures()
     assert failure == StepFailed(
         epoch=4,
         step=3,
         kind=FailureKind.INTERNAL,
         message="layer embed of the snapshot of step 3 was not stored: nobody answers",
     )
-    assert here.posted.empty()
 
 
 async def test_a_newer_snapshot_takes_the_place_of_one_that_is_fetched_ahead(tmp_path: Path) -> None:
@@ -252,8 +266,9 @@ async def test_a_node_that_cannot_prefetch_announces_nothing(
 async def test_all_that_is_under_way_can_be_stopped(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         here.coordinator.open.clear()
-        here.transfer.upload(1, TakeSnapshot(epoch=1, step=3), STATE, stage=0)
+        here.transfer.take(1, TakeSnapshot(epoch=1, step=3), state(), stage=0)
         here.transfer.prefetch(Prefetch(step=6, units=("head",)))
-        assert {await here.begun(), await here.begun()} == {(3, "embed"), (6, "head")}
+        begun = {await here.begun() for _ in (*UNITS, "prefetched")}
+        assert begun == {(3, "embed"), (3, "head"), (6, "head")}
         here.transfer.cancel()
-    assert here.coordinator.stored == [] and here.told.empty() and here.posted.empty()
+    assert here.coordinator.stored == [] and here.told.empty() and not here.failures()

@@ -1,0 +1,203 @@
+"""A stage's state after a step, read while the next step's passes run.
+
+From one optimizer step to the next the state stays as it is, so nobody waits for a copy of it: threads read
+it slice by slice, hash it and write it to disk, and only the next change waits for them (`settle`). A reader
+holds two slices at a time, in page-locked memory where the state is on a GPU.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from node.model.optimizers import Layout
+from node.state.manifest import LayerFile, LayerSource
+from node.state.snapshot_cache import LayerWriter
+from node.state.unit_state import CACHE_PREFIX, LayerDigest
+from node.training.optimizer import StateTensor, copy_to_cpu
+from wire.codecs.host_copies import HostCopies
+from wire.errors import RunError
+from wire.messages import UnitHash
+
+READERS = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""Threads that read a state while steps go on."""
+SLICE = 1 << 22
+"""Elements that are read at a time."""
+AT_ONCE_BYTES = 8 << 20
+"""So small a state is copied at once, sooner than threads begin."""
+PATIENCE = 2.0
+"""Seconds that the next change of the state waits for its readers, which may wait for a disk. Then what they
+have not read is copied, whatever memory it takes."""
+
+UnitTensors = Mapping[str, StateTensor]
+
+
+class StateCopy:
+    """The state of some layer units. Create and `settle` it on the compute thread; read it on any."""
+
+    def __init__(self, units: Iterable[tuple[str, UnitTensors]], *, stays: bool = True) -> None:
+        """
+        Args:
+            units: each unit's tensors, which are asked for one unit after another.
+            stays: they are in place until `settle`. If not, they are copied now.
+        """
+        self._units: dict[str, UnitTensors] = {}
+        for unit, tensors in units:
+            self._units[unit] = tensors if stays else _copied(tensors)
+        self._locks = {unit: threading.Lock() for unit in self._units}
+        """Held while a slice of the unit is in use."""
+        self._changed = threading.Condition()
+        self._left = set(self._units) if stays else set[str]()
+        """Units that are read where they are, or will be."""
+        self._closed = False
+        self._copies = HostCopies()
+        devices = {one.tensor.device for tensors in self._units.values() for one in tensors.values()}
+        self._device = next((device for device in devices if device.type != "cpu"), None)
+        if self._device is not None:
+            self._stream = torch.cuda.Stream(self._device)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self.bytes <= AT_ONCE_BYTES:
+            self.settle(0.0)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return tuple(self._units)
+
+    @property
+    def bytes(self) -> int:
+        """Of all of it, as it is saved."""
+        return sum(
+            one.tensor.numel() * one.saved.itemsize
+            for state in self._units.values()
+            for one in state.values()
+        )
+
+    def layout(self, unit: str) -> Layout:
+        """dtype and shape by name, as saved."""
+        return {
+            name: (str(one.saved).removeprefix("torch."), tuple(one.tensor.shape))
+            for name, one in self._units[unit].items()
+        }
+
+    def digest(self, unit: str, *, reports: int | None = None) -> LayerDigest:
+        """A digest to read the unit's tensors into. `reports`: as of `LayerDigest`."""
+        return LayerDigest(self.layout(unit), reports=reports)
+
+    def read(self, unit: str, names: Iterable[str], take: Callable[[str, np.ndarray], object]) -> None:
+        """Give `take` these tensors slice by slice, as they are saved. Arrays are used again once `take` has
+        returned. Blocks; call `done` afterwards.
+
+        Raises RunError once the copy is closed.
+        """
+        begun: list[tuple[str, Callable[[], Tensor]]] = []
+        # On a GPU the next slice comes while one is taken; on a CPU slices are taken where they are.
+        ahead = 0 if self._device is None else 1
+        for name, first, count in self._slices(unit, names):
+            with self._locks[unit]:
+                begun.append((name, self._begin(unit, name, first, count)))
+                if len(begun) > ahead:
+                    name_before, wait = begun.pop(0)
+                    take(name_before, wait().numpy())
+        for name, wait in begun:
+            take(name, wait().numpy())
+
+    def done(self, unit: str) -> None:
+        """The unit is read, or is not needed: nothing waits for its readers."""
+        with self._changed:
+            self._left.discard(unit)
+            self._changed.notify_all()
+
+    def whole(self, unit: str) -> dict[str, Tensor]:
+        """A copy of the unit's tensors, as they are saved. Blocks."""
+        with self._locks[unit]:
+            return {name: one.tensor for name, one in _copied(self._units[unit]).items()}
+
+    def settle(self, patience: float = PATIENCE) -> None:
+        """The state is about to change: wait until it is read, and copy what is not. Blocks."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left, patience)
+            left = list(self._left)
+        for unit in left:
+            with self._locks[unit]:
+                if self._device is not None:
+                    self._stream.synchronize()
+                if not self._closed:
+                    self._units[unit] = _copied(self._units[unit])
+            self.done(unit)
+
+    def close(self) -> None:
+        """Nobody reads any more of it: nothing waits for it."""
+        self._closed = True
+        with self._changed:
+            self._left.clear()
+            self._changed.notify_all()
+
+    # ---- inside
+
+    def _slices(self, unit: str, names: Iterable[str]) -> Iterator[tuple[str, int, int]]:
+        for name in names:
+            elements = prod(self._units[unit][name].tensor.shape)
+            # Samples of a cache are checked together.
+            size = elements if name.startswith(CACHE_PREFIX) else SLICE
+            for first in range(0, max(1, elements), max(1, size)):
+                yield name, first, min(size, elements - first)
+
+    def _begin(self, unit: str, name: str, first: int, count: int) -> Callable[[], Tensor]:
+        """Begin to copy a slice to the host, if it is not there; gives a function that waits for it."""
+        if self._closed:
+            raise RunError("this state is no longer read")
+        tensor, saved = self._units[unit][name]
+        part = tensor.reshape(-1)[first : first + count]
+        if part.device.type == "cpu":
+            return lambda: part.to(saved)
+        with torch.cuda.stream(self._stream):
+            host, done = self._copies.fetch(part)
+
+        def wait() -> Tensor:
+            done.synchronize()
+            return host.to(saved)
+
+        return wait
+
+
+def _copied(tensors: UnitTensors) -> UnitTensors:
+    return {
+        name: StateTensor(copy_to_cpu(one.tensor).to(one.saved), one.saved) for name, one in tensors.items()
+    }
+
+
+class ReadLayer(NamedTuple):
+    """A layer that was read into a file."""
+
+    file: LayerSource
+    hash: UnitHash
+    weights_sha256: str
+    """Empty unless it is reported."""
+
+
+def read_layer(state: StateCopy, unit: str, file: LayerWriter | None, reports: int | None) -> ReadLayer:
+    """Read a unit into a file, by default in memory. Blocks.
+
+    `reports`: as of `LayerDigest`. Raises RunError, or OSError of the file.
+    """
+    digest, data = state.digest(unit, reports=reports), bytearray()
+    write = data.extend if file is None else file.write
+    write(digest.head)
+    state.read(unit, digest.order, lambda name, array: write(digest.add(name, array)))
+    state.done(unit)
+    found = digest.hash
+    kept = LayerFile(bytes(data), found.sha256) if file is None else file.keep(found.sha256)
+    return ReadLayer(kept, found, "" if reports is None else digest.weights_sha256)
+
+
+def hash_layer(state: StateCopy, unit: str) -> UnitHash:
+    """What the unit's file would be. Blocks. Raises RunError once the copy is closed."""
+    digest = state.digest(unit)
+    state.read(unit, digest.order, digest.add)
+    state.done(unit)
+    return digest.hash
