@@ -35,7 +35,8 @@ class TensorKey(NamedTuple):
 
     `boundary` is the global index of the chunk that lies before the boundary (chunk j feeds chunk j + 1, so
     its activation and the gradient that comes back both cross boundary j). Zero for tied gradients. Between
-    rows it is the number of the piece, and `microbatch` that of the node of the tree.
+    rows it is the number of the piece, and `microbatch` that of the node of the tree. Where microbatches are
+    cut into N slices, `microbatch` is that of the microbatch times N, plus that of the slice.
     """
 
     epoch: int

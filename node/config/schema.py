@@ -295,6 +295,7 @@ class LoraSection:
 Window = int | Literal["auto"]
 Replicas = Window
 Gateways = Window
+SequenceChunks = Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,9 +308,14 @@ class PipelineSection:
     """When nodes are missing, continue with as few stages as this; 0 pauses until every stage has a node."""
     chunks: int = 1
     """Model chunks in a stage; above 1 the schedule is interleaved 1F1B."""
+    sequence_chunks: SequenceChunks = 1
+    """Cut each sample along the sequence into so many slices, which pass through the stages one after another
+    (exact; no link carries more bytes): fill, drain and what a stage keeps for backward shrink by this
+    number. `auto` takes the fewest with which fill and drain are at most a twentieth of a step. The number
+    decides bits."""
     window: Window = "auto"
-    """Extra microbatches in flight on each link, to overlap compute with transfers; `auto` plans it from
-    measured times."""
+    """Extra microbatches in flight on each link, or slices (see `sequence_chunks`), to overlap compute with
+    transfers; `auto` plans it from measured times."""
     window_gb: float = 0.0
     """With `window = "auto"`: the most memory, in GB, that the extra microbatches of a stage may take; 0 is
     what the node has left."""

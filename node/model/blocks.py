@@ -29,6 +29,7 @@ from node.config.schema import ModelSection
 from node.model.families.family import Family
 from node.model.families.known import family_of
 from node.model.lora import FrozenLinear
+from node.model.past import BlockSlice, Slice, slice_attention
 from node.model.products import AS_IT_IS, AddProduct, Way
 from node.model.storage import Storage
 from node.model.stored_layers import (
@@ -68,8 +69,19 @@ def norm(model: ModelSection, width: int) -> nn.Module:
     return RMSNorm(width, model.norm_eps, offset=model.norm_offset)
 
 
-def attention(query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, reach: Reach = EVERYTHING) -> Tensor:
-    """Causal attention; each key/value head serves H / K query heads. Returns [B, S, C]."""
+def attention(
+    query_bhsd: Tensor,
+    key_bksd: Tensor,
+    value_bksd: Tensor,
+    reach: Reach = EVERYTHING,
+    at: BlockSlice | None = None,
+) -> Tensor:
+    """Causal attention; each key/value head serves H / K query heads. Returns [B, S, C].
+
+    `at`: S are the tokens of a slice, which see those of earlier slices too.
+    """
+    if at is not None:
+        return slice_attention(query_bhsd, key_bksd, value_bksd, at, reach).transpose(1, 2).flatten(2)
     if reach.is_limited:
         return differentiable(query_bhsd, key_bksd, value_bksd, reach).transpose(1, 2).flatten(2)
     grouped = query_bhsd.shape[1] != key_bksd.shape[1]
@@ -191,22 +203,26 @@ class Block(nn.Module, ABC):
         """What normalised queries and keys are multiplied by; empty without such norms."""
         return ()
 
-    def split(self, projected: Sequence[Tensor]) -> Heads:
-        """Heads from the outputs of the projections into attention."""
-        return self.split_by(projected, self.head_norms())
+    def split(self, projected: Sequence[Tensor], first: int = 0) -> Heads:
+        """As `split_by`, with the block's own `head_norms`."""
+        return self.split_by(projected, self.head_norms(), first)
 
     @abstractmethod
-    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor]) -> Heads:
-        """`split` with these values of `head_norms`."""
+    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0) -> Heads:
+        """Heads from the outputs of the projections into attention, with these values of `head_norms`.
+
+        `first`: the position in the sample of the first token.
+        """
 
     @abstractmethod
     def join(
-        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor]
+        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Gradients of the outputs of the projections into attention and of `head_norms`, from the heads'.
 
         Args:
             projected: the outputs; counts with norms alone.
+            first: as for `split_by`.
         """
 
     @abstractmethod
@@ -214,24 +230,36 @@ class Block(nn.Module, ABC):
         """The input of the projection out of the feed-forward from the outputs of those into it: all
         [B, S, F]."""
 
-    def qkv(self, normed_bsc: Tensor) -> Heads:
-        """Queries [B, H, S, D], keys and values [B, K, S, D]."""
-        return self.split([into(normed_bsc) for into in self._projections(self.family.attention_inputs)])
+    def qkv(self, normed_bsc: Tensor, first: int = 0) -> Heads:
+        """Queries [B, H, S, D], keys and values [B, K, S, D]; `first` as for `split_by`."""
+        projected = [into(normed_bsc) for into in self._projections(self.family.attention_inputs)]
+        return self.split(projected, first)
 
-    def forward(self, x_bsc: Tensor, documents: Documents | None = None) -> Tensor:
-        """`documents`: attention does not cross them."""
+    def forward(
+        self, x_bsc: Tensor, documents: Documents | None = None, place: Slice | None = None
+    ) -> Tensor:
+        """
+        Args:
+            documents: attention does not cross them; of the sample's tokens up to the last of x.
+            place: x is this slice of the microbatch.
+        """
         reach = Reach(window=self.window, documents=documents)
+        at = None if place is None else place.of_block(self)
+        first = 0 if place is None else place.first
         packs = not self.storage.is_off or (self.is_plain and self._is_fused(x_bsc))
         if not self.is_coded and not (packs and torch.is_grad_enabled()):
-            return self._plain(x_bsc, reach)
+            return self._plain(x_bsc, reach, at)
         ways = self._ways
         attention_inputs, (attention_output,), ffn_inputs, (ffn_output,) = self.products()
         x_bsc = attention_half(
             x_bsc,
             AttentionParts(
                 storage=self.storage,
-                layout=HeadLayout(split=self.split_by, join=self.join),
+                layout=HeadLayout(
+                    split=partial(self.split_by, first=first), join=partial(self.join, first=first)
+                ),
                 rank=self.rank,
+                at=at,
                 inputs=ways[0],
                 output=ways[1],
                 reach=reach,
@@ -267,9 +295,9 @@ class Block(nn.Module, ABC):
         half = compute_dtype(x_bsc) != torch.float32
         return self.fuses and half and dispatch.has_kernels(x_bsc.device.type)
 
-    def _plain(self, x_bsc: Tensor, reach: Reach) -> Tensor:
+    def _plain(self, x_bsc: Tensor, reach: Reach, at: BlockSlice | None) -> Tensor:
         """Through plain autograd."""
-        attend = partial(self._attend, reach=reach)
+        attend = partial(self._attend, reach=reach, at=at)
         if self.norm_place == "output":
             x_bsc = x_bsc + self.attention_norm(attend(x_bsc))
             output_bsc: Tensor = self.ffn_norm(self._feed_forward(x_bsc))
@@ -281,8 +309,9 @@ class Block(nn.Module, ABC):
         x_bsc = x_bsc + attend(self.attention_norm(x_bsc))
         return x_bsc + self._feed_forward(self.ffn_norm(x_bsc))
 
-    def _attend(self, x_bsc: Tensor, reach: Reach) -> Tensor:
-        attended_bsc = attention(*self.qkv(gather(x_bsc, self.rank)), reach)
+    def _attend(self, x_bsc: Tensor, reach: Reach, at: BlockSlice | None) -> Tensor:
+        heads = self.qkv(gather(x_bsc, self.rank), 0 if at is None else at.first)
+        attended_bsc = attention(*heads, reach, at)
         return self._out_of(getattr(self, self.family.attention_output), attended_bsc)
 
     def _feed_forward(self, x_bsc: Tensor) -> Tensor:
@@ -321,14 +350,17 @@ class Embedding(nn.Module):
         self.positions = None if family_of(model).rotates else _embedding(model.sequence, model.hidden)
         self.scale = sqrt(model.hidden) if model.scaled_embedding else 1.0
 
-    def forward(self, tokens_bs: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self, tokens_bs: Tensor, documents: Documents | None = None, place: Slice | None = None
+    ) -> Tensor:
+        """`documents` and `place` as of `Block.forward`."""
         x_bsc: Tensor = self.tokens(tokens_bs).float()
         if self.scale != 1.0:
             x_bsc = x_bsc * self.scale
         if self.positions is None:
             return x_bsc
         length = tokens_bs.shape[1]
-        first = self.rank.index * length
+        first = self.rank.index * length + (0 if place is None else place.first)
         if documents is not None:
             own = torch.arange(first, first + length, device=tokens_bs.device)
             within: Tensor = self.positions(own - documents.first_bs[:, first : first + length])

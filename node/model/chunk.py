@@ -26,6 +26,7 @@ from node.model.llama_block import LlamaBlock
 from node.model.lora import DropoutSource, freeze, load_frozen
 from node.model.lora_shapes import trained_specs
 from node.model.offload import Offload, Passing
+from node.model.past import Slice, slice_loss
 from node.model.recompute import recomputed
 from node.model.rng import generator
 from node.model.shards import shard
@@ -79,54 +80,68 @@ class Chunk(nn.Module):
         self.streaming = Streaming()
         """Brings blocks' weights and main gradients, where they are in host memory."""
 
-    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None, place: Slice | None = None) -> Tensor:
         """Run the units in order.
 
         Args:
             x: token ids [B, S] int64 if the chunk holds "embed", else hidden [B, S, C] float32.
-            documents: attention does not cross them.
+            documents: attention does not cross them; of the sample's tokens up to the last of x.
+            place: x is this slice of the microbatch, and slices pass in their order.
 
         Returns:
             Logits [B, S, V] if the chunk holds "head", else hidden [B, S, C] float32.
         """
-        made, _ = self._through(self.layers, x, documents)
+        made, _ = self._through(self.layers, x, documents, place)
         return made
 
-    def loss(self, x: Tensor, labels: Tensor, documents: Documents | None = None) -> Tensor:
-        """Mean cross entropy over all labels of the microbatch, in nats, a float32 scalar.
+    def loss(
+        self, x: Tensor, labels: Tensor, documents: Documents | None = None, place: Slice | None = None
+    ) -> Tensor:
+        """Mean cross entropy over all labels of the microbatch, in nats, a float32 scalar; of a slice, over
+        its own labels and times `place.loss_factor`.
 
         With `masks_labels`, ignored labels count as 0 in the mean; the step's `label_weight` corrects it.
 
         Args:
             x: as for `forward`; the chunk must hold "head".
             labels: [B, S] int64.
-            documents: as for `forward`.
+            documents, place: as for `forward`.
         """
-        head, tokens = self.layers[-1], labels.numel()
-        in_pieces = is_fused(x.device) or head_piece(tokens, self.model.vocab) < tokens
-        if isinstance(head, Head) and in_pieces:
-            x, passing = self._through(self.layers[:-1], x, documents)
-            loss = head_loss(head.norm(x).flatten(0, 1), head.output, labels.flatten())
-            if passing is not None:
-                passing.ask_last(loss)
-            return loss
-        logits_bsv = self(x, documents)
+        head = self.layers[-1]
+        x, passing = self._through(self.layers[:-1], x, documents, place)
+        of_head = partial(self._head_loss, head, labels)
+        weights = list(head.parameters())
+        loss = of_head(x) if place is None else slice_loss(x, of_head, place, weights)
+        if passing is not None:
+            passing.ask_last(loss)
+        return loss
+
+    def _head_loss(self, head: nn.Module, labels: Tensor, x: Tensor) -> Tensor:
+        """The mean loss from the head's input."""
+        tokens = labels.numel()
+        if isinstance(head, Head) and (is_fused(x.device) or head_piece(tokens, self.model.vocab) < tokens):
+            return head_loss(head.norm(x).flatten(0, 1), head.output, labels.flatten())
+        logits_bsv: Tensor = head(x)
         logits = logits_bsv.float().flatten(0, 1)
         if not self.masks_labels:
             return F.cross_entropy(logits, labels.flatten())
         total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        return total / labels.numel()
+        return total / tokens
 
     def _through(
-        self, layers: Iterable[nn.Module], x: Tensor, documents: Documents | None
+        self,
+        layers: Iterable[nn.Module],
+        x: Tensor,
+        documents: Documents | None,
+        place: Slice | None = None,
     ) -> tuple[Tensor, Passing | None]:
         grads = torch.is_grad_enabled()
         passing = None if self.offload is None or not grads else self.offload.passing(x)
         for unit, layer in zip(self.units, layers, strict=False):
-            run = layer if isinstance(layer, Head) else partial(layer, documents=documents)
+            run = layer if isinstance(layer, Head) else partial(layer, documents=documents, place=place)
             storage = layer.storage if isinstance(layer, Block) and grads else Storage()
             if storage.again:
-                run = partial(_keeping_input, layer, documents=documents)
+                run = partial(_keeping_input, layer, documents=documents, place=place)
             self.streaming.begin_forward(unit)
             x = run(x) if passing is None else passing.through(layer, run, x, frozenset(storage.offload))
             if grads:
@@ -168,13 +183,14 @@ class Chunk(nn.Module):
             yield unit, self.unit_parameters(unit)
 
 
-def _keeping_input(layer: nn.Module, x: Tensor, documents: Documents | None) -> Tensor:
-    """`layer(x, documents)`, run again in backward: nothing but x is kept."""
+def _keeping_input(layer: nn.Module, x: Tensor, documents: Documents | None, place: Slice | None) -> Tensor:
+    """`layer(x, documents, place)`, run again in backward: nothing but x is kept, and the slice's keys and
+    values."""
     # Those of now: a captured pass replaces the parameters while it goes forward.
     parameters: dict[str, Tensor] = dict(layer.named_parameters())
 
     def run(x: Tensor) -> Tensor:
-        return cast(Tensor, functional_call(layer, parameters, (x, documents)))
+        return cast(Tensor, functional_call(layer, parameters, (x, documents, place)))
 
     # Nothing in a block draws from torch's generators.
     return recomputed(run, x)

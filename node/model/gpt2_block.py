@@ -16,14 +16,14 @@ class Gpt2Block(Block):
 
     family = GPT2
 
-    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor]) -> Heads:
+    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0) -> Heads:
         (joined,) = projected
         heads_bsnhd = torch.unflatten(joined, -1, (3, -1, self.width))
         query_bhsd, key_bhsd, value_bhsd = heads_bsnhd.permute(2, 0, 3, 1, 4).unbind(0)
         return query_bhsd, key_bhsd, value_bhsd
 
     def join(
-        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor]
+        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return (torch.stack([part.transpose(1, 2) for part in heads], dim=2).flatten(2),), ()
 

@@ -59,16 +59,20 @@ class Rotary(nn.Module):
         self.register_buffer("cos_sd", angles.cos().to(device), persistent=False)
         self.register_buffer("sin_sd", angles.sin().to(device), persistent=False)
 
-    def forward(self, query_bhsd: Tensor, key_bksd: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, query_bhsd: Tensor, key_bksd: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        """`first`: the position of the first of them."""
+        tables = self._from(first, query_bhsd.shape[-2])
         if torch.is_grad_enabled():
-            length = query_bhsd.shape[-2]
-            tables = self.cos_sd[:length], self.sin_sd[:length]
             return reference.rotate(query_bhsd, *tables), reference.rotate(key_bksd, *tables)
-        return layers.rotate_both(query_bhsd, key_bksd, self.cos_sd, self.sin_sd)
+        return layers.rotate_both(query_bhsd, key_bksd, *tables)
 
-    def back(self, query_bhsd: Tensor, key_bksd: Tensor) -> tuple[Tensor, Tensor]:
+    def back(self, query_bhsd: Tensor, key_bksd: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """The gradients of the inputs: the inverse rotation."""
-        return layers.rotate_both(query_bhsd, key_bksd, self.cos_sd, self.sin_sd, back=True)
+        tables = self._from(first, query_bhsd.shape[-2])
+        return layers.rotate_both(query_bhsd, key_bksd, *tables, back=True)
+
+    def _from(self, first: int, length: int) -> tuple[Tensor, Tensor]:
+        return self.cos_sd[first : first + length], self.sin_sd[first : first + length]
 
 
 class LlamaBlock(Block):
@@ -99,7 +103,7 @@ class LlamaBlock(Block):
         norms = (self._modules.get(name) for name in ("query_norm", "key_norm"))
         return tuple(one.scale() for one in norms if isinstance(one, RMSNorm))
 
-    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor]) -> Heads:
+    def split_by(self, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0) -> Heads:
         heads = [self._to_be_normed(part) for part in projected]
         heads[: len(norms)] = [
             reference.norm(part, scale, None, self.norm_eps)
@@ -112,7 +116,7 @@ class LlamaBlock(Block):
             query_bhsd = query_bhsd * self.query_factor
         if self.rotary is None:
             return query_bhsd, key_bksd, value_bksd
-        query_bhsd, key_bksd = self.rotary(query_bhsd, key_bksd)
+        query_bhsd, key_bksd = self.rotary(query_bhsd, key_bksd, first)
         return query_bhsd, key_bksd, value_bksd
 
     def _to_be_normed(self, projected_bsn: Tensor) -> Tensor:
@@ -120,11 +124,11 @@ class LlamaBlock(Block):
         return torch.unflatten(projected_bsn, -1, (-1, self.width)) if self.norms_heads else projected_bsn
 
     def join(
-        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor]
+        self, heads: Heads, projected: Sequence[Tensor], norms: Sequence[Tensor], first: int = 0
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         query_bhsd, key_bksd, value_bksd = heads
         if self.rotary is not None:
-            query_bhsd, key_bksd = self.rotary.back(query_bhsd, key_bksd)
+            query_bhsd, key_bksd = self.rotary.back(query_bhsd, key_bksd, first)
         if self.query_factor != 1.0:
             query_bhsd = query_bhsd * self.query_factor
         grads = [part.transpose(1, 2).flatten(2) for part in (query_bhsd, key_bksd, value_bksd)]

@@ -18,6 +18,7 @@ from node.config.schema import LoraSection, ModelSection, RunConfig
 from node.model.families.family import Cut
 from node.model.families.known import family_of
 from node.model.lora_shapes import WHOLE, trained_specs
+from node.model.slices import sample_slices
 from node.model.storage import PACKED
 from node.model.units import block_name, is_block, parameter_specs
 from wire.errors import RunError
@@ -83,6 +84,13 @@ def check_shards(config: RunConfig, ranks: int) -> None:
                 f"--tensor-parallel {ranks} does not divide this run's model.{name} {size}: join with a "
                 "--tensor-parallel that does"
             )
+    # `auto` is decided when a run starts.
+    slices = config.pipeline.sequence_chunks
+    if slices != "auto" and any(len(own) % ranks for own in sample_slices(model, slices)):
+        raise RunError(
+            f"--tensor-parallel {ranks} does not divide each of the {slices} parts that samples are cut into "
+            "(pipeline.sequence_chunks): join with a --tensor-parallel that does"
+        )
     unit = block_name(0)
     if ranks > 1 and config.lora.rank:
         _check_frozen(config, ranks)

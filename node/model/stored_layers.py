@@ -31,6 +31,7 @@ from kernels.fp8.rows import Coded
 from kernels.layers import ops as layers
 from node.model.lora import AdaptedProjections, FrozenLinear
 from node.model.offload import mark
+from node.model.past import BlockSlice
 from node.model.products import AS_IT_IS, Linear, Projections, Way
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
 from node.model.tensor_rank import TensorRank, compute_dtype
@@ -201,6 +202,8 @@ class AttentionParts:
     storage: Storage
     layout: HeadLayout
     rank: TensorRank
+    at: BlockSlice | None = None
+    """Of a microbatch that is cut into slices: the one that x is."""
     inputs: Way = AS_IT_IS
     """How the projections into attention compute, and the one out of it."""
     output: Way = AS_IT_IS
@@ -322,7 +325,11 @@ class _AttentionHalf(torch.autograd.Function):
             del projected
             if RECOMPUTE not in (storage.attention, storage.attention_output):
                 heads, _ = _kept_heads(kept_heads, head_shapes, parts, norms, dtype)
-            attended, sums = attention(*heads, parts.reach)
+            if parts.at is not None:
+                # Keys and values that are kept in the same form anyway are not kept twice.
+                own = _keep_heads(heads, storage.attention) if norms.heads else kept_heads
+                parts.at.keep(_restoring(own, heads, storage.attention, dtype))
+            attended, sums = attention(*_seen(heads, parts.at), parts.reach)
             flat = _flat(attended)
             made = output.row_parallel(flat, parts.rank)
             result, kept_made = norms.add(x, made, storage.norm_input)
@@ -359,7 +366,7 @@ class _AttentionHalf(torch.autograd.Function):
         else:
             heads, projected = _kept_heads((query, key, value), ctx.head_shapes, parts, norms, dtype)
         if storage.attention_output == RECOMPUTE:
-            attended, sums = attention(*heads, parts.reach)
+            attended, sums = attention(*_seen(heads, parts.at), parts.reach)
             flat = _flat(attended)
         else:
             flat = _kept(kept_output, storage.attention_output, ctx.flat_shape, dtype)
@@ -372,9 +379,12 @@ class _AttentionHalf(torch.autograd.Function):
             output.backward([down], codes), 2, (ctx.head_shapes[0][1], -1)
         ).transpose(1, 2)
         del own, down, flat, of_made
-        of_heads = attention_backward(
-            of_attended, *heads, attended, sums, parts.reach, fixed_order=parts.fixed_order
-        )
+        through, order = (attended, sums, parts.reach), parts.fixed_order
+        if parts.at is None:
+            of_heads = attention_backward(of_attended, *heads, *through, fixed_order=order)
+        else:
+            of_heads = parts.at.backward(of_attended, heads, *through, fixed_order=order)
+        del through
         del of_attended, heads, attended
         of_projected, of_norms = parts.layout.join(of_heads, projected, norms.heads)
         del of_heads, projected
@@ -487,6 +497,27 @@ def _keep_heads(made: Sequence[Tensor], form: str) -> list[Tensor]:
     if form == AS_COMPUTED:
         return list(made)
     return [_keep(_flat(part) if part.dim() == 4 else part, form) for part in made]
+
+
+def _seen(heads: Heads, at: BlockSlice | None) -> Heads:
+    """With the keys and values of earlier slices."""
+    return heads if at is None else (heads[0], *at.joined(*heads[1:]))
+
+
+def _restoring(
+    kept: Sequence[Tensor], heads: Heads, form: str, dtype: torch.dtype
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Gives keys and values again, from what `_keep_heads` kept of heads; of what is recomputed, these."""
+    _, key, value = heads
+    if form == RECOMPUTE:
+        return lambda: (key, value)
+    shapes, (_, *packed) = (key.shape, value.shape), kept
+
+    def restore() -> tuple[Tensor, Tensor]:
+        key, value = (_heads(*one, form, dtype) for one in zip(packed, shapes, strict=True))
+        return key, value
+
+    return restore
 
 
 def _kept_heads(

@@ -56,7 +56,7 @@ from node.run_state.epoch import PROOF_STEPS, Committed
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate, sharing, stage_needs, useless
 from node.run_state.votes import HISTORY_STEPS, PastStep
-from node.schedule.placement import block_counts, check_cache, head_share, with_head_place
+from node.schedule.placement import block_counts, check_cache, decided, head_share
 from node.state.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
 from node.state.snapshot import (
     Checked,
@@ -131,7 +131,7 @@ def run_coordinator(
             corpus = _load_corpus(config, tell)
             # After all checks: a failed start leaves no run behind.
             held.enter_context(run_lock(run_dir))
-            config = with_head_place(config)
+            config = decided(config)
             if (line := check_room(config, run_dir)) is not None:
                 tell(line)
             run = _create(config, run_dir, corpus)

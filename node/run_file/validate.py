@@ -89,6 +89,7 @@ def problems(config: RunConfig) -> list[str]:
         *_float16(config),
         *_lora(config.lora, config),
         *_pipeline(config),
+        *_slices(config),
         *_groups(config),
         *_local_steps(config),
         *_codecs(config.pipeline, config.data.shift),
@@ -375,6 +376,33 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
         )
     elif split and sum(split) != layers:
         yield f"pipeline.split adds up to {sum(split)} blocks, but model.layers is {layers}"
+
+
+def _slices(config: RunConfig) -> Iterator[str]:
+    pipeline, count = config.pipeline, config.pipeline.sequence_chunks
+    if count == "auto":
+        return
+    if not 1 <= count <= max(1, config.model.sequence):
+        yield (
+            f"pipeline.sequence_chunks must be from 1 to model.sequence ({config.model.sequence}) or "
+            f'"auto", got {count}'
+        )
+    elif count > 1 and config.training.microbatch > 0:
+        if config.microbatches * count > MAX_MICROBATCHES:
+            yield (
+                f"pipeline.sequence_chunks ({count}) of {config.microbatches} microbatches come to more than "
+                f"{MAX_MICROBATCHES} parts of a step: lower it"
+            )
+        if pipeline.chunks > 1:
+            yield (
+                "pipeline.sequence_chunks above 1 shortens fill and drain without more bytes: set "
+                f"pipeline.chunks = 1, not {pipeline.chunks}"
+            )
+        if pipeline.remembers:
+            yield (
+                f"pipeline.forward_codec {pipeline.forward_codec} remembers whole samples: set "
+                "pipeline.sequence_chunks = 1, or use a codec without a memory"
+            )
 
 
 def _groups(config: RunConfig) -> Iterator[str]:

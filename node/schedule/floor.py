@@ -9,11 +9,15 @@ gone the rest of its way. So a step takes at least, for every resource,
 
 and the largest of these is the floor (max(compute, bytes over the busiest link direction / its rate) a
 microbatch, with the fill and drain that nobody can avoid).
+
+Where microbatches are cut into N slices of equal work, the first slice's way is the fill and the drain: each
+resource serves N times as many tensors for an N-th of the time. A slice's bytes are taken to be an N-th too:
+that of the first and last tensors, of the slices with most tokens, is more, so the floor stays a bound.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -125,6 +129,7 @@ def step_floor(
     chunks: int = 1,
     head_share: float | None = None,
     after_seconds: float = 0.0,
+    slices: int = 1,
 ) -> Floor:
     """The floor of one step.
 
@@ -144,14 +149,17 @@ def step_floor(
             has it.
         after_seconds: what every step needs behind its last backward: the vote's and the commit's way, the
             optimizer.
+        slices: of each microbatch.
 
     Raises ValueError for sizes that do not agree, negative times and rates that are not above 0.
     """
     stages = len(forward)
     ring = (chunks > 1 or head_share is not None) and stages > 2
     joints = max(0, stages - 1) + ring
-    if stages == 0 or len(backward) != stages or microbatches < 1 or chunks < 1:
-        raise ValueError("give forward and backward for every stage, and at least 1 microbatch and chunk")
+    if stages == 0 or len(backward) != stages or min(microbatches, chunks, slices) < 1:
+        raise ValueError(
+            "give forward and backward for every stage, and at least 1 microbatch, chunk and slice"
+        )
     if links and len(links) != joints:
         raise ValueError(f"{len(links)} links given; {stages} stages with {chunks} chunks have {joints}")
     if interfaces and len(interfaces) != stages:
@@ -165,14 +173,14 @@ def step_floor(
     hops = stages * chunks + (head_share is not None)
     shares = chunk_shares(stages, chunks, head_share)
     for hop in range(hops):
-        visits.compute(hop % stages, forward[hop % stages] * shares[hop])
+        visits.compute(hop % stages, forward[hop % stages] * shares[hop] / slices)
         if hop < hops - 1:
-            visits.transfer(hop % stages, (hop + 1) % stages, activation_bytes)
+            visits.transfer(hop % stages, (hop + 1) % stages, activation_bytes / slices)
     for hop in reversed(range(hops)):
-        visits.compute(hop % stages, backward[hop % stages] * shares[hop])
+        visits.compute(hop % stages, backward[hop % stages] * shares[hop] / slices)
         if hop > 0:
-            visits.transfer(hop % stages, (hop - 1) % stages, gradient_bytes)
-    loads = visits.loads()
+            visits.transfer(hop % stages, (hop - 1) % stages, gradient_bytes / slices)
+    loads = [replace(load, microbatch_seconds=slices * load.microbatch_seconds) for load in visits.loads()]
     first = max(loads, key=lambda load: load.seconds(microbatches))
     rest = sorted((x for x in loads if x is not first), key=lambda x: -x.microbatch_seconds)
     return Floor(

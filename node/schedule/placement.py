@@ -14,7 +14,9 @@ from functools import lru_cache
 from node.config.schema import ModelSection, PipelineSection, RunConfig
 from node.model.lora_shapes import trained_specs
 from node.model.optimizers import most_state_bytes
+from node.model.slices import sample_slices
 from node.model.units import EMBED, HEAD, block_name, check_model, is_block, unit_cost
+from node.schedule.floor import step_floor
 from node.schedule.schedule import Kind, Order, Orders, Window, schedule
 from wire.codecs.formats import FP32, codec_format
 from wire.errors import ConfigError, nearest
@@ -23,6 +25,11 @@ HEADS = ("auto", "first", "last")
 """Values of `pipeline.head`."""
 PLACEMENTS = ("order", "measured")
 """Values of `pipeline.placement`."""
+EDGES = 0.05
+"""With `pipeline.sequence_chunks` auto: the most that fill and drain may be of a step."""
+LEAST_SLICE, LEAST_TOKENS = 128, 1024
+"""Then slices have at least so many positions on average, and microbatches' slices so many tokens: below that
+products and attention take longer a token."""
 
 
 def unplaceable(pipeline: PipelineSection, head_is_first: bool) -> Iterator[str]:
@@ -57,13 +64,60 @@ def head_first(config: RunConfig, stages: int) -> bool:
     return boundary <= exchange
 
 
-def with_head_place(config: RunConfig) -> RunConfig:
-    """`config` with `pipeline.head` as decided for its number of stages, so that a run keeps it whatever else
-    changes."""
-    if config.pipeline.stages < 2:
-        return config
-    first = head_first(config, config.pipeline.stages)
-    return replace(config, pipeline=replace(config.pipeline, head="first" if first else "last"))
+def decided(config: RunConfig) -> RunConfig:
+    """`config` with `pipeline.head` and `pipeline.sequence_chunks` as decided for its number of stages, so
+    that a run keeps them whatever else changes."""
+    pipeline = replace(config.pipeline, sequence_chunks=slices_of(config))
+    if pipeline.stages > 1:
+        first = head_first(config, pipeline.stages)
+        pipeline = replace(pipeline, head="first" if first else "last")
+    return replace(config, pipeline=pipeline)
+
+
+@lru_cache(maxsize=64)
+def slices_of(config: RunConfig) -> int:
+    """Slices of each microbatch (`pipeline.sequence_chunks`).
+
+    `auto` takes the fewest with which fill and drain are at most `EDGES` of a step's floor, on stages of
+    equal speed with links that cost nothing and with as many rows as the run file allows; or as many as leave
+    slices long enough.
+    """
+    pipeline, samples = config.pipeline, config.training.microbatch
+    if pipeline.sequence_chunks != "auto":
+        return pipeline.sequence_chunks
+    if pipeline.remembers or pipeline.stages < 2 or pipeline.chunks > 1:
+        return 1
+    length, stages = config.model.sequence, pipeline.stages
+    most = max(1, min(length // LEAST_SLICE, samples * length // LEAST_TOKENS))
+    own = config.microbatches // pipeline.groups * -(-pipeline.groups // pipeline.most_rows)
+
+    def edges(slices: int) -> float:
+        floor = step_floor(
+            microbatches=own,
+            forward=(1.0,) * stages,
+            backward=(2.0,) * stages,
+            slices=slices,
+        )
+        return 1 - own * floor.microbatch_seconds / floor.seconds
+
+    return next((slices for slices in range(1, most) if edges(slices) <= EDGES), most)
+
+
+def slice_ranges(config: RunConfig) -> tuple[range, ...]:
+    """The positions of each slice of a sample, first to last."""
+    return sample_slices(config.model, slices_of(config))
+
+
+@lru_cache(maxsize=64)
+def boundary_shapes(config: RunConfig) -> tuple[tuple[int, int, int], ...]:
+    """The shape of the tensor between two chunks, of each slice of a microbatch."""
+    samples, hidden = config.training.microbatch, config.model.hidden
+    return tuple((samples, len(own), hidden) for own in slice_ranges(config))
+
+
+def boundary_bytes(config: RunConfig, codec: str) -> int:
+    """Packed bytes of a microbatch between two chunks, all slices together."""
+    return sum(codec_format(codec).packed_bytes(shape) for shape in boundary_shapes(config))
 
 
 def head_bytes(config: RunConfig) -> tuple[int, int]:
@@ -188,7 +242,8 @@ def stage_orders(
     width = config.pipeline.first_window if window is None else window
     chunks = chunks_of(config, stages)
     count = microbatches or config.microbatches
-    return schedule(stages, chunks, count, width, head_first=head_first(config, stages))
+    first = head_first(config, stages)
+    return schedule(stages, chunks, count, width, head_first=first, slices=slices_of(config))
 
 
 def boundaries(config: RunConfig, stages: int) -> int:
@@ -203,7 +258,8 @@ def hops(config: RunConfig, stages: int) -> int:
 
 @lru_cache(maxsize=64)
 def held_blocks(config: RunConfig, stages: int, *, apart: bool = False) -> tuple[int, ...]:
-    """The most block activations that each stage holds at once, over its order in the schedule.
+    """The most block activations that each stage holds at once, over its order in the schedule; of slices,
+    where microbatches are cut.
 
     Args:
         apart: chunks do not reuse each other's memory: sum their peaks.

@@ -7,7 +7,7 @@ chunk a stage, or the head on the first stage, the last stage feeds the first.
 from typing import NamedTuple
 
 from node.config.schema import RunConfig
-from node.schedule.placement import chunk_units, chunks_of, head_first
+from node.schedule.placement import chunk_units, chunks_of, head_first, slices_of
 from node.schedule.schedule import Action, Kind, dependencies
 from wire.spec import Direction, TensorKey
 
@@ -90,9 +90,11 @@ class StageLayout:
         self.chunks = len(self._own)
         self.interleaved = chunks_of(config, stages) > 1
         """Whether tensors arrive in another order than that in which they are needed."""
-        self._microbatches = config.microbatches
-        self._held_out = config.microbatches * (1 + config.validation_passes)
-        """Microbatches from `_microbatches` on are held-out ones, pass after pass."""
+        self.slices = slices_of(config)
+        """Of each microbatch."""
+        self._numbers = config.microbatches * self.slices
+        self._held_out = self._numbers * (1 + config.validation_passes)
+        """Numbers from `_numbers` on are of held-out samples, pass after pass."""
         self.exchanges_tie = config.sums_tied_gradients and stages > 1 and not self.head_first
         """Whether the gradient of a tied weight crosses the link between the last stage and the first."""
         self.sums_tie_alone = config.sums_tied_gradients and self.is_first and self.has_loss
@@ -130,6 +132,15 @@ class StageLayout:
         """The number in the whole model of the chunk that an action of this stage runs."""
         return action.chunk * self.stages + self.stage
 
+    def ends_microbatch(self, action: Action) -> bool:
+        """Whether a backward is the last one of its microbatch through its chunk."""
+        alone = self.head_first and self.global_chunk(action) == self.last_chunk
+        return action.slice == (self.slices - 1 if alone else 0)
+
+    def number(self, action: Action) -> int:
+        """What tensors of this action's slice have in place of the microbatch's number."""
+        return action.microbatch * self.slices + action.slice
+
     def receives(self, key: TensorKey) -> bool:
         """Whether this stage receives a tensor with this key."""
         if target_stage(key, self.stages) != self.stage:
@@ -138,7 +149,7 @@ class StageLayout:
             # One a step, without microbatch or boundary. Every accepted key may be given a buffer as large as
             # the embedding.
             return self.exchanges_tie and key.microbatch == 0 and key.boundary == 0
-        most = self._held_out if key.direction is Direction.ACTIVATION else self._microbatches
+        most = self._held_out if key.direction is Direction.ACTIVATION else self._numbers
         return 0 <= key.boundary < self.last_chunk and 0 <= key.microbatch < most
 
     def needed(self, epoch: int, step: int, action: Action) -> TensorKey | None:
@@ -148,4 +159,4 @@ class StageLayout:
         if tensor is None:
             return None
         direction = Direction.ACTIVATION if tensor.kind is Kind.FORWARD else Direction.GRADIENT
-        return TensorKey(epoch, step, tensor.microbatch, tensor.boundary, direction)
+        return TensorKey(epoch, step, self.number(action), tensor.boundary, direction)

@@ -9,13 +9,19 @@ Every schedule here is 1F1B (PipeDream-flush; Narayanan et al. 2021, arXiv 2104.
 runs forwards until its in-flight limit, then alternates one forward with one backward, then drains. They
 differ in the limits, and in which chunk comes next. Gradients of a chunk are produced in increasing order of
 microbatch in every schedule, so that accumulating them gives the same bits for every split and window.
+
+A microbatch may be cut along the sequence into slices (Seq1F1B, arXiv 2406.03488, section 3), each with
+passes and boundary tensors of its own. Attention sees the slices before its own, so forwards go from the
+first slice to the last and backwards from the last to the first. A stage runs all forwards of a microbatch
+before its first backward, and limits count slices. A head on the first stage needs no other slice, so it runs
+each slice's loss forward and backward at once.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import pairwise
+from itertools import pairwise, product
 
 from wire.errors import ConfigError
 
@@ -29,14 +35,17 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One chunk's forward or backward of one microbatch. `chunk` is local to the stage: 0 .. chunks - 1."""
+    """One chunk's forward or backward of one slice of a microbatch. `chunk` is local to the stage:
+    0 .. chunks - 1."""
 
     kind: Kind
     chunk: int
     microbatch: int
+    slice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind} of chunk {self.chunk}, microbatch {self.microbatch}"
+        part = f", slice {self.slice}" if self.slice else ""
+        return f"{self.kind} of chunk {self.chunk}, microbatch {self.microbatch}{part}"
 
 
 Order = tuple[Action, ...]
@@ -53,13 +62,15 @@ class BoundaryTensor:
     kind: Kind
     boundary: int
     microbatch: int
+    slice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
     """What an action waits for and what it makes; None at the ends of the pipeline.
 
-    A backward also needs what its own chunk's forward of the same microbatch kept.
+    A backward also needs what its own chunk's forward of the same slice kept, and the gradients of its keys
+    and values, which later slices' backwards give.
     """
 
     needs: BoundaryTensor | None
@@ -67,60 +78,71 @@ class Dependencies:
 
 
 Window = int | Sequence[int]
-"""Extra microbatches in flight: the same on every link, or one number a link, the first link first. With
-`head_first` the last one is that of the link from the last stage to the first."""
+"""Extra microbatches in flight, or slices where microbatches are cut: the same on every link, or one number a
+link, the first link first. With `head_first` the last one is that of the link from the last stage to the
+first."""
 
 
 def schedule(
-    stages: int, chunks: int, microbatches: int, window: Window = 0, *, head_first: bool = False
+    stages: int,
+    chunks: int,
+    microbatches: int,
+    window: Window = 0,
+    *,
+    head_first: bool = False,
+    slices: int = 1,
 ) -> Orders:
     """The order of every stage: plain 1F1B for one chunk a stage, interleaved 1F1B for more.
 
     Interleaved 1F1B has one window for all links: of several it takes the widest.
 
-    Raises ConfigError for stages, chunks or microbatches below 1, a negative window, windows that are not
-    one a link, or `head_first` with a single stage.
+    Raises ConfigError for stages, chunks, microbatches or slices below 1, a negative window, windows that are
+    not one a link, `head_first` with a single stage, or several slices with several chunks.
     """
+    if chunks > 1 and slices > 1:
+        raise ConfigError("slices shorten fill and drain by themselves: give 1 chunk a stage, or 1 slice")
     if head_first and stages < 2:
         raise ConfigError("a single stage has its head in its only chunk; head_first needs at least 2 stages")
     if chunks == 1:
-        return one_f_one_b(stages, microbatches, window, head_first=head_first)
+        return one_f_one_b(stages, microbatches, window, head_first=head_first, slices=slices)
     widest = window if isinstance(window, int) else max(window, default=0)
     return interleaved_1f1b(stages, chunks, microbatches, widest, head_first=head_first)
 
 
-def one_f_one_b(stages: int, microbatches: int, window: Window = 0, *, head_first: bool = False) -> Orders:
-    """Plain 1F1B with `window` extra microbatches in flight on each link.
+def one_f_one_b(
+    stages: int, microbatches: int, window: Window = 0, *, head_first: bool = False, slices: int = 1
+) -> Orders:
+    """Plain 1F1B with `window` extra slices in flight on each link.
 
-    Stage i holds at most 1 + (links - i)(1 + window) microbatches between their forward and backward, where
+    Stage i holds at most `slices` + (links - i)(1 + window) slices between their forward and backward, where
     links is stages - 1, and one more with `head_first`. Window 0 is the textbook schedule; a transfer is
     hidden once window × (forward + backward time) covers the round trip over a link.
     """
     links = stages - 1 + head_first
     windows = [window] * links if isinstance(window, int) else list(window)
-    _check_sizes(stages, 1, microbatches, min(windows, default=0))
+    _check_sizes(stages, 1, microbatches, min(windows, default=0), slices)
     if len(windows) != links:
         raise ConfigError(f"{len(windows)} windows given; {stages} stages have {links} links")
-    limits = [1 + sum(1 + ahead for ahead in windows[stage:]) for stage in range(stages)]
-    orders = one_f_one_b_limited(limits, microbatches)
+    limits = [slices + sum(1 + ahead for ahead in windows[stage:]) for stage in range(stages)]
+    orders = one_f_one_b_limited(limits, microbatches, slices)
     return (_with_head(orders[0], 1), *orders[1:]) if head_first else orders
 
 
-def one_f_one_b_limited(limits: Sequence[int], microbatches: int) -> Orders:
-    """Plain 1F1B with an explicit in-flight limit for each stage, the first stage first.
+def one_f_one_b_limited(limits: Sequence[int], microbatches: int, slices: int = 1) -> Orders:
+    """Plain 1F1B with an explicit in-flight limit for each stage, in slices, the first stage first.
 
-    Limits must be at least 1 and must not increase along the pipeline: a stage that waits for more forwards
-    than its predecessor may send would wait for ever. Raises ConfigError otherwise.
+    Limits must be at least `slices` and must not increase along the pipeline: a stage that waits for more
+    forwards than its predecessor may send would wait for ever. Raises ConfigError otherwise.
     """
     limits = tuple(limits)
-    _check_sizes(len(limits), 1, microbatches, 0)
-    if min(limits) < 1 or any(later > earlier for earlier, later in pairwise(limits)):
+    _check_sizes(len(limits), 1, microbatches, 0, slices)
+    if min(limits) < slices or any(later > earlier for earlier, later in pairwise(limits)):
         raise ConfigError(
             f"in-flight limits {limits} cannot work: "
-            "give every stage at least 1 and no stage more than the one before it"
+            f"give every stage at least {slices} and no stage more than the one before it"
         )
-    sequence = [(0, m) for m in range(microbatches)]
-    return tuple(_alternate(sequence, sequence, limit) for limit in limits)
+    forwards = [(0, m) for m in range(microbatches)]
+    return tuple(_alternate(forwards, forwards, limit, slices) for limit in limits)
 
 
 def interleaved_1f1b(
@@ -139,7 +161,7 @@ def interleaved_1f1b(
     links as in `one_f_one_b`. With one chunk that is plain 1F1B with one more microbatch a link, as in torch:
     `schedule` avoids it.
     """
-    _check_sizes(stages, chunks, microbatches, window)
+    _check_sizes(stages, chunks, microbatches, window, 1)
     count = max(1, microbatches // (stages * (1 + (window + 1) // 2)))
     size, larger = divmod(microbatches, count)
     forwards: list[tuple[int, int]] = []
@@ -157,29 +179,36 @@ def interleaved_1f1b(
     largest = size + (larger > 0)
     links = stages - 1 + head_first
     limits = [1 + (chunks - 1) * largest + (links - i) * (2 + window) for i in range(stages)]
-    orders = tuple(_alternate(forwards, backwards, limit) for limit in limits)
+    orders = tuple(_alternate(forwards, backwards, limit, 1) for limit in limits)
     return (_with_head(orders[0], chunks), *orders[1:]) if head_first else orders
 
 
 def _with_head(order: Order, chunk: int) -> Order:
-    """The first stage's order with each microbatch's head, local chunk `chunk`, forward and backward at once.
+    """The first stage's order with each slice's head, local chunk `chunk`, forward and backward at once.
 
-    They stand halfway between the forward and the backward of the chunk before: the way to the head and the
-    way back are equally long.
+    A last slice's stands halfway between the forward and the backward of the chunk before: the way to the
+    head and the way back are equally long. The other slices' follow their forwards at the same distance.
     """
     place = {action: index for index, action in enumerate(order)}
-    microbatches = sum(action.chunk == chunk - 1 for action in order) // 2
+    forwards = [action for action in order if action.chunk == chunk - 1 and action.kind is Kind.FORWARD]
+    last = max(action.slice for action in forwards)
     after: dict[int, list[Action]] = {}
-    for m in range(microbatches):
-        ends = (place[Action(kind, chunk - 1, m)] for kind in Kind)
-        after.setdefault(sum(ends) // 2, []).extend(Action(kind, chunk, m) for kind in Kind)
+    there = 0
+    for action in sorted(forwards, key=lambda action: (action.microbatch, action.slice)):
+        begin, end = (place[replace(action, kind=kind, slice=last)] for kind in Kind)
+        # Not before that of an earlier slice, where a drain brings microbatches closer together.
+        there = max(there, place[action] + (end - begin) // 2)
+        after.setdefault(there, []).extend(replace(action, kind=kind, chunk=chunk) for kind in Kind)
     return tuple(one for index, action in enumerate(order) for one in (action, *after.get(index, ())))
 
 
-def _alternate(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], limit: int) -> Order:
-    """1F1B over (chunk, microbatch) pairs, with at most `limit` forwards not yet matched by a backward."""
-    forward = [Action(Kind.FORWARD, c, m) for c, m in forwards]
-    backward = [Action(Kind.BACKWARD, c, m) for c, m in backwards]
+def _alternate(
+    forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], limit: int, slices: int
+) -> Order:
+    """1F1B over the slices of (chunk, microbatch) pairs, with at most `limit` forwards not yet matched by a
+    backward."""
+    forward = [Action(Kind.FORWARD, c, m, s) for c, m in forwards for s in range(slices)]
+    backward = [Action(Kind.BACKWARD, c, m, s) for c, m in backwards for s in reversed(range(slices))]
     ahead = min(limit, len(forward)) - 1
 
     warmup = forward[:ahead]
@@ -189,7 +218,7 @@ def _alternate(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]]
 
 
 def held_activations(order: Order) -> int:
-    """The most chunk activations that a stage holds at once, counted over its order."""
+    """The most slices of chunk activations that a stage holds at once, counted over its order."""
     held = peak = 0
     for action in order:
         held += 1 if action.kind is Kind.FORWARD else -1
@@ -207,7 +236,9 @@ def dependencies(
     last = stages * chunks - 1 + head_first
 
     def tensor(boundary: int) -> BoundaryTensor | None:
-        return BoundaryTensor(action.kind, boundary, action.microbatch) if 0 <= boundary < last else None
+        if not 0 <= boundary < last:
+            return None
+        return BoundaryTensor(action.kind, boundary, action.microbatch, action.slice)
 
     return Dependencies(needs=tensor(arrives), makes=tensor(leaves))
 
@@ -219,13 +250,15 @@ def has_head_first(orders: Orders) -> bool:
 
 
 def check_complete(orders: Orders) -> tuple[int, int]:
-    """Check that every stage runs every chunk's every microbatch once each way; gives (chunks, microbatches).
+    """Check that every stage runs every slice of every chunk's every microbatch once each way; gives
+    (chunks, microbatches).
 
     The head's chunk on the first stage (`has_head_first`) does not count as one of `chunks`.
 
-    A backward must follow its forward, and the backwards of a chunk must come in increasing order of
-    microbatch. That the stages do not wait for each other in a circle is for `simulate` to show. Raises
-    ConfigError that names the stage.
+    A microbatch's forwards must come in increasing order of slice. A backward must follow its forward, and
+    the backwards of a chunk must come in increasing order of microbatch and decreasing order of slice; the
+    head's on the first stage in increasing order. That the stages do not wait for each other in a circle is
+    for `simulate` to show. Raises ConfigError that names the stage.
     """
     actions = [action for order in orders for action in order]
     if not actions:
@@ -233,38 +266,45 @@ def check_complete(orders: Orders) -> tuple[int, int]:
     head = has_head_first(orders)
     chunks = 1 + max(action.chunk for action in actions) - head
     microbatches = 1 + max(action.microbatch for action in actions)
+    slices = 1 + max(action.slice for action in actions)
     for stage, order in enumerate(orders):
         own = chunks + (head and stage == 0)
-        expected = {Action(k, c, m) for k in Kind for c in range(own) for m in range(microbatches)}
+        numbers = list(product(range(own), range(microbatches), range(slices)))
+        expected = {Action(kind, *number) for kind in Kind for number in numbers}
         if len(order) != len(expected) or expected != set(order):
             times = Counter(order)
             wrong = {action for action in expected if times[action] != 1} | (times.keys() - expected)
             names = "; ".join(sorted(map(str, wrong))[:3])
             raise ConfigError(
-                f"stage {stage} must run {own} chunks × {microbatches} microbatches once each way; "
-                f"missing, repeated or unknown: {names}"
+                f"stage {stage} must run {own} chunks × {microbatches} microbatches × {slices} slices once "
+                f"each way; missing, repeated or unknown: {names}"
             )
-        run = set[tuple[int, int]]()
+        run = set[tuple[int, int, int]]()
         due = [0] * own
         for action in order:
-            c, m = action.chunk, action.microbatch
+            c, m, s = action.chunk, action.microbatch, action.slice
             if action.kind is Kind.FORWARD:
-                run.add((c, m))
-            elif m == due[c] and (c, m) in run:
-                due[c] += 1
-            else:
+                if s > 0 and (c, m, s - 1) not in run:
+                    raise ConfigError(f"stage {stage} runs the {action} before the slice before it")
+                run.add((c, m, s))
+                continue
+            microbatch, back = divmod(due[c], slices)
+            next_slice = back if c == chunks else slices - 1 - back
+            if (m, s) != (microbatch, next_slice) or (c, m, s) not in run:
                 raise ConfigError(
-                    f"stage {stage} runs the backward of chunk {c}, microbatch {m} too early: "
-                    "it must follow its own forward and the backward of the microbatch before"
+                    f"stage {stage} runs the {action} too early: it must follow its own forward, the "
+                    "backward of the microbatch before and those of later slices"
                 )
+            due[c] += 1
     return chunks, microbatches
 
 
-def _check_sizes(stages: int, chunks: int, microbatches: int, window: int) -> None:
+def _check_sizes(stages: int, chunks: int, microbatches: int, window: int, slices: int) -> None:
     for name, value, least in (
         ("stages", stages, 1),
         ("chunks", chunks, 1),
         ("microbatches", microbatches, 1),
+        ("slices", slices, 1),
         ("window", window, 0),
     ):
         if value < least:

@@ -29,10 +29,18 @@ class Turns:
 
     def __init__(self, order: Order, *, swap: bool) -> None:
         kinds = [action.kind if action.chunk == 0 else None for action in order]
+        forwards = [action for action in order if action.chunk == 0 and action.kind is Kind.FORWARD]
+        numbers = {(action.microbatch, action.slice): number for number, action in enumerate(forwards)}
         found = [[p for p, kind in enumerate(kinds) if kind is of] for of in (*Kind, None)]
         # Forwards, backwards, the head's actions.
         self._sequences = found if swap else [list(range(len(order)))]
         self._begun = [0] * len(self._sequences)
+        self._forward_of = [
+            numbers[action.microbatch, action.slice]
+            for action in order
+            if action.chunk == 0 and action.kind is Kind.BACKWARD
+        ]
+        """Of each backward, in their sequence: the number of its forward."""
         self._most_held = held_activations(tuple(action for action in order if action.chunk == 0))
 
     @property
@@ -72,9 +80,9 @@ class Turns:
         """Whether memory, or the forward of a backward, lets this sequence's next action run early."""
         if sequence == _HEAD:
             return True
-        # The k-th backward is of the k-th forward.
-        held = self._begun[0] - self._begun[1]
-        return held < self._most_held if sequence == 0 else held > 0
+        if sequence == 0:
+            return self._begun[0] - self._begun[1] < self._most_held
+        return self._forward_of[self._begun[1]] < self._begun[0]
 
     def _pairs(self) -> Sequence[tuple[list[int], int]]:
         """Each sequence, and how many of its actions have begun."""

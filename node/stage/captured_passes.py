@@ -144,7 +144,7 @@ class CapturedPasses:
         leaves, module = self._make_leaves(precision), self._module
         self._leaves = leaves
         self._by_autograd = AutogradPasses(
-            lambda fed, labels, documents: functional_call(module, leaves, (fed, labels, documents)),
+            lambda fed, labels, documents, _: functional_call(module, leaves, (fed, labels, documents)),
             precision,
             device,
             shares,
@@ -175,11 +175,16 @@ class CapturedPasses:
             torch._foreach_copy_([copy for copy, _ in self._casts], [whole for _, whole in self._casts])
 
     def forward(
-        self, microbatch: int, fed: Tensor, labels: Tensor | None, documents: Documents | None = None
+        self,
+        microbatch: int,
+        fed: Tensor,
+        labels: Tensor | None,
+        documents: Documents | None = None,
+        number: int = 0,
     ) -> Tensor:
         slot = self._slot(fed, labels, documents) if torch.is_grad_enabled() else None
         if slot is None:
-            return self._by_autograd.forward(microbatch, fed, labels, documents)
+            return self._by_autograd.forward(microbatch, fed, labels, documents, number)
         with torch.no_grad():
             slot.fed.copy_(fed)
             if slot.labels is not None and labels is not None:
@@ -191,14 +196,14 @@ class CapturedPasses:
         # A copy: the slot is reused while this result may still be in transfer.
         return slot.result.detach().clone()
 
-    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+    def backward(self, microbatch: int, gradient: Tensor | None, number: int = 0) -> Tensor | None:
         slot = self._in_flight.pop(microbatch, None)
         if slot is None:
             self._ran = True
             if self._slots or self._refused:
                 # Graphs keep leaves on their capture stream; autograd waits for it and would warn, once.
                 torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-            return self._by_autograd.backward(microbatch, gradient)
+            return self._by_autograd.backward(microbatch, gradient, number)
         if slot.gradient is not None and gradient is not None:
             slot.gradient.copy_(gradient)
         slot.backward()

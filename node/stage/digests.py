@@ -12,6 +12,7 @@ from torch import Tensor
 
 from node.config.schema import RunConfig
 from node.schedule.gradient_groups import Piece, group_of
+from node.schedule.placement import slices_of
 from wire.messages import DIGEST_BYTES, BoundaryEnd, GroupDigests
 from wire.spec import Direction, TensorKey
 
@@ -23,20 +24,22 @@ class StepDigests:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._slices = slices_of(config)
         self._lock = threading.Lock()
         self._tensors: dict[tuple[int, BoundaryEnd], dict[int, bytes]] = {}
-        """By group and end: the SHA-256 of each microbatch's."""
+        """By group and end: the SHA-256 of each microbatch's, or slice's."""
         self._pieces: dict[int, dict[int, bytes]] = {}
         """By group: the SHA-256 of each piece of its gradient."""
 
     def note(self, key: TensorKey, packed: Tensor, *, received: bool) -> None:
         """A packed tensor, uint8 [n] on the CPU, goes over a boundary or has come over one."""
-        if key.direction not in _BOUNDARIES or key.microbatch >= self._config.microbatches:
+        microbatch = key.microbatch // self._slices
+        if key.direction not in _BOUNDARIES or microbatch >= self._config.microbatches:
             return
         end = BoundaryEnd(key.boundary, key.direction is Direction.GRADIENT, received)
         digest = _sha256(packed)
         with self._lock:
-            of_group = self._tensors.setdefault((group_of(self._config, key.microbatch), end), {})
+            of_group = self._tensors.setdefault((group_of(self._config, microbatch), end), {})
             of_group[key.microbatch] = digest
 
     def note_piece(self, group: int, piece: Piece, packed: Tensor) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from node.config.schema import RunConfig
 from node.schedule.gradient_groups import model_pieces
-from node.schedule.placement import chunks_of, head_first, stage_units
+from node.schedule.placement import boundary_bytes, chunks_of, head_first, slices_of, stage_units
 from node.schedule.routing import Peer
 from node.stage.epoch_task import LinkEvents
 from node.stage.inbox import TensorLink
@@ -48,8 +48,7 @@ def outbox_bytes(config: RunConfig, stages: int) -> int:
     These are two steps' tensors in one direction, uncompressed. However far stages run ahead, a step begins
     after the last one has arrived completely, but its acknowledgements may still be missing.
     """
-    model, training = config.model, config.training
-    boundary = FP32.packed_bytes((training.microbatch, model.sequence, model.hidden))
+    model, boundary = config.model, boundary_bytes(config, FP32.name)
     # Tensors of a microbatch in one direction: one for each chunk. With two stages those of the ring's other
     # half go the same way: one fewer, or as many with the head on the first stage.
     crossings = 2 * chunks_of(config, stages) - 1 + head_first(config, stages)
@@ -182,7 +181,9 @@ class EpochLinks:
         room = max(self._settings.outbox_bytes, outbox_bytes(config, stages))
         if any(peer.replica != placement.replica for peer in peers):
             room = max(room, sync_outbox_bytes(config, stages, placement.stage))
-        settings = replace(self._settings, outbox_bytes=room, held_out_from=config.microbatches)
+        settings = replace(
+            self._settings, outbox_bytes=room, held_out_from=config.microbatches * slices_of(config)
+        )
         relays = config.coordinator.relay and bool(self._relay_address)
         clients = {peer: self._relays(placement, peer) if relays else {} for peer in peers}
         links = {peer: self._make(placement, peer, events, settings, clients[peer]) for peer in peers}

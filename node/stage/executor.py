@@ -28,7 +28,7 @@ from node.stage.step_order import StepOrder
 from node.stage.step_passes import (
     StageIO,
     StepPasses,
-    boundary_spec,
+    boundary_specs,
     put_group_sums,
     sum_own_tie,
     tied_spec,
@@ -98,7 +98,7 @@ class StageExecutor:
         """Whether every link carries fp32 instead of the run's codecs."""
         self._plans: dict[tuple[bool, bool], SyncPlan] = {}
         """Of this placement: without the run's codecs or with them, of an exact step or of a round."""
-        self._boundary, self._tied = boundary_spec(config), tied_spec(config)
+        self._boundaries, self._tied = boundary_specs(config), tied_spec(config)
         self.model = model
         self.storage = StageStorage(config)
         self._sync = GradientSync(device) if config.pipeline.groups > 1 else None
@@ -108,7 +108,7 @@ class StageExecutor:
 
     def compile_codecs(self) -> None:
         """Compile the codecs in the background so the first step doesn't wait."""
-        example = example_tensor(self._boundary, self.device)
+        example = example_tensor(self._boundaries[0], self.device)
         self._transfer.compile_codecs(self._codecs.all, example, self._codecs.to_time)
 
     # ---- placement and state
@@ -219,7 +219,8 @@ class StageExecutor:
         if not self._place.receives(key):
             return None
         tied = key.direction in (Direction.TIED_SHARE, Direction.TIED_SUM)
-        return self._codec(key).packed_bytes(self._tied if tied else self._boundary)
+        boundary = self._boundaries[key.microbatch % len(self._boundaries)]
+        return self._codec(key).packed_bytes(self._tied if tied else boundary)
 
     def source_row(self, key: TensorKey) -> int | None:
         """The row that may send this stage such a tensor of gradient groups; None if none may."""

@@ -19,6 +19,7 @@ from node.model.shard_shapes import check_sizes
 from node.model.shards import merge_states, shard_state, sharded_keys
 from node.model.units import unit_names
 from node.schedule.gradient_groups import group_of
+from node.schedule.placement import head_first, slice_ranges
 from node.stage.ranks import Command, Op, Ranks, number, value
 from node.stage.stage_model import StageModel
 from node.stage.state_copy import StateCopy
@@ -48,13 +49,14 @@ class RankModel:
             tensor_rank=ranks.tensor_rank,
             room=room,
         )
-        training, model = config.training, config.model
-        samples = training.microbatch // ranks.data_parallel
-        positions = model.sequence // ranks.tensor_rank.count
-        self._tokens = (samples, positions)
-        self._hidden = (samples, positions, model.hidden)
+        samples, self._head_first = config.training.microbatch // ranks.data_parallel, False
+        slices = [len(own) // ranks.tensor_rank.count for own in slice_ranges(config)]
+        self._tokens = [(samples, positions) for positions in slices]
+        """Of each slice of a microbatch."""
+        self._hidden = [(*shape, config.model.hidden) for shape in self._tokens]
 
     def build(self, stage: int, stages: int, storage: int | None) -> None:
+        self._head_first = head_first(self.config, stages)
         self.ranks.forget_gradients()
         self.local.build(stage, stages, storage)
         self.ranks.watch_gradients(self.local.optimizer)
@@ -92,36 +94,44 @@ class RankModel:
         fed: Tensor | None,
         labels: Tensor | None,
         documents: Tensor | None,
+        number: int,
     ) -> Tensor | None:
         """Forward of this rank's tokens; the leader gives all inputs and gets all outputs."""
+        tokens = self._tokens[number]
         if flags & _EMBEDDED:
-            mine = self.ranks.scatter(fed, self._tokens, torch.int64)
+            mine = self.ranks.scatter(fed, tokens, torch.int64)
         else:
-            mine = self.ranks.scatter(fed, self._hidden, torch.float32)
-        wanted = self.ranks.scatter(labels, self._tokens, torch.int64) if flags & _LABELLED else None
+            mine = self.ranks.scatter(fed, self._hidden[number], torch.float32)
+        wanted = self.ranks.scatter(labels, tokens, torch.int64) if flags & _LABELLED else None
+        apart = self._documents(documents, number)
         with torch.set_grad_enabled(not flags & _EVALUATED):
-            result = self.local.forward(chunk, microbatch, mine, wanted, self._documents(documents))
+            result = self.local.forward(chunk, microbatch, mine, wanted, apart, number)
         return self.ranks.gather(result.view(1) if flags & _LABELLED else result)
 
-    def _documents(self, whole: Tensor | None) -> Tensor | None:
-        """Of this rank's samples, all positions; the leader gives those of all samples."""
+    def _documents(self, whole: Tensor | None, number: int) -> Tensor | None:
+        """Of this rank's samples, all positions up to the slice's end; the leader gives all samples'."""
         config = self.config
         if not config.data.separate_documents:
             return None
-        shape = (config.training.microbatch, config.model.sequence)
+        shape = (config.training.microbatch, slice_ranges(config)[number].stop)
         told = torch.empty(shape, dtype=torch.uint8) if whole is None else whole.to(torch.uint8)
         shared = self.ranks.share(told.to(self.ranks.device).contiguous()).bool().cpu()
         return shared.chunk(self.ranks.data_parallel)[self.ranks.rank // self.ranks.tensor_rank.count]
 
-    def backward(self, chunk: int, microbatch: int, flags: int, gradient: Tensor | None) -> Tensor | None:
+    def backward(
+        self, chunk: int, microbatch: int, flags: int, gradient: Tensor | None, number: int
+    ) -> Tensor | None:
         """Backward of this rank's tokens; the leader gives all gradients and gets those of the input."""
         mine = None
         if not flags & _LABELLED:
-            mine = self.ranks.scatter(gradient, self._hidden, torch.float32)
-        # Backwards of a chunk come in the order of microbatches.
-        last = group_of(self.config, microbatch) != group_of(self.config, microbatch + 1)
+            mine = self.ranks.scatter(gradient, self._hidden[number], torch.float32)
+        # Backwards of a chunk come in the order of microbatches, and in the reverse order of slices; those of
+        # a head alone in their order.
+        is_head = self._head_first and flags & _LABELLED
+        last = number == (len(self._tokens) - 1 if is_head else 0)
+        last = last and group_of(self.config, microbatch) != group_of(self.config, microbatch + 1)
         self.ranks.last_backward(self.local.optimizer, last)
-        source = self.local.backward(chunk, microbatch, mine)
+        source = self.local.backward(chunk, microbatch, mine, number)
         return None if flags & _EMBEDDED else self.ranks.gather(_present(source))
 
     def put_gradients(self, unit: str, values: Mapping[str, Tensor] | None) -> None:
@@ -159,7 +169,7 @@ class Follower:
             self._execute(command)
 
     def _execute(self, command: Command) -> None:
-        model, (a, b, c, *_) = self._model, command.numbers
+        model, (a, b, c, d, *_) = self._model, command.numbers
         match command.op:
             case Op.BUILD:
                 model.build(a, b, None if c == _AS_THE_RUN_FILE_SAYS else c)
@@ -168,9 +178,9 @@ class Follower:
             case Op.BEGIN:
                 model.begin_step(value(a))
             case Op.FORWARD:
-                model.forward(a, b, c, None, None, None)
+                model.forward(a, b, c, None, None, None, d)
             case Op.BACKWARD:
-                model.backward(a, b, c, None)
+                model.backward(a, b, c, None, d)
             case Op.FINISH:
                 self._ranks.sum_gradients(model.local.optimizer)
             case Op.TAKE:
@@ -259,19 +269,22 @@ class Leader:
         fed: Tensor,
         labels: Tensor | None = None,
         documents: Tensor | None = None,
+        number: int = 0,
     ) -> Tensor:
         flags = (0 if fed.is_floating_point() else _EMBEDDED) | (0 if labels is None else _LABELLED)
         flags |= 0 if torch.is_grad_enabled() else _EVALUATED
         self._flags[chunk] = flags
-        self._ranks.lead(Op.FORWARD, chunk, microbatch, flags)
-        result = _present(self._model.forward(chunk, microbatch, flags, fed, labels, documents))
+        self._ranks.lead(Op.FORWARD, chunk, microbatch, flags, number)
+        result = _present(self._model.forward(chunk, microbatch, flags, fed, labels, documents, number))
         # Shares of the loss, always added in the same order.
         return result if labels is None else result.double().sum().float()
 
-    def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+    def backward(
+        self, chunk: int, microbatch: int, gradient: Tensor | None, number: int = 0
+    ) -> Tensor | None:
         flags = self._flags[chunk]
-        self._ranks.lead(Op.BACKWARD, chunk, microbatch, flags)
-        return self._model.backward(chunk, microbatch, flags, gradient)
+        self._ranks.lead(Op.BACKWARD, chunk, microbatch, flags, number)
+        return self._model.backward(chunk, microbatch, flags, gradient, number)
 
     def finish_step(self) -> None:
         self._ranks.lead(Op.FINISH)

@@ -3,7 +3,7 @@
 `node.stage.captured_passes` does the same with CUDA graphs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from kernels.attention.reach import Documents
 from node.model.chunk import Chunk, compute_precision
+from node.model.past import Past, Slice
 
-Call = Callable[[Tensor, Tensor | None, Documents | None], Tensor]
-"""Maps a chunk's input to hidden states, or with labels to the mean loss; attention stays in documents."""
+Call = Callable[[Tensor, Tensor | None, Documents | None, Slice | None], Tensor]
+"""Maps a chunk's input to hidden states, or with labels to the mean loss; attention stays in documents. Of a
+slice the loss is its share of the microbatch's."""
 
 
 class Passes(Protocol):
@@ -30,12 +32,17 @@ class Passes(Protocol):
         ...
 
     def forward(
-        self, microbatch: int, fed: Tensor, labels: Tensor | None, documents: Documents | None = None
+        self,
+        microbatch: int,
+        fed: Tensor,
+        labels: Tensor | None,
+        documents: Documents | None = None,
+        number: int = 0,
     ) -> Tensor:
-        """As `node.stage.stage_model.StageModel.forward`."""
+        """As `node.stage.stage_model.StageModel.forward`; `number` is the slice's."""
         ...
 
-    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+    def backward(self, microbatch: int, gradient: Tensor | None, number: int = 0) -> Tensor | None:
         """As `node.stage.stage_model.StageModel.backward`."""
         ...
 
@@ -71,16 +78,18 @@ class ChunkCall(nn.Module):
         super().__init__()
         self.chunk = chunk
 
-    def forward(self, fed: Tensor, labels: Tensor | None, documents: Documents | None) -> Tensor:
+    def forward(
+        self, fed: Tensor, labels: Tensor | None, documents: Documents | None, place: Slice | None = None
+    ) -> Tensor:
         if labels is None:
-            made: Tensor = self.chunk(fed, documents)
+            made: Tensor = self.chunk(fed, documents, place)
             return made
-        return self.chunk.loss(fed, labels, documents)
+        return self.chunk.loss(fed, labels, documents, place)
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A microbatch between its forward and its backward."""
+    """A microbatch, or one slice of it, between its forward and its backward."""
 
     source: Tensor | None
     """The chunk's input, a leaf whose gradient goes upstream; None for token ids."""
@@ -92,24 +101,37 @@ class AutogradPasses:
     """`Passes` that run operation by operation."""
 
     def __init__(
-        self, call: Call, precision: str, device: torch.device, shares: int, *, weighs_loss: bool = False
+        self,
+        call: Call,
+        precision: str,
+        device: torch.device,
+        shares: int,
+        *,
+        weighs_loss: bool = False,
+        slices: Sequence[range] = (),
     ) -> None:
         """
         Args:
             precision: `[training] precision`.
             shares: the loss of a microbatch is divided by this,
             weighs_loss: and multiplied by what `begin_step` is given.
+            slices: the positions of each slice of a microbatch, where it is cut.
         """
         self._call = call
         self._precision = precision
         self._device = device
         self._shares = shares
-        self._in_flight: dict[int, _InFlight] = {}
+        self._slices = slices if len(slices) > 1 else ()
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        """By microbatch and slice."""
+        self._pasts: dict[int, Past] = {}
+        """Of microbatches that are cut into slices."""
         # A tensor, so that a CUDA graph reads the present value.
         self._loss_weight = torch.ones((), device=device) if weighs_loss else None
 
     def begin_step(self, loss_weight: float = 1.0) -> None:
         self._in_flight.clear()
+        self._pasts.clear()
         if self._loss_weight is not None:
             self._loss_weight.fill_(loss_weight)
 
@@ -117,22 +139,47 @@ class AutogradPasses:
         pass
 
     def forward(
-        self, microbatch: int, fed: Tensor, labels: Tensor | None, documents: Documents | None = None
+        self,
+        microbatch: int,
+        fed: Tensor,
+        labels: Tensor | None,
+        documents: Documents | None = None,
+        number: int = 0,
     ) -> Tensor:
         source = fed.requires_grad_() if fed.is_floating_point() else None
-        result = self.run(fed, labels, documents)
-        self._in_flight[microbatch] = _InFlight(source, result)
+        result = self.run(fed, labels, documents, self._place(microbatch, number))
+        if not torch.is_grad_enabled():
+            # No backward follows: what later slices see is all that is kept.
+            if number == len(self._slices) - 1:
+                del self._pasts[microbatch]
+            return result
+        self._in_flight[microbatch, number] = _InFlight(source, result)
         return result.detach()
 
-    def run(self, fed: Tensor, labels: Tensor | None, documents: Documents | None) -> Tensor:
+    def _place(self, microbatch: int, number: int) -> Slice | None:
+        if not self._slices:
+            return None
+        past = self._pasts.setdefault(microbatch, Past(self._slices))
+        # The slice's tokens weigh as much as any of the microbatch.
+        own, last = self._slices[number], self._slices[-1]
+        share = len(own) / (last.stop * self._shares)
+        return Slice(past, number, share if self._loss_weight is None else self._loss_weight * share)
+
+    def run(
+        self, fed: Tensor, labels: Tensor | None, documents: Documents | None, place: Slice | None = None
+    ) -> Tensor:
         """The chunk's output, or the microbatch's share of the loss, with its graph."""
         with compute_precision(self._precision, self._device):
-            made = self._call(fed, labels, documents)
-        if labels is None:
+            made = self._call(fed, labels, documents, place)
+        if labels is None or place is not None:
             return made
         return (made if self._loss_weight is None else made * self._loss_weight) / self._shares
 
-    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        flight = self._in_flight.pop(microbatch)
+    def backward(self, microbatch: int, gradient: Tensor | None, number: int = 0) -> Tensor | None:
+        flight, past = self._in_flight.pop((microbatch, number)), self._pasts.get(microbatch)
+        if past is not None:
+            past.backwards_left -= 1
+            if past.backwards_left == 0:
+                del self._pasts[microbatch]
         backward_from(flight.result, None if gradient is None else gradient.to(flight.result.dtype))
         return None if flight.source is None else flight.source.grad

@@ -22,7 +22,7 @@ from node.model.storage import Storage
 from node.model.streamed import Streaming
 from node.model.tensor_rank import TensorRank
 from node.model.units import is_block
-from node.schedule.placement import chunk_units
+from node.schedule.placement import chunk_units, slice_ranges
 from node.stage.allocator import begin_peak, most_allocated
 from node.stage.captured_passes import CapturedPasses, CudaRecorder
 from node.stage.memory_control import MemoryControl, Taken
@@ -72,9 +72,12 @@ class StageCompute(Protocol):
         fed: Tensor,
         labels: Tensor | None = None,
         documents: Tensor | None = None,
+        number: int = 0,
     ) -> Tensor: ...
 
-    def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None: ...
+    def backward(
+        self, chunk: int, microbatch: int, gradient: Tensor | None, number: int = 0
+    ) -> Tensor | None: ...
 
     def finish_step(self) -> None: ...
 
@@ -165,6 +168,7 @@ class StageModel:
         self.ranks = ranks
         self.rank = rank
         self.tensor_rank = tensor_rank or TensorRank()
+        self._slices = slice_ranges(config)
         self._room = room or Room()
         self._chunks: list[Chunk] = []
         self._optimizer: StageOptimizer | None = None
@@ -220,6 +224,8 @@ class StageModel:
                 chunk.dropout.row = self.rank // self.tensor_rank.count
         self._move(plan)
         captured = self.ranks == 1 and config.training.cuda_graphs and self.device.type == "cuda"
+        # Each slice has another length, and sees keys of another.
+        captured = captured and len(self._slices) == 1
         # Copies to the host are ordered by events of passes that run operation by operation.
         captured = captured and plan.graphs and not plan.moves and not plan.streams
         self._optimizer = StageOptimizer(
@@ -232,6 +238,7 @@ class StageModel:
             streaming=streaming,
             gradients_away=moved_blocks(blocks, plan.state.gradients),
             codes_away=moved_blocks(blocks, plan.state.codes),
+            slices=len(self._slices),
         )
         self._local = LocalSteps(config, self._optimizer, self._weights_changed)
         self._captured = captured
@@ -253,7 +260,14 @@ class StageModel:
                 for chunk in self._chunks
             ]
         return [
-            AutogradPasses(ChunkCall(chunk), precision, device, shares, weighs_loss=config.weighs_loss)
+            AutogradPasses(
+                ChunkCall(chunk),
+                precision,
+                device,
+                shares,
+                weighs_loss=config.weighs_loss,
+                slices=self._slices,
+            )
             for chunk in self._chunks
         ]
 
@@ -402,22 +416,25 @@ class StageModel:
         fed: Tensor,
         labels: Tensor | None = None,
         documents: Tensor | None = None,
+        number: int = 0,
     ) -> Tensor:
-        """One chunk's forward.
+        """One chunk's forward, of a microbatch or of one slice of it, whose S positions the tensors hold.
 
         Args:
             fed: token ids [B, S] int64 or hidden [B, S, C] float32.
             labels: [B, S] int64, for the chunk that holds the head.
-            documents: where documents begin, bool [B, S] on the CPU; None for one a sample.
+            documents: where documents begin, bool on the CPU, [B, S] or [B, the slice's end]; None for one a
+                sample.
+            number: of the slice. They come in their order, and go backward in the reverse.
 
         Returns:
             Hidden [B, S, C] float32, or with `labels` the microbatch's share of the mean loss; no graph.
         """
         apart = None if documents is None else Documents.of(documents, self.device)
         while True:
-            self.optimizer.begin_forward(microbatch)
+            self.optimizer.begin_forward(microbatch * len(self._slices) + number)
             try:
-                return self._passes[chunk].forward(microbatch, fed, labels, apart)
+                return self._passes[chunk].forward(microbatch, fed, labels, apart, number)
             except Exception as error:  # torch raises several types when memory runs out; others pass
                 if self._captured or not self._degrades or not ran_out(error):
                     raise
@@ -438,7 +455,9 @@ class StageModel:
             torch.cuda.empty_cache()
         return True
 
-    def backward(self, chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+    def backward(
+        self, chunk: int, microbatch: int, gradient: Tensor | None, number: int = 0
+    ) -> Tensor | None:
         """The backward of one chunk's `forward`.
 
         Args:
@@ -448,8 +467,8 @@ class StageModel:
             The gradient of the chunk's input [B, S, C]; None for token ids.
         """
         # Before the passes: a captured graph may contain the additions to gradients.
-        self.optimizer.begin_backward(microbatch, self.rank)
-        return self._passes[chunk].backward(microbatch, gradient)
+        self.optimizer.begin_backward(microbatch * len(self._slices) + number, self.rank)
+        return self._passes[chunk].backward(microbatch, gradient, number)
 
     def finish_step(self) -> None:
         """All backwards of the step have run: complete the gradients."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from kernels.common.random_bits import mixed
 from node.config.schema import PLANNED, RunConfig
-from node.schedule.placement import boundaries
+from node.schedule.placement import boundaries, slices_of
 from node.schedule.routing import source_stage
 from node.stage.boundary_caches import BoundaryCaches
 from node.tuning.codec_plan import Way
@@ -33,6 +33,7 @@ class StageCodecs:
             Direction.TIED_SHARE: raw,
             Direction.TIED_SUM: raw,
         }
+        self._numbers = config.microbatches * slices_of(config)
         self._planned: dict[Way, Codec] = {}
         """Of tensors whose codecs the coordinator planned for the epoch."""
 
@@ -100,10 +101,9 @@ class StageCodecs:
         """A tensor's codec. `uncompressed`: the epoch has fp32 on every link."""
         if uncompressed:
             return self._raw
-        microbatches = self._config.microbatches
-        if key.microbatch >= microbatches and key.direction is Direction.ACTIVATION:
+        if key.microbatch >= self._numbers and key.direction is Direction.ACTIVATION:
             # Held-out samples: every other pass is without the run's codecs.
-            return self._raw if (key.microbatch // microbatches - 1) % 2 else self._trained(key)
+            return self._raw if (key.microbatch // self._numbers - 1) % 2 else self._trained(key)
         if self._caches is not None and key.direction is Direction.ACTIVATION:
             return self._caches.codec(key)
         return self._trained(key)

@@ -28,7 +28,8 @@ class StepOrder:
         """By microbatches."""
 
     def use(self, link_windows: tuple[int, ...], audited: tuple[int, ...] = ()) -> None:
-        """Use these extra microbatches in flight on each link from now on; empty uses the run file's.
+        """Use these extra microbatches, or slices, in flight on each link from now on; empty uses the run
+        file's.
 
         Args:
             audited: groups of another row to compute after the own ones, only for their digests.
@@ -36,7 +37,7 @@ class StepOrder:
         Raises ProtocolViolationError for windows or groups that do not fit the placement.
         """
         config = self._config
-        most, links = config.microbatches, hops(config, self._layout.stages)
+        most, links = config.microbatches * self._layout.slices, hops(config, self._layout.stages)
         if link_windows and (len(link_windows) != links or max(link_windows) > most):
             raise ProtocolViolationError(
                 f"the coordinator plans windows {link_windows}; expected {links} of at most {most}"
@@ -73,12 +74,13 @@ class StepOrder:
             number = action.microbatch - first
             if layout.interleaved:
                 # As many microbatches at a time as there are stages, so that a ring keeps all of them busy.
-                return number // layout.stages, action.chunk, number
+                return number // layout.stages, action.chunk, number, action.slice
             # A head on the first stage follows as far behind as in training.
-            return (number + ahead * action.chunk,)
+            return (number * layout.slices + action.slice + ahead * action.chunk,)
 
-        numbers = range(first, first + microbatches)
-        return sorted((Action(Kind.FORWARD, c, m) for c in chunks for m in numbers), key=place)
+        numbers, slices = range(first, first + microbatches), range(layout.slices)
+        actions = (Action(Kind.FORWARD, c, m, s) for c in chunks for m in numbers for s in slices)
+        return sorted(actions, key=place)
 
     def _of(self, microbatches: Sequence[int]) -> Order:
         numbers, layout = tuple(microbatches), self._layout

@@ -15,6 +15,7 @@ from node.config.schema import RunConfig
 from node.model.labels import BatchPart
 from node.model.units import EMBED, HEAD
 from node.schedule.gradient_groups import RowShare, group_of
+from node.schedule.placement import boundary_shapes, slice_ranges
 from node.schedule.routing import StageLayout
 from node.schedule.schedule import Action, Kind, Order
 from node.schedule.turns import Turns
@@ -43,9 +44,9 @@ class StageIO(PackedIO, SyncIO, Protocol):
         ...
 
 
-def boundary_spec(config: RunConfig) -> TensorSpec:
-    """Of a microbatch between two chunks."""
-    return TensorSpec(torch.float32, (config.training.microbatch, config.model.sequence, config.model.hidden))
+def boundary_specs(config: RunConfig) -> tuple[TensorSpec, ...]:
+    """Of a microbatch between two chunks, or of each of its slices."""
+    return tuple(TensorSpec(torch.float32, shape) for shape in boundary_shapes(config))
 
 
 def tied_spec(config: RunConfig) -> TensorSpec:
@@ -93,7 +94,8 @@ class StepPasses:
     """The microbatches' shares of the loss, by group; on the stage with the head."""
 
     def __post_init__(self) -> None:
-        self._boundary, self._tied = boundary_spec(self.config), tied_spec(self.config)
+        self._boundaries, self._tied = boundary_specs(self.config), tied_spec(self.config)
+        self._slices = slice_ranges(self.config)
         self._is_round = self.config.is_round(self.step)
         self._running: Mark | None = None
         """After the newest action, which the device may still compute; None where each ends as it returns."""
@@ -122,10 +124,10 @@ class StepPasses:
     def held_out(self, first: int, microbatches: int) -> list[Tensor]:
         """Forwards alone, of microbatches numbered from `first`; their losses on the stage with the head."""
         losses: list[Tensor] = []
+        self.model.begin_step()
         for action in self.order.held_out(first, microbatches):
             self.io.check()
             points.reach(points.Phase.VALIDATION, stage=self.layout.stage, step=self.step)
-            self.model.begin_step()  # keeps nothing for a backward
             with torch.no_grad():
                 result = self._forward(action)
             self._end_action()
@@ -190,18 +192,22 @@ class StepPasses:
 
     def _forward(self, action: Action) -> Tensor:
         """The chunk's output, or the microbatch's share of the loss."""
-        index = self.layout.global_chunk(action)
+        index, number = self.layout.global_chunk(action), self.layout.number(action)
         own = {part: batches[action.microbatch] for part, batches in self.samples.items()}
+        positions = self._slices[action.slice]
+        tokens = slice(positions.start, positions.stop)
         if index == 0:
-            fed = own[BatchPart.INPUTS]
+            fed = own[BatchPart.INPUTS][:, tokens]
         else:
-            key = self._key(action.microbatch, index - 1, Direction.ACTIVATION)
-            fed = self._receive(key, self._boundary, TimeKind.WAIT_UPSTREAM)
-        out = self._key(action.microbatch, index, Direction.ACTIVATION)
+            key = self._key(number, index - 1, Direction.ACTIVATION)
+            fed = self._receive(key, self._boundaries[action.slice], TimeKind.WAIT_UPSTREAM)
+        out = self._key(number, index, Direction.ACTIVATION)
         self._switch(TimeKind.FORWARD, out)
-        wanted = own[BatchPart.LABELS] if self._has_loss(action) else None
+        wanted = own[BatchPart.LABELS][:, tokens] if self._has_loss(action) else None
         documents = own.get(BatchPart.DOCUMENTS)
-        result = self.model.forward(action.chunk, action.microbatch, fed, wanted, documents)
+        if documents is not None:
+            documents = documents[:, : positions.stop]
+        result = self.model.forward(action.chunk, action.microbatch, fed, wanted, documents, action.slice)
         if wanted is not None:
             self._begun(self.transfer.computed(), TimeKind.FORWARD, out)
             return result
@@ -210,15 +216,15 @@ class StepPasses:
         return result
 
     def _backward(self, action: Action) -> None:
-        index = self.layout.global_chunk(action)
-        key = self._key(action.microbatch, index, Direction.GRADIENT)
+        index, number = self.layout.global_chunk(action), self.layout.number(action)
+        key = self._key(number, index, Direction.GRADIENT)
         gradient: Tensor | None = None
         if not self._has_loss(action):
-            gradient = self._receive(key, self._boundary, TimeKind.WAIT_DOWNSTREAM)
+            gradient = self._receive(key, self._boundaries[action.slice], TimeKind.WAIT_DOWNSTREAM)
         self._switch(TimeKind.BACKWARD, key)
-        upstream = self.model.backward(action.chunk, action.microbatch, gradient)
+        upstream = self.model.backward(action.chunk, action.microbatch, gradient, action.slice)
         if upstream is not None:
-            out = self._key(action.microbatch, index - 1, Direction.GRADIENT)
+            out = self._key(number, index - 1, Direction.GRADIENT)
             mark = self._send(out, self.overflow.cleared(upstream))
         else:
             mark = self.transfer.computed()
@@ -246,6 +252,8 @@ class StepPasses:
     def _end_group(self, action: Action) -> None:
         """After a backward: if it is the chunk's last of a gradient group, pack its gradients."""
         group = group_of(self.config, action.microbatch)
+        if not self.layout.ends_microbatch(action):
+            return
         # Backwards of a chunk come in the order of microbatches.
         if self.sync is None or group == group_of(self.config, action.microbatch + 1):
             return
@@ -278,13 +286,13 @@ class StepPasses:
 
     # ---- tensors
 
-    def _key(self, microbatch: int, boundary: int, direction: Direction) -> TensorKey:
-        return TensorKey(self.epoch, self.step, microbatch, boundary, direction)
+    def _key(self, number: int, boundary: int, direction: Direction) -> TensorKey:
+        return TensorKey(self.epoch, self.step, number, boundary, direction)
 
     def _needed(self, action: Action) -> Incoming | None:
         """The tensor that an action needs."""
         key = self.layout.needed(self.epoch, self.step, action)
-        return None if key is None else Incoming(key, self._boundary)
+        return None if key is None else Incoming(key, self._boundaries[action.slice])
 
     def _has_loss(self, action: Action) -> bool:
         return self.layout.global_chunk(action) == self.layout.last_chunk

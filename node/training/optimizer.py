@@ -76,6 +76,7 @@ class StageOptimizer:
         streaming: Streaming | None = None,
         gradients_away: Collection[str] = (),
         codes_away: Collection[str] = (),
+        slices: int = 1,
     ) -> None:
         """
         Args:
@@ -87,6 +88,7 @@ class StageOptimizer:
             gradients_away: blocks the main gradients of whose matrices begin in `host`,
             codes_away: and blocks whose codes for products in FP8 do. These, weights and gradients may be
                 there only with the moments.
+            slices: of each microbatch, whose gradients are added one by one.
         """
         self._units: dict[str, dict[str, nn.Parameter]] = {}
         # Both copies of a tied weight have the same gradient; the global norm counts the embedding's.
@@ -118,6 +120,7 @@ class StageOptimizer:
         }
         everything = tuple(self._places)
         self._training = training
+        self._additions = training.global_batch // training.microbatch * slices
         self._rules = {
             one: update_rule(training, unit, name, tuple(one.shape))
             for one, (unit, name) in self._places.items()
@@ -247,7 +250,8 @@ class StageOptimizer:
             self.streaming.code(unit, block)
 
     def begin_forward(self, microbatch: int) -> None:
-        """The next forward is this microbatch's: adapters drop elements by its salt, on every rank."""
+        """The next forward is this microbatch's: adapters drop elements by its salt, on every rank. With
+        slices, numbers are those of `wire.spec.TensorKey`."""
         if self._dropouts:
             purpose = f"dropout of microbatch {microbatch}"
             drawn = salt(self._seed, step=self._next_step, layer="", purpose=purpose)
@@ -260,7 +264,7 @@ class StageOptimizer:
         return 1 + next(iter(self._steps.values()), 0)
 
     def begin_backward(self, microbatch: int, rank: int = 0) -> None:
-        """The next backward belongs to this microbatch.
+        """The next backward belongs to this microbatch, numbered as for `begin_forward`.
 
         Args:
             rank: this process among those of its node that share the microbatch. Each rounds by other random
@@ -272,9 +276,7 @@ class StageOptimizer:
 
     @property
     def _rounds_stochastically(self) -> bool:
-        training = self._training
-        many = training.global_batch // training.microbatch > MOST_TO_NEAREST
-        return training.gradients == "fp8" and many
+        return self._training.gradients == "fp8" and self._additions > MOST_TO_NEAREST
 
     def _gradient_salts(self) -> dict[nn.Parameter, int]:
         """By unit and name: the same on any split."""

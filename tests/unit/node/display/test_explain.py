@@ -29,7 +29,7 @@ from node.model.chunk import build_chunk
 from node.model.storage import stored_bytes
 from node.model.units import unit_names
 from node.run_file.loader import to_json
-from node.schedule.placement import split_units, with_head_place
+from node.schedule.placement import decided, split_units
 from node.schedule.schedule import dependencies, schedule
 from node.telemetry.format import bytes_text
 from node.tuning.device_memory import Devices
@@ -283,8 +283,8 @@ def test_a_tied_models_head_is_where_fewer_bytes_cross_the_network() -> None:
         assert flows == {"activation", "gradient"} | (set() if first else {"tied_share", "tied_sum"})
         place = "first" if first else "last"
         assert f"head     on the {place} stage: " in explanation_text(explanation)
-        assert explain(replace(config, pipeline=with_head_place(config).pipeline)).flows == explanation.flows
-        assert with_head_place(config).pipeline.head == place
+        assert explain(replace(config, pipeline=decided(config).pipeline)).flows == explanation.flows
+        assert decided(config).pipeline.head == place
     assert explain(SMALL).head is None
 
 

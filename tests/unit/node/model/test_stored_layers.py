@@ -143,9 +143,9 @@ def test_attention_runs_on_what_is_kept_so_that_its_sums_fit(
     block = FAMILY_BLOCKS[model.family]
     split = block.split
 
-    def rounded(self: Any, projected: Any) -> tuple[Tensor, ...]:
+    def rounded(self: Any, projected: Any, first: int = 0) -> tuple[Tensor, ...]:
         """Four bits straight through: what forward sees; gradients pass as if nothing were rounded."""
-        return tuple(part + (_rounded(part) - part).detach() for part in split(self, projected))
+        return tuple(part + (_rounded(part) - part).detach() for part in split(self, projected, first))
 
     monkeypatch.setattr(block, "split", rounded)
     plain = run(model, Storage())

@@ -51,6 +51,20 @@ def test_the_most_that_is_allowed() -> None:
         ({"run.seed": -1}, "run.seed must be from 0"),
         ({"run.steps": 0, "training.warmup_steps": 0}, "run.steps must be at least 1, got 0"),
         ({"run.snapshot_every": 0}, "run.snapshot_every must be at least 1"),
+        ({"pipeline.sequence_chunks": 0}, "pipeline.sequence_chunks must be from 1 to model.sequence (256)"),
+        ({"pipeline.sequence_chunks": 257}, 'or "auto", got 257'),
+        (
+            {"pipeline.sequence_chunks": 64, "training.global_batch": 1024},
+            "(64) of 512 microbatches come to more than 16384 parts of a step",
+        ),
+        (
+            {"pipeline.sequence_chunks": 2, "pipeline.chunks": 2},
+            "without more bytes: set pipeline.chunks = 1",
+        ),
+        (
+            {"pipeline.sequence_chunks": 2, "pipeline.forward_codec": "aqsgd-4", "data.shift": False},
+            "remembers whole samples: set pipeline.sequence_chunks = 1",
+        ),
         ({"pipeline.groups": 0}, "pipeline.groups must be at least 1"),
         (
             {"pipeline.groups": 3},

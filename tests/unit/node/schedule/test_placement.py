@@ -8,15 +8,17 @@ import pytest
 
 from node.config.schema import LoraSection, ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.model.units import is_block, unit_cost, unit_names
+from node.schedule.floor import step_floor
 from node.schedule.placement import (
     chunk_units,
     chunks_of,
+    decided,
     head_bytes,
     head_first,
     head_share,
     held_blocks,
+    slices_of,
     stage_units,
-    with_head_place,
 )
 from node.tuning.device_memory import Devices
 from node.tuning.memory import stage_bytes, stage_memory
@@ -74,7 +76,7 @@ def test_the_heads_place_follows_from_bytes_unless_it_is_set() -> None:
     assert head_first(tied, 4) == (boundary <= exchange) and head_share(CONFIG, 4) is None
     for vocab, head in ((100_000, "first"), (8, "last")):
         config = replace(tied, model=replace(tied.model, vocab=vocab))
-        assert with_head_place(config).pipeline.head == head
+        assert decided(config).pipeline.head == head
         other = replace(
             config, pipeline=replace(config.pipeline, head={"first": "last", "last": "first"}[head])
         )
@@ -141,3 +143,40 @@ def test_chunks_that_share_no_memory_hold_what_each_of_them_does() -> None:
     )
     block = (plain[3].kept - plain[0].kept) // (together[3] - together[0])
     assert graphs[0].kept >= apart[0] * block > plain[0].kept
+
+
+@pytest.mark.parametrize(
+    ("stages", "samples", "sequence", "groups", "slices"),
+    [
+        (4, 16, 8192, 1, 4),
+        (4, 16, 8192, 4, 15),
+        (4, 1, 131072, 1, 57),
+        (4, 1, 2048, 1, 2),
+        (1, 16, 8192, 1, 1),
+        (2, 64, 8192, 1, 1),
+    ],
+)
+def test_auto_takes_the_fewest_slices_with_short_edges(
+    stages: int, samples: int, sequence: int, groups: int, slices: int
+) -> None:
+    config = RunConfig(
+        model=ModelSection(sequence=sequence),
+        training=TrainingSection(global_batch=samples, microbatch=1),
+        pipeline=PipelineSection(stages=stages, groups=groups, sequence_chunks="auto"),
+    )
+    assert decided(config).pipeline.sequence_chunks == slices == slices_of(config)
+    own = samples // groups
+    floors = [
+        step_floor(microbatches=own, forward=[1.0] * stages, backward=[2.0] * stages, slices=count)
+        for count in range(1, slices + 1)
+    ]
+    edges = [1 - own * floor.microbatch_seconds / floor.seconds for floor in floors]
+    # Short samples are not cut further.
+    assert edges[-1] <= 0.05 or sequence // slices <= 1024
+    assert all(share > 0.05 for share in edges[:-1])
+
+
+def test_a_sample_cache_and_interleaving_go_without_slices() -> None:
+    for own in (PipelineSection(forward_codec="aqsgd-4"), PipelineSection(chunks=2)):
+        config = RunConfig(model=ModelSection(sequence=8192), pipeline=replace(own, sequence_chunks="auto"))
+        assert slices_of(config) == 1

@@ -1,9 +1,12 @@
 """Orders of plain and interleaved 1F1B: complete, bounded in memory, same order of gradients."""
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from node.schedule.floor import step_floor
 from node.schedule.schedule import (
     Action,
     BoundaryTensor,
@@ -26,8 +29,12 @@ from wire.errors import ConfigError
 
 
 def spelled(order: Order) -> str:
-    """`F0.2` is the forward of local chunk 0, microbatch 2."""
-    return " ".join(f"{action.kind[0].upper()}{action.chunk}.{action.microbatch}" for action in order)
+    """`F0.2` is the forward of local chunk 0, microbatch 2; `F0.2.1` that of its slice 1."""
+    sliced = any(action.slice for action in order)
+    return " ".join(
+        f"{action.kind[0].upper()}{action.chunk}.{action.microbatch}" + f".{action.slice}" * sliced
+        for action in order
+    )
 
 
 def read(*orders: str) -> tuple[Order, ...]:
@@ -116,6 +123,70 @@ def test_larger_schedules_are_complete_and_free_of_deadlock(
             assert backward_microbatches(order, chunk) == list(range(microbatches))
 
 
+def test_slices_go_forward_first_to_last_and_backward_last_to_first() -> None:
+    assert tuple(map(spelled, schedule(2, 1, 2, slices=2))) == (
+        "F0.0.0 F0.0.1 F0.1.0 B0.0.1 F0.1.1 B0.0.0 B0.1.1 B0.1.0",
+        "F0.0.0 F0.0.1 B0.0.1 F0.1.0 B0.0.0 F0.1.1 B0.1.1 B0.1.0",
+    )
+    first, _ = schedule(2, 1, 2, head_first=True, slices=2)
+    assert spelled(first) == (
+        "F0.0.0 F0.0.1 F1.0.0 B1.0.0 F0.1.0 F1.0.1 B1.0.1 F0.1.1 F1.1.0 B1.1.0 B0.0.1 F1.1.1 B1.1.1 B0.0.0 "
+        "B0.1.1 B0.1.0"
+    )
+
+
+@given(
+    stages=st.integers(1, 8),
+    microbatches=st.integers(1, 8),
+    window=st.integers(0, 8),
+    slices=st.integers(2, 7),
+    head=st.booleans(),
+    swap=st.booleans(),
+    random=st.randoms(use_true_random=False),
+)
+@settings(max_examples=examples(30))
+def test_slices_run_in_order_within_memory_and_without_deadlock(
+    stages: int, microbatches: int, window: int, slices: int, head: bool, swap: bool, random: Random
+) -> None:
+    head = head and stages > 1
+    orders = schedule(stages, 1, microbatches, window, head_first=head, slices=slices)
+    assert check_complete(orders) == (1, microbatches)
+
+    def seconds(*_: object) -> float:
+        return random.choice((0.0, 0.5, 1.0, 20.0))
+
+    timeline = simulate(orders, seconds, seconds, seconds, 1.0, swap=swap)
+    for stage, (order, spans) in enumerate(zip(orders, timeline.spans, strict=True)):
+        ran = tuple(span.action for span in spans)
+        assert swap or ran == order
+        # The head's forward holds nothing: its backward follows at once.
+        held = held_activations(tuple(action for action in ran if action.chunk == 0))
+        assert held <= slices + (stages - 1 + head - stage) * (1 + window)
+        for chunk in range(1 + (head and stage == 0)):
+            # A head alone needs no other slice.
+            back = list(range(slices)) if chunk else list(reversed(range(slices)))
+            passes = {kind: [a for a in ran if a.chunk == chunk and a.kind is kind] for kind in Kind}
+            for kind, of_microbatch in ((Kind.FORWARD, list(range(slices))), (Kind.BACKWARD, back)):
+                numbers = [(action.microbatch, action.slice) for action in passes[kind]]
+                assert numbers == [(m, s) for m in range(microbatches) for s in of_microbatch]
+
+
+def test_slices_of_several_chunks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="1 chunk a stage, or 1 slice"):
+        schedule(2, 2, 4, slices=2)
+
+
+def test_slices_divide_fill_and_drain() -> None:
+    """Four stages and 16 microbatches; a microbatch takes 3 seconds on each, whatever it is cut into."""
+    for slices in (1, 2, 4, 8):
+        orders = schedule(4, 1, 16, slices=slices)
+        total = simulate(orders, 1 / slices, 2 / slices).total
+        assert total == pytest.approx(16 * 3 + 3 * 3 / slices)
+        floor = step_floor(microbatches=16, forward=[1.0] * 4, backward=[2.0] * 4, slices=slices)
+        assert floor.seconds == pytest.approx(total)
+        assert floor.microbatch_seconds == pytest.approx(3.0)
+
+
 def test_with_the_head_first_its_passes_are_between_the_first_chunks() -> None:
     orders = schedule(3, 1, 4, head_first=True)
     assert tuple(map(spelled, orders)) == (
@@ -196,6 +267,8 @@ def test_impossible_sizes_are_refused(arguments: tuple[int, int, int, int], name
         (read("F0.0 B0.0 F1.0"), "stage 0 .*: backward of chunk 1, microbatch 0"),
         (((*read("F0.0 B0.0")[0], Action(Kind.FORWARD, -1, 0)),), "forward of chunk -1"),
         (read("B0.0 F0.0"), "backward of chunk 0, microbatch 0 too early"),
+        ((tuple(Action(k, 0, 0, s) for k in Kind for s in (0, 1)),), "backward of chunk 0, microbatch 0 too"),
+        ((tuple(Action(k, 0, 0, s) for k in Kind for s in (1, 0)),), "slice 1 before the slice before it"),
         (read("F0.0 F0.1 B0.1 B0.0"), "backward of chunk 0, microbatch 1 too early"),
     ],
 )

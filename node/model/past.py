@@ -1,0 +1,208 @@
+"""What slices of a microbatch share on their way through a chunk: keys and values, the head's gradients.
+
+A slice's queries see the keys of all slices up to its own. So a block keeps each slice's keys and values, in
+the form of its stored activations, until the slices after it have gone backward. Their gradients are summed
+in float32, last slice first. `Past` is one microbatch's in one chunk; it is dropped when its last backward is
+done, or after a forward pass without one.
+
+The head needs no other slice. Its gradients are made with the loss, as `node.model.head_loss` makes them, and
+a microbatch's are summed in float32, first slice first. So they have the same bits on whichever stage the
+head is, and one copy of the head's gradient is in memory, not one for every slice.
+
+Shape legend: as in `node.model.stored_layers`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kernels.attention.ops import attention, attention_backward, chunk_backward
+from kernels.attention.reach import Reach
+
+Restore = Callable[[], tuple[Tensor, Tensor]]
+"""Keys and values [B, K, S, D] of a slice."""
+
+
+class Past:
+    """Of one microbatch in one chunk."""
+
+    def __init__(self, slices: Sequence[range]) -> None:
+        """`slices`: the positions of each, as by `node.model.slices.sample_slices`."""
+        self.slices = slices
+        self._blocks: dict[nn.Module, _BlockPast] = {}
+        self._of_head: list[Tensor] = []
+        self.backwards_left = len(slices)
+        """Slices whose backward has not begun."""
+
+    def of_block(self, block: nn.Module) -> "_BlockPast":
+        return self._blocks.setdefault(block, _BlockPast(len(self.slices)))
+
+    def add_of_head(self, grads: Sequence[Tensor]) -> None:
+        """Add a slice's gradients of the head's parameters."""
+        if not self._of_head:
+            self._of_head = [grad.float() for grad in grads]
+        else:
+            torch._foreach_add_(self._of_head, [grad.float() for grad in grads])
+
+    def take_of_head(self) -> list[Tensor]:
+        """In a slice's backward: the sums if it is the microbatch's last, before that nothing."""
+        if self.backwards_left:
+            return []
+        taken, self._of_head = self._of_head, []
+        return taken
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One slice on its way through a chunk."""
+
+    past: Past
+    number: int
+    loss_factor: Tensor | float = 1.0
+    """What the mean loss of the slice's tokens is multiplied by."""
+
+    @property
+    def first(self) -> int:
+        """The position of its first token in the sample."""
+        return self.past.slices[self.number].start
+
+    def of_block(self, block: nn.Module) -> "BlockSlice":
+        return BlockSlice(self.past.of_block(block), self.number, self.first)
+
+
+class _BlockPast:
+    """Of one block."""
+
+    def __init__(self, slices: int) -> None:
+        self.slices = slices
+        self.kept: dict[int, Restore] = {}
+        """By slice."""
+        self.gradients: tuple[Tensor, Tensor] | None = None
+        """Of keys and values, float32 [B, K, S, D], from the sample's first position on."""
+
+
+@dataclass(frozen=True)
+class BlockSlice:
+    """One slice in one block."""
+
+    past: _BlockPast
+    number: int
+    first: int
+    """The position of its first token in the sample."""
+
+    def keep(self, restore: Restore) -> None:
+        """Keep the slice's keys and values; again, where a block runs again in backward."""
+        self.past.kept[self.number] = restore
+
+    def joined(self, key_bksd: Tensor, value_bksd: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values from the sample's first position on, of which these are the last."""
+        if self.number == 0:
+            return key_bksd, value_bksd
+        earlier = [self.past.kept[number]() for number in range(self.number)]
+        keys, values = zip(*earlier, (key_bksd, value_bksd), strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+    def backward(
+        self,
+        grad_bhsd: Tensor,
+        heads: tuple[Tensor, Tensor, Tensor],
+        out_bhsd: Tensor,
+        sums: Tensor,
+        reach: Reach,
+        *,
+        fixed_order: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the slice's queries, keys and values, those by later slices included.
+
+        Args:
+            grad_bhsd: of the result.
+            heads: the slice's.
+            out_bhsd, sums: as `kernels.attention.ops.attention` gave them.
+        """
+        query, key, value = heads
+        if self.number == 0:
+            made = attention_backward(grad_bhsd, *heads, out_bhsd, sums, reach, fixed_order=fixed_order)
+            later, self.past.gradients = self.past.gradients, None
+            assert later is not None, "later slices go backward first"
+            of_key, of_value = (
+                (sums_bksd[:, :, : key.shape[2]] + own.float()).to(own.dtype)
+                for sums_bksd, own in zip(later, made[1:], strict=True)
+            )
+            self.past.kept.clear()
+            return made[0], of_key, of_value
+        keys, values = self.joined(key, value)
+        if self.past.gradients is None:
+            of_all = (torch.zeros(part.shape, device=part.device) for part in (keys, values))
+            self.past.gradients = next(of_all), next(of_all)
+        of_keys, of_values = (part[:, :, : keys.shape[2]] for part in self.past.gradients)
+        of_query = chunk_backward(grad_bhsd, query, keys, values, out_bhsd, sums, of_keys, of_values, reach)
+        of_key, of_value = (
+            part[:, :, self.first :].to(key.dtype, copy=True) for part in (of_keys, of_values)
+        )
+        del self.past.kept[self.number]
+        return of_query, of_key, of_value
+
+
+class _SliceAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, at: BlockSlice, reach: Reach) -> Tensor:
+        own = key.detach(), value.detach()
+        at.keep(lambda: own)
+        out, sums = attention(query, *at.joined(key, value), reach)
+        ctx.at, ctx.reach = at, reach
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, sums = ctx.saved_tensors
+        return *ctx.at.backward(grads[0], (query, key, value), out, sums, ctx.reach), None, None
+
+
+def slice_attention(
+    query_bhsd: Tensor, key_bksd: Tensor, value_bksd: Tensor, at: BlockSlice, reach: Reach
+) -> Tensor:
+    """The attention [B, H, S, D] of a slice to all slices up to its own, for autograd; it is kept in `at`."""
+    args = query_bhsd, key_bksd, value_bksd, at, reach
+    return cast(Tensor, _SliceAttention.apply(*args))  # type: ignore[no-untyped-call]
+
+
+class _SliceLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, loss: Callable[[Tensor], Tensor], at: Slice, with_grad: bool, *parameters: Tensor
+    ) -> Tensor:
+        if not with_grad:
+            return loss(x) * at.loss_factor
+        wanted = [part for part in parameters if part.requires_grad]
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            made = loss(leaf) * at.loss_factor
+            of_x, *of_head = torch.autograd.grad(made, [leaf, *wanted])
+        at.past.add_of_head(of_head)
+        ctx.at, ctx.of_x = at, of_x
+        ctx.dtypes = [part.dtype if part.requires_grad else None for part in parameters]
+        return made.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_x, ctx.of_x = ctx.of_x, None
+        sums = iter(ctx.at.past.take_of_head())
+        of_head = [None if dtype is None else next(sums, None) for dtype in ctx.dtypes]
+        cast_to = zip(of_head, ctx.dtypes, strict=True)
+        return of_x, None, None, None, *(None if grad is None else grad.to(dtype) for grad, dtype in cast_to)
+
+
+def slice_loss(
+    x_bsc: Tensor, loss: Callable[[Tensor], Tensor], at: Slice, parameters: Sequence[Tensor]
+) -> Tensor:
+    """A slice's share of the loss, `loss(x_bsc)` times `at.loss_factor`; backward starts from it with 1.
+
+    Args:
+        parameters: of the head, which `loss` uses.
+    """
+    args = x_bsc, loss, at, torch.is_grad_enabled(), *parameters
+    return cast(Tensor, _SliceLoss.apply(*args))  # type: ignore[no-untyped-call]
