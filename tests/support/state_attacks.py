@@ -157,9 +157,9 @@ class _Attack:
         notes, self._read = self.world.notes[self._read :], len(self.world.notes)
         if self.lied_at < 0 or self.named_at >= 0 or machine is None:
             return
-        if self.world.stopped is not None:
-            notes.append(self.world.stopped.reason)
         told = [note for note in notes if any(what in note for what in NAMES)]
+        if self.world.stopped is not None:
+            told.append(self.world.stopped.reason)
         words = {word.strip(".,:;()") for note in told for word in note.split()}
         if names & (words | machine.quarantined.keys()):
             self.named_at = len(self.world.disk.commits)
