@@ -319,6 +319,21 @@ def test_paths_of_sources_become_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     assert config.data.weights == (0.3, 0.7) and config.data.chat_template == ""
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), ""),
+        (("lora.rank=4",), "training.adapter_optimizer"),
+        (("lora.rank=4", "training.adapter_optimizer=muon", "training.optimizer=adamw"), ""),
+    ],
+)
+def test_muon_where_it_has_nothing_to_step_is_warned_of(
+    overrides: tuple[str, ...], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    default_config(["training.optimizer=muon", *overrides])
+    assert words in caplog.text and bool(words) == bool(caplog.text)
+
+
 def test_a_warm_up_longer_than_the_run_is_cut_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     config = default_config(["run.steps=50", "training.warmup_steps=200"])
     assert config.training.warmup_steps == 5

@@ -12,7 +12,7 @@ from node.run_file.loader import load_config, recipe
 from node.tuning.block_times import BlockTimes
 from node.tuning.memory import COMPILED_CODEC_BYTES, expected_bytes, stage_memory
 from node.view.explain import explain
-from node.view.first_run import TOKENS_A_PARAMETER, Text, first_run, run_file
+from node.view.first_run import MUON_RATE, MUON_WIDTHS, RATES, TOKENS_A_PARAMETER, Text, first_run, run_file
 from node.view.machine_speed import measured_machine
 from node.view.machines import CARDS, PAYLOAD_SHARE, Card, Machine, machines_for, parse_machine
 from node.view.pace import REACHED
@@ -176,8 +176,12 @@ def test_the_largest_model_that_sees_enough_tokens(tmp_path: Path) -> None:
         assert config == found.config, "the file says what was worked out"
         return config
 
-    slow, fast = chosen("rtx 4090,10", 7), chosen("rtx 4090,100", 7)
-    assert slow.model.hidden < fast.model.hidden < chosen("h100,1000", 30).model.hidden
+    slow, fast, large = chosen("rtx 4090,10", 7), chosen("rtx 4090,100", 7), chosen("h100,1000", 30)
+    assert slow.model.hidden < fast.model.hidden < large.model.hidden
+    for config in (slow, fast, large):
+        by_muon = config.training.optimizer == "muon"
+        assert by_muon == (config.model.hidden in MUON_WIDTHS)
+        assert config.training.lr == RATES[config.model.hidden] * (MUON_RATE if by_muon else 1)
     for config in (slow, fast):
         assert config.run.steps * config.tokens_per_step > TOKENS_A_PARAMETER * explain(config).parameters
     assert chosen("cpu,100", 7).training.precision == "float32"
