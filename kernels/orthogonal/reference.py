@@ -32,4 +32,5 @@ def _orthogonal(matrix: Tensor) -> Tensor:
         square = x @ x.t()
         polynomial = torch.addmm(square, square, square, beta=third, alpha=fifth)
         x = torch.addmm(x, polynomial, x, beta=first)
-    return x.t() if is_tall else x
+    nearest: Tensor = x.t() if is_tall else x
+    return nearest

@@ -111,7 +111,7 @@ def product(polynomial: Tensor, x: Tensor, into: Tensor, tiles: Tiles = TILES, *
 
 def _size(most: int, length: int) -> int:
     """Of a tile along a side: a function of its length alone. Tensor cores take 16 at least."""
-    return min(most, max(16, triton.next_power_of_2(length)))
+    return int(min(most, max(16, triton.next_power_of_2(length))))
 
 
 @triton.jit

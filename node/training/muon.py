@@ -37,7 +37,7 @@ class Muon(Updates):
         else:
             values = unpack_gradient(gradient) if isinstance(gradient, Fp8Gradient) else gradient
             values = values.view(weight.shape).mul_(step.scale)
-            self._mix(moments, [values])
+            self._mix(list(moments), [values])
         is_float32 = weight.dtype == torch.float32
         moved = weight if is_float32 else weight.float()
         self._move([moved], [values], step)
@@ -51,7 +51,7 @@ class Muon(Updates):
         moments: Sequence[Sequence[Tensor]],
         step: Step,
     ) -> None:
-        self._mix([mean for (mean,) in moments], gradients)
+        self._mix([mean for (mean,) in moments], list(gradients))
         by_shape: dict[torch.Size, list[int]] = {}
         for number, weight in enumerate(weights):
             by_shape.setdefault(weight.shape, []).append(number)
@@ -69,17 +69,17 @@ class Muon(Updates):
         is in each direction."""
         return [means[MEAN].view(parameter.shape)]
 
-    def _mix(self, means: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def _mix(self, means: list[Tensor], gradients: list[Tensor]) -> None:
         """Nesterov: add gradients to their means; they become the means that come next."""
         torch._foreach_lerp_(means, gradients, 1 - self._momentum)
         torch._foreach_lerp_(gradients, means, self._momentum)
 
-    def _move(self, weights: Sequence[Tensor], updates: Sequence[Tensor], step: Step) -> None:
+    def _move(self, weights: list[Tensor], updates: list[Tensor], step: Step) -> None:
         """Step float32 weights of one shape by the orthogonal matrices nearest to these."""
         shard = step.shard
         whole = updates if shard is None else [shard.whole(update) for update in updates]
         parts = [part for update in whole for part in update.chunk(self._joined)]
-        nearest: Sequence[Tensor] = orthogonal(parts).view(len(whole), *whole[0].shape).unbind()
+        nearest = list(orthogonal(parts).view(len(whole), *whole[0].shape))
         if shard is not None:
             nearest = [shard.own(each) for each in nearest]
         torch._foreach_mul_(weights, 1 - step.lr * step.weight_decay)
