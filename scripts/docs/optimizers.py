@@ -112,8 +112,18 @@ def steps() -> str:
         f"{markdown(columns, rows)}\n\nAll parameters of a model in one process. Passes: forward and "
         f"backward of the blocks in bfloat16, measured of one block, and {report['tokens']:,} tokens. "
         f"Medians of {report['runs']}; {report['hardware']}, torch {report['versions']['torch']}, Triton "
-        f"{report['versions']['triton']}, commit {commit(report)}."
+        f"{report['versions']['triton']}, commit {commit(report)}. Newton-Schulz's iteration by our kernels "
+        f"takes of the time of torch's batched products: {_iterations(report)}."
     )
+
+
+def _iterations(report: Run) -> str:
+    """Our kernels' share of torch's time, by shape."""
+    times: dict[str, list[float]] = {}
+    for row in report["iterations"]:
+        # Torch's comes first, then that of the tiles in use.
+        times.setdefault(" x ".join(map(str, row["shape"])), []).append(row["milliseconds"])
+    return ", ".join(f"{own / torch:.2f} at {shape}" for shape, (torch, own, *_) in times.items())
 
 
 def _pair(run: Run) -> tuple[str, str]:
