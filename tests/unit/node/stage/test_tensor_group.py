@@ -33,6 +33,7 @@ STORED = replace(
     storage=StorageSection(ffn_input="recompute", attention="recompute", attention_output="recompute"),
     pipeline=PipelineSection(stages=3),
 )
+MUON = replace(GPT2, training=replace(GPT2.training, optimizer="muon"))
 FP8_GRADIENTS = replace(GPT2, training=replace(GPT2.training, gradients="fp8"))
 PACKED = replace(
     LLAMA,
@@ -96,6 +97,7 @@ def equal(first: State, second: State) -> bool:
     [
         (LLAMA, 4, 4),
         (GPT2, 2, 2),
+        (MUON, 4, 2),
         (FP8_GRADIENTS, 4, 2),
         (ADAPTED, 4, 2),
         (ADAPTED_LLAMA, 2, 2),
@@ -103,6 +105,7 @@ def equal(first: State, second: State) -> bool:
     ids=[
         "llama 4",
         "gpt2 2",
+        "gpt2 2 x 2, muon",
         "gpt2 2 x 2, fp8 gradients",
         "adapters on stored gpt2 2 x 2",
         "adapters on llama 2",
