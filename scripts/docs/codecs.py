@@ -240,7 +240,7 @@ def _together(found: Sequence[dict[str, Any]]) -> str:
 
 
 def tah_ablation() -> str:
-    """Errors of TAH-Quant's settings, then of every codec (scripts/experiments/tah_ablation.py)."""
+    """Errors of TAH-Quant's settings, then of every codec."""
     report = read_report(TAH_ABLATION)
     kinds = ("activation", "gradient", "outlier")
     names = dict.fromkeys((row["group"], row["name"]) for row in report["results"])
@@ -265,7 +265,7 @@ def tah_ablation() -> str:
 
 
 def codec_choices() -> str:
-    """Errors of ways of coding, by kind of tensor and rate (scripts/experiments/codec_choices.py)."""
+    """Errors of ways of coding, by kind of tensor and rate."""
     report = read_report(CODEC_CHOICES)
     by_key = {
         (row["way"], row["kind"], row["file"], row["rate"]): row["relative_error"]

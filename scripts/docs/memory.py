@@ -305,7 +305,7 @@ def _caption(report: dict[str, Any]) -> str:
 
 
 def outlier_storage() -> str:
-    """Results of scripts/experiments/outlier_storage.py: means over the tensors of a kind."""
+    """INT4 with outlier channels apart beside block floats: means over the tensors of a kind."""
     report = read_report(OUTLIER_STORAGE)
     rows = []
     for kind in dict.fromkeys(row["kind"] for row in report["results"]):

@@ -3,8 +3,6 @@
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from node.lab.reach import doctor_table, reach_table
@@ -16,7 +14,6 @@ from scripts.experiments.paper_tables import tables_beside
 from scripts.report import RESULTS, markdown
 
 PIPELINE_FLOOR = RESULTS / "pipeline_floor.json"
-PIPELINE_FLOOR_FULL = RESULTS / "pipeline_floor_full.json"
 ALL_REDUCE = RESULTS / "all_reduce.json"
 ALL_REDUCE_LINKS = RESULTS / "all_reduce_links.json"
 ALL_REDUCE_LINKS_GPUS = RESULTS / "all_reduce_links_gpus.json"
@@ -121,24 +118,20 @@ def throughput() -> str:
     return f"{markdown(columns, rows)}\n\n{provenance(result)}."
 
 
-def pipeline_floor(path: Path = PIPELINE_FLOOR) -> str:
+def pipeline_floor() -> str:
     """Results of scripts/experiments/pipeline_floor.py: efficiency by rate and round trip."""
-    report = read_report(path)
+    report = read_report(PIPELINE_FLOOR)
     shapes = list(dict.fromkeys((row["round_trip_ms"], row["rate_mbit"]) for row in report["results"]))
 
     def kind(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["simulated"], row["window"], row.get("before", "")
+        return row["simulated"], row["window"]
 
     kinds = list(dict.fromkeys(map(kind, report["results"])))
     found = {(row["round_trip_ms"], row["rate_mbit"], *kind(row)): row for row in report["results"]}
     columns = [("round trip, ms", "right"), ("Mbit/s", "right"), ("floor, s", "right")]
     columns += [
-        (
-            f"`window = {window}`, {'simulated' if simulated else 'measured'}"
-            + (f" at {before[:12]}" if before else ""),
-            "right",
-        )
-        for simulated, window, before in kinds
+        (f"`window = {window}`, {'simulated' if simulated else 'measured'}", "right")
+        for simulated, window in kinds
     ]
     plans = any(row["simulated"] for row in report["results"])
     columns += [("windows planned", "left")] if plans else []
@@ -556,7 +549,6 @@ TABLES: Tables = {
     "lab_floor": lab_floor,
     "throughput": throughput,
     "pipeline_floor": pipeline_floor,
-    "pipeline_floor_full": partial(pipeline_floor, PIPELINE_FLOOR_FULL),
     "all_reduce": all_reduce,
     "all_reduce_links": all_reduce_links,
     "all_reduce_links_gpus": all_reduce_links_gpus,

@@ -8,9 +8,7 @@ from node.telemetry.format import bytes_text
 from scripts.docs.markdown import Tables, commit, if_recorded, read_report, spaced
 from scripts.report import RESULTS, markdown
 
-ROWS, ROW_WAYS, ROW_WAITS, SOAK_ROWS = (
-    RESULTS / f"{name}.json" for name in ("rows", "row_ways", "row_waits", "soak_rows")
-)
+ROWS, ROW_WAITS, SOAK_ROWS = (RESULTS / f"{name}.json" for name in ("rows", "row_waits", "soak_rows"))
 
 
 def rows() -> str:
@@ -48,70 +46,6 @@ def rows_of(report: dict[str, Any]) -> str:
         f"{spaced(report['hardware'])}, torch {report['versions']['torch']}, commit {commit(report)}."
     )
     return f"{markdown(columns, lines)}\n\n{caption}"
-
-
-def row_ways() -> str:
-    """Results of scripts/experiments/paced_row_ways.py: ways to a shorter step of two rows."""
-    return ways_of(read_report(ROW_WAYS))
-
-
-def ways_of(report: dict[str, Any]) -> str:
-    """The table of one report."""
-    steps = {(one["way"], *_place(one)): one for one in report["results"]}
-    lines = []
-    for speedup in report["speedups"]:
-        one, two = (steps[speedup["way"], rows, *_link(speedup)] for rows in (1, 2))
-        alone, shared = (median(each["step_seconds"]) for each in (one, two))
-        as_measured = max(two["floor_seconds"], two["measured_compute_seconds"])
-        lines.append(
-            [
-                speedup["way"],
-                f"{speedup['rate_mbit']:g}",
-                f"{speedup['round_trip_ms']:g}",
-                f"{alone:.2f}",
-                f"{shared:.2f}",
-                f"{speedup['times']:.2f}",
-                f"{one['allowed_seconds'] / two['allowed_seconds']:.2f}",
-                f"{two['floor_seconds'] / shared:.2f}",
-                f"{as_measured / shared:.2f}",
-                f"{two['allowed_seconds'] / shared:.2f}",
-            ]
-        )
-    columns = [("way", "left"), ("Mbit/s", "right"), ("round trip, ms", "right")]
-    columns += [("step of one row, s", "right"), ("of two, s", "right"), ("times as fast", "right")]
-    columns += [("allowed", "right"), ("two rows: floor over step", "right")]
-    columns += [("with compute as measured", "right"), ("allowed over step", "right")]
-    stages = report["results"][0]["stages"]
-    caption = (
-        f"2 x {stages} nodes against 1 x {stages}, {report['microbatches']} microbatches a step, the median "
-        f"of {report['steps']} steps; {report['paced']}. Allowed: a simulated step in which nothing takes "
-        "time but computing, bytes over each link and round trips, sums of gradients included. "
-        f"Runs at a time: {report['runs_at_a_time']}. {spaced(report['hardware'])}, torch "
-        f"{report['versions']['torch']}, commit {commit(report)}."
-    )
-    return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
-
-
-def row_parts() -> str:
-    """The parts of a step, in the same report."""
-    return parts_of(read_report(ROW_WAYS))
-
-
-def parts_of(report: dict[str, Any]) -> str:
-    """The table of one report: of the runs without a change, seconds and what each part takes at least."""
-    found = [one for one in report["results"] if one["way"] == "as it is"]
-    names = list(found[0]["parts"])
-    lines = [
-        [
-            f"{one['rows']} x {one['stages']}",
-            f"{one['rate_mbit']:g}",
-            f"{one['round_trip_ms']:g}",
-            *(f"{one['parts'][name]:.3f} ({one['least_parts'][name]:.3f})" for name in names),
-        ]
-        for one in found
-    ]
-    columns = [("nodes", "left"), ("Mbit/s", "right"), ("round trip, ms", "right")]
-    return markdown(columns + [(name, "right") for name in names], lines)
 
 
 def row_waits() -> str:
@@ -173,8 +107,6 @@ def _place(one: dict[str, Any]) -> tuple[int, int, float, float]:
 
 TABLES: Tables = {
     **if_recorded(ROWS, "rows", rows),
-    **if_recorded(ROW_WAYS, "row_ways", row_ways),
-    **if_recorded(ROW_WAYS, "row_parts", row_parts),
     **if_recorded(ROW_WAITS, "row_waits", row_waits),
     "soak_rows": soak_rows,
 }

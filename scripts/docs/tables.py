@@ -23,7 +23,6 @@ from scripts.docs import (
     rows,
     small_cards,
     summary,
-    tied,
 )
 from scripts.docs.markdown import Tables
 from scripts.report import ROOT
@@ -43,7 +42,6 @@ SUBJECTS = (
     public_meter,
     rows,
     small_cards,
-    tied,
 )
 TABLES: Tables = {name: make for subject in SUBJECTS for name, make in subject.TABLES.items()}
 
