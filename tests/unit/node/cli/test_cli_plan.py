@@ -7,10 +7,12 @@ import pytest
 from node.cli.main import main
 
 RECIPE = "several-machines"
+SMALL = "model.layers=8"
+"""Two blocks a stage are enough for one that is planned unlike the other, and make short programs."""
 
 
 def plan(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    code = main(["plan", RECIPE, *options])
+    code = main(["plan", RECIPE, SMALL, *options])
     return code, capsys.readouterr().out
 
 
