@@ -7,7 +7,8 @@ of the newer record. A new figure is one field here and one of the message that 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeVar, cast
 
 from wire.declared import Amount, Count, Line, Seconds, Text
@@ -35,16 +36,32 @@ class Place(NamedTuple):
 LinkKey = tuple[Place, Place]
 """(sender, receiver)."""
 
+_place = lru_cache(maxsize=65_536)(Place)
+"""The same places come with every report."""
 
-_COUNTERS: dict[type, tuple[str, ...]] = {}
+
+class Counters(NamedTuple):
+    """The names of the counters of a record, by their form."""
+
+    numbers: tuple[str, ...]
+    by_kind: tuple[str, ...]
+    """Mappings from a kind to a number."""
+    flows: tuple[str, ...]
 
 
-def counters_of(kind: "type[Figures]") -> tuple[str, ...]:
-    """The names of the counters of a record."""
+_COUNTERS: dict[type, Counters] = {}
+
+
+def counters_of(kind: "type[Figures]") -> Counters:
+    """The counters of a record."""
     found = _COUNTERS.get(kind)
     if found is None:
         declared = fields(cast("type[DataclassInstance]", kind))
-        found = _COUNTERS[kind] = tuple(one.name for one in declared if "counted" in one.metadata)
+        counted = {one.name: one.default for one in declared if "counted" in one.metadata}
+        by_kind = tuple(name for name, default in counted.items() if default is MISSING)
+        flows = tuple(name for name, default in counted.items() if default == ())
+        numbers = tuple(name for name in counted if name not in (*by_kind, *flows))
+        found = _COUNTERS[kind] = Counters(numbers, by_kind, flows)
     return found
 
 
@@ -52,35 +69,39 @@ class Figures:
     """Base of the records, which are frozen dataclasses."""
 
     def __add__(self, newer: Self) -> Self:
-        """Both together."""
-        return total((self, newer))
+        """Both together, as `total` has it: sums of pairs are most of what a step of many nodes takes."""
+        older, found, counters = vars(self), dict(vars(newer)), counters_of(type(newer))
+        for name in counters.numbers:
+            found[name] += older[name]
+        for name in counters.by_kind:
+            found[name] = _sums_by_kind((older[name], found[name]))
+        for name in counters.flows:
+            found[name] = _flow_sums((older[name], found[name]))
+        return made(type(newer), found)
 
     def __sub__(self, older: "Figures") -> Self:
         """What was added since an older record of the same totals. A flow's codec may have changed since."""
         found, theirs = dict(vars(self)), vars(older)
-        for name in counters_of(type(older)):
-            value = found[name]
-            if isinstance(value, Mapping):
-                found[name] = {kind: number - theirs[name].get(kind, 0.0) for kind, number in value.items()}
-            elif isinstance(value, tuple):
-                # Totals of a link have one flow of a direction.
-                flows = {flow.direction: flow for flow in theirs[name]}
-                found[name] = tuple([f - flows[f.direction] if f.direction in flows else f for f in value])
-            else:
-                found[name] = value - theirs[name]
+        counters = counters_of(type(older))
+        for name in counters.numbers:
+            found[name] -= theirs[name]
+        for name in counters.by_kind:
+            found[name] = {kind: number - theirs[name].get(kind, 0.0) for kind, number in found[name].items()}
+        for name in counters.flows:
+            # Totals of a link have one flow of a direction.
+            flows = {flow.direction: flow for flow in theirs[name]}
+            found[name] = tuple([f - flows[f.direction] if f.direction in flows else f for f in found[name]])
         return made(type(self), found)
 
     def counters(self, change: Callable[[str, Any], Any]) -> Self:
         """With each counting number changed, given its field's name and itself."""
-        found = dict(vars(self))
-        for name in counters_of(type(self)):
-            value = found[name]
-            if isinstance(value, Mapping):
-                found[name] = {kind: change(name, number) for kind, number in value.items()}
-            elif isinstance(value, tuple):
-                found[name] = tuple(flow.counters(change) for flow in value)
-            else:
-                found[name] = change(name, value)
+        found, counters = dict(vars(self)), counters_of(type(self))
+        for name in counters.numbers:
+            found[name] = change(name, found[name])
+        for name in counters.by_kind:
+            found[name] = {kind: change(name, number) for kind, number in found[name].items()}
+        for name in counters.flows:
+            found[name] = tuple(flow.counters(change) for flow in found[name])
         return made(type(self), found)
 
     def over(self, count: int) -> Self:
@@ -107,24 +128,31 @@ def total(records: Sequence[Record]) -> Record:
     if len(records) == 1:
         return records[0]
     rows = [vars(one) for one in records]
-    found = dict(rows[-1])
-    for name in counters_of(type(records[-1])):
-        values = [row[name] for row in rows]
-        if isinstance(values[0], Mapping):
-            sums: dict[str, float] = {}
-            for value in values:
-                for kind, number in value.items():
-                    sums[kind] = sums.get(kind, 0.0) + number
-            found[name] = sums
-        elif isinstance(values[0], tuple):
-            flows: dict[tuple[Direction, str], list[FlowFigures]] = {}
-            for value in values:
-                for flow in value:
-                    flows.setdefault((flow.direction, flow.codec), []).append(flow)
-            found[name] = tuple(map(total, flows.values()))
-        else:
-            found[name] = sum(values)
+    found, counters = dict(rows[-1]), counters_of(type(records[-1]))
+    for name in counters.numbers:
+        found[name] = sum([row[name] for row in rows])
+    for name in counters.by_kind:
+        found[name] = _sums_by_kind([row[name] for row in rows])
+    for name in counters.flows:
+        found[name] = _flow_sums([row[name] for row in rows])
     return made(type(records[-1]), found)
+
+
+def _sums_by_kind(values: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for value in values:
+        for kind, number in value.items():
+            sums[kind] = sums.get(kind, 0.0) + number
+    return sums
+
+
+def _flow_sums(several: "Iterable[tuple[FlowFigures, ...]]") -> "tuple[FlowFigures, ...]":
+    """One flow of each direction and codec."""
+    kinds: dict[tuple[Direction, str], list[FlowFigures]] = {}
+    for flows in several:
+        for flow in flows:
+            kinds.setdefault((flow.direction, flow.codec), []).append(flow)
+    return tuple([alike[0] + alike[1] if len(alike) == 2 else total(alike) for alike in kinds.values()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +233,7 @@ class LinkFigures(Figures):
 
     @property
     def ends(self) -> LinkKey:
-        return Place(self.source_replica, self.source), Place(self.target_replica, self.target)
+        return _place(self.source_replica, self.source), _place(self.target_replica, self.target)
 
     @property
     def held_out_bytes(self) -> int:

@@ -16,6 +16,7 @@ from node.telemetry.clock import WAITS, TimeKind
 from node.telemetry.events import StepCosts
 from wire.figures import FlowFigures, LinkFigures, LinkKey, Place, StageFigures, counters_of, flow_sum
 from wire.made import made
+from wire.spec import Direction
 from wire.telemetry import NOT_TOGETHER, Telemetry, known_path
 
 _KINDS = tuple(kind.value for kind in TimeKind)
@@ -194,12 +195,7 @@ class Ledger:
             sent = link if not link.rejects else replace(link, rejects=0)
             links[key] = links[key] + sent if key in links else sent
             if back not in links:
-                links[back] = LinkFigures(
-                    source=link.target,
-                    target=link.source,
-                    source_replica=link.target_replica,
-                    target_replica=link.source_replica,
-                )
+                links[back] = _unused(*back)
             if link.rejects:
                 links[back] = links[back].grown(rejects=link.rejects)
 
@@ -209,22 +205,26 @@ class Ledger:
         """The fields of what a link's totals grew by, each counter within its bounds, and the bytes that they
         claim."""
         # Totals begin at zero again when a link is opened again.
-        growth = now - (before if before.bytes <= now.bytes else _NO_LINK)
+        earlier = vars(before if before.bytes <= now.bytes else _NO_LINK)
+        # Totals of a link have one flow of a direction, whose codec may have changed since.
+        earlier_flows = {flow.direction: flow for flow in earlier["flows"]}
         flows, claimed = [], 0
-        for flow in growth.flows:
+        for flow in now.flows:
+            old = earlier_flows.get(flow.direction, _NO_FLOW)
             # A frame takes at least one byte, an element at least one bit.
             left = most - claimed
-            size, elements = _within(flow.bytes, left), _within(flow.elements, 8 * left)
+            size = _within(flow.bytes - old.bytes, left)
+            elements = _within(flow.elements - old.elements, 8 * left)
             codec = flow.codec if self._codecs is None or flow.codec in self._codecs else OTHER_CODEC
             fields = {"direction": flow.direction, "codec": codec, "bytes": size, "elements": elements}
             flows.append(made(FlowFigures, fields))
             claimed += max(size, elements // 8)
-        found = dict(vars(growth))
-        for name in _LINK_COUNTERS:
-            value = found[name]
+        found = dict(vars(now))
+        for name in _LINK_NUMBERS:
+            value = found[name] - earlier[name]
             if isinstance(value, float):
                 found[name] = min(max(0.0, value), passed)
-            elif isinstance(value, int):
+            else:
                 found[name] = value = _within(value, most)
                 claimed = max(claimed, value)
         found["flows"] = tuple(flows)
@@ -233,9 +233,10 @@ class Ledger:
         return found, claimed
 
 
-_LINK_COUNTERS = counters_of(LinkFigures)
+_LINK_NUMBERS = counters_of(LinkFigures).numbers
 _OF_STAGE = tuple(vars(StageFigures()))
 _NO_LINK = LinkFigures()
+_NO_FLOW = FlowFigures(direction=Direction.ACTIVATION, codec="")
 _known_path = lru_cache(maxsize=1024)(known_path)
 
 
@@ -243,6 +244,15 @@ _known_path = lru_cache(maxsize=1024)(known_path)
 def _keys(sender: Place, receiver: Place) -> tuple[LinkKey, LinkKey]:
     """Of both directions of a link: the same ones come every step."""
     return (sender, receiver), (receiver, sender)
+
+
+@lru_cache(maxsize=65_536)
+def _unused(sender: Place, receiver: Place) -> LinkFigures:
+    """A link on which nothing was counted."""
+    (source_replica, source), (target_replica, target) = sender, receiver
+    return LinkFigures(
+        source=source, target=target, source_replica=source_replica, target_replica=target_replica
+    )
 
 
 def _within(grown: int, most: float) -> int:

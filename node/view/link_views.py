@@ -30,7 +30,7 @@ def link_view(whole: LinkFigures, recent: Sequence[LinkFigures], seconds: float)
     return LinkView(
         **{
             **vars(newest),
-            **{name: getattr(whole, name) for name in counters_of(LinkFigures)},
+            **{name: getattr(whole, name) for names in counters_of(LinkFigures) for name in names},
             "flows": tuple(
                 FlowView(
                     **vars(flows[flow.direction, flow.codec]),

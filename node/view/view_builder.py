@@ -299,7 +299,8 @@ class RunViewBuilder:
     def _count(self, costs: events.StepCosts) -> None:
         sums = {link.ends: link for link in self.links}
         for link in costs.links:
-            sums[link.ends] = sums[link.ends] + link if link.ends in sums else link
+            ends = link.ends
+            sums[ends] = sums[ends] + link if ends in sums else link
         self.links = tuple(sums.values())
         if not costs.aborted:
             self.recent = (*self.recent, costs)[-ADVICE_STEPS:]
