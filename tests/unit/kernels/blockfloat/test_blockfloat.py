@@ -1,4 +1,4 @@
-"""Stored tensors: sizes, nearest codes, extremes, odd shapes; the operators' fakes say what they do."""
+"""Stored tensors: sizes, nearest codes, extremes, odd shapes."""
 
 import math
 
@@ -143,25 +143,6 @@ def test_blocks_do_not_see_each_other() -> None:
         whole = there_and_back(x, bits)
         parts = torch.cat([there_and_back(part, bits) for part in x.split(333)])
         assert torch.equal(whole, parts)
-
-
-@pytest.mark.parametrize("bits", [4, 16])
-def test_operators_say_what_they_do(bits: int) -> None:
-    x, weight = normal(3, 200), normal(200)
-    packed = blockfloat.pack(x, bits)
-    torch.library.opcheck(blockfloat_ops.store, (x, bits))
-    torch.library.opcheck(blockfloat_ops.restore, (packed, [3, 200], bits, torch.bfloat16))
-    if bits == 16:
-        return
-    for bias in (None, weight):
-        torch.library.opcheck(blockfloat_ops.norm_store, (x, weight, bias, 1e-5, bits, torch.bfloat16))
-        torch.library.opcheck(
-            blockfloat_ops.norm_from_stored, (packed, [3, 200], weight, bias, 1e-5, bits, torch.float32)
-        )
-        torch.library.opcheck(blockfloat_ops.norm_backward, (x, packed, x.clone(), weight, bias, 1e-5, bits))
-    for up, second in ((None, None), (x, packed)):
-        torch.library.opcheck(blockfloat_ops.ffn_store, (x, up, bits))
-        torch.library.opcheck(blockfloat_ops.ffn_backward, (x.clone(), packed, second, bits))
 
 
 @each("dtype", [torch.float32, torch.bfloat16])
