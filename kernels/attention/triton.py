@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention.reach import EVERYTHING, Reach
-from kernels.common import dispatch
+from kernels.common.dispatch import Room, room
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -50,30 +50,32 @@ class Cuts:
     """Rows of queries, columns of keys."""
 
 
-LARGE = Cuts(
-    forward={64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 32, 8, 2)},
-    of_keys={64: Blocks(64, 128, 4, 2), 128: Blocks(128, 64, 8, 3), 256: Blocks(32, 32, 8, 1)},
-    of_queries={64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 2), 256: Blocks(32, 32, 8, 1)},
-)
-SMALL = Cuts(
-    forward={64: Blocks(64, 32, 4, 2), 128: Blocks(32, 32, 4, 2), 256: Blocks(32, 16, 4, 1)},
-    of_keys={64: Blocks(32, 32, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 16, 4, 1)},
-    of_queries={64: Blocks(32, 32, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 16, 4, 1)},
-)
-"""For 64 KiB of shared memory a program, as Turing has."""
+CUTS = {
+    Room.LARGE: Cuts(
+        forward={64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 32, 8, 2)},
+        of_keys={64: Blocks(64, 128, 4, 2), 128: Blocks(128, 64, 8, 3), 256: Blocks(32, 32, 8, 1)},
+        of_queries={64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 2), 256: Blocks(32, 32, 8, 1)},
+    ),
+    Room.SMALL: Cuts(
+        forward={64: Blocks(64, 32, 4, 2), 128: Blocks(32, 32, 4, 2), 256: Blocks(32, 16, 4, 1)},
+        of_keys={64: Blocks(32, 32, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 16, 4, 1)},
+        of_queries={64: Blocks(32, 32, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 16, 4, 1)},
+    ),
+}
+"""What runs on each kind of device in half precision, but for the next."""
 WIDE = Cuts(
     forward=dict.fromkeys((64, 128, 256), Blocks(16, 16, 4, 1)),
     of_keys=dict.fromkeys((64, 128, 256), Blocks(16, 16, 4, 1)),
     of_queries=dict.fromkeys((64, 128, 256), Blocks(16, 16, 4, 1)),
 )
-"""For float32, on any device."""
+"""For float32, and for devices without room."""
 
 
 def cuts(part: torch.Tensor) -> Cuts:
     """How kernels for such tensors are cut."""
     if part.dtype == torch.float32:
         return WIDE
-    return LARGE if dispatch.has_large_shared_memory(part.device) else SMALL
+    return CUTS.get(room(part.device), WIDE)
 
 
 def _cut(part: torch.Tensor, blocks: dict[int, Blocks]) -> Blocks:

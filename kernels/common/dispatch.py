@@ -4,6 +4,7 @@ Imports no Triton, which only machines with a GPU have.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from importlib.util import find_spec
 
@@ -21,14 +22,22 @@ def has_kernels(device_type: str) -> bool:
     return device_type == "cuda" and find_spec("triton") is not None
 
 
+class Room(Enum):
+    """How large the tiles of products may be on a device. The bits of their sums follow from it."""
+
+    LARGE = "160 KiB of shared memory a program, as A100, H100 and B200 have"
+    SMALL = "64 KiB and more"
+    NONE = "the same, and no tensor cores that Triton uses: GPUs before A100"
+
+
 @cache
-def has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a program may have 160 KiB of shared memory, as on A100, H100 and B200. Others have 64 KiB and
-    more; a kernel's tiles, and so the bits of its sums, follow from which of the two a device is."""
-    if device.type != "cuda":
-        return False
+def room(device: torch.device) -> Room:
+    """Of a GPU; of the CPU, where the interpreter runs, that of the smallest."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return Room.NONE
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 160 << 10
+    large = getattr(properties, "shared_memory_per_block_optin", 0) >= 160 << 10
+    return Room.LARGE if large else Room.SMALL
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.blockfloat.layout import BLOCK
 from kernels.blockfloat.triton.store import as_stored, load_blocks, load_wide, store_rounded
-from kernels.common import dispatch
+from kernels.common.dispatch import Room, room
 from kernels.common.triton.numbers import INTERPRETED, as_bits
 from kernels.experts.reference import Order, PackedExperts, Weights
 
@@ -56,21 +56,30 @@ class Tiles:
     """All products in float32."""
 
 
-LARGE = Tiles(
-    half=Tile(128, 128, 64, 8, 4),
-    packed=Tile(128, 128, 128, 8, 3),
-    packed_back=Tile(128, 128, 64, 8, 3),
-    weights=Tile(128, 128, 64, 8, 3),
-    wide=Tile(64, 64, 32, 4, 2),
-)
-SMALL = Tiles(
-    half=Tile(64, 64, 32, 4, 3),
-    packed=Tile(64, 64, 128, 4, 1),
-    packed_back=Tile(64, 128, 32, 4, 2),
-    weights=Tile(64, 64, 32, 4, 3),
-    wide=Tile(32, 32, 32, 4, 2),
-)
-"""For 64 KiB of shared memory a program, as Turing has."""
+TILES = {
+    Room.LARGE: Tiles(
+        half=Tile(128, 128, 64, 8, 4),
+        packed=Tile(128, 128, 128, 8, 3),
+        packed_back=Tile(128, 128, 64, 8, 3),
+        weights=Tile(128, 128, 64, 8, 3),
+        wide=Tile(64, 64, 32, 4, 2),
+    ),
+    Room.SMALL: Tiles(
+        half=Tile(64, 128, 32, 4, 3),
+        packed=Tile(64, 64, 128, 4, 2),
+        packed_back=Tile(64, 128, 32, 4, 2),
+        weights=Tile(64, 64, 32, 4, 3),
+        wide=Tile(32, 32, 32, 4, 2),
+    ),
+    Room.NONE: Tiles(
+        half=Tile(32, 32, 32, 4, 1),
+        packed=Tile(32, 32, 128, 4, 1),
+        packed_back=Tile(32, 128, 32, 4, 1),
+        weights=Tile(32, 32, 32, 4, 1),
+        wide=Tile(32, 32, 32, 4, 1),
+    ),
+}
+"""What runs on each kind of device."""
 
 ROUTED = 8
 """Tokens that a program routes."""
@@ -82,7 +91,7 @@ SUMMED = 32
 
 def tiles(device: torch.device) -> Tiles:
     """The tiles of a device's kind."""
-    return LARGE if dispatch.has_large_shared_memory(device) else SMALL
+    return TILES[room(device)]
 
 
 # ---- routing and grouping
