@@ -89,7 +89,7 @@ def attention(
         sinks_h: a logit a head (`kernels.attention.reference`). With it, and for a chunk, the log-sum-exp is
             [B, H, Q] wherever this runs.
     """
-    if _is_general(query_bhsd, key_bksd, sinks_h):
+    if _is_general(query_bhsd, key_bksd, reach, sinks_h):
         return _general(query_bhsd, key_bksd, value_bksd, reach, sinks_h)
     if not has_flash(query_bhsd):
         out = _masked(query_bhsd, *repeat_shared(query_bhsd, key_bksd, value_bksd), reach)
@@ -131,7 +131,7 @@ def attention_backward(
         fixed_order: False lets GPUs add in any order where that is faster.
         sinks_h: as `attention` had them; their own gradient is `sinks_gradient`.
     """
-    if _is_general(query_bhsd, key_bksd, sinks_h):
+    if _is_general(query_bhsd, key_bksd, reach, sinks_h):
         parts = _gradients(grad_bhsd, query_bhsd, key_bksd, value_bksd, out_bhsd, sums, reach, None)
         of_query, of_key, of_value = (part.to(query_bhsd.dtype) for part in parts)
         return of_query, of_key, of_value
@@ -187,6 +187,7 @@ def chunk_backward(
     of_key_bksd: Tensor,
     of_value_bksd: Tensor,
     reach: Reach = EVERYTHING,
+    sinks_h: Tensor | None = None,
 ) -> Tensor:
     """The gradient of a chunk's queries, in their dtype; those of keys and values are added to sums.
 
@@ -195,8 +196,14 @@ def chunk_backward(
 
     Args:
         of_key_bksd, of_value_bksd: float32 [B, K, S, D], like keys and values of all positions so far.
+        reach, sinks_h: as `attention` had them.
     """
     parts = grad_bhqd, query_bhqd, key_bksd, value_bksd, out_bhqd, sums
+    if not _is_general(query_bhqd, key_bksd, reach, sinks_h):
+        of_query, of_key, of_value = attention_backward(*parts, reach)
+        of_key_bksd.add_(of_key)
+        of_value_bksd.add_(of_value)
+        return of_query
     of_query, _, _ = _gradients(*parts, reach, (of_key_bksd, of_value_bksd))
     return of_query.to(query_bhqd.dtype)
 
@@ -247,9 +254,12 @@ def differentiable(
     return made
 
 
-def _is_general(query: Tensor, key: Tensor, sinks: Tensor | None) -> bool:
-    """Whether torch's operators lack it: a chunk's queries, or sinks."""
-    return sinks is not None or query.shape[-2] != key.shape[-2]
+def _is_general(query: Tensor, key: Tensor, reach: Reach, sinks: Tensor | None) -> bool:
+    """Whether torch's operators lack it: sinks, or a chunk's queries; of the first chunk, documents that go
+    on behind it."""
+    length = key.shape[-2]
+    longer = reach.documents is not None and reach.documents.first_bs.shape[1] != length
+    return sinks is not None or query.shape[-2] != length or longer
 
 
 def _has_kernels(query: Tensor) -> bool:

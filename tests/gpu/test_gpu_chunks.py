@@ -62,7 +62,7 @@ def test_chunks_give_what_the_whole_sequence_does(
             mine = grad[:, :, first:last]
             parts = query[:, :, first:last], key[:, :, :last], value[:, :, :last], out, sums
             onto = of_key[:, :, :last], of_value[:, :, :last]
-            of_queries.insert(0, chunk_backward(mine, *parts, *onto, reach))
+            of_queries.insert(0, chunk_backward(mine, *parts, *onto, reach, logits))
             if logits is not None:
                 of_sinks += sinks_gradient(mine, out, sums, logits)
         outs, sums = (torch.cat(parts, 2) for parts in zip(*made, strict=True))

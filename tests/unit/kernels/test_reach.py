@@ -137,7 +137,7 @@ def test_chunks_of_a_sequence_give_what_the_whole_does(
         kept.append((first, last, (*parts, out, sums)))
     for first, last, parts in reversed(kept):
         onto = of_key[:, :, :last], of_value[:, :, :last]
-        of_queries.insert(0, chunk_backward(grad[:, :, first:last], *parts, *onto, reach))
+        of_queries.insert(0, chunk_backward(grad[:, :, first:last], *parts, *onto, reach, sinks))
         if sinks is not None:
             of_sinks += sinks_gradient(grad[:, :, first:last], *parts[3:], sinks)
         plain_gradients = reference.attention_backward(grad[:, :, first:last], *parts, reach)
