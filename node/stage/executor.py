@@ -87,6 +87,7 @@ class StageExecutor:
             self.packing,
             clock.switch if on_cpu and not remembers else None,
             unpacks_beside=not on_cpu and not remembers,
+            in_order=remembers,
         )
         self._caches = BoundaryCaches(config, self.room.windows) if remembers else None
         self._codecs = StageCodecs(config, self._caches)

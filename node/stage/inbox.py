@@ -35,13 +35,26 @@ class Inbox:
 
     def __init__(self) -> None:
         self._buffers: dict[TensorKey, bytearray] = {}
+        self._watched: dict[TensorKey, Callable[[bytearray], None]] = {}
         self._arrived = threading.Condition()
         self._interruption: StepInterrupted | None = None
 
     def put(self, key: TensorKey, buffer: bytearray) -> None:
         with self._arrived:
             self._buffers[key] = buffer
+            call = self._watched.pop(key, None)
             self._arrived.notify_all()
+        if call is not None:
+            call(buffer)
+
+    def watch(self, key: TensorKey, call: Callable[[bytearray], None]) -> None:
+        """Call with a tensor that stays here, now or on the thread that puts it."""
+        with self._arrived:
+            buffer = self._buffers.get(key)
+            if buffer is None:
+                self._watched[key] = call
+        if buffer is not None:
+            call(buffer)
 
     def holds(self, key: TensorKey) -> bool:
         with self._arrived:
@@ -92,6 +105,7 @@ class Inbox:
         """Forget everything, ready for a new epoch."""
         with self._arrived:
             self._buffers.clear()
+            self._watched.clear()
             self._interruption = None
 
 
@@ -162,6 +176,9 @@ class LinksIO:
         if source_stage(key, self._stages) != BETWEEN_ROWS and not self._inbox.holds(key):
             self._links[source_stage(key, self._stages)].want(key)
         return torch.frombuffer(self._inbox.take(key), dtype=torch.uint8)
+
+    def watch(self, key: TensorKey, call: Callable[[Tensor], None]) -> None:
+        self._inbox.watch(key, lambda buffer: call(torch.frombuffer(buffer, dtype=torch.uint8)))
 
     def release(self, key: TensorKey) -> None:
         self._links[source_stage(key, self._stages)].release(key)

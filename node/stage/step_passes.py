@@ -300,7 +300,7 @@ class StepPasses:
     def _receive(self, key: TensorKey, spec: TensorSpec, waiting: TimeKind) -> Tensor:
         if not self.transfer.begun(key):
             self.clock.switch(waiting, key)
-            self.transfer.begin(Incoming(key, spec), self.codec(key), self.io)
+        self.transfer.begin(Incoming(key, spec), self.codec(key), self.io)
         self._switch(TimeKind.DECODE, key)
         return self.transfer.finish(key)
 

@@ -1,9 +1,9 @@
 """Packs and unpacks tensors on a second thread, the transfer thread, beside the stage's compute.
 
 The compute thread hands over a tensor and continues; the packed tensor goes straight to the link. Received
-tensors that the stage needs next are unpacked early. Jobs run one at a time in the order of submission, so
-codecs with a sample cache see their tensors in a fixed order, and no job waits for the network. `settle` ends
-all jobs of a step.
+tensors that the stage needs next are unpacked when they arrive, whatever the compute thread does then. Jobs
+run one at a time in the order of submission, and no job waits for the network. Codecs with a sample cache see
+their tensors in a fixed order: those the compute thread submits itself. `settle` ends all jobs of a step.
 
 On a GPU packing waits until the device has made the tensor. A third thread unpacks there, so that a tensor
 that arrives meanwhile does not wait for that.
@@ -11,7 +11,9 @@ that arrives meanwhile does not wait for that.
 A tensor that is packed or unpacked faster than threads hand it over stays on the compute thread.
 """
 
+import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -63,6 +65,10 @@ class PackedIO(Protocol):
 
     def take(self, key: TensorKey) -> Tensor:
         """Wait for the packed tensor under `key`."""
+        ...
+
+    def watch(self, key: TensorKey, call: Callable[[Tensor], None]) -> None:
+        """Call with the packed tensor once it is here, now or on another thread. It can still be taken."""
         ...
 
     def release(self, key: TensorKey) -> None:
@@ -126,6 +132,7 @@ class TensorTransfer:
         switch: Switch | None = None,
         *,
         unpacks_beside: bool = False,
+        in_order: bool = False,
     ) -> None:
         """
         Args:
@@ -133,6 +140,7 @@ class TensorTransfer:
             switch: called before the compute thread packs a tensor itself; without it, it never does. Only
                 for tensors on the CPU and codecs without a sample cache.
             unpacks_beside: unpack while another tensor is packed. Only for codecs without a sample cache.
+            in_order: unpack in the order in which tensors are needed; for codecs with a sample cache.
         """
         self._device = device
         self._beside = beside
@@ -145,6 +153,12 @@ class TensorTransfer:
             ThreadPoolExecutor(1, thread_name_prefix="unpack") if unpacks_beside else self._thread
         )
         self._unpacking: dict[TensorKey, Future[Unpacked] | _Later[Unpacked]] = {}
+        self._in_order = in_order
+        self._lock = threading.Lock()
+        self._watched: set[TensorKey] = set()
+        """Those that are unpacked as soon as they arrive."""
+        self._early: dict[TensorKey, Future[Unpacked]] = {}
+        """Those of them that have arrived, and that the compute thread has not come to."""
         self._packing: list[Future[None]] = []
         self.digests: StepDigests | None = None
         """Notes what the step that runs sends and receives."""
@@ -207,14 +221,32 @@ class TensorTransfer:
     def look_ahead(
         self, needed: Sequence[Incoming], codec_of: Callable[[TensorKey], Codec], io: PackedIO
     ) -> None:
-        """Start to unpack those of the next tensors that have arrived."""
+        """Start to unpack those of the next tensors that have arrived, and the others when they arrive."""
         for tensor in needed:
-            if tensor.key not in self._unpacking and io.holds(tensor.key):
-                self._begin(tensor, codec_of(tensor.key), io)
+            key = tensor.key
+            if self.begun(key):
+                continue
+            codec = codec_of(key)
+            if self._in_order or self._at_once(WorkKind.UNPACK, codec, tensor.spec.elements):
+                if io.holds(key):
+                    self._begin(tensor, codec, io)
+            elif key not in self._watched:
+                self._watched.add(key)
+                io.watch(key, functools.partial(self._arrived, tensor, codec, io, self.digests))
+
+    def _arrived(
+        self, tensor: Incoming, codec: Codec, io: PackedIO, digests: StepDigests | None, packed: Tensor
+    ) -> None:
+        """Called on any thread."""
+        with self._lock:
+            if tensor.key in self._watched:
+                self._watched.discard(tensor.key)
+                job = functools.partial(self._unpack, tensor, codec, io, digests, packed)
+                self._early[tensor.key] = self._unpacker.submit(job)
 
     def begun(self, key: TensorKey) -> bool:
         """Whether the tensor has arrived and its unpacking has started."""
-        return key in self._unpacking
+        return key in self._unpacking or key in self._early
 
     def ready(self, needed: Incoming | None, io: PackedIO) -> bool:
         """Whether this tensor has arrived, or no tensor is needed."""
@@ -222,8 +254,10 @@ class TensorTransfer:
 
     def unpacked(self, needed: Incoming | None) -> bool:
         """Whether `finish` of this tensor would not wait, or no tensor is needed."""
-        found = None if needed is None else self._unpacking.get(needed.key)
-        return needed is None or (isinstance(found, Future) and found.done())
+        if needed is None:
+            return True
+        found = self._unpacking.get(needed.key) or self._early.get(needed.key)
+        return isinstance(found, Future) and found.done()
 
     def begin(self, needed: Incoming, codec: Codec, io: PackedIO) -> None:
         """Wait for a tensor and start to unpack it. Raises what `io.take` raises."""
@@ -231,13 +265,13 @@ class TensorTransfer:
             self._begin(needed, codec, io)
 
     def finish(self, key: TensorKey) -> Tensor:
-        """The tensor that `begin` or `look_ahead` started to unpack.
+        """The tensor that `begin` was called for, unpacked.
 
         Raises BadTensorError for a tensor that no encoder makes, and CacheMismatchError if the two ends'
         sample caches differ, which is no evidence against either.
         """
         found = self._unpacking.pop(key)
-        others = [one for one in self._unpacking.values() if isinstance(one, Future) and not one.done()]
+        others = [one for one in self._started() if isinstance(one, Future) and not one.done()]
         if isinstance(found, _Later) and others:
             wait(others)  # one at a time, on whichever thread
         tensor, mark = found.result()
@@ -254,30 +288,44 @@ class TensorTransfer:
         """Wait for all jobs; drop their results and errors."""
         for packing in self._packing:
             packing.exception()
-        for unpacking in self._unpacking.values():
+        with self._lock:
+            self._watched.clear()
+        for unpacking in self._started():
             unpacking.exception()
         self._packing.clear()
         self._unpacking.clear()
+        self._early.clear()
+
+    def _started(self) -> list[Future[Unpacked] | _Later[Unpacked]]:
+        return [*self._unpacking.values(), *tuple(self._early.values())]
 
     def _begin(self, needed: Incoming, codec: Codec, io: PackedIO) -> None:
         key, packed = needed.key, io.take(needed.key)
-        digests = self.digests
-
-        def job() -> Unpacked:
-            if digests is not None:
-                digests.note(key, packed, received=True)
-            try:
-                with self._working(WorkKind.UNPACK, key, codec, needed.spec.elements):
-                    result = self._device.unpack(codec, packed, needed.spec)
-            except CacheMismatchError:
-                raise
-            except (PackedMismatchError, NonFiniteError) as error:
-                raise BadTensorError(key, error) from error
-            io.release(key)
-            return result
-
+        with self._lock:
+            self._watched.discard(key)
+            early = self._early.pop(key, None)
+        if early is not None:
+            self._unpacking[key] = early
+            return
+        job = functools.partial(self._unpack, needed, codec, io, self.digests, packed)
         at_once = self._at_once(WorkKind.UNPACK, codec, needed.spec.elements)
         self._unpacking[key] = _Later(job) if at_once else self._unpacker.submit(job)
+
+    def _unpack(
+        self, needed: Incoming, codec: Codec, io: PackedIO, digests: StepDigests | None, packed: Tensor
+    ) -> Unpacked:
+        key = needed.key
+        if digests is not None:
+            digests.note(key, packed, received=True)
+        try:
+            with self._working(WorkKind.UNPACK, key, codec, needed.spec.elements):
+                result = self._device.unpack(codec, packed, needed.spec)
+        except CacheMismatchError:
+            raise
+        except (PackedMismatchError, NonFiniteError) as error:
+            raise BadTensorError(key, error) from error
+        io.release(key)
+        return result
 
     def _at_once(self, kind: WorkKind, codec: Codec, elements: int) -> bool:
         """Whether the compute thread does this work itself."""

@@ -92,7 +92,7 @@ async def test_a_paused_stream_sends_a_byte_now_and_then_which_is_no_frame(
         pair.lower.send(key(1), content(key(1), size))
         await pair.upper_end.until(2)
         assert pair.upper_end.buffers[key(1)] == content(key(1), size)
-        assert pair.upper.frames[1] == pair.lower.frames[0] == 2
+        await eventually(lambda: pair.upper.frames[1] == pair.lower.frames[0] == 2)
         assert pair.upper.figures.rejects == pair.lower.figures.retransmits == 0
 
 

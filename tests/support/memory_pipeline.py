@@ -73,6 +73,8 @@ class MemoryIO:
         """`rows`: the same stage in every row."""
         self.held: set[TensorKey] = set()
         """Taken and not yet released."""
+        self._early: set[TensorKey] = set()
+        """Released and not yet taken: they were unpacked before."""
         self.sent: list[tuple[TensorKey, int]] = []
         """Every tensor sent, with its packed bytes."""
         self._stage = stage
@@ -89,12 +91,21 @@ class MemoryIO:
     def take(self, key: TensorKey) -> Tensor:
         source = source_stage(key, len(self._inboxes))
         assert source != self._stage
-        if source != BETWEEN_ROWS:
+        if key in self._early:
+            self._early.remove(key)
+        elif source != BETWEEN_ROWS:
             self.held.add(key)
         return torch.frombuffer(self._inboxes[self._stage].take(key, TAKE_SECONDS), dtype=torch.uint8)
 
+    def watch(self, key: TensorKey, call: Callable[[Tensor], None]) -> None:
+        inbox = self._inboxes[self._stage]
+        inbox.watch(key, lambda buffer: call(torch.frombuffer(buffer, dtype=torch.uint8)))
+
     def release(self, key: TensorKey) -> None:
-        self.held.remove(key)
+        if key in self.held:
+            self.held.remove(key)
+        else:
+            self._early.add(key)
 
     def send(self, key: TensorKey, packed: Tensor, elements: int) -> None:
         target = target_stage(key, len(self._inboxes))

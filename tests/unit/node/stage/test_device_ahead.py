@@ -163,6 +163,7 @@ def test_what_comes_is_unpacked_while_a_tensor_waits_to_be_packed(beside: bool) 
     if not beside:
         assert not there.unpacked(Incoming(key(1), SPEC))
         made.set()
+    there.begin(Incoming(key(1), SPEC), codec("bf16"), box)
     assert torch.equal(there.finish(key(1)), tensor(1).bfloat16().float())
     assert bool(box.sent) is not beside
     made.set()

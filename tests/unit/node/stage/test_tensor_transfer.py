@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -45,6 +45,7 @@ class Box:
         self.sent: dict[TensorKey, Tensor] = {}
         self.arrived: dict[TensorKey, Tensor] = {}
         self.released: list[TensorKey] = []
+        self.watched: dict[TensorKey, Callable[[Tensor], None]] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.interrupted: list[Exception] = []
@@ -60,6 +61,17 @@ class Box:
 
     def take(self, key: TensorKey) -> Tensor:
         return self.arrived.pop(key)
+
+    def watch(self, key: TensorKey, call: Callable[[Tensor], None]) -> None:
+        if key in self.arrived:
+            call(self.arrived[key])
+        else:
+            self.watched[key] = call
+
+    def put(self, key: TensorKey, packed: Tensor) -> None:
+        self.arrived[key] = packed
+        if (call := self.watched.pop(key, None)) is not None:
+            call(packed)
 
     def release(self, key: TensorKey) -> None:
         self.released.append(key)
@@ -251,6 +263,7 @@ def test_damage_is_found_whoever_asked_and_releases_nothing() -> None:
     packed[-1] ^= 1
     box.arrived[key(0)] = packed
     there.look_ahead([Incoming(key(0), SPEC)], lambda _: codec("fixed-8"), box)
+    there.begin(Incoming(key(0), SPEC), codec("fixed-8"), box)
     with pytest.raises(BadTensorError, match=r"the activation received .*, microbatch 0 \(.*checksum") as bad:
         there.finish(key(0))
     assert bad.value.key == key(0)
@@ -315,6 +328,7 @@ def test_what_is_packed_sooner_than_handed_over_stays_on_its_thread(
         box.arrived[key(microbatch)] = packed.clone()
         there.look_ahead([Incoming(key(microbatch), SPEC)], lambda _: codec("tah"), box)
         assert there.begun(key(microbatch))
+        there.begin(Incoming(key(microbatch), SPEC), codec("tah"), box)
         expected = codec("tah").decode(packed, SPEC)
         assert torch.equal(there.finish(key(microbatch)), expected)
     assert box.released == [key(0), key(1)]
@@ -384,3 +398,32 @@ def test_settling_forgets_what_was_begun() -> None:
     there.settle()
     assert not there.begun(key(0))
     there.drain()
+
+
+def test_a_tensor_is_unpacked_when_it_arrives_whatever_the_compute_thread_does() -> None:
+    """Here it does nothing: nobody calls the transfer between the tensor's arrival and its release."""
+    packed, box = codec("tah").encode(tensor(1)), Box()
+    released = threading.Event()
+    box.release = lambda key: released.set()  # type: ignore[method-assign]
+    transfer = TensorTransfer(CpuTransfer(), lambda kind, key: nullcontext())
+    transfer.look_ahead([Incoming(key(0), SPEC), Incoming(key(1), SPEC)], lambda key: codec("tah"), box)
+    assert not transfer.begun(key(0))
+    box.put(key(0), packed)
+    assert released.wait(SECONDS) and transfer.begun(key(0)) and box.holds(key(0))
+    transfer.begin(Incoming(key(0), SPEC), codec("tah"), box)
+    assert torch.equal(transfer.finish(key(0)), codec("tah").decode(packed, SPEC))
+    transfer.settle()
+    box.put(key(1), packed)
+    assert not transfer.begun(key(1)), "the step is over"
+
+
+def test_with_a_sample_cache_tensors_are_unpacked_in_the_order_of_the_stage() -> None:
+    box = Box()
+    transfer = TensorTransfer(CpuTransfer(), lambda kind, key: nullcontext(), in_order=True)
+    transfer.look_ahead([Incoming(key(0), SPEC)], lambda key: codec("tah"), box)
+    box.put(key(0), codec("tah").encode(tensor(1)))
+    assert not transfer.begun(key(0)) and box.released == []
+    transfer.look_ahead([Incoming(key(0), SPEC)], lambda key: codec("tah"), box)
+    assert transfer.begun(key(0)) and not box.holds(key(0))
+    transfer.settle()
+    assert box.released == [key(0)]
