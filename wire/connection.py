@@ -128,14 +128,13 @@ class Connection:
 
     def _read_bulk(self, stream: BulkStream) -> None:
         state, line = self._state, self._state.settings.line
-        before, spent = -math.inf, time.thread_time()
+        before = -math.inf
         while True:
             data = stream.read()
             at = now()
             with state.lock:
                 if self._ended.is_set():
                     return
-                spent = state.count_processor(spent)
                 state.count(bytes_received=len(data))
                 if data == KEEP_ALIVE:
                     continue

@@ -206,7 +206,8 @@ class LinkFigures(Figures):
     busy_seconds: Seconds = field(default=0.0, metadata=COUNTED)
     """Time in which tensors waited to be sent or acknowledged."""
     processor_seconds: Seconds = field(default=0.0, metadata=COUNTED)
-    """Of `source`, for what it sends and receives on this link."""
+    """Of the thread that sends: frames and TLS. Where it is busy whenever the link is, the program limits the
+    link, and not the line."""
     capacity: Amount = 0.0
     """Bytes a second that the link delivers while it is busy; 0 while not known."""
     round_trip_seconds: Seconds = 0.0

@@ -96,7 +96,7 @@ class LinkState:
     figures: LinkFigures = field(default_factory=LinkFigures)
     """Since the link was made; `Link.figures` adds what others know. Its flows have no codec."""
     processor_seconds: float = 0.0
-    """Of the threads that carry frames."""
+    """Of the thread that sends."""
     frames_sent: int = 0
     frames_received: int = 0
     reconnects: int = 0

@@ -197,7 +197,8 @@ def _path(link: LinkView) -> str:
 def _use(link: LinkView) -> str:
     if link.use is None:
         return "-"
-    return "little" if link.little_used else _percent(link.use) + (" full" if link.full else "")
+    why = " program" if link.program_limits else " full" if link.full else ""
+    return "little" if link.little_used else _percent(link.use) + why
 
 
 def _nodes(view: RunView, now: float) -> str:

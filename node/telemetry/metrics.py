@@ -57,6 +57,7 @@ PEER = ("peer",)
 _LINK_COUNTERS = {
     "bytes": ("bytes_total", "All bytes written to the link's sockets."),
     "busy_seconds": ("busy_seconds_total", "Time with data to send or to be acknowledged."),
+    "processor_seconds": ("processor_seconds_total", "Processor time of the thread that sends."),
     "retransmits": ("retransmits_total", "Frames sent again."),
     "rejects": ("rejects_total", "Damaged frames, requested again."),
 }

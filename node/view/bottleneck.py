@@ -14,7 +14,7 @@ from node.schedule.floor import Floor, ResourceKind
 from node.telemetry.format import duration_text
 from node.view.remedies import Remedy, better_codec, better_split, same_bytes_less_loss
 from node.view.run_view import LinkView, RunView, StageView
-from node.view.step_model import FULL, LITTLE, SharedUpload, StepModel, shared_uploads
+from node.view.step_model import BY_PROGRAM, FULL, LITTLE, SharedUpload, StepModel, shared_uploads
 
 PACE = 0.7
 """At this efficiency or more, the resource that sets the lower bound sets the pace."""
@@ -182,6 +182,12 @@ def _links(
         what = "sets the pace"
     sentences = [_upload(upload) for upload in uploads]
     for link in full:
+        if link.processor >= BY_PROGRAM:
+            sentences.append(
+                f"the program limits link {link.source} to {link.target}, not the line: at {_rate(link)} the "
+                f"thread of stage {link.source} that sends computes {_percent(link.processor)} of the time"
+            )
+            continue
         sentences.append(
             f"link {link.source} to {link.target} {what}: {_percent(link.use or 0.0)} of {_rate(link)}"
         )

@@ -44,6 +44,7 @@ def link_view(whole: LinkFigures, recent: Sequence[LinkFigures], seconds: float)
         capacity_mbit=8e-6 * newest.capacity,
         use=use,
         busy=min(1.0, newest.busy_seconds / seconds),
+        processor=min(1.0, newest.processor_seconds / newest.busy_seconds) if newest.busy_seconds else 0.0,
         little_used=use is not None and use < LITTLE,
     )
 

@@ -121,8 +121,12 @@ class LinkView(LinkFigures):
     """`mbit` over `capacity_mbit`, 0 to 1; None while the capacity is unknown."""
     busy: float
     """Share of the recent steps with data waiting to be sent or acknowledged."""
+    processor: float = 0.0
+    """Share of the time with data waiting in which the sender's thread was computing, 0 to 1."""
     full: bool = False
     """At its capacity, alone or with links that share its upload (`step_model.py`)."""
+    program_limits: bool = False
+    """It is full because of the sender's processor, not of the line."""
     little_used: bool = False
     """Traffic is so low that `capacity_mbit` is unreliable and not shown: too high, as short bursts pass a
     rate limit, or too low, as few bytes do not bring a link to its speed."""

@@ -20,6 +20,8 @@ FULL_TOGETHER = 0.75
 measured while the other is silent."""
 EACH_TOGETHER = 0.6
 """Least for each of them."""
+BY_PROGRAM = 0.8
+"""A full link whose sender computes for this share of the time in which there is data is limited by that."""
 LITTLE = 0.2
 """Below this share of the measured capacity, the measurement is unreliable (`LinkView.little_used`)."""
 UNLIKE = 1.15

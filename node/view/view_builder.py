@@ -23,7 +23,7 @@ from node.view.run_view import (
     SnapshotView,
     StageView,
 )
-from node.view.step_model import FULL, full_links
+from node.view.step_model import BY_PROGRAM, FULL, full_links
 from wire.errors import without_folders
 from wire.figures import LinkFigures, total
 
@@ -236,7 +236,10 @@ class RunViewBuilder:
             return (link.source, link.target) in full[link.source_replica]
 
         # Of a thousand nodes' links few are full; a copy takes ten microseconds.
-        links = tuple(replace(link, full=True) if is_full(link) else link for link in so_far.links)
+        links = tuple(
+            replace(link, full=True, program_limits=link.processor >= BY_PROGRAM) if is_full(link) else link
+            for link in so_far.links
+        )
         so_far = replace(so_far, links=links)
         if started is None:
             return replace(so_far, bottleneck=bottleneck(so_far, {}))

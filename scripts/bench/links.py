@@ -78,7 +78,8 @@ def measure(checkout: Path, seconds: float, rate: float) -> dict[str, float]:
     """Both ends of a link of this checkout's program, for so many seconds."""
     from tests.support.pki import new_authority, new_node
 
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         authority = new_authority(RUN)
         nodes = [new_node(authority) for _ in range(2)]

@@ -322,7 +322,7 @@ def _sleep_until(moment: float) -> None:
 
 
 def _block_forward(forward: float, backward: float) -> Any:
-    def run(block: torch.nn.Module, x: torch.Tensor, documents: Any = None) -> torch.Tensor:
+    def run(block: torch.nn.Module, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         result: torch.Tensor = _Paced.apply((forward, backward), x, *block.parameters())
         return result
 

@@ -142,6 +142,7 @@ function lane(link, names) {
       "p",
       { class: "muted lane-facts" },
       ...flows.map((words) => element("span", { class: "flow" }, words)),
+      link.program_limits ? element("span", {}, `limited by the program, not by the line: its sender computes ${percent(link.processor)} of the time`) : null,
       link.round_trip_seconds > 0 ? element("span", {}, `round trip ${duration(link.round_trip_seconds)}`) : null,
       element("span", {}, `${bytes(link.bytes)} sent`),
       link.path ? element("span", { class: "path" }, path(link)) : null,

@@ -517,3 +517,10 @@ def test_a_codec_in_the_same_bytes_at_no_cost_in_loss_is_named_where_it_packs_be
     # Too few steps to advise.
     run = seen(stages, links)
     assert "trellis" not in " ".join(bottleneck(run, BITS, (0.0, 0.0), advises=False))
+
+
+def test_a_link_whose_sender_computes_all_the_time_is_limited_by_the_program() -> None:
+    stages = [stage(0, forward=0.3, backward=0.3), stage(1, forward=0.2, backward=0.2)]
+    for processor, words in ((0.93, "the program limits link 0 to 1, not the line"), (0.5, "is full")):
+        links = [replace(link(0, 1, 940, 1000), processor=processor), link(1, 0, 100, 1000)]
+        assert words in says(seen(stages, links)).partition(" | ")[0]
