@@ -56,8 +56,9 @@ class StreamMachine(RuleBasedStateMachine):
             self.stale.add(key)
         self.sender.send(key, content(key, size))
 
-    @rule(count=st.integers(1, 10))
-    def transmit(self, count: int) -> None:
+    @rule(count=st.integers(1, 10), pieces=st.integers(1, 4))
+    def transmit(self, count: int, pieces: int) -> None:
+        self.sender.pieces = pieces
         for _ in range(count):
             frame = self.sender.next_frame(self.now)
             if frame is None:
@@ -124,7 +125,7 @@ class StreamMachine(RuleBasedStateMachine):
         for _ in range(rounds):
             for message in self.receiver.poll(self.now):
                 self.tell(message)
-            self.transmit(4)
+            self.transmit(4, 2)
             self.deliver_in_order(len(self.frames))
             self.now += 0.05
 
