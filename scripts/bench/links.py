@@ -46,6 +46,7 @@ def main() -> int:
         return 0
     # Here: the ends import another checkout's modules.
     from node.lab.results import commit, hardware
+    from scripts.experiments.pipeline_floor import head
     from scripts.report import RESULTS, version, write
 
     checkouts = {"now": ROOT, **({"before": arguments.before.resolve()} if arguments.before else {})}
@@ -68,6 +69,7 @@ def main() -> int:
     }
     if "before" in runs:
         after, before = report["median"]["now"], report["median"]["before"]
+        report["before"] = head(checkouts["before"])
         report["ratio"] = {key: after[key] / before[key] for key in after if before[key]}
     print(json.dumps(report["median"] | {"ratio": report.get("ratio")}, indent=1))
     write(arguments.out or RESULTS / "links.json", report)
