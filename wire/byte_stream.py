@@ -133,7 +133,7 @@ class BulkClient:
 
     def read(self) -> bytes:
         try:
-            return cast(bytes, next(self._call))
+            return next(self._call)
         except (StopIteration, grpc.RpcError):
             raise self._status() from None
 

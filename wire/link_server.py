@@ -325,8 +325,8 @@ class LinkServer:
     async def _serve(self, context: ServerContext) -> None:
         try:
             link, connection = self._admit(self._front, context)
-        except _NotAdmitted as answer:
-            await _abort(context, answer.status, str(answer), answer.refusal)
+        except _NotAdmitted as refused:
+            await _abort(context, refused.status, str(refused), refused.refusal)
         try:
             # Tells the caller that it is admitted; must come before any message.
             await context.send_initial_metadata(())
