@@ -415,6 +415,9 @@ class SnapshotsSection:
     credentials of their own environment."""
     last_here: bool = True
     """With `keep = "nodes"` or a URL: the snapshot of the last step goes to the coordinator all the same."""
+    last: str = "all"
+    """What the snapshot of the run's last step holds: `all`, or `weights`, a third of it with AdamW, so that
+    the run waits less for it. Such a run cannot go on to more steps; its export starts another run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from node.config.schema import RunConfig
 from node.coordinator.kept_snapshots import SnapshotBook, SnapshotRun
 from node.schedule.placement import stage_units
 from node.state.export import export
-from node.state.manifest import Manifest, SnapshotDamagedError, UnitEntry, unit_file
+from node.state.manifest import LayerFile, Manifest, SnapshotDamagedError, UnitEntry, unit_file
 from node.state.snapshot import (
     SnapshotFolder,
     list_snapshots,
@@ -37,6 +37,8 @@ MOST_WANTED = 3
 still hand in an older one."""
 MOST_REPEATS = 3
 """How often a layer may come whole: the answer to its node may be lost."""
+MOST_FIRST = 4
+"""Units of the run's checkpoint in memory, so that several nodes that ask for theirs have each read once."""
 log = logging.getLogger(__name__)
 
 Hosts = dict[str, str]
@@ -103,8 +105,9 @@ class SnapshotHandler:
         """By step, from the request on; None: the snapshot is not taken."""
         self._newest = 0
         """The newest step completed by this process."""
-        self._first: tuple[UnitEntry, bytes] | None = None
-        """The unit of the run's checkpoint that was served last."""
+        self._first: dict[str, asyncio.Task[LayerFile]] = {}
+        """Units of the run's checkpoint that are about to be sent."""
+        self._first_entries: dict[str, UnitEntry] = {}
         self._uploads: asyncio.Queue[_Upload] = asyncio.Queue()
         self._writing = asyncio.Lock()
         self._setting_aside: set[asyncio.Task[None]] = set()
@@ -199,32 +202,41 @@ class SnapshotHandler:
     async def layer_entry(self, step: int, unit: str) -> UnitEntry:
         """What the manifest of a complete snapshot says of a unit's file."""
         self._book.most_bytes(unit)
-        if step == 0:
-            return (await self._first_layer(unit))[0]
-        return (await self._whole(step, lambda: read_manifest(self.path(step)))).entry(unit)
+        if step > 0:
+            return (await self._whole(step, lambda: read_manifest(self.path(step)))).entry(unit)
+        if unit not in self._first_entries:
+            file = await self._first_layer(unit)
+            self._first_entries[unit] = UnitEntry(
+                unit=unit, file=unit_file(unit), bytes=file.size, sha256=file.sha256, weights_sha256=""
+            )
+        return self._first_entries[unit]
 
     async def layer(self, step: int, unit: str) -> bytes:
         """A unit's file of a complete snapshot."""
         self._book.most_bytes(unit)
         points.reach(points.Phase.STATE_FETCH, at=points.At.COORDINATOR, step=step)
         if step == 0:
-            return (await self._first_layer(unit))[1]
+            file = await self._first_layer(unit)
+            self._first.pop(unit, None)
+            return file.data
         return await self._whole(step, lambda: read_unit(self.path(step), unit))
 
-    async def _first_layer(self, unit: str) -> tuple[UnitEntry, bytes]:
-        """A unit's weights of the checkpoint that the run starts from, as a file; the last one is kept."""
+    async def _first_layer(self, unit: str) -> LayerFile:
+        """A unit's weights of the checkpoint that the run starts from, as a file; a few are kept until they
+        are sent."""
         if not self._config.model.from_:
             raise RunError("there is no snapshot of step 0: the run starts from its seed")
-        found = self._first
-        if found is None or found[0].unit != unit:
-            weights = (await read_units(self._config.model, [unit]))[unit]
-            data = await asyncio.to_thread(weights_file, weights)
-            digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
-            entry = UnitEntry(
-                unit=unit, file=unit_file(unit), bytes=len(data), sha256=digest, weights_sha256=""
-            )
-            found = self._first = entry, data
-        return found
+        reading = self._first.pop(unit, None)
+        if reading is None or (reading.done() and (reading.cancelled() or reading.exception() is not None)):
+            reading = asyncio.create_task(self._read_first(unit))
+        self._first[unit] = reading
+        if len(self._first) > MOST_FIRST:
+            del self._first[next(iter(self._first))]
+        return await asyncio.shield(reading)
+
+    async def _read_first(self, unit: str) -> LayerFile:
+        weights = (await read_units(self._config.model, [unit]))[unit]
+        return await asyncio.to_thread(lambda: LayerFile.of(weights_file(weights)))
 
     def permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
         """Permission to upload.

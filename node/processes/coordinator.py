@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ from node.state.snapshot import (
     snapshot_directory,
 )
 from node.state.start import check_weights
+from node.state.unit_state import has_weights_alone
 from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
 from node.training.loss_scale import SKIPPED, LossScales, loss_scales
@@ -226,6 +228,8 @@ def _reopen(
             dashboard=config.dashboard,
             telemetry=config.telemetry,
         )
+    elif newest > 0:
+        _check_optimizer_state(directory, from_json(recorded), newest)
     splits = _splits(store, from_json(recorded), config, newest)
     config = _with_split(config, Past(newest_snapshot=newest, splits=splits))
     if (config_json := to_json(config)) != recorded:
@@ -424,6 +428,19 @@ def _later(
         for one in store.steps(newest - 1)[:PROOF_STEPS]
         if one.step in norms
     }
+
+
+def _check_optimizer_state(directory: Path, recorded: RunConfig, newest: int) -> None:
+    """Raises UserError if the snapshot to go on from has weights alone."""
+    if not has_weights_alone(recorded, newest):
+        return
+    here = snapshot_directory(directory / "snapshots", newest)
+    raise UserError(
+        f"the snapshot of step {newest} has weights and no optimizer state (snapshots.last = "
+        f'"{recorded.snapshots.last}"), so this run cannot go on: begin another one from it, by `thinwire '
+        f'export {shlex.quote(str(directory))} FOLDER` and model.from = "FOLDER", or move {here} away to '
+        "go on from the snapshot before"
+    )
 
 
 def _unreported(newest: StepRecord | None, reported: int) -> StepRecord | None:

@@ -29,6 +29,7 @@ from node.run_file.addresses import coordinator_problems, dashboard_problems, po
 from node.run_file.storage_rules import name_problem, storage_problems
 from node.schedule.placement import HEADS, head_first, unplaceable
 from node.state.object_store import wrong_url
+from node.state.unit_state import LASTS
 from node.telemetry.format import parse_duration
 from node.telemetry.trace_files import TracedSteps
 from node.training.loss_scale import LEAST, MOST
@@ -142,6 +143,7 @@ def _snapshots(snapshots: SnapshotsSection, training: TrainingSection) -> Iterat
             yield f"snapshots.keep = {snapshots.keep} cannot hold snapshots: {why}"
     else:
         yield from name_problem("snapshots.keep", snapshots.keep, KEEPS)
+    yield from name_problem("snapshots.last", snapshots.last, LASTS)
     if (snapshots.keep == "nodes" or is_url(snapshots.keep)) and training.export_every:
         yield (
             "training.export_every writes from snapshots at the coordinator: set snapshots.keep to "

@@ -137,7 +137,7 @@ class RunMachine:
         self._wrong = WrongValues(self._assigner, self._blame, auditor)
         self._newcomers = Newcomers(self._assigner, self._roster, plan.unit_numbers, follows=plan.follows)
         self._ending = Ending()
-        self._states = StateAgreement(plan.unit_numbers)
+        self._states = StateAgreement(plan.unit_numbers, plan.weights_from)
         self._standing = Standing()
         self._undecided = 0
         """Snapshots, one after another, whose state nobody could settle."""

@@ -18,6 +18,7 @@ from node.run_state.votes import PastStep, UnitNumbers
 from node.schedule.placement import boundaries, chunks_of, head_first, stage_units
 from node.schedule.routing import neighbours
 from node.state.hub import PREFIX as HUB
+from node.state.unit_state import has_weights_alone
 from node.telemetry.format import parse_duration
 from node.training.loss_scale import LossScale, LossScales
 from node.training.schedule import clip_coefficient, learning_rate
@@ -39,6 +40,8 @@ class RunPlan:
     min_stages: int
     """With fewer nodes than this the run pauses."""
     total_steps: int
+    weights_from: float = math.inf
+    """Snapshots of this step and of later ones have weights alone."""
     rounds_from: int | None = None
     """The first step that is a round of local steps; None if none is."""
     snapshot_every: int
@@ -140,6 +143,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
         groups=pipeline.groups,
         most_rows=pipeline.most_rows,
         total_steps=config.run.steps,
+        weights_from=config.run.steps if has_weights_alone(config, config.run.steps) else math.inf,
         rounds_from=config.sync.warmup if config.sync.every > 1 else None,
         snapshot_every=every if isinstance(every, int) else 1,
         snapshot_seconds=0.0 if isinstance(every, int) else parse_duration(every) or 0.0,

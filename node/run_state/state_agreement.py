@@ -13,6 +13,7 @@ again from the newest agreed snapshot. What nodes said of the step before is rem
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from node.run_state.epoch import Epoch
 from node.run_state.votes import UnitNumbers
@@ -120,9 +121,14 @@ class _Asked:
 class StateAgreement:
     """Of one run: the newest attempts at snapshots."""
 
-    def __init__(self, units: UnitNumbers) -> None:
-        """`units`: number of stages -> the numbers of each stage's layer units."""
+    def __init__(self, units: UnitNumbers, weights_from: float = inf) -> None:
+        """
+        Args:
+            units: number of stages -> the numbers of each stage's layer units.
+            weights_from: snapshots of this step and of later ones have weights alone.
+        """
         self._units = units
+        self._weights_from = weights_from
         self._asked: dict[int, _Asked] = {}
         """By step."""
         self._newest: Mapping[int, UnitHash] = {}
@@ -327,7 +333,8 @@ class StateAgreement:
                 return f"the weights of {what} are not those of node {node}"
             if not (_near(word.moments, other.moments) and _near(word.squares, other.squares)):
                 return f"the optimizer's moments of {what} are not those of node {node}"
-        if unit in asked.trained and 0.0 in (word.weights, word.squares):
+        has_moments = asked.step < self._weights_from
+        if unit in asked.trained and 0.0 in (word.weights, word.squares if has_moments else 1.0):
             return f"{what} is all zeros"
         if (before := self._newest.get(unit)) is None:
             return None
@@ -335,7 +342,7 @@ class StateAgreement:
             times = (word.weights / before.weights) ** 0.5
             return f"the weights of {what} are {times:.3g} times those of the snapshot before"
         for now, then in ((word.moments, before.moments), (word.squares, before.squares)):
-            if then and not 1 / MOMENT_TIMES <= now / then <= MOMENT_TIMES:
+            if has_moments and then and not 1 / MOMENT_TIMES <= now / then <= MOMENT_TIMES:
                 return f"the optimizer's moments of {what} are far from those of the snapshot before"
         return None
 

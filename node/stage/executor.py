@@ -36,6 +36,7 @@ from node.stage.step_passes import (
 from node.stage.step_samples import cut_samples, numbered
 from node.stage.tensor_transfer import TensorTransfer, example_tensor
 from node.state.serialization import without_cache
+from node.state.unit_state import has_weights_alone
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.overflow import Overflow
 from node.tuning.memory_plan import Room
@@ -205,11 +206,12 @@ class StageExecutor:
         self.voted = False
 
     def copy_state(self) -> StateCopy:
-        """Every unit's weights and optimizer state, to be read beside the next step."""
+        """What a snapshot has of every unit, to be read beside the next step."""
         caches = self._caches
         boundaries = self._cached_boundaries().items()
         of_caches = {} if caches is None else {unit: caches.state(boundary) for boundary, unit in boundaries}
-        return self.model.copy_state(of_caches)
+        alone = has_weights_alone(self.config, self.state_step)
+        return self.model.copy_state(of_caches, weights_alone=alone)
 
     # ---- a step
 

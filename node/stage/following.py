@@ -92,10 +92,10 @@ async def _fetch_files(services: StateServices, step: int, units: Collection[str
         points.reach(points.Phase.STATE_FETCH, stage=services.executor.stage, step=step)
         return await services.fetch_layer(step, unit)
 
-    return await _several(units, one)
+    return await several(units, one)
 
 
-async def _several(units: Collection[str], fetch: Callable[[str], Awaitable[bytes]]) -> dict[str, bytes]:
+async def several(units: Collection[str], fetch: Callable[[str], Awaitable[bytes]]) -> dict[str, bytes]:
     """What `fetch` gives for each unit, `FETCHES` at a time."""
     turn = asyncio.Semaphore(FETCHES)
 
@@ -246,4 +246,4 @@ class Follower:
             order = (*holders[first:], *holders[:first])
             return await self._fetch_sums(order, step, unit, executor.sum_bytes(unit))
 
-        return await _several(units, one)
+        return await several(units, one)

@@ -22,7 +22,7 @@ from node.schedule.gradient_groups import group_of
 from node.schedule.placement import head_first, slice_ranges
 from node.stage.ranks import Command, Op, Ranks, number, value
 from node.stage.stage_model import StageModel
-from node.stage.state_copy import StateCopy
+from node.stage.state_copy import StateCopy, weights_of
 from node.state.serialization import deserialize_unit, serialize_unit
 from node.training.local_steps import LocalSteps
 from node.training.optimizer import StageOptimizer, StateTensor
@@ -248,15 +248,18 @@ class Leader:
         self._ranks.lead(Op.STATE, self._units.index(unit))
         return self._model.unit_state(unit)
 
-    def copy_state(self, extra: Mapping[str, Mapping[str, Tensor]]) -> StateCopy:
+    def copy_state(
+        self, extra: Mapping[str, Mapping[str, Tensor]], *, weights_alone: bool = False
+    ) -> StateCopy:
         if self._ranks.tensor_rank.count == 1:
-            return self._model.local.copy_state(extra)
-        # Shards are gathered by all ranks together, between two steps.
-        states = ((unit, self.unit_state(unit) | {**extra.get(unit, {})}) for unit in self.optimizer.units)
-        return StateCopy(
-            (unit, {name: StateTensor(one, one.dtype) for name, one in state.items()})
-            for unit, state in states
-        )
+            return self._model.local.copy_state(extra, weights_alone=weights_alone)
+        units: list[tuple[str, dict[str, StateTensor]]] = []
+        for unit in self.optimizer.units:
+            # Shards are gathered by all ranks together, between two steps.
+            whole = self.unit_state(unit) | {**extra.get(unit, {})}
+            state = {name: StateTensor(one, one.dtype) for name, one in whole.items()}
+            units.append((unit, weights_of(state) if weights_alone else state))
+        return StateCopy(units)
 
     def begin_step(self, loss_weight: float = 1.0) -> None:
         self._ranks.lead(Op.BEGIN, number(loss_weight))

@@ -17,7 +17,7 @@ from node.model.optimizers import most_state_bytes
 from node.model.units import parameter_specs, unit_names
 from node.schedule.placement import most_layer_bytes
 from node.stage.coordinator_client import CoordinatorClient
-from node.stage.following import State
+from node.stage.following import State, several
 from node.stage.layer_peers import LayerPeers, LayerPlace
 from node.stage.state_copy import READERS, ReadLayer, StateCopy, hash_layer, read_layer
 from node.state.hub import PREFIX as HUB
@@ -30,6 +30,7 @@ from node.state.start import read_units
 from node.state.unit_state import (
     PARAMETER_PREFIX,
     check_state,
+    has_weights_alone,
     parameters_of,
     read_tensors,
     weights_file,
@@ -128,7 +129,8 @@ class SnapshotTransfer:
                 log.warning("%s; the coordinator sends these weights", error)
             else:
                 return {unit: _as_state(weights) for unit, weights in found.items()}
-        return {unit: deserialize_unit(await self.fetch(0, unit)) for unit in units}
+        files = await several(units, lambda unit: self.fetch(0, unit))
+        return {unit: deserialize_unit(files.pop(unit)) for unit in units}
 
     def prefetch(self, wanted: Prefetch) -> None:
         """Fetch layers that a stage may need which may be assigned to this node, in place of an older such
@@ -337,7 +339,7 @@ class SnapshotTransfer:
     async def _keep_copy(self, step: int, unit: str, data: bytes) -> None:
         """Keep a file on this node's disk, if there is room."""
         with contextlib.suppress(RunError):
-            await asyncio.to_thread(self._cache.put, step, unit, data)
+            await asyncio.to_thread(self._cache.put, step, unit, data, durable=False)
 
     async def _put(self, url: str, step: int, unit: str, data: bytes) -> None:
         """Store a layer in the run's object store; a store that fails has a minute to come back."""
@@ -400,7 +402,8 @@ class SnapshotTransfer:
     def _held(self, step: int, unit: str, data: bytes) -> HeldLayer:
         """The report of a file, once it is known that a stage can go on from it. Raises RunError."""
         tensors = read_tensors(data)
-        check_state(self._config, self._windows, unit, tensors)
+        alone = has_weights_alone(self._config, step)
+        check_state(self._config, self._windows, unit, tensors, weights_alone=alone)
         return HeldLayer(
             step=step,
             unit=unit,

@@ -28,7 +28,7 @@ from node.stage.captured_passes import CapturedPasses, CudaRecorder
 from node.stage.memory_control import MemoryControl, Taken
 from node.stage.out_of_memory import ran_out
 from node.stage.passes import AutogradPasses, ChunkCall, Passes
-from node.stage.state_copy import StateCopy
+from node.stage.state_copy import StateCopy, weights_of
 from node.state.unit_state import FROZEN_PREFIX
 from node.training.local_steps import LocalSteps
 from node.training.optimizer import StageOptimizer, StateTensor
@@ -61,7 +61,9 @@ class StageCompute(Protocol):
 
     def unit_state(self, unit: str) -> dict[str, Tensor]: ...
 
-    def copy_state(self, extra: Mapping[str, Mapping[str, Tensor]]) -> StateCopy: ...
+    def copy_state(
+        self, extra: Mapping[str, Mapping[str, Tensor]], *, weights_alone: bool = False
+    ) -> StateCopy: ...
 
     def begin_step(self, loss_weight: float = 1.0) -> None: ...
 
@@ -374,15 +376,19 @@ class StageModel:
         """As `StageOptimizer.unit_state`, of the whole unit."""
         return self.optimizer.unit_state(unit)
 
-    def copy_state(self, extra: Mapping[str, Mapping[str, Tensor]]) -> StateCopy:
-        """The state of all units, with more tensors of some, to be read beside the next step."""
+    def copy_state(
+        self, extra: Mapping[str, Mapping[str, Tensor]], *, weights_alone: bool = False
+    ) -> StateCopy:
+        """The state of all units, with more tensors of some, to be read beside the next step; or weights
+        alone."""
         self._settle()
         optimizer = self.optimizer
 
         def units() -> Iterator[tuple[str, dict[str, StateTensor]]]:
             for unit in optimizer.units:
-                more = {name: StateTensor(one, one.dtype) for name, one in extra.get(unit, {}).items()}
-                yield unit, optimizer.unit_tensors(unit) | more
+                state = optimizer.unit_tensors(unit)
+                state |= {name: StateTensor(one, one.dtype) for name, one in extra.get(unit, {}).items()}
+                yield unit, weights_of(state) if weights_alone else state
 
         # Rounds change weights before the vote, and put them back.
         stays = optimizer.stays_in_place and self.config.sync.every == 1

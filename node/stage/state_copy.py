@@ -18,7 +18,7 @@ from torch import Tensor
 from node.model.optimizers import Layout
 from node.state.manifest import LayerFile, LayerSource
 from node.state.snapshot_cache import LayerWriter
-from node.state.unit_state import CACHE_PREFIX, LayerDigest
+from node.state.unit_state import CACHE_PREFIX, PARAMETER_PREFIX, LayerDigest
 from node.training.optimizer import StateTensor, copy_to_cpu
 from wire.codecs.host_copies import HostCopies
 from wire.errors import RunError
@@ -163,6 +163,11 @@ class StateCopy:
             return host.to(saved)
 
         return wait
+
+
+def weights_of(state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
+    """The weights alone among a unit's tensors."""
+    return {name: one for name, one in state.items() if name.startswith(PARAMETER_PREFIX)}
 
 
 def _copied(tensors: UnitTensors) -> UnitTensors:

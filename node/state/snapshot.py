@@ -36,7 +36,7 @@ from node.state.manifest import (
     unit_file,
     unit_weights_sha256,
 )
-from node.state.unit_state import check_state, parameters_of, read_tensors
+from node.state.unit_state import check_state, has_weights_alone, parameters_of, read_tensors
 from node.telemetry import points
 from node.telemetry.format import bytes_text
 from node.training.loss_scale import ScaleOf, no_scale
@@ -297,7 +297,7 @@ class SnapshotFolder:
             ProtocolViolationError: unusable for a resume; nothing is stored.
             RunError: the disk is full or cannot be written; no partial file is left.
         """
-        entry = self._check(unit, data)
+        entry = self._check(step, unit, data)
         directory = snapshot_directory(self._root, step)
         with self._lock:
             if (directory / MANIFEST_NAME).exists():
@@ -337,7 +337,7 @@ class SnapshotFolder:
         with self._lock:
             return tuple(unit for unit in self._units if unit not in self._entries.get(step, {}))
 
-    def _check(self, unit: str, data: bytes) -> UnitEntry:
+    def _check(self, step: int, unit: str, data: bytes) -> UnitEntry:
         if unit not in self._units:
             raise ProtocolViolationError(f"upload of unit {unit!r}, which this model does not have; refused")
         try:
@@ -345,7 +345,8 @@ class SnapshotFolder:
         except RunError as error:
             raise ProtocolViolationError(f"upload of unit {unit} refused: {error}") from error
         try:
-            check_state(self._run, self._windows, unit, tensors)
+            alone = has_weights_alone(self._run, step)
+            check_state(self._run, self._windows, unit, tensors, weights_alone=alone)
         except RunError as error:
             raise ProtocolViolationError(
                 f"upload of unit {unit} does not fit this model ({error}); refused"

@@ -64,10 +64,11 @@ class SnapshotCache:
             path.unlink(missing_ok=True)
         return None
 
-    def put(self, step: int, unit: str, data: bytes) -> None:
+    def put(self, step: int, unit: str, data: bytes, *, durable: bool = True) -> None:
+        """As of every store. Not `durable`: a machine that stops at once may find the file damaged."""
         with self.writing(step, unit, len(data)) as file:
             file.write(data)
-            file.keep(hashlib.sha256(data).hexdigest()).close()
+            file.keep(hashlib.sha256(data).hexdigest(), durable=durable).close()
 
     @contextmanager
     def writing(self, step: int, unit: str, size: int) -> Iterator["LayerWriter"]:
@@ -186,13 +187,13 @@ class LayerWriter:
     def write(self, piece: bytes | memoryview) -> None:
         self._replacement.file.write(piece)
 
-    def keep(self, sha256: str) -> "StoredLayer":
-        """All of it is written, and has this SHA-256: put it on disk, durably."""
+    def keep(self, sha256: str, *, durable: bool = True) -> "StoredLayer":
+        """All of it is written, and has this SHA-256: put it in its place."""
         file = self._replacement.file
         size = file.tell() - _SUM
         file.seek(0)
         file.write(bytes.fromhex(sha256))
-        self._replacement.keep()
+        self._replacement.keep(durable=durable)
         return StoredLayer(os.dup(file.fileno()), size, sha256)
 
 
@@ -231,10 +232,13 @@ class _Replacement:
         self.file.close()
         self._partial.unlink(missing_ok=True)
 
-    def keep(self) -> None:
+    def keep(self, *, durable: bool = True) -> None:
         self.file.flush()
-        os.fsync(self.file.fileno())
+        if durable:
+            os.fsync(self.file.fileno())
         self._partial.replace(self._path)
+        if not durable:
+            return
         directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)

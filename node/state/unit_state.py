@@ -36,6 +36,8 @@ _DTYPES = (
     *("float32", "float64", "int64", "uint64"),
 )
 """In the order in which safetensors has them, the narrowest first."""
+ALL, WEIGHTS = LASTS = ("all", "weights")
+"""Values of `snapshots.last`."""
 _CACHE = {f"{CACHE_PREFIX}{part}" for part in ("values", "samples", "since")}
 
 
@@ -172,11 +174,24 @@ def weights_file(weights: Mapping[str, np.ndarray]) -> bytes:
     return b"".join(unit_pieces({f"{PARAMETER_PREFIX}{name}": array for name, array in weights.items()}))
 
 
-def check_state(config: RunConfig, windows: int, unit: str, tensors: Mapping[str, np.ndarray]) -> None:
+def has_weights_alone(config: RunConfig, step: int) -> bool:
+    """Whether the snapshot of `step` has no optimizer state."""
+    return config.snapshots.last == WEIGHTS and step >= config.run.steps
+
+
+def check_state(
+    config: RunConfig,
+    windows: int,
+    unit: str,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    weights_alone: bool = False,
+) -> None:
     """Check that nodes can go on from a unit's tensors.
 
     Args:
         windows: samples of one pass over the text.
+        weights_alone: there is no optimizer state.
 
     Raises:
         RunError: they cannot; the message says why.
@@ -186,6 +201,8 @@ def check_state(config: RunConfig, windows: int, unit: str, tensors: Mapping[str
     if config.pipeline.remembers and not _CACHE.isdisjoint(tensors):
         # All or none: only the unit before a boundary carries its sample cache.
         expected |= _cache_layout(config, tensors)
+    if weights_alone:
+        expected = {name: part for name, part in expected.items() if name.startswith(PARAMETER_PREFIX)}
     found = layout_of(tensors)
     if problem := layout_problem(expected, found):
         raise RunError(problem)

@@ -526,8 +526,10 @@ async def test_the_weights_of_the_checkpoint_that_the_run_starts_from_are_served
         with pytest.raises(RunError, match="the run starts from its seed"):
             await handler.layer_entry(0, "head")
         monkeypatch.setattr(handler, "_config", replace(CONFIG, model=replace(MODEL, from_="somewhere")))
+        reads: list[str] = []
 
         async def read(model: ModelSection, units: list[str]) -> dict[str, dict[str, np.ndarray]]:
+            reads.extend(units)
             return {unit: {"norm.weight": np.full(3, len(unit), np.float32)} for unit in units}
 
         monkeypatch.setattr(snapshot_handler, "read_units", read)
@@ -535,6 +537,7 @@ async def test_the_weights_of_the_checkpoint_that_the_run_starts_from_are_served
             entry, data = await handler.layer_entry(0, unit), await handler.layer(0, unit)
             assert entry.bytes == len(data) and entry.sha256 == hashlib.sha256(data).hexdigest()
             assert load(data)["parameter.norm.weight"].tolist() == 3 * [len(unit)]
+        assert reads == ["head", "embed", "head"], "each is read once for its entry and its bytes"
 
 
 async def test_every_nth_snapshot_is_exported_and_the_last(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from node.cli.run_output import serve_finished
-from node.config.schema import CoordinatorSection, DashboardSection, RunConfig
+from node.config.schema import CoordinatorSection, DashboardSection, RunConfig, RunSection, SnapshotsSection
 from node.coordinator.coordinator import Coordinator
 from node.coordinator.store import SnapshotRecord, StepRecord, Store
 from node.dashboard import pages
@@ -30,6 +30,7 @@ from node.run_state.run_plan import Past
 from node.schedule.placement import split_units
 from node.state.serialization import serialize_unit
 from node.state.snapshot import SnapshotFolder, list_snapshots, read_manifest, snapshot_directory
+from node.state.unit_state import PARAMETER_PREFIX, has_weights_alone
 from node.telemetry import events
 from node.telemetry.history import HISTORY_FILE, Entry, HistoryWriter, history_size, read_history
 from node.training.optimizer import StageOptimizer
@@ -233,9 +234,11 @@ def test_a_start_that_finds_a_port_taken_writes_nothing(tmp_path: Path) -> None:
     assert not directory.exists()
 
 
-def one_with_snapshots(directory: Path, monkeypatch: pytest.MonkeyPatch, *steps: int) -> RunConfig:
+def one_with_snapshots(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *steps: int, config: RunConfig | None = None
+) -> RunConfig:
     """A run that has begun, with snapshots of these steps."""
-    config = config_in(directory)
+    config = config or config_in(directory)
     monkeypatch.setattr(main, "_until_done", ended)
     assert main.run_coordinator(config, run_dir=directory, emit=lambda _: None, resume=False) == 0
     chunks = [
@@ -246,7 +249,10 @@ def one_with_snapshots(directory: Path, monkeypatch: pytest.MonkeyPatch, *steps:
     with Store.open(directory) as store:
         for step in steps:
             for unit in optimizer.units:
-                data = serialize_unit(optimizer.unit_state(unit))
+                state = optimizer.unit_state(unit)
+                if has_weights_alone(config, step):
+                    state = {name: one for name, one in state.items() if name.startswith(PARAMETER_PREFIX)}
+                data = serialize_unit(state)
                 writer.put(step, unit, data)
             store.record_snapshot(SnapshotRecord(step, "", 1, complete=True, created=BEGAN))
         store.record_step(replace(RECORD, step=steps[-1] + 2))
@@ -277,6 +283,19 @@ def test_a_run_goes_on_from_the_newest_snapshot_that_is_whole(
     assert path.is_file()
     with Store.open(tmp_path) as store:
         assert [record.step for record in store.snapshots()] == [40]
+
+
+def test_a_run_whose_last_snapshot_has_weights_alone_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended, so that nothing is lost: with more steps it says what to do instead."""
+    last = SnapshotsSection(last="weights")
+    config = replace(config_in(tmp_path), snapshots=last, run=RunSection(steps=82))
+    one_with_snapshots(tmp_path, monkeypatch, 80, 82, config=config)
+    assert main.run_coordinator(config, run_dir=tmp_path, emit=lambda _: None, resume=True) == 0
+    longer = replace(config, run=replace(config.run, steps=100))
+    with pytest.raises(UserError, match=r"thinwire export .* model\.from"):
+        main.run_coordinator(longer, run_dir=tmp_path, emit=lambda _: None, resume=True)
 
 
 def test_a_snapshot_that_is_not_the_one_on_record_is_not_used(

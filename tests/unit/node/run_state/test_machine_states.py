@@ -158,6 +158,16 @@ def test_who_stays_when_one_of_two_that_differ_goes_is_not_believed_alone(said: 
     assert isinstance(alone, Dispute) and "since node a, node b differed" in alone.what
 
 
+@pytest.mark.parametrize("weights_from", [4, 5])
+def test_a_layer_of_weights_alone_is_compared_by_its_weights(weights_from: int) -> None:
+    """Of the last step, where the run file says so; before it, moments never vanish."""
+    states = StateAgreement(unit_numbers, weights_from)
+    states.expect(_grid(("a",)))
+    units = {unit: UnitHash("1" * 64, 1.0, 0.0, 0.0) for unit in range(6)}
+    (found,) = states.said("a", StateHashes(epoch=1, step=4, units=units))
+    assert isinstance(found, Settled if weights_from == 4 else Dispute)
+
+
 # ---- newcomers
 
 

@@ -12,14 +12,28 @@ import torch
 from safetensors.numpy import load, save
 from torch import Tensor
 
-from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
+from node.config.schema import (
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    RunSection,
+    SnapshotsSection,
+    TrainingSection,
+)
 from node.model.chunk import build_chunk, weight_dtype
 from node.model.optimizers import unit_layout
 from node.model.units import unit_names
 from node.schedule.placement import split_units
 from node.state.serialization import CACHE_PREFIX, serialize_unit
 from node.state.snapshot import SnapshotFolder
-from node.state.unit_state import check_state, read_tensors, state_sums, unit_hash
+from node.state.unit_state import (
+    PARAMETER_PREFIX,
+    check_state,
+    has_weights_alone,
+    read_tensors,
+    state_sums,
+    unit_hash,
+)
 from node.training.optimizer import StageOptimizer
 from wire.codecs.sample_cache import SampleCache
 from wire.errors import ProtocolViolationError, RunError
@@ -92,6 +106,18 @@ def test_files_are_those_of_safetensors() -> None:
     dtypes = (torch.bool, torch.uint8, torch.int16, torch.float16, torch.float32, torch.float64, torch.int64)
     state = {f"{str(dtype)[6:]}.{n}": torch.ones(n, 3).to(dtype) for dtype in dtypes for n in (2, 1)}
     assert serialize_unit(state) == safetensors.torch.save(state)
+
+
+def test_the_last_snapshot_may_have_weights_alone() -> None:
+    config = replace(PLAIN, run=RunSection(steps=4), snapshots=SnapshotsSection(last="weights"))
+    assert has_weights_alone(config, 4) and not has_weights_alone(config, 3)
+    assert not has_weights_alone(replace(config, snapshots=SnapshotsSection()), 4)
+    tensors = read_tensors(serialize_unit(states(config)[BLOCK]))
+    weights = {name: one for name, one in tensors.items() if name.startswith(PARAMETER_PREFIX)}
+    check_state(config, WINDOWS, BLOCK, weights, weights_alone=True)
+    for wrong, alone in ((tensors, True), (weights, False)):
+        with pytest.raises(RunError):
+            check_state(config, WINDOWS, BLOCK, wrong, weights_alone=alone)
 
 
 def test_a_boundarys_sample_cache_is_used_where_the_codec_has_one() -> None:

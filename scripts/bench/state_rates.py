@@ -1,0 +1,248 @@
+"""How long a run waits for state: from the last join to the first step, and for the last snapshot.
+
+    python -m scripts.bench.state_rates [--device cuda] [--layers 16] [--hidden 2048] [--vocab 50304]
+
+A coordinator and four nodes on this machine, over loopback, start from a checkpoint of random weights on its
+disk. One snapshot is taken beside the steps, and one at the end. Memory is that of the nodes' processes, in
+what is no file's. Writes scripts/results/state_rates.json, or FILE.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from node import program
+from node.lab.results import commit, hardware
+from scripts.report import RESULTS, write
+
+NODES = 4
+LOOK_SECONDS = 0.1
+MOST_SECONDS = 600.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure how long a run waits for state.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--keep", default="coordinator", help="as snapshots.keep")
+    parser.add_argument("--out", type=Path, default=RESULTS / "state_rates.json", metavar="FILE")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="thinwire-state-") as folder:
+        root = Path(folder)
+        write_checkpoint(root / "model", args)
+        found = run(root, args)
+    report = {
+        "bench": "state_rates",
+        "commit": commit(),
+        "hardware": hardware() if args.device == "cpu" else torch.cuda.get_device_name(0),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "runs": 1,
+        "nodes": NODES,
+        "layers": args.layers,
+        "hidden": args.hidden,
+        "vocab": args.vocab,
+        "keep": args.keep,
+        **found,
+    }
+    write(args.out, report)
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+def write_checkpoint(folder: Path, args: argparse.Namespace) -> None:
+    """A Llama with tied embeddings of random weights, as transformers saves one."""
+    folder.mkdir()
+    layers, hidden, vocab = args.layers, args.hidden, args.vocab
+    heads = hidden // 64
+    kv_heads, ffn = max(1, heads // 4), 4 * hidden
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{at}.self_attn.k_proj.weight": (kv_heads * 64, hidden),
+            f"{at}.self_attn.v_proj.weight": (kv_heads * 64, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{at}.mlp.gate_proj.weight": (ffn, hidden),
+            f"{at}.mlp.up_proj.weight": (ffn, hidden),
+            f"{at}.mlp.down_proj.weight": (hidden, ffn),
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+        }
+
+    def weight(shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        return (0.02 * torch.randn(shape, device=args.device)).to("cpu", torch.bfloat16)
+
+    save_file({name: weight(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": vocab,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+RUN_FILE = """
+[run]
+name = "state"
+steps = {steps}
+snapshot_every = {every}
+[model]
+from = "{root}/model"
+sequence = {sequence}
+[data]
+path = "{root}/text.txt"
+tokenizer = "bytes"
+[training]
+global_batch = 16
+microbatch = 2
+precision = "{precision}"
+[pipeline]
+stages = {nodes}
+[snapshots]
+keep = "{keep}"
+[coordinator]
+listen = "127.0.0.1:0"
+"""
+
+
+def run(root: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What the run's events and its nodes' memory show."""
+    (root / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20000, encoding="utf-8")
+    values = {"steps": args.steps, "every": args.steps // 2, "sequence": args.sequence, "keep": args.keep}
+    precision = "float32" if args.device == "cpu" else "bfloat16"
+    text = RUN_FILE.format(root=root, nodes=NODES, precision=precision, **values)
+    (root / "run.toml").write_text(text, encoding="utf-8")
+    events: Queue[tuple[float, dict[str, Any]]] = Queue()
+    command = program("cli.main")
+    log = (root / "log").open("wb")
+    children = [
+        subprocess.Popen(
+            [*command, "coordinator", str(root / "run.toml"), "--run-dir", str(root / "run"), "--json"],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    ]
+
+    def listen() -> None:
+        assert children[0].stdout is not None
+        for line in children[0].stdout:
+            events.put((time.monotonic(), json.loads(line)))
+
+    threading.Thread(target=listen, daemon=True).start()
+    memory: dict[int, list[tuple[float, int]]] = {}
+    seen: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    ends = time.monotonic() + MOST_SECONDS
+    try:
+        while "run-finished" not in seen:
+            if time.monotonic() > ends or children[0].poll() is not None:
+                raise SystemExit((root / "log").read_text(encoding="utf-8"))
+            try:
+                at, event = events.get(timeout=LOOK_SECONDS)
+            except Empty:
+                pass
+            else:
+                seen.setdefault(event["event"], []).append((at, event))
+                if event["event"] == "join-line":
+                    children += [
+                        _join(root, event["line"].split()[-1], args, number) for number in range(NODES)
+                    ]
+            for child in children[1:]:
+                memory.setdefault(child.pid, []).append((time.monotonic(), _anonymous_bytes(child.pid)))
+    finally:
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.wait(30)
+        log.close()
+    return _found(seen, list(memory.values()), args.steps)
+
+
+def _join(root: Path, token: str, args: argparse.Namespace, number: int) -> "subprocess.Popen[str]":
+    threads = max(1, (os.cpu_count() or 1) // NODES)
+    options = ["--listen", "127.0.0.1:0", "--device", args.device, "--wait", "0", "--threads", str(threads)]
+    state = ["--state-dir", str(root / f"node-{number}")]
+    with (root / f"node-{number}.log").open("wb") as log:
+        return subprocess.Popen(
+            [*program("cli.main"), "join", token, *options, *state], stdout=log, stderr=log, text=True
+        )
+
+
+def _anonymous_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)
+
+
+def _found(
+    seen: dict[str, list[tuple[float, dict[str, Any]]]], memory: list[list[tuple[float, int]]], steps: int
+) -> dict[str, Any]:
+    joined, placed = seen["node-joined"][-1][0], seen["placement"][0][0]
+    done = {event["step"]: (at, event["seconds"]) for at, event in seen["step"]}
+    stored = {event["step"]: (at, event["bytes"]) for at, event in seen["snapshot"]}
+    last_step, (last, size) = done[steps][0], stored[steps]
+    middle = steps // 2
+    beside = [done[step][1] for step in range(middle + 1, middle + 4)]
+    plain = [done[step][1] for step in range(middle - 2, middle + 1)]
+
+    def most(first: float, end: float) -> int:
+        """By how much a node's memory grew, at most."""
+        grown = []
+        for samples in memory:
+            before = [size for at, size in samples if at <= first][-10:]
+            within = [size for at, size in samples if first < at <= end]
+            grown.append(max(within, default=0) - max(before, default=0))
+        return max(grown)
+
+    return {
+        "join_to_placement_seconds": placed - joined,
+        "join_to_first_step_end_seconds": done[1][0] - joined,
+        "join_to_first_step_seconds": done[1][0] - done[1][1] - joined,
+        "first_step_seconds": done[1][1],
+        "last_snapshot_seconds": last - last_step,
+        "last_snapshot_bytes": size,
+        "last_snapshot_mb_a_second": size / (last - last_step) / 1e6,
+        "middle_snapshot_seconds": stored[middle][0] - done[middle][0] if middle in stored else 0.0,
+        "step_seconds": sorted(plain)[1],
+        "step_seconds_beside_a_snapshot": sorted(beside)[1],
+        "grown_bytes_beside_a_snapshot": most(done[middle][0], done[middle + 3][0]),
+        "grown_bytes_at_the_last_snapshot": most(last_step, last),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
