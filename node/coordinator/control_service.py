@@ -311,7 +311,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                 chunk = await anext(uploaded, None)
             if came != size:
                 raise NotDueError(f"{what} ended after {came} of {size} bytes")
-            await self._handler.store_layer(permit, bytes(data))
+            await self._handler.store_layer(permit, await asyncio.to_thread(bytes, data))
         except NotDueError:
             raise
         except ProtocolViolationError as error:

@@ -1,7 +1,6 @@
 """Receive the layers of snapshots that the run asked for, and serve stored ones."""
 
 import asyncio
-import hashlib
 import logging
 import math
 from collections import Counter
@@ -26,7 +25,7 @@ from node.state.snapshot import (
     snapshot_directory,
 )
 from node.state.start import read_units
-from node.state.unit_state import read_tensors, state_sums, weights_file
+from node.state.unit_state import weights_file
 from node.telemetry import points
 from wire.errors import ProtocolViolationError, RunError, ThinwireError, WrongLayerError
 from wire.messages import UnitHash
@@ -83,6 +82,7 @@ class UploadPermit:
 class _Upload:
     permit: UploadPermit
     data: bytes
+    entry: UnitEntry
     done: asyncio.Future[None]
     """Resolved when stored; its sender may have gone."""
 
@@ -281,10 +281,14 @@ class SnapshotHandler:
             return
         points.reach(points.Phase.SNAPSHOT, at=points.At.COORDINATOR, step=permit.step)
         self._run.layer_received(permit.step, permit.unit)
-        if not await self._is_agreed(permit, data):
+        if (agreement := await self._agreement(permit)) is None:
             return
+        try:
+            entry = await asyncio.to_thread(self._examined, permit, data, agreement)
+        except Exception as error:  # the sender gets it, whatever it is
+            raise self._error_for(error, permit) from None
         done = asyncio.get_running_loop().create_future()
-        self._uploads.put_nowait(_Upload(permit=permit, data=data, done=done))
+        self._uploads.put_nowait(_Upload(permit=permit, data=data, entry=entry, done=done))
         # On a full disk the call would time out. Nobody counts on the layer before it is stored.
         full = asyncio.create_task(self._book.disk.full())
         try:
@@ -296,19 +300,31 @@ class SnapshotHandler:
         if not done.cancelled():
             done.result()
 
-    async def _is_agreed(self, permit: UploadPermit, data: bytes) -> bool:
-        """Whether this file is to be stored. False: the snapshot is not taken. Raises WrongLayerError."""
+    async def _agreement(self, permit: UploadPermit) -> Agreement | None:
+        """What the layers of this snapshot are; None: it is not taken."""
         await asyncio.wait([permit.agreed], timeout=AGREE_SECONDS)
         if not permit.agreed.done():
             raise RunError(f"it is not known yet what layer {permit.unit} of step {permit.step} is")
         agreement = permit.agreed.result()
-        if agreement is None:
-            if permit.step >= self._newest:
-                self._check_current(permit)
-            return False
-        if not await asyncio.to_thread(_matches, data, agreement, permit.unit):
-            raise WrongLayerError(permit.node_id, permit.step, permit.unit)
-        return True
+        if agreement is None and permit.step >= self._newest:
+            self._check_current(permit)
+        return agreement
+
+    def _examined(self, permit: UploadPermit, data: bytes, agreement: Agreement) -> UnitEntry:
+        """What this file is, once it is known to be the one that was agreed on. On a thread, beside others.
+
+        Raises WrongLayerError, or ProtocolViolationError if nobody can go on from it.
+        """
+        file, said = LayerFile.of(data), agreement.units[permit.unit]
+        wrong = WrongLayerError(permit.node_id, permit.step, permit.unit)
+        if file.sha256 != said.sha256:
+            raise wrong
+        entry, sums = self._folder.check(permit.step, permit.unit, file)
+        pairs = zip(sums, said[1:], strict=True)
+        same = all(math.isclose(one, other, rel_tol=SAME_SUM) for one, other in pairs)
+        if permit.unit in agreement.alone and not same:
+            raise wrong
+        return entry
 
     async def _take_in(self, upload: _Upload) -> Manifest | None:
         """The recorded manifest, if this unit completes its snapshot."""
@@ -386,7 +402,7 @@ class SnapshotHandler:
 
     def _store_unit(self, upload: _Upload) -> Manifest | None:
         permit = upload.permit
-        manifest = self._folder.put(permit.step, permit.unit, upload.data)
+        manifest = self._folder.put(permit.step, permit.unit, upload.data, upload.entry)
         if manifest is not None:
             self._book.record(manifest)
             complete = self._folder.steps()
@@ -396,21 +412,6 @@ class SnapshotHandler:
             for step in {*complete}.difference(held):
                 self._store.delete_snapshot(step)
         return manifest
-
-
-def _matches(data: bytes, agreement: Agreement, unit: str) -> bool:
-    """Whether a file is the unit that was agreed on."""
-    said = agreement.units[unit]
-    if hashlib.sha256(data).hexdigest() != said.sha256:
-        return False
-    if unit not in agreement.alone:
-        return True
-    try:
-        found = state_sums(read_tensors(data))
-    except RunError:
-        return False
-    pairs = zip(found, said[1:], strict=True)
-    return all(math.isclose(one, other, rel_tol=SAME_SUM) for one, other in pairs)
 
 
 class SnapshotExports:

@@ -36,7 +36,7 @@ from node.state.manifest import (
     unit_file,
     unit_weights_sha256,
 )
-from node.state.unit_state import check_state, has_weights_alone, parameters_of, read_tensors
+from node.state.unit_state import check_state, has_weights_alone, parameters_of, read_tensors, state_sums
 from node.telemetry import points
 from node.telemetry.format import bytes_text
 from node.training.loss_scale import ScaleOf, no_scale
@@ -283,12 +283,13 @@ class SnapshotFolder:
             if path.exists():
                 _remove(path)
 
-    def put(self, step: int, unit: str, data: bytes) -> Manifest | None:
+    def put(self, step: int, unit: str, data: bytes, checked: UnitEntry | None = None) -> Manifest | None:
         """Store one unit; a repeated upload replaces the earlier one.
 
         Args:
             step: optimizer steps taken.
             data: from `serialize_unit`.
+            checked: what `check` gave for it, if it was called before.
 
         Returns:
             The manifest, once all units of the step are stored; else None.
@@ -297,7 +298,7 @@ class SnapshotFolder:
             ProtocolViolationError: unusable for a resume; nothing is stored.
             RunError: the disk is full or cannot be written; no partial file is left.
         """
-        entry = self._check(step, unit, data)
+        entry = checked or self.check(step, unit, LayerFile.of(data))[0]
         directory = snapshot_directory(self._root, step)
         with self._lock:
             if (directory / MANIFEST_NAME).exists():
@@ -337,11 +338,15 @@ class SnapshotFolder:
         with self._lock:
             return tuple(unit for unit in self._units if unit not in self._entries.get(step, {}))
 
-    def _check(self, step: int, unit: str, data: bytes) -> UnitEntry:
+    def check(self, step: int, unit: str, file: LayerFile) -> tuple[UnitEntry, tuple[float, float, float]]:
+        """What a unit's file is in a manifest, and its `state_sums`. Several threads may call it.
+
+        Raises ProtocolViolationError if nobody can go on from it.
+        """
         if unit not in self._units:
             raise ProtocolViolationError(f"upload of unit {unit!r}, which this model does not have; refused")
         try:
-            tensors = read_tensors(data)
+            tensors = read_tensors(file.data)
         except RunError as error:
             raise ProtocolViolationError(f"upload of unit {unit} refused: {error}") from error
         try:
@@ -351,13 +356,14 @@ class SnapshotFolder:
             raise ProtocolViolationError(
                 f"upload of unit {unit} does not fit this model ({error}); refused"
             ) from error
-        return UnitEntry(
+        entry = UnitEntry(
             unit=unit,
             file=unit_file(unit),
-            bytes=len(data),
-            sha256=sha256(data).hexdigest(),
+            bytes=file.size,
+            sha256=file.sha256,
             weights_sha256=unit_weights_sha256(parameters_of(tensors)),
         )
+        return entry, state_sums(tensors)
 
 
 def _step_directories(root: Path) -> list[tuple[int, Path]]:

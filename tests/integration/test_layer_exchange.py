@@ -35,8 +35,15 @@ from wire.link_server import LinkServer
 from wire.messages import PlacedStage
 
 STEP, UNIT = 4, "block.0000"
+pytestmark = pytest.mark.usefixtures("_small_chunks")
 DATA = random.Random(1).randbytes(3 * CHUNK_BYTES + 17)
 SECONDS = 60.0
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However quick the line is."""
+    monkeypatch.setattr(layer_exchange, "QUICK_SECONDS", 0.0)
 
 
 @dataclass

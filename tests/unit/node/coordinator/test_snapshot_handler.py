@@ -31,7 +31,7 @@ from node.coordinator.store import Store
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
 from node.schedule.placement import split_units, stage_units
-from node.state.manifest import Manifest
+from node.state.manifest import Manifest, UnitEntry
 from node.state.serialization import serialize_unit
 from node.state.snapshot import Checked, SnapshotFolder, list_snapshots
 from node.state.unit_state import unit_hash
@@ -121,11 +121,11 @@ async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
     writing, go_on = threading.Event(), threading.Event()
     put = SnapshotFolder.put
 
-    def slow(writer: SnapshotFolder, step: int, unit: str, data: bytes) -> Manifest | None:
+    def slow(writer: SnapshotFolder, step: int, unit: str, data: bytes, entry: UnitEntry) -> Manifest | None:
         if unit == UNITS[-1]:
             writing.set()
             assert go_on.wait(SECONDS)
-        return put(writer, step, unit, data)
+        return put(writer, step, unit, data, entry)
 
     monkeypatch.setattr(SnapshotFolder, "put", slow)
     async with desk_at(tmp_path) as (handler, told):
@@ -193,10 +193,10 @@ async def test_a_full_disk_pauses_until_there_is_room(
     """The sender does not have to wait; a snapshot is announced only when it is on disk."""
     made, put, room = files(0), SnapshotFolder.put, threading.Event()
 
-    def full(writer: SnapshotFolder, step: int, unit: str, data: bytes) -> Manifest | None:
+    def full(writer: SnapshotFolder, step: int, unit: str, data: bytes, entry: UnitEntry) -> Manifest | None:
         if not room.is_set():
             raise DiskFullError("disk full: head.safetensors needs 9 bytes")
-        return put(writer, step, unit, data)
+        return put(writer, step, unit, data, entry)
 
     monkeypatch.setattr(SnapshotFolder, "put", full)
     async with desk_at(tmp_path) as (handler, told):
