@@ -35,7 +35,7 @@ from node.stage.step_passes import (
 )
 from node.stage.step_samples import cut_samples, numbered
 from node.stage.tensor_transfer import TensorTransfer, example_tensor
-from node.state.serialization import without_cache
+from node.state.serialization import cache_of, without_cache
 from node.state.unit_state import has_weights_alone
 from node.telemetry.clock import StageClock, TimeKind
 from node.training.overflow import Overflow
@@ -77,6 +77,8 @@ class StageExecutor:
         """The epoch whose loaded state the held state grew from; `epoch_task` sets it."""
         self.voted = False
         """Whether the gradients of step `state_step` are complete and wait for the commit."""
+        self._restored: dict[str, UnitState] = {}
+        """Sample caches of the units that were loaded last, while a state is restored."""
         self._share = RowShare(config, 0, (range(config.pipeline.groups),))
         self._order: StepOrder
         self._unit_index = {unit: index for index, unit in enumerate(unit_names(config.model))}
@@ -188,16 +190,30 @@ class StageExecutor:
         """
         if step == self.state_step:
             return
+        self.begin_restore()
+        for unit in self.sources if step > 0 or self.config.model.from_ else ():
+            self.restore_unit(unit, fetch(unit))
+        self.end_restore(step)
+
+    def begin_restore(self) -> None:
+        """Build the stage from the seed; then come `restore_unit`, for all `sources`, and `end_restore`."""
         self.state_step = -1
         self.voted = False
+        self._restored.clear()
         self.model.build(self.stage, self.stages, self.storage.number)
-        for unit in self.units if step > 0 or self.config.model.from_ else ():
-            state = without_cache(fetch(unit))
-            # A checkpoint has weights alone: the optimizer starts fresh.
-            self.model.load_unit_state(unit, state if step > 0 else self.model.unit_state(unit) | state)
+
+    def restore_unit(self, unit: str, state: UnitState) -> None:
+        """Load a unit's state; or its weights, and then the optimizer starts fresh."""
+        if unit in self.units:
+            self.model.load_unit_state(unit, without_cache(state))
+        self._restored[unit] = cache_of(state)
+
+    def end_restore(self, step: int) -> None:
+        """All is loaded that there is: the held state is that of `step`."""
         if self._caches is not None:
             boundaries = self._cached_boundaries().items()
-            self._caches.restore(step, {j: fetch(unit) if step > 0 else {} for j, unit in boundaries})
+            self._caches.restore(step, {j: self._restored.get(unit, {}) for j, unit in boundaries})
+        self._restored.clear()
         self.state_step = step
 
     def forget(self) -> None:

@@ -6,6 +6,7 @@ holds the same state as the others, to the bit.
 """
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Protocol, TypeVar
 
@@ -64,35 +65,38 @@ class StateServices(Protocol):
 async def load_state(services: StateServices, step: int) -> None:
     """Give the placed executor the state of `step`, from its snapshot or, at step 0, from the seed."""
     executor = services.executor
-    files: dict[str, bytes] = {}
-    weights: State = {}
     adapters = executor.config.lora.rank > 0
     from_checkpoint = bool(executor.config.model.from_) and (step == 0 or adapters)
-    if step > 0 or from_checkpoint:
-        services.progress.fetching(services.state_bytes(executor.sources))
-    if step > 0:
-        files = await _fetch_files(services, step, executor.sources)
-    if from_checkpoint:
-        weights = await services.fetch_weights(executor.units)
-    services.progress.doing("loading its state")
+    sources = executor.sources if step > 0 or from_checkpoint else ()
+    if sources:
+        services.progress.fetching(services.state_bytes(sources))
+    in_memory = asyncio.Semaphore(FETCHES)
 
-    def fetch(unit: str) -> Mapping[str, Tensor]:
-        state = {} if step == 0 else deserialize_unit(files[unit])
-        given = weights.get(unit, {})
+    async def fetch(unit: str, checkpoint: asyncio.Task[State] | None) -> Mapping[str, Tensor]:
+        await in_memory.acquire()
+        state: Mapping[str, Tensor] = {}
+        if step > 0:
+            points.reach(points.Phase.STATE_FETCH, stage=executor.stage, step=step)
+            state = await asyncio.to_thread(deserialize_unit, await services.fetch_layer(step, unit))
+        weights = {} if checkpoint is None else (await checkpoint).get(unit, {})
         # With adapters the checkpoint's weights are frozen, and no snapshot has them.
-        return {**state, **(as_frozen(given) if adapters else given)}
+        return {**state, **(as_frozen(weights) if adapters else weights)}
 
-    await services.compute(lambda: executor.restore(step, fetch))
-
-
-async def _fetch_files(services: StateServices, step: int, units: Collection[str]) -> dict[str, bytes]:
-    """The units' snapshot files: they may come from several nodes."""
-
-    async def one(unit: str) -> bytes:
-        points.reach(points.Phase.STATE_FETCH, stage=services.executor.stage, step=step)
-        return await services.fetch_layer(step, unit)
-
-    return await several(units, one)
+    try:
+        async with asyncio.TaskGroup() as group:
+            weights = group.create_task(services.fetch_weights(executor.units)) if from_checkpoint else None
+            fetching = {unit: group.create_task(fetch(unit, weights)) for unit in sources}
+            # The stage is built while its state comes, and each unit is loaded as soon as it is here.
+            await services.compute(executor.begin_restore)
+            while fetching:
+                unit = next(iter(fetching))
+                state = await fetching.pop(unit)
+                await services.compute(functools.partial(executor.restore_unit, unit, state))
+                in_memory.release()
+    except* ThinwireError as errors:
+        raise first_error(errors) from None
+    services.progress.doing("loading its state")
+    await services.compute(lambda: executor.end_restore(step))
 
 
 async def several(units: Collection[str], fetch: Callable[[str], Awaitable[bytes]]) -> dict[str, bytes]:

@@ -370,7 +370,8 @@ class StageModel:
             next(chunk for chunk in self._chunks if unit in chunk.units).load_frozen(unit, frozen)
             state = {name: tensor for name, tensor in state.items() if not name.startswith(FROZEN_PREFIX)}
         self._settle()
-        self.optimizer.load_unit_state(unit, state)
+        if state:
+            self.optimizer.load_unit_state(unit, state)
 
     def unit_state(self, unit: str) -> dict[str, Tensor]:
         """As `StageOptimizer.unit_state`, of the whole unit."""

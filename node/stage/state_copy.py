@@ -1,12 +1,13 @@
 """A stage's state after a step, read while the next step's passes run.
 
 From one optimizer step to the next the state stays as it is, so nobody waits for a copy of it: threads read
-it slice by slice, hash it and write it to disk, and only the next change waits for them (`settle`). A reader
-holds two slices at a time, in page-locked memory where the state is on a GPU.
+it slice by slice, hash it and write it to disk, and only the next change waits for them (`settle`). What they
+hold of a GPU's state is `AHEAD` slices in page-locked memory, whatever the size of the state.
 """
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import NamedTuple
@@ -20,14 +21,17 @@ from node.state.manifest import LayerFile, LayerSource
 from node.state.snapshot_cache import LayerWriter
 from node.state.unit_state import CACHE_PREFIX, PARAMETER_PREFIX, LayerDigest
 from node.training.optimizer import StateTensor, copy_to_cpu
-from wire.codecs.host_copies import HostCopies
+from wire.codecs.host_copies import HostCopies, Mark
 from wire.errors import RunError
 from wire.messages import UnitHash
 
-READERS = max(1, min(4, (os.cpu_count() or 1) // 4))
+READERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Threads that read a state while steps go on."""
 SLICE = 1 << 22
 """Elements that are read at a time."""
+AHEAD = 32
+"""Slices, 512 MB in float32, that come from a GPU before they are hashed and written: the next change waits
+for the copies alone."""
 AT_ONCE_BYTES = 8 << 20
 """So small a state is copied at once, sooner than threads begin."""
 PATIENCE = 2.0
@@ -35,6 +39,21 @@ PATIENCE = 2.0
 have not read is copied, whatever memory it takes."""
 
 UnitTensors = Mapping[str, StateTensor]
+
+
+class _Slice(NamedTuple):
+    """A part of a tensor, on the host or on its way there."""
+
+    name: str
+    part: Tensor
+    mark: Mark | None
+    """When it is there."""
+    saved: torch.dtype
+
+    def give(self, take: Callable[[str, np.ndarray], object]) -> None:
+        if self.mark is not None:
+            self.mark.synchronize()
+        take(self.name, self.part.to(self.saved).numpy())
 
 
 class StateCopy:
@@ -56,10 +75,11 @@ class StateCopy:
         """Units that are read where they are, or will be."""
         self._closed = False
         self._copies = HostCopies()
+        self._ahead = threading.Semaphore(AHEAD)
         devices = {one.tensor.device for tensors in self._units.values() for one in tensors.values()}
         self._device = next((device for device in devices if device.type != "cpu"), None)
         if self._device is not None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if self.bytes <= AT_ONCE_BYTES:
             self.settle(0.0)
@@ -94,17 +114,31 @@ class StateCopy:
 
         Raises RunError once the copy is closed.
         """
-        begun: list[tuple[str, Callable[[], Tensor]]] = []
-        # On a GPU the next slice comes while one is taken; on a CPU slices are taken where they are.
-        ahead = 0 if self._device is None else 1
+        begun: deque[_Slice] = deque()
+        held = 0
         for name, first, count in self._slices(unit, names):
             with self._locks[unit]:
-                begun.append((name, self._begin(unit, name, first, count)))
-                if len(begun) > ahead:
-                    name_before, wait = begun.pop(0)
-                    take(name_before, wait().numpy())
-        for name, wait in begun:
-            take(name, wait().numpy())
+                begun.append(self._begin(unit, name, first, count))
+                # On a CPU slices are taken where they are; off a GPU they come ahead of who takes them.
+                while len(begun) > held:
+                    if (
+                        self._device is not None
+                        and held < self._share()
+                        and self._ahead.acquire(blocking=False)
+                    ):
+                        held += 1
+                    else:
+                        begun.popleft().give(take)
+        if begun and begun[-1].mark is not None:
+            begun[-1].mark.synchronize()
+            self.done(unit)
+        while begun:
+            begun.popleft().give(take)
+            self._ahead.release()
+
+    def _share(self) -> int:
+        """How many slices a reader may have ahead."""
+        return max(1, AHEAD // max(1, min(READERS, len(self._left))))
 
     def done(self, unit: str) -> None:
         """The unit is read, or is not needed: nothing waits for its readers."""
@@ -147,22 +181,16 @@ class StateCopy:
             for first in range(0, max(1, elements), max(1, size)):
                 yield name, first, min(size, elements - first)
 
-    def _begin(self, unit: str, name: str, first: int, count: int) -> Callable[[], Tensor]:
-        """Begin to copy a slice to the host, if it is not there; gives a function that waits for it."""
+    def _begin(self, unit: str, name: str, first: int, count: int) -> "_Slice":
+        """Begin to copy a slice to the host, if it is not there."""
         if self._closed:
             raise RunError("this state is no longer read")
         tensor, saved = self._units[unit][name]
         part = tensor.reshape(-1)[first : first + count]
         if part.device.type == "cpu":
-            return lambda: part.to(saved)
+            return _Slice(name, part, None, saved)
         with torch.cuda.stream(self._stream):
-            host, done = self._copies.fetch(part)
-
-        def wait() -> Tensor:
-            done.synchronize()
-            return host.to(saved)
-
-        return wait
+            return _Slice(name, *self._copies.fetch(part), saved)
 
 
 def weights_of(state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:

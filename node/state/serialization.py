@@ -40,6 +40,11 @@ def without_cache(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(CACHE_PREFIX)}
 
 
+def cache_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The activations remembered behind a unit, if its state has any."""
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(CACHE_PREFIX)}
+
+
 def as_frozen(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A unit's weights under the names of frozen ones."""
     return {f"{FROZEN_PREFIX}{name.removeprefix(PARAMETER_PREFIX)}": value for name, value in weights.items()}

@@ -498,7 +498,7 @@ class StageOptimizer:
 
     @torch.no_grad()
     def load_unit_state(self, unit: str, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `unit_state` returned; nothing changes unless all of it fits.
+        """Load what `unit_state` returned, or the weights of it alone; nothing changes unless all of it fits.
 
         Raises:
             RunError: a tensor is missing, unknown, or of another shape or dtype.
@@ -510,19 +510,24 @@ class StageOptimizer:
             for key, tensor in tensors.items()
         }
         expected = state_layout(self._training, unit, shapes, outer=after_round)
+        has_moments = any(not key.startswith(PARAMETER_PREFIX) for key in tensors)
+        if not has_moments:
+            expected = {key: part for key, part in expected.items() if key.startswith(PARAMETER_PREFIX)}
         if problem := layout_problem(expected, found):
             raise RunError(
                 f"state of unit {unit}: {problem}; the snapshot is of another model: resume with the run's "
                 "own config"
             )
-        self._steps[unit] = int(tensors[STEP].item())
+        if has_moments:
+            self._steps[unit] = int(tensors[STEP].item())
         self.streaming.use_weights(unit, changed=True)
         for name, parameter in self._units[unit].items():
             parameter.copy_(tensors[f"{PARAMETER_PREFIX}{name}"])
             self.outer.pop(parameter, None)
             if after_round:
                 self.outer[parameter] = copy_to_cpu(tensors[f"{OUTER_PREFIX}{name}"])
-            self.put_moments(parameter, [tensors[key] for key in self._keys(parameter)])
+            if has_moments:
+                self.put_moments(parameter, [tensors[key] for key in self._keys(parameter)])
         if unit in self._coded:
             self.streaming.code(unit, self._coded[unit])
 

@@ -13,6 +13,7 @@ from node.stage.following import State
 from node.stage.inbox import Inbox, TensorLink
 from node.stage.progress import Progress
 from node.stage.state_copy import StateCopy
+from node.state.serialization import serialize_unit
 from wire.errors import ThinwireError
 from wire.messages import NodeMessage, Placement, TakeSnapshot
 from wire.telemetry import Telemetry
@@ -24,7 +25,7 @@ class FakeServices:
     """Implements `node.stage.epoch_task.Services`; messages for the coordinator land in `said`."""
 
     def __init__(self, executor: StageExecutor, files: Mapping[str, bytes] | None = None) -> None:
-        """`files`: a snapshot's, by unit; by default every unit's is empty."""
+        """`files`: a snapshot's, by unit; by default every unit's has nothing."""
         self.executor = executor
         self.inbox = Inbox()
         self.batches = cast(Batches, None)  # a stage between the first and the last has none
@@ -60,7 +61,7 @@ class FakeServices:
         if self.missing is not None:
             raise self.missing
         self.fetched.append((step, unit))
-        return b"" if self._files is None else self._files[unit]
+        return serialize_unit({}) if self._files is None else self._files[unit]
 
     async def fetch_weights(self, units: tuple[str, ...]) -> State:
         raise AssertionError("there is no checkpoint")

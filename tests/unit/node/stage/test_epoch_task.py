@@ -93,7 +93,13 @@ class Stage:
         self.log.append(("place", stage, stages))
         return self.state_step
 
-    def restore(self, step: int, fetch: Callable[[str], object]) -> None:
+    def begin_restore(self) -> None:
+        self.state_step = -1
+
+    def restore_unit(self, unit: str, state: Mapping[str, torch.Tensor]) -> None:
+        assert unit in self.units and not state
+
+    def end_restore(self, step: int) -> None:
         self.log.append(("restore", step))
         self.state_step, self.voted = step, False
 
