@@ -716,6 +716,11 @@ class EpochSeries:
         """Nodes and rows that it was made for."""
         self._began = 0.0
 
+    @property
+    def begun(self) -> bool:
+        """Whether the run has had an epoch, in this process or an earlier one."""
+        return self._last_number > 0
+
     def begin(
         self, assignment: Assignment, *, newest_snapshot: int, suspect_step: int | None, now: float
     ) -> Epoch:

@@ -50,7 +50,7 @@ from node.run_state.failures import (
 )
 from node.run_state.grid import GroupSharing
 from node.run_state.held_out import HeldOutSchedule
-from node.run_state.membership import Member, Roster, loading_seconds, prefetch
+from node.run_state.membership import Member, Roster, loading_seconds, prefetch, prefetch_first
 from node.run_state.newcomers import Newcomers
 from node.run_state.run_plan import Past, RunPlan
 from node.run_state.snapshot_schedule import SnapshotSchedule
@@ -958,6 +958,8 @@ class RunMachine:
 
     def _prefetch(self, nodes: Iterable[str]) -> list[Action]:
         nodes = self._newcomers.others(nodes)
+        if self.plan.first_weights and not self._epochs.begun:
+            return prefetch_first(nodes, self._roster, self.plan.units(self.plan.stages))
         return prefetch(nodes, self.epoch, self._roster, self._snapshots.newest, self.plan.units)
 
     def _end(self) -> list[Action]:

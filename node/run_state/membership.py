@@ -124,6 +124,21 @@ def loading_seconds(
     return [transfer_seconds(size, rate) for size, rate in zip(stages, rates, strict=True)]
 
 
+def prefetch_first(nodes: Iterable[str], roster: Roster, units: Sequence[Sequence[str]]) -> list[Action]:
+    """Before a run's first epoch: have `nodes` fetch the checkpoint's weights of the stages that they will
+    have, if they get them in the order in which they came.
+
+    Args:
+        units: the layer units of each stage.
+    """
+    places = {node: place for place, node in enumerate(roster.members)}
+    return [
+        Send(node_id=node, message=Prefetch(step=0, units=tuple(units[places[node] % len(units)])))
+        for node in nodes
+        if node in places
+    ]
+
+
 def prefetch(
     nodes: Iterable[str],
     epoch: Epoch | None,

@@ -40,6 +40,8 @@ class RunPlan:
     min_stages: int
     """With fewer nodes than this the run pauses."""
     total_steps: int
+    first_weights: bool = False
+    """Stages begin with weights of a checkpoint, which nodes may fetch before they have a stage."""
     weights_from: float = math.inf
     """Snapshots of this step and of later ones have weights alone."""
     rounds_from: int | None = None
@@ -143,6 +145,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
         groups=pipeline.groups,
         most_rows=pipeline.most_rows,
         total_steps=config.run.steps,
+        first_weights=bool(config.model.from_) and not pipeline.measures_places,
         weights_from=config.run.steps if has_weights_alone(config, config.run.steps) else math.inf,
         rounds_from=config.sync.warmup if config.sync.every > 1 else None,
         snapshot_every=every if isinstance(every, int) else 1,

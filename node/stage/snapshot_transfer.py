@@ -120,6 +120,12 @@ class SnapshotTransfer:
         The hub gets this user's token only for repositories that the owner named: which one the run starts
         from is the word of a stranger.
         """
+        if self._prefetching is not None:
+            # What it has fetched is on the disk, and the rest is fetched here.
+            self._prefetching.cancel()
+        return await self._fetch_weights(units)
+
+    async def _fetch_weights(self, units: tuple[str, ...]) -> State:
         model = self._config.model
         if model.from_.startswith(HUB):
             try:
@@ -367,6 +373,16 @@ class SnapshotTransfer:
         return file.data
 
     async def _prefetch(self, wanted: Prefetch) -> None:
+        if wanted.step == 0:
+            # From the hub into its cache, else from the coordinator to this node's disk.
+            for unit in wanted.units if self._allows.model is None else ():
+                try:
+                    await self._fetch_weights((unit,))
+                except ThinwireError as error:
+                    log.warning("the weights of %s were not fetched ahead: %s", unit, error)
+                    return
+            self._tell("holding weights of the checkpoint, ready to take a stage")
+            return
         for unit in wanted.units:
             try:
                 data, is_held = await self._fetch(wanted.step, unit)

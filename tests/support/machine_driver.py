@@ -91,6 +91,7 @@ class Driver:
         codecs: Callable[[RateHistory, int], CodecControl] = no_codecs,
         storages: Callable[[StorageHistory, StageBytes], StorageControl] = no_choice,
         follows: bool = False,
+        first_weights: bool = False,
     ) -> None:
         """`groups` are also the most rows; `fits`: by node, seconds with each storage that fits in it."""
         self.plan = RunPlan(
@@ -100,6 +101,7 @@ class Driver:
             follows=follows,
             min_stages=stages if min_stages is None else min_stages,
             total_steps=steps,
+            first_weights=first_weights,
             snapshot_every=every,
             silent_seconds=SILENT,
             reconnect_seconds=RECONNECT,

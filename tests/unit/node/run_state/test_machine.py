@@ -41,6 +41,7 @@ from wire.messages import (
     Placed,
     PlacedStage,
     Placement,
+    Prefetch,
     Ready,
     Restore,
     StepFailed,
@@ -289,6 +290,14 @@ def test_a_spare_is_sent_for_the_newest_snapshot_when_it_comes_and_when_there_is
     run.all_vote()
     run.all_applied()
     assert {node: p.step for node, p in prefetches(run.stored(4)).items()} == {"x": 4, "y": 4}
+
+
+def test_who_waits_for_a_runs_first_epoch_fetches_the_weights_of_its_stage() -> None:
+    run = Driver(stages=3, first_weights=True)
+    for node, units in (("a", UNITS[:2]), ("b", UNITS[2:4])):
+        assert prefetches(run.hello(node)) == {node: Prefetch(step=0, units=units)}
+    assert prefetches(run.hello("c")) == {}, "it has its stage"
+    assert prefetches(run.hello("d")) == {} and prefetches(Driver(stages=2).hello("a")) == {}
 
 
 def test_a_spare_that_is_away_or_leaves_is_sent_for_nothing() -> None:

@@ -253,6 +253,22 @@ async def test_a_newer_snapshot_takes_the_place_of_one_that_is_fetched_ahead(tmp
     assert here.told.empty()
 
 
+@pytest.mark.parametrize("is_done", [True, False])
+async def test_weights_that_were_fetched_while_waiting_are_not_sent_again(
+    is_done: bool, tmp_path: Path
+) -> None:
+    async with scene(tmp_path, ModelSection(layers=1, from_="the coordinator's folder")) as here:
+        for unit in UNITS:
+            here.coordinator.files[0, unit] = weights_file({"weight": np.ones(2, np.float32)})
+        here.transfer.prefetch(Prefetch(step=0, units=UNITS))
+        async with asyncio.timeout(SECONDS):
+            if is_done:
+                await here.told.get()
+            state = await here.transfer.fetch_weights(UNITS)
+    assert [list(state[unit]) for unit in UNITS] == [["parameter.weight"]] * len(UNITS)
+    assert here.coordinator.kept == (len(UNITS) if is_done else 0)
+
+
 async def test_a_node_that_cannot_prefetch_announces_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
