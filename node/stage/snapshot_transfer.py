@@ -103,6 +103,8 @@ class SnapshotTransfer:
         self._others: set[asyncio.Task[None]] = set()
         """Copies that this node was asked to hold, layers that it sends, files that it offers."""
         self._keeping: set[tuple[int, str]] = set()
+        self._retained: tuple[int, ...] = ()
+        """Snapshots that the run counts on."""
         self._witnessed: StateHashes | None = None
         """What was told last; again with each connection, since one that breaks may lose it."""
 
@@ -183,6 +185,7 @@ class SnapshotTransfer:
 
     def retain(self, wanted: Retain) -> None:
         """Keep these snapshots and remove older ones."""
+        self._retained = wanted.steps
         self._beside(asyncio.to_thread(self._cache.hold, wanted.steps, wanted.record))
 
     def send(self, wanted: SendLayers) -> None:
@@ -307,8 +310,14 @@ class SnapshotTransfer:
             except* ThinwireError:
                 failure = failures[0]
                 log.warning("%s", failure)
-                self._post(StepFailed(epoch=epoch, step=step, kind=FailureKind.INTERNAL, message=failure))
+                if not self._is_obsolete(step):
+                    kind = FailureKind.INTERNAL
+                    self._post(StepFailed(epoch=epoch, step=step, kind=kind, message=failure))
         return not failures
+
+    def _is_obsolete(self, step: int) -> bool:
+        """Whether a newer snapshot is complete, so that nobody needs this one, and its files are removed."""
+        return step not in self._retained and step < max(self._retained, default=0)
 
     def _read_layer(self, take: TakeSnapshot, state: StateCopy, unit: str) -> ReadLayer:
         """A layer, on this node's disk if there is room, else in memory. Blocks. Raises RunError where the
@@ -321,7 +330,7 @@ class SnapshotTransfer:
                 with self._cache.writing(take.step, unit, size) as file:
                     return read_layer(state, unit, file, reports)
             except RunError:
-                if to_nodes:
+                if to_nodes or state.is_done(unit):
                     raise
             return read_layer(state, unit, None, reports)
         finally:

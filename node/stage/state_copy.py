@@ -73,6 +73,8 @@ class StateCopy:
         self._changed = threading.Condition()
         self._left = set(self._units) if stays else set[str]()
         """Units that are read where they are, or will be."""
+        self._finished = set[str]()
+        """Those that were, and may change now."""
         self._closed = False
         self._copies = HostCopies()
         self._ahead = threading.Semaphore(AHEAD)
@@ -143,8 +145,14 @@ class StateCopy:
     def done(self, unit: str) -> None:
         """The unit is read, or is not needed: nothing waits for its readers."""
         with self._changed:
+            if unit in self._left:
+                self._finished.add(unit)
             self._left.discard(unit)
             self._changed.notify_all()
+
+    def is_done(self, unit: str) -> bool:
+        """Whether the unit may have changed since it was read."""
+        return self._closed or unit in self._finished
 
     def whole(self, unit: str) -> dict[str, Tensor]:
         """A copy of the unit's tensors, as they are saved. Blocks."""
@@ -160,9 +168,10 @@ class StateCopy:
             with self._locks[unit]:
                 if self._device is not None:
                     self._stream.synchronize()
-                if not self._closed:
+                if not self._closed and unit not in self._finished:
                     self._units[unit] = _copied(self._units[unit])
-            self.done(unit)
+            with self._changed:
+                self._left.discard(unit)
 
     def close(self) -> None:
         """Nobody reads any more of it: nothing waits for it."""

@@ -8,13 +8,14 @@ removed and counts as absent. A file may belong to a snapshot that was never com
 reached the same step with other bits; so a node asks the coordinator whether its copy is the snapshot's.
 """
 
+import contextlib
+import errno
 import hashlib
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -70,7 +71,7 @@ class SnapshotCache:
             file.write(data)
             file.keep(hashlib.sha256(data).hexdigest(), durable=durable).close()
 
-    @contextmanager
+    @contextlib.contextmanager
     def writing(self, step: int, unit: str, size: int) -> Iterator["LayerWriter"]:
         """A file of `size` bytes, to be written in pieces; unless it is kept, it is gone again. Several may
         be written at a time. Raises RunError if there is no room."""
@@ -84,6 +85,8 @@ class SnapshotCache:
                     raise RunError(NO_ROOM)
                 self._coming[path] = size + _SUM
             with _Replacement(path) as replacement:
+                # A disk that is full says so now, and not when half of a state is read.
+                replacement.reserve(size + _SUM)
                 yield LayerWriter(replacement)
         except OSError as error:
             raise RunError(f"{path} cannot be written ({error.strerror}): make room there") from error
@@ -191,6 +194,7 @@ class LayerWriter:
         """All of it is written, and has this SHA-256: put it in its place."""
         file = self._replacement.file
         size = file.tell() - _SUM
+        file.truncate()
         file.seek(0)
         file.write(bytes.fromhex(sha256))
         self._replacement.keep(durable=durable)
@@ -214,7 +218,11 @@ class StoredLayer:
             raise RunError(f"this node's disk cannot be read ({error.strerror})") from error
 
     def close(self) -> None:
-        os.close(self._handle)
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    __del__ = close
 
 
 class _Replacement:
@@ -231,6 +239,16 @@ class _Replacement:
     def __exit__(self, *_: object) -> None:
         self.file.close()
         self._partial.unlink(missing_ok=True)
+
+    def reserve(self, size: int) -> None:
+        """Raises OSError if the disk is full; not every system can tell."""
+        try:
+            os.posix_fallocate(self.file.fileno(), 0, size)
+        except AttributeError:
+            return
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def keep(self, *, durable: bool = True) -> None:
         self.file.flush()

@@ -132,3 +132,13 @@ def test_impossible_numbers_are_found_as_they_are_read() -> None:
     with pytest.raises(RunError, match=r"parameter\.bad"):
         read_layer(copy_of({"embed": tensors}), "embed", None, 0)
     read_layer(copy_of({"embed": tensors}), "embed", None, None)
+
+
+def test_a_unit_whose_file_fails_after_it_was_read_is_not_read_again() -> None:
+    """It may have changed by then."""
+    state = copy_of({"embed": unit(), "head": unit(1)})
+    assert not state.is_done("embed")
+    hash_layer(state, "embed")
+    assert state.is_done("embed") and not state.is_done("head")
+    state.settle(0.0)
+    assert not state.is_done("head"), "it was copied"
