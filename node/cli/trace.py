@@ -28,7 +28,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
+    from node.telemetry.events import RunStarted
     from node.telemetry.format import duration_text
+    from node.telemetry.history import read_history
     from node.telemetry.trace import align, chrome_trace
     from node.telemetry.trace_files import TracedSteps, newest_whole_step, read_batches
     from wire.errors import ConfigError, UserError
@@ -53,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
     if not aligned.spans:
         raise _nothing(f" of steps {text}", directory)
     out = args.out or directory / f"trace-{steps.first}-{steps.last}.json"
-    text = json.dumps(chrome_trace(aligned, directory.name), separators=(",", ":")) + "\n"
+    entries = (entry.event for entry in read_history(directory))
+    started = next((event for event in entries if isinstance(event, RunStarted)), None)
+    trace = chrome_trace(aligned, directory.name, 1 if started is None else started.slices)
+    text = json.dumps(trace, separators=(",", ":")) + "\n"
     report = sys.stdout
     if str(out) == "-":
         # Keep stdout for the trace.

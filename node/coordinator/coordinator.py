@@ -70,6 +70,7 @@ from node.run_state.epoch import Epoch, Phase
 from node.run_state.held_out import LOSSLESS
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, as_told, run_plan, step_plan
+from node.schedule.placement import slices_of
 from node.state.manifest import MANIFEST_NAME, Manifest, UnitEntry
 from node.state.snapshot import list_snapshots
 from node.state.weights import CheckpointError
@@ -296,7 +297,8 @@ class Coordinator:
         self._planners.step_done(epoch, [members[node].offer for node in epoch.hosts], costs)
         if epoch.rows > 1:
             length = self.config.microbatches // self.config.pipeline.groups
-            seconds = group_seconds(costs, [len(groups) for groups in epoch.groups], length)
+            groups = [len(own) for own in epoch.groups]
+            seconds = group_seconds(costs, groups, length, slices_of(self.config))
             self._post(lambda now: self._machine.row_speeds(seconds, costs.seconds / len(steps), now))
 
     def _use_lines(self, number: int, lines: Lines, seconds: float) -> None:

@@ -19,7 +19,7 @@ from node.run_state.failures import transfer_seconds
 from node.run_state.membership import Member
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
-from node.schedule.placement import block_counts
+from node.schedule.placement import block_counts, slices_of
 from node.telemetry.costs import row_costs
 from node.telemetry.events import StepCosts
 from node.tuning.codec_plan import CodecPlan
@@ -290,6 +290,7 @@ class PlacePlanner:
             gradient_bytes=max((codec_format(name).packed_bytes(shape) for name in back), default=0),
             microbatches=microbatches,
             head_blocks=self._head_blocks,
+            slices=slices_of(config),
         )
 
     def _most_blocks(self, offer: Candidate) -> int:

@@ -18,7 +18,7 @@ from node.run_state.membership import Member
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
 from node.schedule.floor import LinkRate
-from node.schedule.placement import chunks_of, head_share, hops
+from node.schedule.placement import boundary_shapes, chunks_of, head_share, hops, slices_of
 from node.schedule.schedule import held_activations, schedule
 from node.telemetry.costs import mean_step, row_costs
 from node.telemetry.events import Event, Notice, StepCosts, WindowsPlanned
@@ -71,7 +71,7 @@ class LinkPlanner:
             line: the most that the machine at a place was seen to send and receive.
             use_windows: receives each plan, with the number of its epoch.
             use_lines: receives what codecs are planned by, with the number of its epoch and the seconds of a
-                microbatch.
+                microbatch, or of a slice where they are cut, as all that lines say.
             emit: receives a `WindowsPlanned` of each row whose windows change.
             pause: seconds between the end of a plan of windows and the next one, at least.
         """
@@ -144,7 +144,7 @@ class LinkPlanner:
             measures = measured(
                 row_costs(costs, replica),
                 chunks,
-                self._group_length * len(groups),
+                self._passes(len(groups)),
                 share,
                 functools.partial(self._line_of, replica),
             )
@@ -193,6 +193,7 @@ class LinkPlanner:
                         microbatches=count,
                         most_held=self._most_held(nodes, configs),
                         current=before,
+                        slices=self._slices,
                     )
                     for nodes, one, count, before in zip(
                         held, measures, microbatches, parts(current), strict=True
@@ -221,7 +222,7 @@ class LinkPlanner:
     ) -> Callable[[], tuple[Lines, float]]:
         """A function for a thread. It says what codecs are planned by, and the seconds of a microbatch."""
         config, stages = self._config, epoch.stages
-        counts = [self._group_length * len(groups) for groups in epoch.groups]
+        counts = [self._passes(len(groups)) for groups in epoch.groups]
         shown = [
             where_shown(measures, row_costs(costs, replica), counts[replica])
             for replica, measures in enumerate(rows)
@@ -237,11 +238,11 @@ class LinkPlanner:
             if self._width[0] != epoch.number:
                 widest = min(self._widest(row, max(counts), configs) for row in held)
                 self._width = epoch.number, widest
-            training, model = config.training, config.model
+            shapes = boundary_shapes(config)
             lines = Lines(
                 measures=slowest(shown),
                 chunks=chunks_of(config, stages),
-                shape=(training.microbatch, model.sequence, model.hidden),
+                shape=shapes[len(shapes) // 2],
                 windows=(self._width[1],) * hops(config, stages),
                 microbatches=max(counts),
                 packing=packing,
@@ -255,6 +256,14 @@ class LinkPlanner:
         """Microbatches of a gradient group."""
         return self._config.microbatches // self._config.pipeline.groups
 
+    @property
+    def _slices(self) -> int:
+        return slices_of(self._config)
+
+    def _passes(self, groups: int) -> int:
+        """Microbatches, or their slices, of so many groups."""
+        return self._slices * self._group_length * groups
+
     def _line_of(self, replica: int, stage: int) -> LinkRate:
         return self._line(Place(replica, stage))
 
@@ -267,7 +276,11 @@ class LinkPlanner:
         self, nodes: Sequence[Candidate], microbatches: int, configs: Sequence[RunConfig] | None
     ) -> int:
         """The widest window, the same on all links, that these stages have memory for; the run file's if it
-        sets one."""
+        sets one.
+
+        Args:
+            microbatches: or slices, of a step.
+        """
         config, stages = self._config, len(nodes)
         if config.pipeline.window != "auto":
             return config.pipeline.window
@@ -277,7 +290,14 @@ class LinkPlanner:
         while low < high:
             width = (low + high + 1) // 2
             windows = (width,) * hops(config, stages)
-            orders = schedule(stages, chunks_of(config, stages), microbatches, windows, head_first=head_first)
+            orders = schedule(
+                stages,
+                chunks_of(config, stages),
+                microbatches // self._slices,
+                windows,
+                head_first=head_first,
+                slices=self._slices,
+            )
             fits = all(held_activations(o) <= room for o, room in zip(orders, most, strict=True))
             low, high = (width, high) if fits else (low, width - 1)
         return low

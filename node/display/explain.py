@@ -9,6 +9,7 @@ from node.config.schema import RunConfig
 from node.model.storage import KINDS, configured, unit_bytes
 from node.model.units import units_text
 from node.run_file.loader import to_fields, toml_value
+from node.schedule.placement import slice_ranges
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
 from node.tuning.device_memory import Devices
 from node.tuning.snapshot_place import stage_state_bytes
@@ -93,10 +94,24 @@ def _step_lines(explanation: Explanation) -> list[str]:
         f"step     {config.training.global_batch} samples of {config.model.sequence} tokens = "
         f"{count_text(explanation.tokens_per_step)} tokens, in {explanation.microbatches} microbatches of "
         f"{config.training.microbatch}",
+        *_slice_lines(config),
         *(_codec_lines(config) if config.pipeline.plans_codecs else []),
         *(_head_lines(explanation.head) if explanation.head is not None else []),
         *(_group_lines(explanation) if config.pipeline.groups > 1 else []),
         *(_text_lines(config, explanation.text) if explanation.text is not None else []),
+    ]
+
+
+def _slice_lines(config: RunConfig) -> list[str]:
+    """Into what samples are cut along the sequence."""
+    slices = slice_ranges(config)
+    if len(slices) == 1:
+        return []
+    least = ", the fewest with short fill and drain" * (config.pipeline.sequence_chunks == "auto")
+    graphs = "; passes are not CUDA graphs then" * config.training.cuda_graphs
+    return [
+        f"slices   each sample in {len(slices)} along the sequence{least}: from {len(slices[0])} tokens, the "
+        f"first, to {len(slices[-1])}, the last, which take equally long{graphs}"
     ]
 
 

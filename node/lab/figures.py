@@ -74,6 +74,7 @@ def cell_floor(
     microbatches: int,
     chunks: int,
     head_share: float | None = None,
+    slices: int = 1,
 ) -> Floor:
     """The lower bound on this cell's step time.
 
@@ -112,6 +113,7 @@ def cell_floor(
         chunks=chunks,
         head_share=head_share,
         after_seconds=compute.after,
+        slices=slices,
     )
 
 

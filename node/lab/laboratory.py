@@ -39,7 +39,7 @@ from node.lab.profile import Profile
 from node.lab.results import RESULTS_FILE, Results, describe_machine
 from node.lab.support import congestion_control, delay_method
 from node.lab.topology import lay_out
-from node.schedule.placement import head_share
+from node.schedule.placement import head_share, slices_of
 from node.schedule.routing import link_ends
 
 Tell = Callable[[str], None]
@@ -381,6 +381,7 @@ class _Run:
                 microbatches=config.microbatches,
                 chunks=config.pipeline.chunks,
                 head_share=head_share(config, config.pipeline.stages),
+                slices=slices_of(config),
             )
             values["floor"] = floor_figures(floor, phase, compute)
             values["of_unthrottled"] = record["unthrottled"]["step_seconds"] / phase.step_seconds

@@ -57,7 +57,7 @@ from node.run_state.epoch import PROOF_STEPS, Committed
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate, sharing, stage_needs, useless
 from node.run_state.votes import HISTORY_STEPS, PastStep
-from node.schedule.placement import block_counts, check_cache, decided, head_share
+from node.schedule.placement import block_counts, check_cache, decided, head_share, slices_of
 from node.state.manifest import MANIFEST_NAME, Manifest, SnapshotDamagedError
 from node.state.snapshot import (
     Checked,
@@ -601,6 +601,7 @@ def _started(config: RunConfig, directory: Path, run: _Run) -> events.RunStarted
         backward_codec=config.pipeline.backward_codec,
         microbatches=config.microbatches,
         chunks=config.pipeline.chunks,
+        slices=slices_of(config),
         head_share=head_share(config, config.pipeline.stages),
         codec_bits=codec_bits(config),
         ends_in_blocks=ends_in_blocks(config.model),

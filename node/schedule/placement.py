@@ -108,6 +108,16 @@ def slice_ranges(config: RunConfig) -> tuple[range, ...]:
     return sample_slices(config.model, slices_of(config))
 
 
+def longest_slice(config: RunConfig) -> int:
+    """Positions of the slice that has most: in memory, passes are taken to have as many."""
+    return max(map(len, slice_ranges(config)))
+
+
+def held_passes(config: RunConfig, order: Order) -> int:
+    """The most that a stage holds at once, counted over its order, in passes of the longest slice."""
+    return _peak(config, order, [1] * (1 + max(action.chunk for action in order)))
+
+
 @lru_cache(maxsize=64)
 def boundary_shapes(config: RunConfig) -> tuple[tuple[int, int, int], ...]:
     """The shape of the tensor between two chunks, of each slice of a microbatch."""
@@ -258,8 +268,8 @@ def hops(config: RunConfig, stages: int) -> int:
 
 @lru_cache(maxsize=64)
 def held_blocks(config: RunConfig, stages: int, *, apart: bool = False) -> tuple[int, ...]:
-    """The most block activations that each stage holds at once, over its order in the schedule; of slices,
-    where microbatches are cut.
+    """The most block activations that each stage holds at once, over its order in the schedule; where
+    microbatches are cut, those of the longest slice.
 
     Args:
         apart: chunks do not reuse each other's memory: sum their peaks.
@@ -269,7 +279,7 @@ def held_blocks(config: RunConfig, stages: int, *, apart: bool = False) -> tuple
     for stage, order in enumerate(stage_orders(config, stages)):
         own = counts[stage::stages]
         parts = [of_chunk(order, chunk) for chunk in range(len(own))] if apart else [order]
-        held.append(sum(_peak_blocks(part, own) for part in parts))
+        held.append(sum(_peak(config, part, own) for part in parts))
     return tuple(held)
 
 
@@ -278,12 +288,15 @@ def of_chunk(order: Order, chunk: int) -> Order:
     return tuple(action for action in order if action.chunk == chunk)
 
 
-def _peak_blocks(order: Order, counts: Sequence[int]) -> int:
+def _peak(config: RunConfig, order: Order, counts: Sequence[int]) -> int:
+    """The most that is held, of so many of each chunk, in passes of the longest slice."""
+    lengths, longest = [len(own) for own in slice_ranges(config)], longest_slice(config)
     held = peak = 0
     for action in order:
-        held += counts[action.chunk] if action.kind is Kind.FORWARD else -counts[action.chunk]
+        size = counts[action.chunk] * lengths[action.slice]
+        held += size if action.kind is Kind.FORWARD else -size
         peak = max(peak, held)
-    return peak
+    return -(-peak // longest)
 
 
 def stage_units(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:

@@ -24,6 +24,7 @@ from node.model.host_memory import Copy, HostMemory, host_memory
 from node.model.storage import configured
 from node.model.units import block_name
 from node.run_file.loader import from_json
+from node.schedule.placement import slice_ranges, slices_of
 from node.stage.machine_info import fix_order
 from node.stage.pack_measure import pack_times
 from node.stage.passes import backward_from
@@ -49,10 +50,10 @@ def block_seconds(config: RunConfig, device: torch.device) -> float:
     It says how fast this node is beside others, so that stages are given out by it; it decides no bit.
     """
     if device.type == "cuda" and (times := measured_times(config, device)) is not None:
-        return times.forward + times.backward
+        return slices_of(config) * (times.forward + times.backward)
     try:
         passes = _Passes(config, device, config.training.microbatch)
-        return sum(seconds_of(device, passes.forward, passes.backward))
+        return slices_of(config) * sum(seconds_of(device, passes.forward, passes.backward))
     except RuntimeError as error:
         log.warning("a block could not be measured on %s (%s)", device, _reason(error))
         return 0.0
@@ -61,7 +62,7 @@ def block_seconds(config: RunConfig, device: torch.device) -> float:
 def measured_times(config: RunConfig, device: torch.device) -> BlockTimes | None:
     """Of a device that computes a stage alone; None where that fails.
 
-    What takes a whole microbatch is measured on one that is as long but has a single sample.
+    What takes a whole microbatch, or a slice, is measured on one that is as long but has a single sample.
     """
     if device.type == "cuda":
         # Triton launches on the thread's current device.
@@ -86,7 +87,8 @@ class _Passes:
 
     def __init__(self, config: RunConfig, device: torch.device, samples: int) -> None:
         model = config.model
-        shape = (samples, model.sequence, model.hidden)
+        # The first slice sees no other, and takes as long as each.
+        shape = (samples, len(slice_ranges(config)[0]), model.hidden)
         self._chunk: Chunk = build_chunk(
             model,
             (block_name(0),),
@@ -129,7 +131,7 @@ def _measure(config: RunConfig, device: torch.device) -> BlockTimes:
     family = family_of(model)
     into_attention, _, into_ffn, _ = family.products(model)
     query, key = (
-        torch.randn(1, heads, model.sequence, model.width, device=device, dtype=dtype)
+        torch.randn(1, heads, passes.fed.shape[1], model.width, device=device, dtype=dtype)
         for heads in (model.heads, family.kv_heads(model))
     )
     times = replace(

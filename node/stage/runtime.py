@@ -16,6 +16,7 @@ import torch
 from node.config.join_options import OwnerAllows
 from node.config.schema import RunConfig
 from node.run_file.loader import from_json
+from node.schedule.placement import slices_of
 from node.stage.block_measure import block_seconds, measured_times
 from node.stage.coordinator_client import Batches, CoordinatorClient
 from node.stage.epoch_links import EpochLinks
@@ -433,8 +434,9 @@ class NodeRuntime:
     def _block_seconds(self, config: RunConfig, times: BlockTimes | None) -> float:
         """On the compute thread. Several devices share a block, or the microbatch's samples."""
         device, count = self._settings.devices.first, self._settings.hardware.devices
-        seconds = times.forward + times.backward if times is not None else block_seconds(config, device)
-        return seconds / count
+        if times is None:
+            return block_seconds(config, device) / count
+        return slices_of(config) * (times.forward + times.backward) / count
 
     async def _training_first(self, size: int) -> None:
         """Wait until `size` bytes that are not of the training may be sent."""

@@ -293,7 +293,8 @@ class StageModel:
         # Of several devices each would measure for itself, and all must run the same collectives again.
         if self._control is None or self.ranks > 1:
             return
-        taken = Taken(most_bytes=most_allocated(self.device), seconds=seconds)
+        each = seconds / len(self._slices)
+        taken = Taken(most_bytes=most_allocated(self.device), seconds=each)
         plan = self._control.step_done(taken)
         if plan is not None:
             log.warning("memory is planned with anew from measured steps: %s", _words(plan))

@@ -31,13 +31,14 @@ def row_costs(costs: StepCosts, replica: int) -> StepCosts:
     )
 
 
-def group_seconds(costs: StepCosts, groups: Sequence[int], length: int) -> dict[str, float]:
+def group_seconds(costs: StepCosts, groups: Sequence[int], length: int, slices: int = 1) -> dict[str, float]:
     """What each node's stage takes for a gradient group, links included, once its pipeline is full. Of
     several steps it is the mean.
 
     Args:
         groups: of each row, how many.
         length: microbatches of a group.
+        slices: of each.
     """
     after = (TimeKind.SYNC, TimeKind.WAIT_VOTES, TimeKind.WAIT_COORDINATOR)
     found = {}
@@ -45,7 +46,7 @@ def group_seconds(costs: StepCosts, groups: Sequence[int], length: int) -> dict[
     for stage in costs.stages:
         spent = max(0.0, stage.wall_seconds - sum(stage.seconds.get(kind, 0.0) for kind in after))
         # A row fills and drains once, however many groups it has.
-        fill = stages[stage.replica] - 1
+        fill = (stages[stage.replica] - 1) / slices
         found[stage.node_id] = spent * length / (groups[stage.replica] * length + fill) / costs.steps
     return found
 

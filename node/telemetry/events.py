@@ -62,6 +62,8 @@ class RunStarted(Event):
     """Microbatches a step; 0 if unknown."""
     chunks: int = 1
     """Model chunks a stage."""
+    slices: int = 1
+    """Parts that each microbatch is cut into along the sequence."""
     head_share: float | None = None
     """The share of the first stage's compute that a tied model's head takes there; None: it is on the last
     stage."""

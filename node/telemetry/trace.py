@@ -102,8 +102,8 @@ def align(batches: Iterable[Batch], first: int, last: int) -> Aligned:
     )
 
 
-def chrome_trace(aligned: Aligned, name: str) -> dict[str, Any]:
-    """The trace as one JSON object; `name`: the run's."""
+def chrome_trace(aligned: Aligned, name: str, slices: int = 1) -> dict[str, Any]:
+    """The trace as one JSON object; `name`: the run's, `slices`: of each microbatch."""
     # In-flight spans are drawn by their tensor; correct nodes always name it.
     spans = [one for one in aligned.spans if one.span.kind != TransferKind.IN_FLIGHT or one.span.key]
     origin = spans[0].start if spans else 0.0
@@ -117,12 +117,12 @@ def chrome_trace(aligned: Aligned, name: str) -> dict[str, Any]:
         },
         "traceEvents": [
             *_names(spans),
-            *(_slice(one, origin) for one in spans if one.span.kind != TransferKind.IN_FLIGHT),
+            *(_bar(one, origin, slices) for one in spans if one.span.kind != TransferKind.IN_FLIGHT),
             *(
                 event
                 for one in spans
                 if one.span.kind == TransferKind.IN_FLIGHT and one.span.key is not None
-                for event in _flight(one, one.span.key, origin)
+                for event in _flight(one, one.span.key, origin, slices)
             ),
             *_arrows(spans, origin),
         ],
@@ -153,20 +153,20 @@ def _meta(what: str, process: int, lane: int, **arguments: object) -> dict[str, 
     return {"ph": "M", "name": what, "pid": process, "tid": lane, "args": arguments}
 
 
-def _slice(one: PlacedSpan, origin: float) -> dict[str, Any]:
+def _bar(one: PlacedSpan, origin: float, slices: int) -> dict[str, Any]:
     return {
         "ph": "X",
-        "name": _title(one.span),
+        "name": _title(one.span, slices),
         "cat": one.span.kind,
         "pid": one.process,
         "tid": one.lane,
         "ts": _micro(one.start - origin),
         "dur": _micro(one.span.seconds),
-        "args": _arguments(one.span),
+        "args": _arguments(one.span, slices),
     }
 
 
-def _flight(one: PlacedSpan, key: TensorKey, origin: float) -> list[dict[str, Any]]:
+def _flight(one: PlacedSpan, key: TensorKey, origin: float, slices: int) -> list[dict[str, Any]]:
     """From the last frame to its acknowledgement; these may overlap."""
     shared = {
         "cat": one.span.kind,
@@ -176,7 +176,7 @@ def _flight(one: PlacedSpan, key: TensorKey, origin: float) -> list[dict[str, An
         "tid": _SEND + one.span.peer_stage,
     }
     return [
-        {**shared, "ph": "b", "ts": _micro(one.start - origin), "args": _arguments(one.span)},
+        {**shared, "ph": "b", "ts": _micro(one.start - origin), "args": _arguments(one.span, slices)},
         {**shared, "ph": "e", "ts": _micro(one.end - origin)},
     ]
 
@@ -210,17 +210,22 @@ def _arrows(spans: Sequence[PlacedSpan], origin: float) -> list[dict[str, Any]]:
     return events
 
 
-def _title(span: Span) -> str:
-    return span.kind if span.key is None else f"{span.kind} {span.key.microbatch}"
+def _title(span: Span, slices: int) -> str:
+    if span.key is None:
+        return span.kind
+    microbatch, number = divmod(span.key.microbatch, slices)
+    return f"{span.kind} {microbatch}" + (f".{number}" if slices > 1 else "")
 
 
-def _arguments(span: Span) -> dict[str, object]:
+def _arguments(span: Span, slices: int) -> dict[str, object]:
     if span.key is None:
         return {}
     key = span.key
+    microbatch, number = divmod(key.microbatch, slices)
     return {
         "step": key.step + 1,
-        "microbatch": key.microbatch,
+        "microbatch": microbatch,
+        **({"slice": number} if slices > 1 else {}),
         "boundary": key.boundary,
         "tensor": _kind_of(key),
     }

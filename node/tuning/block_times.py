@@ -14,6 +14,7 @@ from node.config.schema import ModelSection, RunConfig, StorageSection
 from node.model.families.known import family_of
 from node.model.storage import KINDS, PACKED, Storage, configured
 from node.model.units import block_name, unit_cost
+from node.schedule.placement import slices_of
 from node.tuning.device_memory import Devices
 from wire.errors import ConfigError
 
@@ -152,7 +153,8 @@ class BlockTimes:
 def assumed_times(config: RunConfig, devices: Devices) -> BlockTimes:
     """From operations, at a typical speed of such a card."""
     model = config.model
-    tokens = config.training.microbatch * model.sequence / devices.count
+    # Slices take equally long.
+    tokens = config.training.microbatch * model.sequence / slices_of(config) / devices.count
     speed = CPU_FLOPS if devices.on_cpu else GPU_FLOPS
     forward = unit_cost(model, block_name(0)) * tokens / speed
     into_attention, attention, into_ffn = (flops * tokens / speed for flops in part_flops(model))

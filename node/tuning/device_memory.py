@@ -12,9 +12,10 @@ tensors; `scripts/checks/memory_settings.py` compares them with what torch count
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels.blockfloat.layout import BLOCK as PACKED_BLOCK
+from kernels.blockfloat.layout import packed_bytes
 from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
 from node.model.families.known import family_of
@@ -22,8 +23,9 @@ from node.model.lora_shapes import WHOLE, largest_projection, targets
 from node.model.optimizers import UpdateRule, update_rules
 from node.model.page_locked import GRADIENT_PIECE, STATE_PIECE, in_pieces, page_locked
 from node.model.shard_shapes import frozen_bytes, trained_parameters
-from node.model.storage import AS_COMPUTED, RECOMPUTE, Storage, head_piece, stored_bytes
+from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage, head_piece, stored_bytes
 from node.model.units import EMBED, HEAD, block_name, is_block
+from node.schedule.placement import longest_slice, slices_of
 from wire.identity.enrolment import CPU, Hardware
 
 _GRADIENT_BYTES = 1 + 1 / BLOCK
@@ -78,9 +80,10 @@ class Devices:
         """How many shares of a microbatch's samples there are."""
         return self.count // self.tensor_parallel
 
-    def captures(self, training: TrainingSection) -> bool:
+    def captures(self, config: RunConfig) -> bool:
         """Whether passes are CUDA graphs (`node.stage.captured_passes`)."""
-        return training.cuda_graphs and not self.on_cpu and self.count == 1
+        graphs = config.training.cuda_graphs and slices_of(config) == 1
+        return graphs and not self.on_cpu and self.count == 1
 
 
 def devices_of(hardware: Hardware) -> Devices:
@@ -112,8 +115,8 @@ class Share:
         self._sums_tied_gradients = config.sums_tied_gradients
         self._devices = devices
         self._storage = storage
-        self._row_tokens = config.training.microbatch * config.model.sequence // devices.rows
-        """A microbatch's tokens in the row of devices that shares blocks."""
+        self._row_tokens = config.training.microbatch * longest_slice(config) // devices.rows
+        """A microbatch's tokens, or those of its longest slice, in the row of devices that shares blocks."""
         self._tokens = self._row_tokens // devices.tensor_parallel
         self._is_limited = config.model.window > 0 or config.data.separate_documents
         """Some tokens do not see all before them."""
@@ -125,7 +128,7 @@ class Share:
         fused = fused or self._coded
         self.plain = storage.is_off and not fused
         """Whether autograd decides what is kept. GPUs in half precision run the fused halves of a block."""
-        self.captures = devices.captures(config.training)
+        self.captures = devices.captures(config)
         self._element = 2 if self._half else 4
         """Bytes an element of what projections return."""
 
@@ -352,6 +355,32 @@ class Share:
         of no use to larger tensors. On a CPU memory is not held back.
         """
         return 0 if self.on_cpu else min(runs * PAGE, size // _LOST_SHARE)
+
+    def past_keys(self) -> int:
+        """A slice's keys and values in one block, as later slices see them; 0 without slices."""
+        tokens, width = self._row_tokens, self._family.kv_width(self._model)
+        if slices_of(self._config) == 1:
+            return 0
+        if (bits := PACKED.get(self._storage.attention)) is None:
+            size = self._element * tokens * width
+        else:
+            size = packed_bytes((tokens, width), bits)
+        return 2 * size // self._devices.tensor_parallel
+
+    def past_gradients(self) -> int:
+        """Gradients of a sample's keys and values in one block, in float32; 0 without slices."""
+        return 2 * 4 * self._sample_keys()
+
+    def past_joined(self) -> int:
+        """A sample's keys and values together, of the block at work; 0 without slices."""
+        return 2 * self._element * self._sample_keys()
+
+    def _sample_keys(self) -> int:
+        """Elements of a microbatch's keys in one block; 0 without slices."""
+        if slices_of(self._config) == 1:
+            return 0
+        tokens = self._training.microbatch * self._model.sequence // self._devices.rows
+        return tokens * self._family.kv_width(self._model) // self._devices.tensor_parallel
 
     def autograd_keeps(self) -> int:
         """What autograd saves of one block and microbatch where nothing is packed."""
@@ -642,7 +671,7 @@ class CpuWork:
         """Weights' gradients are made in half precision and cast."""
         self._element = 2 if self._half else 4
         self._weight = 2 if training.weights == "bfloat16" else 4
-        self._tokens = training.microbatch * model.sequence
+        self._tokens = training.microbatch * longest_slice(config)
         packed = training.gradients == "fp8"
         # Unpacked, added to and packed again; one in bfloat16 as it is added.
         self._adding = 9.5 if packed else 4.0 * (training.weights == "bfloat16")
@@ -712,7 +741,8 @@ class CpuWork:
         heads = min(self._padded(model.hidden), AT_ONCE)
         pads = element * self._padded(model.hidden) * (model.hidden % PACKED_BLOCK > 0)
         # Heads are packed before the block has made its later tensors, which it then does not hold yet.
-        sizes = stored_bytes(model, self._training, self._storage)
+        tokens = replace(model, sequence=self._tokens // self._training.microbatch)
+        sizes = stored_bytes(tokens, self._training, self._storage)
         later = sizes.norm_input // 2 + sizes.ffn_input + sizes.attention_output
         places = [
             activation * wide + 4 * hidden,

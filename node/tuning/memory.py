@@ -11,15 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from node.config.schema import RunConfig
+from node.config.schema import ModelSection, RunConfig
 from node.model.shard_shapes import check_shards
-from node.model.storage import AS_COMPUTED, STAGE_BITS, Storage, configured, storages_by_load, stored_bytes
+from node.model.storage import (
+    AS_COMPUTED,
+    RECOMPUTE,
+    STAGE_BITS,
+    Storage,
+    configured,
+    storages_by_load,
+    stored_bytes,
+)
 from node.model.units import HEAD, is_block
 from node.schedule.gradient_groups import model_pieces, piece_bytes
 from node.schedule.placement import (
     chunk_units,
     held_blocks,
+    held_passes,
+    longest_slice,
     of_chunk,
+    slices_of,
     stage_cache_bytes,
     stage_orders,
     stage_units,
@@ -146,7 +157,7 @@ def stage_memory(
 ) -> tuple[StageMemory, ...]:
     """As `stage_bytes`, by purpose."""
     storages, devices = stage_storages(config, stages), devices or Devices()
-    held = held_blocks(config, stages, apart=devices.captures(config.training))
+    held = held_blocks(config, stages, apart=devices.captures(config))
     found = []
     for stage, own in enumerate(_estimate(config, stages, storages, devices, windows)):
         one = Share(config, devices, storages[stage])
@@ -173,7 +184,15 @@ def block_bytes(config: RunConfig, share: Share, storage: Storage, devices: Devi
     """What a block keeps of one microbatch on each device, in tensors."""
     if share.plain:
         return share.autograd_keeps()
-    return stored_bytes(config.model, config.training, storage).total // devices.count
+    kept = stored_bytes(pass_model(config), config.training, storage).total // devices.count
+    # Other forms of keys and values are those that later slices see.
+    apart = storage.attention == RECOMPUTE or config.model.qk_norm != "none"
+    return kept + (share.past_keys() if apart else 0)
+
+
+def pass_model(config: RunConfig) -> ModelSection:
+    """The model as a pass sees it: samples are as long as the longest slice."""
+    return replace(config.model, sequence=longest_slice(config))
 
 
 @lru_cache(maxsize=16)
@@ -197,13 +216,13 @@ def stage_storages(config: RunConfig, stages: int) -> tuple[Storage, ...]:
     remembered = stage_cache_bytes(config, stages, 1)
     for arranged, devices in _arrangements(config):
         found = _estimate(arranged, stages, base, devices)
-        held = held_blocks(arranged, stages, apart=devices.captures(arranged.training))
-        plain = stored_bytes(config.model, config.training, base[0]).total // devices.count
+        held = held_blocks(arranged, stages, apart=devices.captures(arranged))
+        plain = stored_bytes(pass_model(config), config.training, base[0]).total // devices.count
         for stage, own in enumerate(found):
             heaviest = max(f.total for f, r in zip(found, remembered, strict=True) if r >= remembered[stage])
             for number in range(widest[stage], -1, -1):
                 storage = forms[number][stage]
-                block = stored_bytes(config.model, config.training, storage).total // devices.count
+                block = stored_bytes(pass_model(config), config.training, storage).total // devices.count
                 if replace(own, kept=own.kept + held[stage] * (block - plain)).total <= heaviest:
                     widest[stage] = number
                     break
@@ -226,7 +245,7 @@ def _arrangements(config: RunConfig) -> list[tuple[RunConfig, Devices]]:
                 # What holds for one multiprocessor and for the most holds in between.
                 gpus = [replace(cpu, on_cpu=False, multiprocessors=n) for n in (MULTIPROCESSORS, 1)]
                 found += [(plain, devices) for devices in (cpu, *gpus)]
-                found += [(graphs, gpu) for gpu in gpus if gpu.captures(graphs.training)]
+                found += [(graphs, gpu) for gpu in gpus if gpu.captures(graphs)]
     return found
 
 
@@ -235,11 +254,11 @@ def _estimate(
 ) -> tuple[StageMemory, ...]:
     """As `stage_memory`, for stages that store activations this way; of tensors alone, because bits by stage
     follow from it and an allocator must not change bits."""
-    captured = devices.captures(config.training)
+    captured = devices.captures(config)
     held = held_blocks(config, stages, apart=captured)
     orders = stage_orders(config, stages)
     caches = stage_cache_bytes(config, stages, windows)
-    whole = config.training.microbatch * config.model.sequence
+    whole = config.training.microbatch * longest_slice(config)
     boundary = 4 * whole * config.model.hidden
     process = CPU_FIXED_BYTES + COMPILING_BYTES * _compiles(config) if devices.on_cpu else FIXED_BYTES
     found: list[StageMemory] = []
@@ -250,13 +269,14 @@ def _estimate(
         # The first norm's input is counted as the block's. What is packed lies beside it.
         ends = 1 if one.plain or (storage.norm_input == AS_COMPUTED and not captured) else 2
         chunks = 1 + max(action.chunk for action in orders[stage])
-        by_chunk = [held_activations(of_chunk(orders[stage], chunk)) for chunk in range(chunks)]
-        in_flight = sum(by_chunk) if captured else held_activations(orders[stage])
+        by_chunk = [held_passes(config, of_chunk(orders[stage], chunk)) for chunk in range(chunks)]
+        in_flight = sum(by_chunk) if captured else held_passes(config, orders[stage])
         kept = held[stage] * block + in_flight * ends * one.residual
         if captured:
             # A graph's forward holds its intermediate tensors, inputs and outputs.
             kept += in_flight * (one.feed_forward_at_work() + 4 * one.residual)
             kept += by_chunk[-1] * one.head_keeps() if HEAD in units else 0
+        kept += sum(map(is_block, units)) * one.past_gradients() + one.past_joined()
         # A step's new samples wait beside the cache; a snapshot's copy comes on top.
         last, ending = one.block_work(units), 0
         # When others are at work, the last block's tensors are gone.
@@ -325,7 +345,7 @@ def most_held(
     nodes = devices or (Devices(),) * stages
     held, needs = [], []
     own = list(zip(nodes, configs or (config,) * stages, strict=True))
-    for window in (0, max(1, config.microbatches)):
+    for window in (0, max(1, config.microbatches * slices_of(config))):
         held.append([held_activations(order) for order in stage_orders(config, stages, window)])
         by_kind = {
             (node, one): stage_memory(

@@ -24,11 +24,18 @@ from node.config.schema import RunConfig
 from node.model.page_locked import page_locked
 from node.model.storage import AS_COMPUTED, KINDS, RECOMPUTE, Storage, StoredBytes, stored_bytes
 from node.model.units import HEAD, block_name, is_block, unit_cost
-from node.schedule.placement import chunk_units, held_blocks, of_chunk, stage_orders
-from node.schedule.schedule import Order, held_activations
+from node.schedule.placement import chunk_units, held_blocks, held_passes, of_chunk, stage_orders
+from node.schedule.schedule import Order
 from node.tuning.block_times import BlockTimes, assumed_times
 from node.tuning.device_memory import RUNS_AT_WORK, RUNS_KEPT, CpuWork, Devices, Share, at_work
-from node.tuning.memory import StageMemory, block_bytes, stage_bytes, stage_memory, stage_storages
+from node.tuning.memory import (
+    StageMemory,
+    block_bytes,
+    pass_model,
+    stage_bytes,
+    stage_memory,
+    stage_storages,
+)
 from node.tuning.memory_program import (
     Column,
     Copied,
@@ -181,7 +188,7 @@ class PlannedStage:
         self._units = everything
         self._host = 0 if devices.on_cpu else devices.host_bytes
         self.blocks = [sum(map(is_block, own)) for own in units]
-        self._held = [held_activations(of_chunk(order, chunk)) for chunk in range(len(units))]
+        self._held = [held_passes(config, of_chunk(order, chunk)) for chunk in range(len(units))]
         self._together = together
         self._share = share
         self._block = block_bytes(config, share, storage, devices)
@@ -245,20 +252,24 @@ class PlannedStage:
     ) -> dict[Choice, Column]:
         """Those that no other beats."""
         found: dict[Choice, Column] = {Choice.KEPT: self._column(self._block)}
+        # What later slices see stays, whatever becomes of a block's own tensors.
+        past = share.past_keys()
         # With dropout, backward would have to draw the microbatch's random bits again.
         if not config.lora.dropout:
             again = self._times.forward
-            found[Choice.AGAIN] = self._column(self._input, seconds=again, again=True)
+            found[Choice.AGAIN] = self._column(self._input + past, seconds=again, again=True)
             if self._moves:
                 found[Choice.INPUT_MOVED] = self._column(
-                    0, [self._input], seconds=again, left=self._inputs, again=True
+                    past, [self._input], seconds=again, left=self._inputs, again=True
                 )
         if share.plain:
             # Autograd's casts of weights would move too, and autocast holds them until forward is over.
             if self._moves and config.training.precision == "float32":
-                found[Choice.MOVED] = self._column(0, [self._block])
+                found[Choice.MOVED] = self._column(past, [self._block])
             return found
-        sizes = stored_bytes(config.model, config.training, storage)
+        model = pass_model(config)
+        sizes = stored_bytes(model, config.training, storage)
+        is_apart = self._block > sizes.total // devices.count
         ways = []
         for kind in KINDS:
             fates = ["kept"]
@@ -273,11 +284,12 @@ class PlannedStage:
             moved = tuple(kind for kind, fate in way if fate == "moved")
             choice = Choice(recomputed=recomputed, moved=moved)
             form = choice.storage(storage)
-            left = stored_bytes(config.model, config.training, form)
+            left = stored_bytes(model, config.training, form)
             work = Share(config, devices, form).block_work(self._units) - share.block_work(self._units)
             left_there = "norm_input" in moved and storage.norm_input == AS_COMPUTED
             found[choice] = self._column(
-                (left.total - sum(_size(left, kind) for kind in moved)) // devices.count,
+                (left.total - sum(_size(left, kind) for kind in moved)) // devices.count
+                + past * (is_apart or "attention" in (*recomputed, *moved)),
                 [_size(sizes, kind) // devices.count for kind in moved],
                 seconds=sum(map(self._times.recomputing, recomputed)),
                 working=max(0, work),
@@ -597,7 +609,7 @@ def _stages(
     """Every stage, or `only` one; what they share, such as the schedule, is worked out once."""
     units, orders = chunk_units(config, stages), stage_orders(config, stages)
     storages = stage_storages(config, stages)
-    together = held_blocks(config, stages, apart=devices.captures(config.training))
+    together = held_blocks(config, stages, apart=devices.captures(config))
     kept = stage_memory(config, stages, devices, windows=windows)
     times = times or assumed_times(config, devices)
     return [
@@ -627,7 +639,7 @@ def _variants(
     """As the run file says, and without CUDA graphs: they keep what they need for good, and their passes
     cannot be ordered with copies to host memory."""
     found = [_stages(config, stages, devices, windows, only, times)]
-    if devices.captures(config.training):
+    if devices.captures(config):
         plain = replace(config, training=replace(config.training, cuda_graphs=False))
         found.append(_stages(plain, stages, devices, windows, only, times, graphs=False))
     return found

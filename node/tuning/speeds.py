@@ -95,7 +95,7 @@ class Speeds:
         split = (*map(round, blocks[:-1]), round(blocks[-1] - work.head_blocks))
         order_of_it = StageOrder(nodes=tuple(range(len(order))), split=split)
         explained = step_seconds(machines, order_of_it, work) >= EXPLAINED * seconds
-        slowest = seconds / (work.microbatches + work.stages - 1)
+        slowest = seconds / (work.microbatches + (work.stages - 1) / work.slices)
         for node, mine, count in zip(order, each, blocks, strict=True):
             known = self._node(node)
             if explained:

@@ -74,6 +74,8 @@ class Work:
     microbatches: int
     head_blocks: float = 0.0
     """What the head adds to the last stage, in blocks."""
+    slices: int = 1
+    """Of each microbatch."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= self.blocks:
@@ -97,7 +99,7 @@ class _Lines:
             there = work.activation_bytes / machines.rate
             back = work.gradient_bytes / machines.rate.T
         self.busy: Matrix = np.maximum(there, back)
-        self.fill: Matrix = there + back + machines.latency + machines.latency.T
+        self.fill: Matrix = (there + back) / work.slices + machines.latency + machines.latency.T
         for matrix in (self.busy, self.fill):
             np.fill_diagonal(matrix, _NO_WAY)
 
@@ -126,6 +128,7 @@ def step_seconds(machines: Machines, order: StageOrder, work: Work) -> float:
     seconds = [machines.block_seconds[node] * count for node, count in zip(order.nodes, blocks, strict=True)]
     return step_floor(
         microbatches=work.microbatches,
+        slices=work.slices,
         forward=[one / 3 for one in seconds],
         backward=[2 * one / 3 for one in seconds],
         activation_bytes=work.activation_bytes,

@@ -82,7 +82,7 @@ def measured(
     """The measured times of a step; None if it was aborted or a stage sent no report.
 
     Args:
-        microbatches: of the step.
+        microbatches: of the step; or their slices, for the times of a slice.
         head_share: as in `StepMeasures`.
         line_of: the most that a stage's machine was seen to send and receive.
     """
@@ -145,6 +145,7 @@ def plan_windows(
     microbatches: int,
     most_held: Sequence[int],
     current: Windows,
+    slices: int = 1,
 ) -> Windows:
     """The windows to use from the next step on.
 
@@ -152,6 +153,7 @@ def plan_windows(
         most_held: chunk activations that each stage has memory for. Window 0 is the least, even if it does
             not fit: the placement was made for it.
         current: the windows in use, kept when they are as good and fit.
+        slices: of each microbatch; then `measures` are of a slice.
     """
     stages = len(measures.forward)
     if stages == 1:
@@ -160,17 +162,17 @@ def plan_windows(
     links = stages - 1 + head_first
 
     def fits(windows: Windows) -> bool:
-        orders = schedule(stages, chunks, microbatches, windows, head_first=head_first)
+        orders = schedule(stages, chunks, microbatches, windows, head_first=head_first, slices=slices)
         return all(held_activations(o) <= most for o, most in zip(orders, most_held, strict=True))
 
-    simulated = min(microbatches, MOST_SIMULATED)
-    even = [(width,) * links for width in _widths(simulated)]
+    simulated = min(microbatches, max(1, MOST_SIMULATED // slices))
+    even = [(width,) * links for width in _widths(simulated * slices)]
     allowed = [even[0], *(windows for windows in even[1:] if fits(windows))]
-    steps = _Steps(measures, allowed, chunks=chunks, microbatches=simulated)
+    steps = _Steps(measures, allowed, chunks=chunks, microbatches=simulated, slices=slices)
     good = len(current) == links and fits(current) and steps.near_best(current, KEEP)
     if chunks > 1:
         return current if good else steps.smallest_even()
-    fast = _Steps(_with_fast_links(measures), allowed, chunks=chunks, microbatches=simulated)
+    fast = _Steps(_with_fast_links(measures), allowed, chunks=chunks, microbatches=simulated, slices=slices)
 
     def suits(windows: Windows) -> bool:
         return fits(windows) and steps.near_best(windows)
@@ -295,8 +297,15 @@ class _Steps:
     """
 
     def __init__(
-        self, measures: StepMeasures, allowed: Sequence[Windows], *, chunks: int, microbatches: int
+        self,
+        measures: StepMeasures,
+        allowed: Sequence[Windows],
+        *,
+        chunks: int,
+        microbatches: int,
+        slices: int,
     ) -> None:
+        self._slices = slices
         self._measures = measures
         self._allowed = allowed
         self._chunks = chunks
@@ -362,7 +371,14 @@ class _Steps:
             stages, share = len(measures.forward), measures.head_share
             shares = chunk_shares(stages, chunks, share)
             self._known[windows] = simulate(
-                schedule(stages, chunks, self._microbatches, windows, head_first=share is not None),
+                schedule(
+                    stages,
+                    chunks,
+                    self._microbatches,
+                    windows,
+                    head_first=share is not None,
+                    slices=self._slices,
+                ),
                 lambda chunk, _: measures.forward[chunk % stages] * shares[chunk],
                 lambda chunk, _: measures.backward[chunk % stages] * shares[chunk],
                 network=self._network,

@@ -281,8 +281,8 @@ def _bubble(view: RunView, floor: Floor) -> list[str]:
         return []
     return [
         f"the pipeline fills and drains for {_percent(edges / floor.seconds)} of the shortest step that can "
-        f"be: more than {view.microbatches} microbatches a step would help (a larger "
-        "`training.global_batch`, or a smaller `training.microbatch`)"
+        f"be: `pipeline.sequence_chunks` above {view.slices} would help, or more than {view.microbatches} "
+        "microbatches a step (a larger `training.global_batch`, or a smaller `training.microbatch`)"
     ]
 
 

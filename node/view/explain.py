@@ -17,6 +17,7 @@ from node.schedule.gradient_groups import RowShare, sync_bytes
 from node.schedule.placement import (
     boundaries,
     boundary_cache_bytes,
+    boundary_shapes,
     check_cache,
     head_bytes,
     head_first,
@@ -27,7 +28,7 @@ from node.schedule.placement import (
 from node.schedule.routing import source_stage, target_stage
 from node.schedule.schedule import held_activations
 from node.tuning.device_memory import Devices
-from node.tuning.memory import stage_memory, stage_storages
+from node.tuning.memory import pass_model, stage_memory, stage_storages
 from wire.codecs.formats import FP32, AqsgdFormat, codec_format
 from wire.errors import DataError
 from wire.frames import HEADER_BYTES, PAYLOAD_BYTES
@@ -216,7 +217,7 @@ def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
     if text is not None and text.samples:
         check_cache(config, text.samples)
     pipeline, model, training = config.pipeline, config.model, config.training
-    orders = stage_orders(config, pipeline.stages)
+    orders, passing = stage_orders(config, pipeline.stages), pass_model(config)
     stages = []
     storages = stage_storages(config, pipeline.stages)
     for stage, units in enumerate(stage_units(config, pipeline.stages)):
@@ -228,7 +229,7 @@ def explain(config: RunConfig, text: TextPlan | None = None) -> Explanation:
                 parameters=sum(unit_parameters(model, unit) for unit in units),
                 held_activations=held_activations(orders[stage]),
                 storage=storage,
-                stored=None if storage.is_off else asdict(stored_bytes(model, training, storage)),
+                stored=None if storage.is_off else asdict(stored_bytes(passing, training, storage)),
             )
         )
     return Explanation(
@@ -285,7 +286,6 @@ def framed_bytes(packed_bytes: int) -> int:
 def _flows(config: RunConfig) -> tuple[Flow, ...]:
     """What a step sends, merged by sender, receiver and kind."""
     pipeline, model = config.pipeline, config.model
-    hidden = (config.training.microbatch, model.sequence, model.hidden)
     tied = (model.vocab, model.hidden)
     sent: list[tuple[Direction, int, str, tuple[int, ...], int]] = []
     for direction, name in (
@@ -293,7 +293,9 @@ def _flows(config: RunConfig) -> tuple[Flow, ...]:
         (Direction.GRADIENT, pipeline.first_codecs[1]),
     ):
         for boundary in range(boundaries(config, pipeline.stages)):
-            sent.append((direction, boundary, name, hidden, config.microbatches))
+            sent += [
+                (direction, boundary, name, shape, config.microbatches) for shape in boundary_shapes(config)
+            ]
     if config.sums_tied_gradients and not head_first(config, pipeline.stages):
         for direction in (Direction.TIED_SHARE, Direction.TIED_SUM):
             sent.append((direction, 0, TIED_CODEC, tied, 1))
@@ -306,18 +308,18 @@ def _flows(config: RunConfig) -> tuple[Flow, ...]:
             continue
         what = direction.name.lower()
         before = merged.get((sender, receiver, what))
-        count = tensors + (before.tensors if before else 0)
-        elements = count * prod(shape)
+        elements = tensors * prod(shape)
+        size = tensors * framed_bytes(codec_format(name).packed_bytes(shape))
         merged[sender, receiver, what] = Flow(
             sender=sender,
             receiver=receiver,
             what=what,
             codec=name,
-            tensors=count,
-            elements=elements,
-            bytes=count * framed_bytes(codec_format(name).packed_bytes(shape)),
-            bytes_fp32=4 * elements,
-            bytes_bf16=2 * elements,
+            tensors=tensors + (before.tensors if before else 0),
+            elements=elements + (before.elements if before else 0),
+            bytes=size + (before.bytes if before else 0),
+            bytes_fp32=4 * elements + (before.bytes_fp32 if before else 0),
+            bytes_bf16=2 * elements + (before.bytes_bf16 if before else 0),
         )
     return tuple(sorted(merged.values(), key=lambda flow: (flow.sender, flow.receiver, flow.what)))
 

@@ -25,7 +25,7 @@ ACKNOWLEDGED = ((10.0, 0.040), (100.0, 0.019), (300.0, 0.003))
 back: measured in the same cells. On a slow line each packet gets one of its own."""
 WINDOWS = (0, 1, 2, 4, 8)
 MOST_SIMULATED = 32
-"""Microbatches; each more takes as long as the resource that binds."""
+"""Microbatches, or slices; each more takes as long as the resource that binds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,15 @@ class StepWork:
     """Seconds of a microbatch on each stage, over all its chunks."""
     backward: tuple[float, ...]
     activation_bytes: float
-    """Of one packed tensor, frames included."""
+    """Of one packed tensor, frames included: of a microbatch, or of a slice of it."""
     gradient_bytes: float
     lines: tuple[LinkRate, ...]
     """Of each stage's machine; its links share it."""
     chunks: int = 1
     head_share: float | None = None
     """As `node.schedule.floor.step_floor` takes it."""
+    slices: int = 1
+    """Of each microbatch."""
     after: float = 0.0
     """Seconds that follow the last backward."""
 
@@ -52,12 +54,13 @@ class StepWork:
             microbatches=self.microbatches,
             forward=self.forward,
             backward=self.backward,
-            activation_bytes=self.activation_bytes,
-            gradient_bytes=self.gradient_bytes,
+            activation_bytes=self.slices * self.activation_bytes,
+            gradient_bytes=self.slices * self.gradient_bytes,
             interfaces=self.lines,
             chunks=self.chunks,
             head_share=self.head_share,
             after_seconds=self.after,
+            slices=self.slices,
         )
 
 
@@ -77,7 +80,7 @@ def simulated(work: StepWork, window: int | None = None) -> Pace:
     """A step with this window, or with the narrowest that is as good as wider ones."""
     if window is not None:
         return Pace(seconds=_seconds(work, window), window=window, widest=window)
-    widths = [width for width in WINDOWS if width < max(1, work.microbatches)]
+    widths = [width for width in WINDOWS if width < max(1, work.microbatches * work.slices)]
     seconds, least = dict[int, float](), (1 + TOLERANCE) * work.floor().seconds
     for width in widths if len(work.forward) > 1 else widths[:1]:
         seconds[width] = _seconds(work, width)
@@ -116,14 +119,15 @@ def lines_of(machines: Sequence[Machine], loads: Sequence[tuple[float, float]]) 
 def _orders(work: StepWork, window: int, microbatches: int) -> Orders:
     head_first = work.head_share is not None
     # A link has no room for more than all of them.
-    width = min(window, microbatches)
-    return schedule(len(work.forward), work.chunks, microbatches, width, head_first=head_first)
+    width = min(window, microbatches * work.slices)
+    stages, slices = len(work.forward), work.slices
+    return schedule(stages, work.chunks, microbatches, width, head_first=head_first, slices=slices)
 
 
 def _seconds(work: StepWork, window: int) -> float:
     """Of a step of any length: in its middle, each microbatch takes as long as the one before."""
     count = work.microbatches
-    most = max(MOST_SIMULATED, 2 * len(work.forward))
+    most = max(2, max(MOST_SIMULATED, 2 * len(work.forward)) // work.slices)
     if count <= most:
         return _total(work, window, count) + work.after
     whole, half = (_total(work, window, one) for one in (most, most // 2))
@@ -132,7 +136,7 @@ def _seconds(work: StepWork, window: int) -> float:
 
 def _total(work: StepWork, window: int, microbatches: int) -> float:
     stages = len(work.forward)
-    shares = chunk_shares(stages, work.chunks, work.head_share)
+    shares = [one / work.slices for one in chunk_shares(stages, work.chunks, work.head_share)]
     return simulate(
         _orders(work, window, microbatches),
         lambda chunk, _: work.forward[chunk % stages] * shares[chunk],

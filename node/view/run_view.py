@@ -213,6 +213,8 @@ class RunView:
     microbatches: int
     chunks: int
     """Model chunks a stage."""
+    slices: int
+    """Of each microbatch, along the sequence."""
     head_share: float | None
     """The share of the first stage's compute that the head takes there; None: it is on the last stage."""
     forward_codec: str

@@ -36,6 +36,8 @@ class StepModel:
     """Of a step."""
     microbatches: int
     chunks: int
+    slices: int
+    """Of each microbatch."""
     forward: tuple[float, ...]
     """A microbatch on each stage, over all its chunks, without packing."""
     backward: tuple[float, ...]
@@ -92,6 +94,7 @@ class StepModel:
             seconds=seconds,
             microbatches=view.microbatches,
             chunks=chunks,
+            slices=view.slices,
             forward=spent(TimeKind.FORWARD),
             backward=spent(TimeKind.BACKWARD),
             packing=packing,
@@ -129,6 +132,7 @@ class StepModel:
             chunks=self.chunks,
             head_share=self.head_share,
             after_seconds=self.after_seconds,
+            slices=self.slices,
         )
 
     def gain(self, changed: "StepModel") -> float:

@@ -8,7 +8,7 @@ import numpy as np
 from node.config.schema import RunConfig
 from node.model.units import EMBED, HEAD, block_name, is_block, unit_cost
 from node.schedule.floor import Floor
-from node.schedule.placement import head_first, head_share, stage_units
+from node.schedule.placement import head_first, head_share, slices_of, stage_units
 from node.tuning.device_memory import Devices
 from node.tuning.memory import expected_bytes, stage_bytes
 from node.tuning.snapshot_place import NODES, is_url, snapshot_bytes
@@ -155,6 +155,7 @@ def order_advice(explanation: Explanation, machines: Sequence[Machine]) -> str |
             gradient_bytes=sizes[1],
             microbatches=config.microbatches,
             head_blocks=head / block,
+            slices=slices_of(config),
         ),
     )
     if order is None:
@@ -191,6 +192,7 @@ def _work(explanation: Explanation, machines: Sequence[Machine]) -> StepWork:
         lines=lines,
         chunks=config.pipeline.chunks,
         head_share=head_share(config, config.pipeline.stages),
+        slices=slices_of(config),
         # A tied weight's gradient crosses when all others are there, and its sum comes back.
         after=sum(one.bytes / min(lines[one.sender].up, lines[one.receiver].down) for one in tied),
     )

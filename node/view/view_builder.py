@@ -198,6 +198,7 @@ class RunViewBuilder:
             tokens_per_step=tokens,
             microbatches=started.microbatches if started else 0,
             chunks=started.chunks if started else 1,
+            slices=started.slices if started else 1,
             head_share=started.head_share if started else None,
             forward_codec=started.forward_codec if started else "",
             backward_codec=started.backward_codec if started else "",

@@ -9,6 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from node.config.schema import RunConfig
+from node.schedule.placement import slice_ranges
+from node.schedule.schedule import Kind, one_f_one_b_limited
 from node.stage.stage_model import StageModel
 
 
@@ -71,7 +73,8 @@ def _profiled() -> Iterator[profile]:
 
 
 def measured(config: RunConfig, model: StageModel, stage: int, held: int) -> int:
-    """The most that a step takes that holds so many microbatches at once, from the model's making on.
+    """The most that a step takes that holds so many microbatches, or slices, at once, from the model's making
+    on.
 
     In the order of 1F1B, with one microbatch more: only from the second backward on there are gradients to
     add to.
@@ -80,16 +83,22 @@ def measured(config: RunConfig, model: StageModel, stage: int, held: int) -> int
     shape = (training.microbatch, sizes.sequence)
     labels = torch.zeros(shape, dtype=torch.int64) if stage else None
 
+    slices = slice_ranges(config)
+    (order,) = one_f_one_b_limited([held], 1 - (-held // len(slices)), len(slices))
+
     def step() -> None:
         model.begin_step()
-        for number in range(2 * held):
-            if number <= held:
+        for action in order:
+            own = slices[action.slice]
+            shape = training.microbatch, len(own)
+            if action.kind is Kind.FORWARD:
                 fed = torch.randn(*shape, sizes.hidden) if stage else torch.zeros(shape, dtype=torch.int64)
-                model.forward(0, number, fed, labels)
+                wanted = None if labels is None else labels[:, own.start : own.stop]
+                model.forward(0, action.microbatch, fed, wanted, number=action.slice)
                 del fed
-            if number >= held - 1:
+            else:
                 above = None if stage else torch.randn(*shape, sizes.hidden)
-                model.backward(0, number - held + 1, above)
+                model.backward(0, action.microbatch, above, action.slice)
                 del above
         model.finish_step()
         model.squared_norms()

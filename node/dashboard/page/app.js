@@ -105,7 +105,7 @@ function drawTimes(view) {
   const figures = [
     ["loss", "Loss", view.step && view.loss == null ? "no labels" : format.loss(view.loss), heldOut(view.held_out) || (view.lr == null ? "" : `learning rate ${view.lr.toExponential(2)}`)],
     ["speed", "Tokens a second", format.count(view.tokens_per_second), view.tokens_per_step ? `${format.count(view.tokens_per_step)} a step` : ""],
-    ["step-time", "Time a step", format.duration(view.step_seconds), view.microbatches ? `${view.microbatches} microbatches` : ""],
+    ["step-time", "Time a step", format.duration(view.step_seconds), view.microbatches ? `${view.microbatches} microbatches${view.slices > 1 ? ` in ${view.slices} slices each` : ""}` : ""],
     over ? ["eta", "Ended", format.clock(view.updated, now()), view.state] : ["eta", "Time to go", format.duration(view.eta_seconds), view.eta_seconds == null ? "" : `until ${format.clock(view.updated + view.eta_seconds, now())}`],
     ["snapshot", "Newest snapshot", view.snapshot ? format.age(now() - view.snapshot.at) : "none yet", view.snapshot ? `step ${format.integer(view.snapshot.step)}, ${format.bytes(view.snapshot.bytes)}` : ""],
     ["nodes-here", "Nodes", `${view.members.length - view.spares}${spares}`, `for ${view.stages_wanted} stage${view.stages_wanted === 1 ? "" : "s"}`],

@@ -406,6 +406,14 @@ def test_transfers_without_a_tensor_are_skipped() -> None:
     assert trace["traceEvents"]
 
 
+def test_tensors_of_slices_are_named_by_their_microbatch() -> None:
+    spans = replace(batch(2).spans, spans=(Span("forward", 1.0, 0.5, key(7, step=2)),))
+    trace = chrome_trace(align([Batch("a", spans)], 2, 2), "run", slices=3)
+    (bar,) = (event for event in trace["traceEvents"] if event["ph"] == "X")
+    assert bar["name"] == "forward 2.1"
+    assert (bar["args"]["microbatch"], bar["args"]["slice"]) == (2, 1)
+
+
 def test_a_trace_of_nothing_is_empty() -> None:
     assert chrome_trace(align([], 0, 9), "run")["traceEvents"] == []
 

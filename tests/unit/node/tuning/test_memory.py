@@ -22,7 +22,8 @@ from node.model.storage import RECOMPUTE, Storage
 from node.model.units import HEAD, block_name, parameter_specs, unit_parameters
 from node.run_state.snapshot_schedule import MAX_ASKED
 from node.schedule.gradient_groups import model_pieces, piece_bytes
-from node.schedule.placement import held_blocks, stage_units
+from node.schedule.placement import held_blocks, stage_orders, stage_units
+from node.schedule.schedule import held_activations
 from node.stage.passes import AutogradPasses, ChunkCall
 from node.stage.stage_model import StageModel
 from node.training import gradients
@@ -86,6 +87,21 @@ def test_one_device_takes_what_is_estimated(form: str, family: str, stage: int) 
     held = 2 - stage  # of two stages in plain 1F1B
     found = measured(config, StageModel(config, CPU), stage, held)
     assert LEAST <= estimated(config, stage, Devices()) / found <= MOST
+
+
+@pytest.mark.parametrize(
+    ("form", "stage", "slices"), [("plain", 0, 4), ("agoq, fp8, bf16", 0, 4), ("compact, fp8", 1, 3)]
+)
+def test_slices_take_what_is_estimated(form: str, stage: int, slices: int) -> None:
+    """Keys and values of a whole sample with their gradients; of all else what the slices in flight take."""
+    config = run(form, sequence_chunks=slices)
+    config = replace(config, model=replace(config.model, sequence=512))
+    held = held_activations(stage_orders(config, 2)[stage])
+    found = measured(config, StageModel(config, CPU), stage, held)
+    assert LEAST <= estimated(config, stage, Devices()) / found <= MOST
+    whole = replace(config, pipeline=replace(config.pipeline, sequence_chunks=1))
+    if stage == 0:
+        assert estimated(config, stage, Devices()) < 0.9 * estimated(whole, stage, Devices())
 
 
 QWEN3 = {"qk_norm": "head", "head_width": 48}

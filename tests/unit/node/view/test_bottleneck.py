@@ -107,6 +107,7 @@ MODEL = StepModel(
     seconds=1.0,
     microbatches=MICROBATCHES,
     chunks=1,
+    slices=1,
     forward=(0.04, 0.01),
     backward=(0.07, 0.02),
     packing=(0.0, 0.0),
