@@ -311,8 +311,8 @@ class PipelineSection:
     sequence_chunks: SequenceChunks = 1
     """Cut each sample along the sequence into so many slices, which pass through the stages one after another
     (exact; no link carries more bytes): fill, drain and what a stage keeps for backward shrink by this
-    number. `auto` takes the fewest with which fill and drain are at most a twentieth of a step. The number
-    decides bits."""
+    number. `auto` takes the fewest with which fill and drain are at most 4 % of a step, beside links. The
+    number decides bits."""
     window: Window = "auto"
     """Extra microbatches in flight on each link, or slices (see `sequence_chunks`), to overlap compute with
     transfers; `auto` plans it from measured times."""

@@ -25,9 +25,9 @@ HEADS = ("auto", "first", "last")
 """Values of `pipeline.head`."""
 PLACEMENTS = ("order", "measured")
 """Values of `pipeline.placement`."""
-EDGES = 0.05
-"""With `pipeline.sequence_chunks` auto: the most that fill and drain may be of a step."""
-LEAST_SLICE, LEAST_TOKENS = 128, 1024
+EDGES = 0.04
+"""With `pipeline.sequence_chunks` auto: the most that fill and drain may be of a step, links left out."""
+LEAST_SLICE, LEAST_TOKENS = 128, 512
 """Then slices have at least so many positions on average, and microbatches' slices so many tokens: below that
 products and attention take longer a token."""
 

@@ -60,6 +60,45 @@ class _Given(torch.autograd.Function):
         return ctx.gradient, None
 
 
+class _SliceInput(torch.autograd.Function):
+    """The input of a slice, whose gradient goes to `flight`; nothing holds the input for it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, fed: Tensor, flight: "_SliceInFlight") -> Tensor:
+        ctx.flight = flight
+        return fed.view_as(fed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (ctx.flight.of_input,) = grads
+        return None, None, None
+
+
+class _SliceOutput(torch.autograd.Function):
+    """A scalar whose backward gives the slice's output the gradient that `flight` has by then."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, flight: "_SliceInFlight") -> Tensor:
+        ctx.flight, ctx.dtype = flight, made.dtype
+        return made.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        gradient, ctx.flight.of_output = ctx.flight.of_output, None
+        return None if gradient is None else gradient.to(ctx.dtype), None
+
+
+@dataclass(eq=False)
+class _SliceInFlight:
+    """A slice between its forward and its backward. It holds neither input nor output: of a long sample they
+    take more memory than what blocks keep in few bits."""
+
+    end: Tensor | None = None
+    """A scalar that backward starts from."""
+    of_input: Tensor | None = None
+    of_output: Tensor | None = None
+
+
 def backward_from(made: Tensor, gradient: Tensor | None) -> None:
     """Backward from a chunk's output with the gradient of its shape, or from a scalar loss with None.
 
@@ -89,7 +128,7 @@ class ChunkCall(nn.Module):
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A microbatch, or one slice of it, between its forward and its backward."""
+    """A microbatch between its forward and its backward."""
 
     source: Tensor | None
     """The chunk's input, a leaf whose gradient goes upstream; None for token ids."""
@@ -122,7 +161,8 @@ class AutogradPasses:
         self._device = device
         self._shares = shares
         self._slices = slices if len(slices) > 1 else ()
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._in_flight: dict[int, _InFlight] = {}
+        self._sliced: dict[tuple[int, int], _SliceInFlight] = {}
         """By microbatch and slice."""
         self._pasts: dict[int, Past] = {}
         """Of microbatches that are cut into slices."""
@@ -131,6 +171,7 @@ class AutogradPasses:
 
     def begin_step(self, loss_weight: float = 1.0) -> None:
         self._in_flight.clear()
+        self._sliced.clear()
         self._pasts.clear()
         if self._loss_weight is not None:
             self._loss_weight.fill_(loss_weight)
@@ -146,24 +187,33 @@ class AutogradPasses:
         documents: Documents | None = None,
         number: int = 0,
     ) -> Tensor:
+        if self._slices:
+            return self._slice_forward(microbatch, fed, labels, documents, number)
         source = fed.requires_grad_() if fed.is_floating_point() else None
-        result = self.run(fed, labels, documents, self._place(microbatch, number))
-        if not torch.is_grad_enabled():
-            # No backward follows: what later slices see is all that is kept.
-            if number == len(self._slices) - 1:
-                del self._pasts[microbatch]
-            return result
-        self._in_flight[microbatch, number] = _InFlight(source, result)
+        result = self.run(fed, labels, documents)
+        if torch.is_grad_enabled():
+            self._in_flight[microbatch] = _InFlight(source, result)
         return result.detach()
 
-    def _place(self, microbatch: int, number: int) -> Slice | None:
-        if not self._slices:
-            return None
+    def _slice_forward(
+        self, microbatch: int, fed: Tensor, labels: Tensor | None, documents: Documents | None, number: int
+    ) -> Tensor:
         past = self._pasts.setdefault(microbatch, Past(self._slices))
         # The slice's tokens weigh as much as any of the microbatch.
-        own, last = self._slices[number], self._slices[-1]
-        share = len(own) / (last.stop * self._shares)
-        return Slice(past, number, share if self._loss_weight is None else self._loss_weight * share)
+        share = len(self._slices[number]) / (self._slices[-1].stop * self._shares)
+        factor = share if self._loss_weight is None else self._loss_weight * share
+        flight = _SliceInFlight()
+        if fed.is_floating_point():
+            anchor = torch.empty(0, requires_grad=True)
+            fed = _SliceInput.apply(anchor, fed, flight)  # type: ignore[no-untyped-call]  # torch's
+        result = self.run(fed, labels, documents, Slice(past, number, factor))
+        if torch.is_grad_enabled():
+            flight.end = _SliceOutput.apply(result, flight) if labels is None else result  # type: ignore[no-untyped-call]
+            self._sliced[microbatch, number] = flight
+        elif number == len(self._slices) - 1:
+            # No backward follows: what later slices see was all that was kept.
+            del self._pasts[microbatch]
+        return result.detach()
 
     def run(
         self, fed: Tensor, labels: Tensor | None, documents: Documents | None, place: Slice | None = None
@@ -176,10 +226,20 @@ class AutogradPasses:
         return (made if self._loss_weight is None else made * self._loss_weight) / self._shares
 
     def backward(self, microbatch: int, gradient: Tensor | None, number: int = 0) -> Tensor | None:
-        flight, past = self._in_flight.pop((microbatch, number)), self._pasts.get(microbatch)
-        if past is not None:
-            past.backwards_left -= 1
-            if past.backwards_left == 0:
-                del self._pasts[microbatch]
+        if self._slices:
+            return self._slice_backward(microbatch, gradient, number)
+        flight = self._in_flight.pop(microbatch)
         backward_from(flight.result, None if gradient is None else gradient.to(flight.result.dtype))
         return None if flight.source is None else flight.source.grad
+
+    def _slice_backward(self, microbatch: int, gradient: Tensor | None, number: int) -> Tensor | None:
+        flight, past = self._sliced.pop((microbatch, number)), self._pasts[microbatch]
+        past.backwards_left -= 1
+        if past.backwards_left == 0:
+            del self._pasts[microbatch]
+        flight.of_output, end = gradient, flight.end
+        assert end is not None
+        # The graph knows the flight, and is not to be held by it.
+        flight.end = None
+        torch.autograd.backward(end)
+        return flight.of_input

@@ -268,6 +268,8 @@ def _estimate(
         block = block_bytes(config, one, storage, devices)
         # The first norm's input is counted as the block's. What is packed lies beside it.
         ends = 1 if one.plain or (storage.norm_input == AS_COMPUTED and not captured) else 2
+        if slices_of(config) > 1:
+            ends = 0  # as `node.stage.passes` holds neither a slice's input nor its output
         chunks = 1 + max(action.chunk for action in orders[stage])
         by_chunk = [held_passes(config, of_chunk(orders[stage], chunk)) for chunk in range(chunks)]
         in_flight = sum(by_chunk) if captured else held_passes(config, orders[stage])

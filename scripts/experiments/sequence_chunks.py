@@ -1,0 +1,151 @@
+"""How much of a step a pipeline computes when samples are cut along the sequence.
+
+    python -m scripts.experiments.sequence_chunks --out scripts/results/sequence_chunks.json
+
+Real runs, as of `scripts.experiments.pipeline_floor`: a coordinator and four node processes over loopback
+relays, whose blocks wait for a set time, shared equally among a sample's slices. The share is the work of a
+stage, microbatches x (forward + backward), over the step: what is lacking to 1 is fill, drain, links and
+delays. `--simulate` simulates the schedule with the same times instead.
+"""
+
+import argparse
+import asyncio
+import signal
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from node.config.schema import RunConfig
+from node.lab.results import commit, hardware
+from node.schedule.floor import LinkRate, Network
+from node.schedule.placement import boundary_bytes, slices_of
+from node.schedule.schedule import Kind, schedule
+from node.schedule.simulation import simulate
+from node.telemetry import events
+from node.tuning.window_plan import StepMeasures, plan_windows
+from scripts.experiments.paced_pipeline import STAGES, START_SECONDS, paced_run, run_config, until
+from scripts.report import RESULTS, version, write
+
+CASES: tuple[tuple[int, int, int | str, float], ...] = (
+    (16, 1024, 1, 0.060),
+    (16, 1024, 2, 0.060),
+    (16, 1024, 4, 0.060),
+    (1, 65536, 1, 1.92),
+    (1, 65536, "auto", 1.92),
+)
+"""Microbatches, tokens of a sample, `pipeline.sequence_chunks`, and seconds of a microbatch on a stage: a third
+forward, the rest backward."""
+
+
+def case_config(
+    microbatches: int, tokens: int, chunks: int | str, arguments: argparse.Namespace
+) -> RunConfig:
+    base = run_config(
+        "auto",
+        argparse.Namespace(**vars(arguments), microbatches=microbatches),
+        1,
+    )
+    return replace(
+        base,
+        model=replace(base.model, sequence=tokens, ffn=2048),
+        data=replace(base.data, order="whole"),
+        pipeline=replace(base.pipeline, sequence_chunks=chunks),
+    )
+
+
+def simulated(config: RunConfig, seconds: float, rate: float) -> float:
+    """Of a step with the windows that would be planned."""
+    slices, count = slices_of(config), config.microbatches
+    link = LinkRate(up=rate * 1e6 / 8, down=rate * 1e6 / 8)
+    size = boundary_bytes(config, config.pipeline.forward_codec) / slices
+    each = seconds / 3 / slices
+    measures = StepMeasures(
+        forward=(each,) * STAGES,
+        backward=(2 * each,) * STAGES,
+        activation_bytes=size,
+        gradient_bytes=size,
+        links=(link,) * (STAGES - 1),
+    )
+    windows = plan_windows(
+        measures,
+        chunks=1,
+        microbatches=count,
+        most_held=(count * slices,) * STAGES,
+        current=(),
+        slices=slices,
+    )
+    return simulate(
+        schedule(STAGES, 1, count, windows, slices=slices),
+        each,
+        2 * each,
+        network=Network(STAGES, measures.links),
+        sizes={Kind.FORWARD: size, Kind.BACKWARD: size},
+        swap=True,
+    ).total
+
+
+async def measured(config: RunConfig, seconds: float, arguments: argparse.Namespace) -> list[float]:
+    """The counted steps."""
+    with tempfile.TemporaryDirectory() as directory:
+        async with paced_run(config, Path(directory), forward=seconds / 3, backward=2 * seconds / 3) as run:
+            async with asyncio.timeout(START_SECONDS):
+                line = await until(run.coordinator, events.JoinLine)
+            for _ in range(STAGES):
+                await run.add_node(line.line.split()[-1])
+            steps: list[float] = []
+            for _ in range(arguments.settle + arguments.steps):
+                async with asyncio.timeout(START_SECONDS):
+                    steps.append((await until(run.coordinator, events.StepDone)).seconds)
+                print(f"{steps[-1]:.3f}", end=" ", flush=True)
+            return steps[arguments.settle :]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure what slices of samples leave of fill and drain.")
+    parser.add_argument("--codec", default="tah")
+    parser.add_argument("--rate", type=float, default=1000.0, help="Mbit/s of a link, simulated")
+    parser.add_argument("--settle", type=int, default=3, help="steps that do not count")
+    parser.add_argument("--steps", type=int, default=3, help="steps that count")
+    parser.add_argument("--simulate", action="store_true", help="simulate instead of measuring")
+    parser.add_argument("--out", type=Path, default=RESULTS / "sequence_chunks.json")
+    arguments = parser.parse_args()
+    # Handle SIGTERM as Ctrl-C, so that a time limit ends the run's processes too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    results: list[dict[str, Any]] = []
+    for microbatches, tokens, chunks, seconds in CASES:
+        config = case_config(microbatches, tokens, chunks, arguments)
+        if arguments.simulate:
+            steps = [simulated(config, seconds, arguments.rate)]
+        else:
+            steps = asyncio.run(measured(config, seconds, arguments))
+        median = statistics.median(steps)
+        row = {
+            "microbatches": microbatches,
+            "tokens": tokens,
+            "sequence_chunks": chunks,
+            "slices": slices_of(config),
+            "work_seconds": microbatches * seconds,
+            "step_seconds": [round(one, 4) for one in steps],
+            "share": round(microbatches * seconds / median, 4),
+        }
+        print(row, flush=True)
+        results.append(row)
+        document = {
+            "commit": commit(),
+            "hardware": hardware(),
+            "torch": version("torch"),
+            "simulated": arguments.simulate,
+            "stages": STAGES,
+            "codec": arguments.codec,
+            "rate_mbit": arguments.rate,
+            "results": results,
+        }
+        write(arguments.out, document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
