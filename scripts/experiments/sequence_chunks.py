@@ -22,7 +22,7 @@ from node.config.schema import RunConfig
 from node.lab.results import commit, hardware
 from node.schedule.floor import LinkRate, Network
 from node.schedule.placement import boundary_bytes, slices_of
-from node.schedule.schedule import Kind, schedule
+from node.schedule.schedule import Kind, Window, schedule
 from node.schedule.simulation import simulate
 from node.telemetry import events
 from node.tuning.window_plan import StepMeasures, plan_windows
@@ -33,21 +33,16 @@ CASES: tuple[tuple[int, int, int | str, float], ...] = (
     (16, 1024, 1, 0.060),
     (16, 1024, 2, 0.060),
     (16, 1024, 4, 0.060),
-    (1, 65536, 1, 1.92),
     (1, 65536, "auto", 1.92),
 )
-"""Microbatches, tokens of a sample, `pipeline.sequence_chunks`, and seconds of a microbatch on a stage: a third
-forward, the rest backward."""
+"""Microbatches, tokens of a sample, `pipeline.sequence_chunks`, and a stage's seconds for a microbatch, a
+third of them in forward."""
 
 
 def case_config(
     microbatches: int, tokens: int, chunks: int | str, arguments: argparse.Namespace
 ) -> RunConfig:
-    base = run_config(
-        "auto",
-        argparse.Namespace(**vars(arguments), microbatches=microbatches),
-        1,
-    )
+    base = run_config(arguments.window, argparse.Namespace(**vars(arguments), microbatches=microbatches), 1)
     return replace(
         base,
         model=replace(base.model, sequence=tokens, ffn=2048),
@@ -69,14 +64,12 @@ def simulated(config: RunConfig, seconds: float, rate: float) -> float:
         gradient_bytes=size,
         links=(link,) * (STAGES - 1),
     )
-    windows = plan_windows(
-        measures,
-        chunks=1,
-        microbatches=count,
-        most_held=(count * slices,) * STAGES,
-        current=(),
-        slices=slices,
-    )
+    windows: Window = config.pipeline.first_window
+    if config.pipeline.window == "auto":
+        most = (count * slices,) * STAGES
+        windows = plan_windows(
+            measures, chunks=1, microbatches=count, most_held=most, current=(), slices=slices
+        )
     return simulate(
         schedule(STAGES, 1, count, windows, slices=slices),
         each,
@@ -95,6 +88,8 @@ async def measured(config: RunConfig, seconds: float, arguments: argparse.Namesp
                 line = await until(run.coordinator, events.JoinLine)
             for _ in range(STAGES):
                 await run.add_node(line.line.split()[-1])
+            for relay in run.relays:
+                relay.shape(rate=arguments.rate * 1e6 / 8, delay=0.0)
             steps: list[float] = []
             for _ in range(arguments.settle + arguments.steps):
                 async with asyncio.timeout(START_SECONDS):
@@ -105,8 +100,9 @@ async def measured(config: RunConfig, seconds: float, arguments: argparse.Namesp
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what slices of samples leave of fill and drain.")
-    parser.add_argument("--codec", default="tah")
-    parser.add_argument("--rate", type=float, default=1000.0, help="Mbit/s of a link, simulated")
+    parser.add_argument("--codec", default="bf16")
+    parser.add_argument("--rate", type=float, default=10000.0, help="Mbit/s of a link each way")
+    parser.add_argument("--window", default="2", help="value of pipeline.window")
     parser.add_argument("--settle", type=int, default=3, help="steps that do not count")
     parser.add_argument("--steps", type=int, default=3, help="steps that count")
     parser.add_argument("--simulate", action="store_true", help="simulate instead of measuring")
@@ -141,6 +137,7 @@ def main() -> int:
             "stages": STAGES,
             "codec": arguments.codec,
             "rate_mbit": arguments.rate,
+            "window": arguments.window,
             "results": results,
         }
         write(arguments.out, document)
