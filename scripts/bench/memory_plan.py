@@ -120,7 +120,7 @@ class Selective(nn.Module):
         self.block = block
         self.storage = block.storage
 
-    def forward(self, x: Tensor, documents: None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: None = None, place: None = None) -> Tensor:
         def contexts() -> tuple[Any, Any]:
             def policy(_: object, operation: object, *__: object, **___: object) -> Any:
                 kept = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

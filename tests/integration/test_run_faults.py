@@ -133,3 +133,24 @@ def test_a_tied_model_with_its_head_on_the_first_stage_survives_a_death(
         run.add_nodes(3)
         run.assert_ends_undisturbed()
         assert 'head = "first"' in (run.run_dir / "run.toml").read_text(encoding="utf-8")
+
+
+def test_samples_in_slices_survive_a_death_in_the_middle_of_one(prefork: Prefork, tmp_path: Path) -> None:
+    """A node dies in a backward, with keys, values and their gradients of half a sample; the run goes on with two
+    stages, and measures a held-out loss."""
+    config = small(min_stages=2)
+    config = replace(
+        config,
+        training=replace(config.training, global_batch=4),
+        pipeline=replace(config.pipeline, sequence_chunks=3, window="auto"),
+        data=replace(config.data, valid_every=3, valid_samples=4),
+    )
+    with FaultRun(
+        tmp_path,
+        config,
+        [Fault(kind=Kind.KILL, phase=Phase.BACKWARD, stage=1, step=3)],
+        launch=prefork.popen,
+    ) as run:
+        run.start()
+        run.add_nodes(3)
+        run.assert_ends_undisturbed(restart=False)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -77,13 +78,13 @@ def put_behind(executor: StageExecutor, patch: pytest.MonkeyPatch) -> Device:
     device, model = Device(), executor.model
     forward, backward = model.forward, model.backward
 
-    def forwards(chunk: int, microbatch: int, *rest: Tensor | None) -> Tensor:
+    def forwards(chunk: int, microbatch: int, *rest: Any) -> Tensor:
         device.give(f"forward {chunk} {microbatch}", FORWARD_SECONDS)
-        return forward(chunk, microbatch, *rest)  # type: ignore[arg-type]
+        return forward(chunk, microbatch, *rest)
 
-    def backwards(chunk: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+    def backwards(chunk: int, microbatch: int, *rest: Any) -> Tensor | None:
         device.give(f"backward {chunk} {microbatch}", BACKWARD_SECONDS)
-        return backward(chunk, microbatch, gradient)
+        return backward(chunk, microbatch, *rest)
 
     patch.setattr(model, "forward", forwards)
     patch.setattr(model, "backward", backwards)
