@@ -136,7 +136,7 @@ def test_a_tied_model_with_its_head_on_the_first_stage_survives_a_death(
 
 
 def test_samples_in_slices_survive_a_death_in_the_middle_of_one(prefork: Prefork, tmp_path: Path) -> None:
-    """A node dies in a backward, with keys, values and their gradients of half a sample; the run goes on with two
+    """A node dies in a backward, with keys, values and gradients of half a sample; the run goes on with two
     stages, and measures a held-out loss."""
     config = small(min_stages=2)
     config = replace(

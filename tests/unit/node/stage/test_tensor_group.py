@@ -15,6 +15,7 @@ from node.config.schema import (
     StorageSection,
     TrainingSection,
 )
+from node.schedule.placement import slice_ranges
 from node.stage.processes import DeviceGroup
 from node.stage.stage_model import StageModel
 from tests.support.device_groups import CPU, leading, tokens
@@ -53,6 +54,8 @@ ADAPTED_LLAMA = replace(
     LLAMA, model=replace(LLAMA.model, tied=False), lora=LoraSection(rank=4, dropout=0.2, base="float32")
 )
 
+SLICED = replace(STORED, pipeline=PipelineSection(stages=1, sequence_chunks=2))
+
 State = dict[str, dict[str, Tensor]]
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("forked_workers")]
@@ -63,8 +66,13 @@ def run_step(model: StageModel, step: int) -> tuple[float, dict[str, float]]:
     model.begin_step()
     total = 0.0
     for microbatch in range(2):
-        total += float(model.forward(0, microbatch, *tokens(step, microbatch, VOCAB)))
-        assert model.backward(0, microbatch, None) is None
+        inputs, labels = tokens(step, microbatch, VOCAB)
+        slices = list(enumerate(slice_ranges(model.config)))
+        for number, own in slices:
+            at = slice(own.start, own.stop)
+            total += float(model.forward(0, microbatch, inputs[:, at], labels[:, at], number=number))
+        for number, _ in reversed(slices):
+            assert model.backward(0, microbatch, None, number) is None
     model.finish_step()
     if model.config.model.tied:
         shared = model.tied_gradient("head") + model.tied_gradient("embed")
@@ -101,6 +109,7 @@ def equal(first: State, second: State) -> bool:
         (FP8_GRADIENTS, 4, 2),
         (ADAPTED, 4, 2),
         (ADAPTED_LLAMA, 2, 2),
+        (SLICED, 4, 2),
     ],
     ids=[
         "llama 4",
@@ -109,6 +118,7 @@ def equal(first: State, second: State) -> bool:
         "gpt2 2 x 2, fp8 gradients",
         "adapters on stored gpt2 2 x 2",
         "adapters on llama 2",
+        "slices of stored llama 2 x 2",
     ],
 )
 def test_ranks_do_as_one_device(config: RunConfig, ranks: int, tensor_parallel: int) -> None:
