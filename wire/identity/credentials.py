@@ -6,7 +6,7 @@ never sent, and `identity.json`, the certificates, replaced as a whole at each r
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -269,7 +269,7 @@ def mutual_tls(current: Callable[[], tuple[bytes, bytes]], ca_pem: bytes) -> grp
 
 def peer_node_id(context: grpc.aio.ServicerContext[Any, Any] | grpc.ServicerContext) -> str | None:
     """The node id in the certificate of an RPC's peer; None if it has none."""
-    found: Mapping[str, Iterable[bytes]] = context.auth_context()
-    names = list(found.get("x509_common_name", ()))
+    # The stubs of the two stacks disagree on the values.
+    names: list[bytes] = list(context.auth_context().get("x509_common_name", ()))  # type: ignore[arg-type]
     node_id = names[0].decode(errors="replace") if len(names) == 1 else ""
     return node_id if is_node_id(node_id) else None
