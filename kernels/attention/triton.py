@@ -52,7 +52,7 @@ class Cuts:
 
 CUTS = {
     Room.LARGE: Cuts(
-        forward={64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 32, 8, 2)},
+        forward={64: Blocks(128, 64, 4, 3), 128: Blocks(128, 128, 8, 3), 256: Blocks(64, 32, 8, 2)},
         of_keys={64: Blocks(64, 128, 4, 2), 128: Blocks(128, 64, 8, 3), 256: Blocks(32, 32, 8, 1)},
         of_queries={64: Blocks(64, 64, 4, 3), 128: Blocks(64, 64, 4, 2), 256: Blocks(32, 32, 8, 1)},
     ),

@@ -25,7 +25,7 @@ def has_kernels(device_type: str) -> bool:
 class Room(Enum):
     """How large the tiles of products may be on a device. The bits of their sums follow from it."""
 
-    LARGE = "160 KiB of shared memory a program, as A100, H100 and B200 have"
+    LARGE = "200 KiB of shared memory a program, as H100, H200 and B200 have"
     SMALL = "64 KiB and more"
     NONE = "the same, and no tensor cores that Triton uses: GPUs before A100"
 
@@ -36,7 +36,7 @@ def room(device: torch.device) -> Room:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return Room.NONE
     properties = torch.cuda.get_device_properties(device)
-    large = getattr(properties, "shared_memory_per_block_optin", 0) >= 160 << 10
+    large = getattr(properties, "shared_memory_per_block_optin", 0) >= 200 << 10
     return Room.LARGE if large else Room.SMALL
 
 

@@ -143,7 +143,8 @@ def test_a_routed_feed_forward_runs_in_a_graph_with_the_same_bits(bits: int) -> 
         order = ops.group(chosen, EXPERTS)
         gate, up = ops.grouped_matmul(x, into, order, gathers=True).chunk(2, dim=1)
         made = ops.combine(ops.grouped_matmul(torch.sigmoid(gate) * up, down, order), weights, order)
-        return [made, *torch.autograd.grad(made, leaves, grad)]
+        # Detached: whoever keeps the result does not keep autograd's nodes, which belong to a stream.
+        return [made.detach(), *torch.autograd.grad(made, leaves, grad)]
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
