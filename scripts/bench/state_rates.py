@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,9 +31,12 @@ from scripts.report import RESULTS, write
 NODES = 4
 LOOK_SECONDS = 0.1
 MOST_SECONDS = 600.0
+SHOWN = ("node-joined", "placement", "step", "step-aborted", "snapshot", "notice", "run-finished")
 
 
 def main() -> int:
+    # A time limit from outside must leave no process behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     parser = argparse.ArgumentParser(description="Measure how long a run waits for state.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--layers", type=int, default=4)
@@ -46,6 +50,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="thinwire-state-") as folder:
         root = Path(folder)
         write_checkpoint(root / "model", args)
+        print("the checkpoint is written", flush=True)
         found = run(root, args)
     report = {
         "bench": "state_rates",
@@ -164,7 +169,8 @@ def run(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     threading.Thread(target=listen, daemon=True).start()
     memory: dict[int, list[tuple[float, int]]] = {}
     seen: dict[str, list[tuple[float, dict[str, Any]]]] = {}
-    ends = time.monotonic() + MOST_SECONDS
+    began = time.monotonic()
+    ends = began + MOST_SECONDS
     try:
         while "run-finished" not in seen:
             if time.monotonic() > ends or children[0].poll() is not None:
@@ -175,6 +181,8 @@ def run(root: Path, args: argparse.Namespace) -> dict[str, Any]:
                 pass
             else:
                 seen.setdefault(event["event"], []).append((at, event))
+                if event["event"] in SHOWN:
+                    print(f"{at - began:.1f} s: {event['event']} {event.get('step', '')}", flush=True)
                 if event["event"] == "join-line":
                     children += [
                         _join(root, event["line"].split()[-1], args, number) for number in range(NODES)
