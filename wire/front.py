@@ -27,7 +27,7 @@ from wire.descriptors import EXHAUSTED, Spare
 from wire.errors import UserError
 from wire.identity.names import split_address
 from wire.pacing import Pacer
-from wire.splice import CLOSE_SECONDS, Pipe
+from wire.splice import CLOSE_SECONDS, Pipe, settled
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +166,7 @@ class Front:
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=CLOSE_SECONDS)
         self._drop([*self._silent, *self._pipes])
+        await settled()
         self._spare.give_up()
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)

@@ -150,6 +150,14 @@ else:
         return _buffer()
 
 
+async def settled() -> None:
+    """Wait until all that pipes were told so far has happened."""
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+    carrier().call_soon_threadsafe(loop.call_soon_threadsafe, done.set_result, None)
+    await done
+
+
 class Pipe:
     """Joins two sockets, once. Make it on an event loop; that loop calls `on_close` when one of the sockets
     ends by itself. Methods may be called from any thread."""

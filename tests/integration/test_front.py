@@ -220,12 +220,13 @@ async def test_the_address_of_a_call_is_the_callers_and_its_directory_goes(
         prove(front, peer, owner)
 
     monkeypatch.setattr(Front, "prove", noted)
-    async with served(monkeypatch) as (_, front, _, link):
-        directory = Path(front.backend.removeprefix("unix:")).parent
-        assert directory.stat().st_mode & 0o777 == 0o700
+    async with served(monkeypatch) as (server, _, _, link):
+        fronts = [one for one in (server._front, server._bulk_front) if one is not None]
+        directories = [Path(front.backend.removeprefix("unix:")).parent for front in fronts]
+        assert [directory.stat().st_mode & 0o777 for directory in directories] == [0o700, 0o700]
         running = asyncio.create_task(link.run())
         await link.ready(SECONDS)
         await link.close()
         await running
     assert sources == ["127.0.0.1", "127.0.0.1"]
-    assert not directory.exists()
+    assert not any(directory.exists() for directory in directories)
