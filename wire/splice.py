@@ -291,10 +291,10 @@ class _Way:
     def _writable(self) -> None:
         if not self._send():
             return
+        self._loop.remove_writer(self._target)
         if self._over:
             self._pipe.sent()
         else:
-            self._loop.remove_writer(self._target)
             self._loop.call_later(max(0.0, self._read_from - time.monotonic()), self.read)
 
     def _send(self) -> bool:

@@ -1,6 +1,7 @@
 """`wire.splice.Pipe` on real sockets: every byte passes in order, memory is bounded, an end ends both."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -123,6 +124,24 @@ async def test_an_end_that_takes_nothing_more_is_dropped_after_a_while(
         joined.pipe.closed()
         await eventually(lambda: joined.inner[1].fileno() == -1)
         await eventually(lambda: joined.ends == 1)
+    finally:
+        joined.close()
+
+
+async def test_a_direction_that_ends_first_waits_for_the_other_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both directions hold bytes when the pipe closes; one end reads on, the other never."""
+    monkeypatch.setattr(splice, "CLOSE_SECONDS", 0.5)
+    joined = Joined()
+    try:
+        sent = await fill(joined.left)
+        await fill(joined.right)
+        joined.pipe.closed()
+        with contextlib.suppress(ConnectionResetError):  # as the pipe drops what the left end never reads
+            await receive(joined.right, sent + 1)
+        await eventually(lambda: [inner.fileno() for inner in joined.inner] == [-1, -1])
+        assert not caplog.records
     finally:
         joined.close()
 
