@@ -18,8 +18,14 @@ from node.config.schema import (
     RunConfig,
     RunSection,
     StorageSection,
+    SyncSection,
     TrainingSection,
 )
+from node.model import offload
+from node.model.blocks import Block
+from node.model.offload import Offload
+from node.stage.stage_model import StageModel
+from tests.support.host_memory import LateHostMemory
 from tests.support.memory_pipeline import MemoryPipeline
 from tests.support.reference_trainer import Step
 
@@ -90,12 +96,21 @@ def alone(config: RunConfig) -> tuple[list[Step], str]:
     return trained(config)
 
 
+Gradients = dict[str, Tensor]
+
+
 @cache
-def one_step(config: RunConfig) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of a step, by unit and parameter."""
+def one_step(config: RunConfig, *, again: bool = False, moves: bool = False) -> tuple[float, Gradients]:
+    """The loss and the gradients of a step, by unit and parameter, with blocks that run again in backward, or
+    whose tensors wait for it in host memory."""
     with MemoryPipeline(config) as stages:
-        (vote,) = stages.outcomes()
         (executor,) = stages.executors
+        assert isinstance(executor.model, StageModel)
+        (chunk,) = executor.model._chunks
+        chunk.offload = executor.model._offload = Offload(LateHostMemory())
+        for block in (layer for layer in chunk.layers if isinstance(layer, Block)):
+            block.storage = replace(block.storage, again=again, offload=("all",) * moves)
+        (vote,) = stages.outcomes()
         taken = executor.model.take_gradients(executor.units)
         assert vote.loss is not None
         return vote.loss, {f"{unit} {name}": one for unit, own in taken.items() for name, one in own.items()}
@@ -115,6 +130,25 @@ def test_gradients_and_losses_are_those_of_whole_microbatches(name: str) -> None
     (loss, sliced), (expected, whole) = one_step(cut(config, SLICES)), one_step(config)
     assert loss == pytest.approx(expected, rel=1e-6)
     assert error(sliced, whole) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_what_runs_again_or_waits_in_host_memory_has_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1)
+    config = cut(EXACT[name], SLICES)
+    expected, gradients = one_step(config)
+    for again, moves in ((True, False), (False, True), (True, True)):
+        loss, found = one_step(config, again=again, moves=moves)
+        assert loss == expected
+        assert all(torch.equal(found[key], one) for key, one in gradients.items())
+
+
+def test_rounds_of_local_steps_have_the_same_bits_on_any_split() -> None:
+    config = replace(cut(LLAMA, SLICES, groups=2), sync=SyncSection(every=2, warmup=0))
+    config = replace(config, training=replace(config.training, global_batch=8))
+    assert trained(config) == trained(replace(config, pipeline=replace(config.pipeline, stages=2)))
 
 
 @pytest.mark.parametrize("name", LOSSY)
