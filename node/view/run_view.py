@@ -213,7 +213,7 @@ class RunView:
     microbatches: int
     chunks: int
     """Model chunks a stage."""
-    slices: int
+    slices: int = 1
     """Of each microbatch, along the sequence."""
     head_share: float | None
     """The share of the first stage's compute that the head takes there; None: it is on the last stage."""
