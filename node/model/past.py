@@ -38,7 +38,7 @@ class Past:
         """Slices whose backward has not begun."""
 
     def of_block(self, block: nn.Module) -> "_BlockPast":
-        return self._blocks.setdefault(block, _BlockPast(len(self.slices)))
+        return self._blocks.setdefault(block, _BlockPast())
 
     def add_of_head(self, grads: Sequence[Tensor]) -> None:
         """Add a slice's gradients of the head's parameters."""
@@ -76,8 +76,7 @@ class Slice:
 class _BlockPast:
     """Of one block."""
 
-    def __init__(self, slices: int) -> None:
-        self.slices = slices
+    def __init__(self) -> None:
         self.kept: dict[int, Restore] = {}
         """By slice."""
         self.gradients: tuple[Tensor, Tensor] | None = None
