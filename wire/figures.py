@@ -255,6 +255,11 @@ class StageFigures(Figures):
     gpu_memory_bytes: Count = 0
     """Device memory that torch holds now; 0 without a GPU."""
     gpu_peak_memory_bytes: Count = 0
+    expert_load: Amount = 0.0
+    """Of a mixture, since the epoch began: tokens of the block's busiest expert over the mean of its experts,
+    in the most uneven block; 0 without experts."""
+    dead_experts: Count = 0
+    """Experts of all blocks that got no token since then."""
 
     def time_shares(self, kinds: Iterable[str]) -> dict[str, float]:
         """Of `wall_seconds`, 0 to 1, by kind; empty before any time has passed."""

@@ -101,6 +101,15 @@ def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
     return made
 
 
+def route_backward(
+    grad_tk: Tensor, logits_te: Tensor, weights_tk: Tensor, experts_tk: Tensor, normalize: bool
+) -> Tensor:
+    """`kernels.experts.reference.route_backward`."""
+    kernels = _kernels(logits_te)
+    made: Tensor = kernels.route_backward(grad_tk, logits_te, weights_tk, experts_tk, normalize)
+    return made
+
+
 def combine_backward(
     grad_tn: Tensor, y_sn: Tensor, weights_tk: Tensor, order: Order
 ) -> tuple[Tensor, Tensor]:
@@ -122,7 +131,7 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, weights, experts = ctx.saved_tensors
-        made = _kernels(logits).route_backward(grads[0].float(), logits, weights, experts, ctx.normalize)
+        made = route_backward(grads[0].float(), logits, weights, experts, ctx.normalize)
         return made, None, None
 
 

@@ -16,6 +16,8 @@ Every = int | str
 """Steps, or a length of time as text."""
 MOST_LAYERS = 1024
 """Blocks of a model."""
+MOST_EXPERTS = 4096
+"""Experts of a block."""
 MOST_SIZE = 1 << 24
 """A model's widths, heads, tokens of a vocabulary or of a sample: more than any has."""
 MOST_POSITIONS = 1 << 40
@@ -47,7 +49,8 @@ class ModelSection:
     """`[model]`"""
 
     family: str = "llama"
-    """`llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt2` (LayerNorm, positions, GELU)."""
+    """`llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU), `mixture` (the same with a mixture of experts
+    in place of the feed-forward) or `gpt2` (LayerNorm, positions, GELU)."""
     from_: str = ""
     """Start from a Hugging Face checkpoint: a folder, or `hf://owner/name@revision`. Its `config.json` sets
     the other keys of this section, except `sequence`."""
@@ -62,7 +65,27 @@ class ModelSection:
     head_width: int = 0
     """Width of a head (llama only); 0 means `hidden` / `heads`."""
     ffn: int = 688
-    """Inner width of the feed-forward layer."""
+    """Inner width of the feed-forward layer; with experts, of each."""
+    experts: int = 0
+    """Experts in each block (mixture only)."""
+    experts_per_token: int = 0
+    """How many of them compute a token: those with the largest logits of the router (mixture only)."""
+    normalized_routing: bool = True
+    """The weights of a token's experts add up to 1 (mixture only); without it they are their shares of the
+    softmax over all experts (OLMoE)."""
+    balance_loss: float = 0.0
+    """Times this, each block adds to the loss: experts times the sum over them of their share of the tokens
+    times their mean probability (mixture only)."""
+    z_loss: float = 0.0
+    """Times this, each block adds the mean square of the logarithm of the sum of the router's exponentials
+    (mixture only)."""
+    swiglu_limit: float = 0.0
+    """Experts clamp gate and input to this and scale the gate's sigmoid by 1.702; 0 is plain SwiGLU (mixture
+    only; gpt-oss)."""
+    sinks: bool = False
+    """A head may attend to nothing, with a trained logit for it (mixture only; gpt-oss)."""
+    all_biases: bool = False
+    """Attention's output, the router and the experts have biases too (mixture only; gpt-oss)."""
     vocab: int = 256
     """Size of the vocabulary, at least 256 for byte tokens."""
     sequence: int = 256
@@ -74,7 +97,7 @@ class ModelSection:
     rope_theta: float = 10000.0
     """Base of the rotary position embedding (llama only)."""
     rope_scaling: str = "none"
-    """Scaling of the rotary frequencies: `none`, `linear` or `llama3` (Llama 3.1 and later)."""
+    """Scaling of the rotary frequencies: `none`, `linear`, `llama3` (Llama 3.1 and later) or `yarn`."""
     rope_factor: float = 1.0
     """Factor of `rope_scaling`."""
     rope_low: float = 1.0
@@ -82,7 +105,15 @@ class ModelSection:
     rope_high: float = 4.0
     """`llama3`: wavelengths below `rope_original` / this are not scaled."""
     rope_original: int = 8192
-    """`llama3`: context length before scaling."""
+    """`llama3` and `yarn`: context length before scaling."""
+    rope_beta_fast: float = 32.0
+    """`yarn`: frequencies that turn more often than this within `rope_original` are not scaled."""
+    rope_beta_slow: float = 1.0
+    """`yarn`: those that turn less often than this are scaled fully."""
+    rope_truncate: bool = True
+    """`yarn`: the bounds between these are whole numbers of channels."""
+    rope_attention: float = 0.0
+    """`yarn`: queries and keys are multiplied by this; 0 is 0.1 ln(`rope_factor`) + 1."""
     no_rope: tuple[int, ...] = ()
     """Blocks without rotary position embedding (SmolLM3), counted from 0."""
     qkv_bias: bool = False
@@ -125,7 +156,7 @@ class ModelSection:
     def is_plain(self) -> bool:
         """Whether blocks have SwiGLU or are GPT-2's, without norms of queries, keys or outputs: those that a
         GPU runs fused with nothing packed, and whose products may be in FP8."""
-        own = self.norm_offset or self.activation != "silu" or self.query_scale > 0
+        own = self.norm_offset or self.activation != "silu" or self.query_scale > 0 or self.experts > 0
         return self.qk_norm == "none" and self.norm_place == "input" and not own
 
     def window_of(self, block: int) -> int:

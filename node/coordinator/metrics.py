@@ -190,7 +190,7 @@ class Scrape:
             for kind, value in figures.seconds.items():
                 families.set("stage_seconds_total", value, *at, kind)
             if place in self.places:
-                families.set_memory("stage_", figures, *at)
+                families.set_state("stage_", figures, *at)
 
     def _links(self, families: Families) -> None:
         why = {

@@ -26,7 +26,7 @@ from kernels.common import layers as reference
 from kernels.common.matrices import empty_together, stacked
 from kernels.fp8.products import CodedWeight
 from node.config.schema import ModelSection
-from node.model.families.family import Family
+from node.model.families.family import Family, ParameterSpec
 from node.model.families.known import family_of
 from node.model.lora import FrozenLinear
 from node.model.past import BlockSlice, Slice, slice_attention
@@ -105,6 +105,8 @@ class Block(nn.Module, ABC):
 
     fuses = True
     """False measures what autograd makes of a block with nothing packed."""
+    always_packs = False
+    """The halves are functions of their own that keep what they say, also where nothing is packed."""
     attention_norm: nn.Module
     attention_output_norm: nn.Module
     """With norms at both ends alone, as `ffn_output_norm`."""
@@ -135,15 +137,14 @@ class Block(nn.Module, ABC):
         biased = {spec.layer for spec in specs if spec.name.endswith(".bias")}
         for spec in specs:
             if spec.name.endswith(".weight"):
-                shape = spec.shard_shape(rank.count)
-                self.add_module(
-                    spec.layer,
-                    norm(model, *shape)
-                    if len(shape) == 1
-                    else nn.Linear(shape[1], shape[0], bias=spec.layer in biased),
-                )
+                self.add_module(spec.layer, self._layer(model, spec, bias=spec.layer in biased))
         self._ways: Sequence[Way] = (AS_IT_IS,) * len(self.family.product_layers)
         """How each of `products` computes."""
+
+    def _layer(self, model: ModelSection, spec: ParameterSpec, *, bias: bool) -> nn.Module:
+        """What holds a weight, and the bias beside it."""
+        shape = spec.shard_shape(self.rank.count)
+        return norm(model, *shape) if len(shape) == 1 else nn.Linear(shape[1], shape[0], bias=bias)
 
     @classmethod
     def tables(cls, model: ModelSection, device: torch.device) -> object:
@@ -203,6 +204,10 @@ class Block(nn.Module, ABC):
         """What normalised queries and keys are multiplied by; empty without such norms."""
         return ()
 
+    def sinks_h(self) -> Tensor | None:
+        """Logits of attending to nothing, if heads have them."""
+        return None
+
     def split(self, projected: Sequence[Tensor], first: int = 0) -> Heads:
         """As `split_by`, with the block's own `head_norms`."""
         return self.split_by(projected, self.head_norms(), first)
@@ -245,13 +250,15 @@ class Block(nn.Module, ABC):
         """
         reach = Reach(window=self.window, documents=documents)
         at = None if place is None else place.of_block(self)
-        first = 0 if place is None else place.first
         packs = not self.storage.is_off or (self.is_plain and self._is_fused(x_bsc))
-        if not self.is_coded and not (packs and torch.is_grad_enabled()):
+        if not (self.is_coded or self.always_packs or (packs and torch.is_grad_enabled())):
             return self._plain(x_bsc, reach, at)
-        ways = self._ways
-        attention_inputs, (attention_output,), ffn_inputs, (ffn_output,) = self.products()
-        x_bsc = attention_half(
+        return self._feed_forward_half(self._attention_half(x_bsc, reach, at))
+
+    def _attention_half(self, x_bsc: Tensor, reach: Reach, at: BlockSlice | None = None) -> Tensor:
+        ways, (attention_inputs, (attention_output,), *_) = self._ways, self.products()
+        first = 0 if at is None else at.first
+        return attention_half(
             x_bsc,
             AttentionParts(
                 storage=self.storage,
@@ -272,7 +279,11 @@ class Block(nn.Module, ABC):
             ),
             attention_inputs,
             attention_output,
+            self.sinks_h(),
         )
+
+    def _feed_forward_half(self, x_bsc: Tensor) -> Tensor:
+        ways, (*_, ffn_inputs, (ffn_output,)) = self._ways, self.products()
         return ffn_half(
             x_bsc,
             FfnParts(storage=self.storage, rank=self.rank, gelu=self.has_gelu, inputs=ways[2], down=ways[3]),

@@ -1,8 +1,9 @@
 """A chunk: the contiguous layer units that one pipeline stage runs in one go, as one module."""
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import sqrt
@@ -25,6 +26,7 @@ from node.model.labels import IGNORED
 from node.model.llama_block import LlamaBlock
 from node.model.lora import DropoutSource, freeze, load_frozen
 from node.model.lora_shapes import trained_specs
+from node.model.mixture_block import MixtureBlock
 from node.model.offload import Offload, Passing
 from node.model.past import Slice, slice_loss
 from node.model.recompute import recomputed
@@ -43,7 +45,9 @@ from node.model.units import (
 )
 from wire.errors import ConfigError, RunError
 
-FAMILY_BLOCKS: dict[str, type[Block]] = {block.family.name: block for block in (LlamaBlock, Gpt2Block)}
+FAMILY_BLOCKS: dict[str, type[Block]] = {
+    block.family.name: block for block in (LlamaBlock, MixtureBlock, Gpt2Block)
+}
 MOST_THREADS = 16
 """Threads that draw initial weights; a stage of a large model has hundreds of millions."""
 
@@ -149,6 +153,17 @@ class Chunk(nn.Module):
         if passing is not None:
             passing.ask_last(x)
         return x, passing
+
+    def share_loss(self, share: float) -> None:
+        """Say what part of the step's loss a microbatch is, for blocks that add terms of their own."""
+        for layer in self.layers:
+            if isinstance(layer, MixtureBlock):
+                layer.share = share
+
+    def loads(self) -> list[Tensor]:
+        """How many tokens each expert got, int64 [E], of every mixture that has computed some."""
+        blocks = (layer for layer in self.layers if isinstance(layer, MixtureBlock))
+        return [block.load for block in blocks if block.load is not None]
 
     def unit_parameters(self, unit: str) -> dict[str, nn.Parameter]:
         """Trained parameters of one unit by name, in the order of `node.model.lora_shapes.trained_specs`."""
@@ -269,11 +284,19 @@ def build_chunk(
 
 
 def _draw_weights(model: ModelSection, units: Sequence[str], seed: int) -> Iterator[np.ndarray]:
-    """Every initial weight of these units, in order; on all cores, as each has a generator of its own."""
+    """Every initial weight of these units, in order; on all cores, as each has a generator of its own, and no
+    more ahead than there are threads."""
     places = [(unit, spec) for unit in units for spec in parameter_specs(model, unit)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(cores, MOST_THREADS), thread_name_prefix="weights") as pool:
-        yield from pool.map(lambda place: initial_weight(model, place[0], place[1], seed), places)
+    threads = min(cores, MOST_THREADS)
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights") as pool:
+        drawn: deque[Future[np.ndarray]] = deque()
+        for unit, spec in places:
+            if len(drawn) > threads:
+                yield drawn.popleft().result()
+            drawn.append(pool.submit(initial_weight, model, unit, spec, seed))
+        while drawn:
+            yield drawn.popleft().result()
 
 
 def initial_weight(model: ModelSection, unit: str, spec: ParameterSpec, seed: int) -> np.ndarray:

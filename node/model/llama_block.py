@@ -1,7 +1,7 @@
 """The block of Llama and of what is built like it, and rotary positions; shapes as in `node.model.blocks`."""
 
 from collections.abc import Sequence
-from math import pi, sqrt
+from math import ceil, floor, log, pi, sqrt
 from typing import cast
 
 import torch
@@ -12,6 +12,7 @@ from kernels.layers import ops as layers
 from node.config.schema import ModelSection
 from node.model.blocks import Block, RMSNorm
 from node.model.families.known import LLAMA
+from node.model.families.llama import yarn_attention
 from node.model.storage import Storage
 from node.model.stored_layers import Heads
 from node.model.tensor_rank import TensorRank
@@ -20,7 +21,8 @@ from node.model.tensor_rank import TensorRank
 def rotary_frequencies(model: ModelSection, *, windowed: bool = False) -> Tensor:
     """Radians a position of each pair of a head's elements, float32 [D / 2], with the model's scaling.
 
-    `llama3` divides low frequencies by the factor, leaves high ones and interpolates between (Llama 3.1).
+    `llama3` divides low frequencies by the factor, leaves high ones and interpolates between (Llama 3.1), as
+    `yarn` does (arXiv 2309.00071, section 3.2).
     They are computed on the CPU whatever the device, so that every stage has the same bits.
 
     Args:
@@ -29,6 +31,8 @@ def rotary_frequencies(model: ModelSection, *, windowed: bool = False) -> Tensor
     exponents = torch.arange(0, model.width, 2, dtype=torch.float32, device="cpu") / model.width
     if windowed and model.window_theta:
         return 1.0 / model.window_theta**exponents
+    if model.rope_scaling == "yarn":
+        return _yarn_frequencies(model, model.rope_theta**exponents)
     frequencies: Tensor = 1.0 / model.rope_theta**exponents
     if model.rope_scaling == "none":
         return frequencies
@@ -42,6 +46,32 @@ def rotary_frequencies(model: ModelSection, *, windowed: bool = False) -> Tensor
     return torch.where(wavelengths < model.rope_original / model.rope_high, frequencies, found)
 
 
+def _yarn_frequencies(model: ModelSection, lengths: Tensor) -> Tensor:
+    """From the frequencies' inverses without scaling."""
+
+    def pair(turns: float) -> float:
+        """The pair of elements that turns so often within the original context."""
+        angle = model.rope_original / (turns * 2 * pi)
+        return model.width * log(angle) / (2 * log(model.rope_theta))
+
+    first, last = pair(model.rope_beta_fast), pair(model.rope_beta_slow)
+    if model.rope_truncate:
+        first, last = floor(first), ceil(last)
+    first, last = max(first, 0), min(last, model.width - 1)
+    pairs = torch.arange(model.width // 2, dtype=torch.float32, device="cpu")
+    # As transformers: equal bounds are kept apart.
+    scaled = ((pairs - first) / ((last if last != first else last + 0.001) - first)).clamp(0, 1)
+    kept = 1 - scaled
+    return 1.0 / (model.rope_factor * lengths) * (1 - kept) + 1.0 / lengths * kept
+
+
+def rotary_scale(model: ModelSection) -> float:
+    """What YaRN multiplies queries and keys by; 1 without it."""
+    if model.rope_scaling != "yarn":
+        return 1.0
+    return model.rope_attention or yarn_attention(model.rope_factor)
+
+
 class Rotary(nn.Module):
     """Rotary position embedding over whole heads, first half against second (the Llama convention).
 
@@ -51,13 +81,16 @@ class Rotary(nn.Module):
     cos_sd: Tensor
     sin_sd: Tensor
 
-    def __init__(self, sequence: int, frequencies: Tensor, device: torch.device) -> None:
-        """`frequencies`: radians a position, as from `rotary_frequencies`."""
+    def __init__(self, sequence: int, frequencies: Tensor, device: torch.device, scale: float = 1.0) -> None:
+        """`frequencies`: radians a position, as from `rotary_frequencies`; `scale`: `rotary_scale`."""
         super().__init__()
         angles = torch.outer(torch.arange(sequence, dtype=torch.float32, device="cpu"), frequencies)
         angles = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos_sd", angles.cos().to(device), persistent=False)
-        self.register_buffer("sin_sd", angles.sin().to(device), persistent=False)
+        cos, sin = angles.cos(), angles.sin()
+        if scale != 1.0:
+            cos, sin = cos * scale, sin * scale
+        self.register_buffer("cos_sd", cos.to(device), persistent=False)
+        self.register_buffer("sin_sd", sin.to(device), persistent=False)
 
     def forward(self, query_bhsd: Tensor, key_bksd: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """`first`: the position of the first of them."""
@@ -67,7 +100,7 @@ class Rotary(nn.Module):
         return layers.rotate_both(query_bhsd, key_bksd, *tables)
 
     def back(self, query_bhsd: Tensor, key_bksd: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """The gradients of the inputs: the inverse rotation."""
+        """The gradients of the inputs: the inverse rotation, scaled as the rotation is."""
         tables = self._from(first, query_bhsd.shape[-2])
         return layers.rotate_both(query_bhsd, key_bksd, *tables, back=True)
 
@@ -94,7 +127,7 @@ class LlamaBlock(Block):
     @classmethod
     def tables(cls, model: ModelSection, device: torch.device) -> tuple["Rotary", "Rotary"]:
         """Of blocks that see all keys, and of those with a window."""
-        everything = Rotary(model.sequence, rotary_frequencies(model), device)
+        everything = Rotary(model.sequence, rotary_frequencies(model), device, rotary_scale(model))
         if not model.window_theta:
             return everything, everything
         return everything, Rotary(model.sequence, rotary_frequencies(model, windowed=True), device)

@@ -29,14 +29,15 @@ from torch import Tensor, nn
 
 from kernels.blockfloat import ops
 from kernels.common.random_bits import mixed_on_device, signed
+from kernels.experts.ops import PackedExperts, Weights
 from kernels.layers import ops as layers
 from node.config.schema import LoraSection, ModelSection
-from node.model.lora_shapes import DOWN, UP, WHOLE, trained_specs
+from node.model.lora_shapes import DOWN, UP, WHOLE, frozen_form, trained_specs
 from node.model.products import AS_IT_IS, Way
 from node.model.rng import salt
 from node.model.storage import PACKED
 from node.model.tensor_rank import TensorRank, compute_dtype
-from node.model.units import is_block
+from node.model.units import is_block, parameter_specs
 
 
 class DropoutSource:
@@ -57,14 +58,15 @@ class FrozenWeight(nn.Module):
 
     kept: Tensor
 
-    def __init__(self, weight: Tensor, form: str) -> None:
+    def __init__(self, weight: Tensor, form: str, experts: int = 0) -> None:
         """
         Args:
             weight: [outputs, inputs], float32.
             form: one of `FORMS`.
+            experts: so many matrices are under one another, each of which is packed by itself.
         """
         super().__init__()
-        self.shape, self.form = weight.shape, form
+        self.shape, self.form, self.experts = weight.shape, form, experts
         self.register_buffer("kept", self._packed(weight), persistent=False)
 
     def fill(self, weight: Tensor) -> None:
@@ -76,12 +78,27 @@ class FrozenWeight(nn.Module):
             return weight
         if self.form == "bf16":
             return weight.to(torch.bfloat16)
+        if self.experts:
+            return PackedExperts.of(self._each(weight), PACKED[self.form]).packed
         return cast(Tensor, ops.store(weight, PACKED[self.form]))
+
+    def _each(self, weight: Tensor) -> Tensor:
+        return weight.view(self.experts, -1, self.shape[1])
+
+    def of_experts(self, dtype: torch.dtype) -> Weights:
+        """The matrices of experts [E, outputs, inputs]: packed as they are kept, else in `dtype`."""
+        if self.form in (WHOLE, "bf16"):
+            return self._each(self.kept.to(dtype))
+        outputs, inputs = self.shape[0] // self.experts, self.shape[1]
+        return PackedExperts(packed=self.kept, outputs=outputs, inputs=inputs, bits=PACKED[self.form])
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`, [outputs, inputs]."""
         if self.form in (WHOLE, "bf16"):
             return self.kept.to(dtype)
+        if self.experts:
+            packed = cast(PackedExperts, self.of_experts(dtype))
+            return torch.cat([packed.dense(expert, dtype) for expert in range(self.experts)])
         return cast(Tensor, ops.restore(self.kept, list(self.shape), PACKED[self.form], dtype))
 
 
@@ -120,9 +137,10 @@ class FrozenLinear(nn.Module):
     lora_A: nn.Parameter | None
     lora_B: nn.Parameter | None
 
-    def __init__(self, linear: nn.Linear, form: str) -> None:
+    def __init__(self, linear: nn.Linear, form: str, experts: int = 0) -> None:
+        """`form`, `experts`: as for `FrozenWeight`."""
         super().__init__()
-        self.weight = FrozenWeight(linear.weight.detach(), form)
+        self.weight = FrozenWeight(linear.weight.detach(), form, experts)
         own = cast(Tensor | None, linear.bias)
         self.register_buffer("bias", None if own is None else own.detach(), persistent=False)
         self.register_parameter(DOWN, None)
@@ -325,9 +343,11 @@ def freeze(
         source: of the chunk, for dropout.
     """
     widths = {spec.name: spec.shape[-1] for spec in trained_specs(model, lora, unit)}
-    form = lora.base if is_block(unit) or lora.base == WHOLE else "bf16"
+    specs = {spec.name: spec for spec in parameter_specs(model, unit)}
+    forms = {name: frozen_form(lora, spec, in_block=is_block(unit)) for name, spec in specs.items()}
     for path, linear in [(path, one) for path, one in module.named_modules() if isinstance(one, nn.Linear)]:
-        frozen = FrozenLinear(linear, form)
+        name = f"{path}.weight"
+        frozen = FrozenLinear(linear, forms[name], specs[name].experts)
         if f"{path}.{DOWN}" in adapters:
             # Without the seed: the microbatch's salt has it.
             place = salt(0, step=0, layer=unit, purpose=f"dropout before {path}")
@@ -343,7 +363,7 @@ def freeze(
             continue
         for name, parameter in list(part.named_parameters(recurse=False)):
             weight = parameter.detach()
-            half = weight.ndim >= 2 and form != WHOLE
+            half = weight.ndim >= 2 and lora.base != WHOLE
             delattr(part, name)
             part.register_buffer(name, weight.to(torch.bfloat16) if half else weight, persistent=False)
 
@@ -360,6 +380,9 @@ def load_frozen(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
             kept.copy_(value)
 
 
-def merged(weight: Tensor, down: Tensor, up: Tensor, lora: LoraSection) -> Tensor:
-    """A projection's weight with its adapter added, float32 [outputs, inputs]."""
-    return weight.float() + (up.float() @ down.float()) * (lora.alpha / lora.rank)
+def merged(weight: Tensor, down: Tensor, up: Tensor, lora: LoraSection, experts: int = 0) -> Tensor:
+    """A projection's weight with its adapter added, float32 [outputs, inputs]; of `experts`, each with its
+    own."""
+    each = max(experts, 1)
+    added = up.float().view(each, -1, lora.rank) @ down.float().view(each, lora.rank, -1)
+    return weight.float() + added.flatten(0, 1) * (lora.alpha / lora.rank)

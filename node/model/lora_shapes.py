@@ -1,8 +1,6 @@
 """What LoRA trains of a model and what it freezes, by shapes alone. Imports no torch; `node.model.lora`
 computes."""
 
-from math import prod
-
 from node.config.schema import LoraSection, ModelSection
 from node.model.families.family import Cut, Initial, ParameterSpec
 from node.model.storage import PACKED
@@ -38,17 +36,25 @@ def trained_specs(model: ModelSection, lora: LoraSection, unit: str) -> tuple[Pa
         name = spec.name.removesuffix(".weight")
         if len(spec.shape) == 2 and name in wanted:
             outputs, inputs = spec.shape
-            # Each matrix is cut where its projection is: A by inputs, B by outputs.
+            # Each matrix is cut where its projection is: A by inputs, B by outputs. Each expert has its own.
             cuts = {cut: cut if spec.cut is cut else Cut.WHOLE for cut in Cut}
+            down, up = (max(spec.experts, 1) * lora.rank, inputs), (outputs, lora.rank)
+            into, out = (cuts[Cut.INPUTS], 1, spec.experts), (cuts[Cut.OUTPUTS], spec.joined, spec.experts)
             found += [
-                ParameterSpec(f"{name}.{DOWN}", (lora.rank, inputs), Initial.UNIFORM, cuts[Cut.INPUTS]),
-                ParameterSpec(
-                    f"{name}.{UP}", (outputs, lora.rank), Initial.ZEROS, cuts[Cut.OUTPUTS], spec.joined
-                ),
+                ParameterSpec(f"{name}.{DOWN}", down, Initial.UNIFORM, *into),
+                ParameterSpec(f"{name}.{UP}", up, Initial.ZEROS, *out),
             ]
     return tuple(found)
 
 
 def largest_projection(model: ModelSection) -> int:
-    """Elements of a block's largest matrix, which is what a projection unpacks at a time."""
-    return max(prod(spec.shape) for spec in parameter_specs(model, block_name(0)))
+    """Elements of a block's largest matrix, of one expert, which is what a projection unpacks at a time."""
+    specs = parameter_specs(model, block_name(0))
+    return max(spec.elements // max(spec.experts, 1) for spec in specs)
+
+
+def frozen_form(lora: LoraSection, spec: ParameterSpec, *, in_block: bool) -> str:
+    """The one of `FORMS` that a frozen parameter is kept in."""
+    if len(spec.shape) < 2 or spec.precise or lora.base == WHOLE:
+        return WHOLE
+    return lora.base if in_block else "bf16"

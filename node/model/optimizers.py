@@ -178,14 +178,21 @@ MOMENTS = {moment.name: moment for rule in OPTIMIZERS.values() for moment in rul
 MOST_MOMENTS = max(len(rule.moments) for rule in OPTIMIZERS.values())
 
 
-def update_rule(training: TrainingSection, unit: str, name: str, shape: tuple[int, ...]) -> UpdateRule:
-    """The rule by which a run steps a parameter of a unit."""
+def update_rule(
+    training: TrainingSection, unit: str, name: str, shape: tuple[int, ...], experts: int = 0
+) -> UpdateRule:
+    """The rule by which a run steps a parameter of a unit.
+
+    Args:
+        experts: so many experts' matrices are under one another in it.
+    """
     if not is_block(unit) or len(shape) < 2:
         return ADAMW
     is_adapter = name.endswith((DOWN, UP))
     rule = OPTIMIZERS[training.adapter_optimizer if is_adapter else training.optimizer]
     is_joined = name.startswith(_JOINED) and not name.endswith(DOWN)
-    return replace(rule, joined=3) if is_joined and isinstance(rule, MuonRule) else rule
+    joined = experts or (3 if is_joined else 1)
+    return replace(rule, joined=joined) if isinstance(rule, MuonRule) else rule
 
 
 def optimizer_words(training: TrainingSection, lora: LoraSection) -> str:
@@ -215,7 +222,7 @@ def _update_rules(
     model: ModelSection, lora: LoraSection, training: TrainingSection, unit: str
 ) -> tuple[UpdateRule, ...]:
     specs = trained_specs(model, lora, unit)
-    return tuple(update_rule(training, unit, spec.name, spec.shape) for spec in specs)
+    return tuple(update_rule(training, unit, spec.name, spec.shape, spec.experts) for spec in specs)
 
 
 # ---- states

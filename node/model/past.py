@@ -113,17 +113,20 @@ class BlockSlice:
         reach: Reach,
         *,
         fixed_order: bool = True,
+        sinks_h: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the slice's queries, keys and values, those by later slices included.
 
         Args:
             grad_bhsd: of the result.
             heads: the slice's.
-            out_bhsd, sums: as `kernels.attention.ops.attention` gave them.
+            out_bhsd, sums: as `kernels.attention.ops.attention` gave them,
+            sinks_h: with these.
         """
         query, key, value = heads
         if self.number == 0:
-            made = attention_backward(grad_bhsd, *heads, out_bhsd, sums, reach, fixed_order=fixed_order)
+            through = out_bhsd, sums, reach
+            made = attention_backward(grad_bhsd, *heads, *through, fixed_order=fixed_order, sinks_h=sinks_h)
             later, self.past.gradients = self.past.gradients, None
             assert later is not None, "later slices go backward first"
             of_key, of_value = (
@@ -137,7 +140,8 @@ class BlockSlice:
             of_all = (torch.zeros(part.shape, device=part.device) for part in (keys, values))
             self.past.gradients = next(of_all), next(of_all)
         of_keys, of_values = (part[:, :, : keys.shape[2]] for part in self.past.gradients)
-        of_query = chunk_backward(grad_bhsd, query, keys, values, out_bhsd, sums, of_keys, of_values, reach)
+        given = grad_bhsd, query, keys, values, out_bhsd, sums
+        of_query = chunk_backward(*given, of_keys, of_values, reach, sinks_h)
         of_key, of_value = (
             part[:, :, self.first :].to(key.dtype, copy=True) for part in (of_keys, of_values)
         )

@@ -17,7 +17,7 @@ from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig
 from node.model.families.family import Cut
 from node.model.families.known import family_of
-from node.model.lora_shapes import WHOLE, trained_specs
+from node.model.lora_shapes import WHOLE, frozen_form, trained_specs
 from node.model.slices import sample_slices
 from node.model.storage import PACKED
 from node.model.units import block_name, is_block, parameter_specs
@@ -35,12 +35,12 @@ def _frozen_bytes(model: ModelSection, lora: LoraSection, unit: str, ranks: int)
     total = 0
     for spec in parameter_specs(model, unit):
         shape = spec.shard_shape(ranks)
-        if len(shape) < 2 or lora.base == WHOLE:
-            total += 4 * prod(shape)
-        elif is_block(unit) and lora.base != "bf16":
-            total += packed_bytes(shape, PACKED[lora.base])
+        form = frozen_form(lora, spec, in_block=is_block(unit))
+        if form in (WHOLE, "bf16"):
+            total += (4 if form == WHOLE else 2) * prod(shape)
         else:
-            total += 2 * prod(shape)
+            each = max(spec.experts, 1)
+            total += each * packed_bytes((shape[0] // each, shape[1]), PACKED[form])
     return total
 
 
@@ -72,6 +72,11 @@ def check_sizes(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> None
 def check_shards(config: RunConfig, ranks: int) -> None:
     """Raise RunError if `ranks` cannot share this run's blocks: one line, which names the size in the way."""
     model = config.model
+    if ranks > 1 and model.experts:
+        raise RunError(
+            f"--tensor-parallel {ranks} cannot share a mixture's experts: join without; --gpus shares "
+            "microbatches"
+        )
     if ranks > 1 and model.qk_norm == "full":
         raise RunError(
             f"--tensor-parallel {ranks} cannot share model.qk_norm full, which spans all heads: join without"

@@ -140,8 +140,9 @@ def stored_bytes(
     return StoredBytes(
         # The residual stream, and so the norms' input, is always float32.
         norm_input=kept(storage.norm_input, *inputs, computed=4) + vectors,
-        # Packed where they are made, bfloat16 too: in whole blocks.
-        ffn_input=kept(storage.ffn_input, *widths["ffn_input"], packs=True),
+        # Packed where they are made, bfloat16 too: in whole blocks. A router's logits are kept as they are.
+        ffn_input=kept(storage.ffn_input, *widths["ffn_input"], packs=True)
+        + 4 * samples * model.sequence * model.experts,
         attention=kept(storage.attention, *widths["attention"]),
         attention_output=kept(storage.attention_output, *widths["attention_output"]) + sums,
     )

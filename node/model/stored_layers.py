@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kernels.attention.ops import attention, attention_backward
+from kernels.attention.ops import attention, attention_backward, sinks_gradient
 from kernels.attention.reach import EVERYTHING, Reach
 from kernels.blockfloat import ops
 from kernels.fp8.products import code_halved_rows
@@ -40,7 +40,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [B, H, S, D], keys and values [B, K, S, D]."""
 Layer = nn.Linear | FrozenLinear
 Multiplied = Projections | AdaptedProjections
-_NORMS = 5
+NORMS = 5
 """How many tensors `Norms.tensors` gives."""
 
 
@@ -226,12 +226,17 @@ class FfnParts:
 
 
 def attention_half(
-    x_bsc: Tensor, parts: AttentionParts, norms: Norms, projections: Sequence[Layer], output: Layer
+    x_bsc: Tensor,
+    parts: AttentionParts,
+    norms: Norms,
+    projections: Sequence[Layer],
+    output: Layer,
+    sinks_h: Tensor | None = None,
 ) -> Tensor:
     """x + output(attention(heads(projections(norm(x))))), with a norm before, after or both."""
     layers = (output, *projections)
-    tensors = [*norms.tensors, *_trained(layers)]
-    args = x_bsc, parts, norms.eps, layers, _drawn(layers), *tensors
+    tensors = [*norms.tensors, *trained(layers)]
+    args = x_bsc, parts, norms.eps, layers, _drawn(layers), sinks_h, *tensors
     return cast(Tensor, _AttentionHalf.apply(*args))  # type: ignore[no-untyped-call]
 
 
@@ -239,12 +244,12 @@ def ffn_half(x_bsc: Tensor, parts: FfnParts, norms: Norms, inputs: Sequence[Laye
     """x + down(silu(gate(norm(x))) * up(norm(x))) for two inputs, x + down(gelu(up(norm(x)))) for one; with
     `parts.gelu` GELU for two. A norm is before, after or both."""
     layers = (down, *inputs)
-    tensors = [*norms.tensors, *_trained(layers)]
+    tensors = [*norms.tensors, *trained(layers)]
     args = x_bsc, parts, norms.eps, layers, _drawn(layers), *tensors
     return cast(Tensor, _FfnHalf.apply(*args))  # type: ignore[no-untyped-call]
 
 
-def _trained(layers: Sequence[Layer]) -> list[Tensor | None]:
+def trained(layers: Sequence[Layer]) -> list[Tensor | None]:
     """Weights and biases in turn; of frozen projections their adapters' A and B."""
     found: list[Tensor | None] = []
     for layer in layers:
@@ -268,7 +273,7 @@ def _projections(
     out_way: Way,
     into_way: Way,
 ) -> tuple[Multiplied, Multiplied]:
-    """The projection out of the half, and those into it, from what `_trained` gives."""
+    """The projection out of the half, and those into it, from what `trained` gives."""
     frozen = [layer for layer in layers if isinstance(layer, FrozenLinear)]
     if frozen:
         out = AdaptedProjections(frozen[:1], tensors[:2], drawn)
@@ -310,13 +315,14 @@ class _AttentionHalf(torch.autograd.Function):
         eps: float,
         projecting: Sequence[Layer],
         drawn: Tensor | None,
+        sinks: Tensor | None,
         *tensors: Tensor | None,
     ) -> Tensor:
         dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
-            norms = Norms.again(tensors[:_NORMS], eps)
+            norms = Norms.again(tensors[:NORMS], eps)
             norm = norms.first or NoNorm()
-            weights, ways = tensors[_NORMS:], (parts.output, parts.inputs)
+            weights, ways = tensors[NORMS:], (parts.output, parts.inputs)
             output, projections = _projections(projecting, weights, drawn, *ways)
             projected, kept_x = norm.into(projections, x, storage.norm_input, dtype, parts.rank)
             heads = parts.layout.split(projected, norms.heads)
@@ -329,7 +335,7 @@ class _AttentionHalf(torch.autograd.Function):
                 # Keys and values that are kept in the same form anyway are not kept twice.
                 own = _keep_heads(heads, storage.attention) if norms.heads else kept_heads
                 parts.at.keep(_restoring(own, heads, storage.attention, dtype))
-            attended, sums = attention(*_seen(heads, parts.at), parts.reach)
+            attended, sums = attention(*_seen(heads, parts.at), parts.reach, sinks)
             flat = _flat(attended)
             made = output.row_parallel(flat, parts.rank)
             result, kept_made = norms.add(x, made, storage.norm_input)
@@ -342,7 +348,7 @@ class _AttentionHalf(torch.autograd.Function):
         mark("norm_input", [kept_x, kept_made])
         mark("attention", kept_heads)
         mark("attention_output", [kept_output, sums])
-        ctx.save_for_backward(*tensors, drawn, kept_x, kept_made, *kept_heads, kept_output, sums)
+        ctx.save_for_backward(*tensors, sinks, drawn, kept_x, kept_made, *kept_heads, kept_output, sums)
         return result
 
     @staticmethod
@@ -350,10 +356,10 @@ class _AttentionHalf(torch.autograd.Function):
         (grad,) = grads
         parts: AttentionParts = ctx.parts
         dtype, storage = ctx.dtype, parts.storage
-        *tensors, drawn, kept_x, kept_made, query, key, value, kept_output, sums = ctx.saved_tensors
-        norms = Norms.again(tensors[:_NORMS], ctx.eps)
+        *tensors, sinks, drawn, kept_x, kept_made, query, key, value, kept_output, sums = ctx.saved_tensors
+        norms = Norms.again(tensors[:NORMS], ctx.eps)
         norm = norms.first or NoNorm()
-        weights, ways = tensors[_NORMS:], (parts.output, parts.inputs)
+        weights, ways = tensors[NORMS:], (parts.output, parts.inputs)
         output, projections = _projections(ctx.projecting, weights, drawn, *ways)
         normed: Tensor | None = None
         projected: Sequence[Tensor]
@@ -366,7 +372,7 @@ class _AttentionHalf(torch.autograd.Function):
         else:
             heads, projected = _kept_heads((query, key, value), ctx.head_shapes, parts, norms, dtype)
         if storage.attention_output == RECOMPUTE:
-            attended, sums = attention(*_seen(heads, parts.at), parts.reach)
+            attended, sums = attention(*_seen(heads, parts.at), parts.reach, sinks)
             flat = _flat(attended)
         else:
             flat = _kept(kept_output, storage.attention_output, ctx.flat_shape, dtype)
@@ -379,11 +385,14 @@ class _AttentionHalf(torch.autograd.Function):
             output.backward([down], codes), 2, (ctx.head_shapes[0][1], -1)
         ).transpose(1, 2)
         del own, down, flat, of_made
+        of_sinks = None
+        if sinks is not None and ctx.needs_input_grad[5]:
+            of_sinks = sinks_gradient(of_attended, attended, sums, sinks).to(sinks.dtype)
         through, order = (attended, sums, parts.reach), parts.fixed_order
         if parts.at is None:
-            of_heads = attention_backward(of_attended, *heads, *through, fixed_order=order)
+            of_heads = attention_backward(of_attended, *heads, *through, fixed_order=order, sinks_h=sinks)
         else:
-            of_heads = parts.at.backward(of_attended, heads, *through, fixed_order=order)
+            of_heads = parts.at.backward(of_attended, heads, *through, fixed_order=order, sinks_h=sinks)
         del through
         del of_attended, heads, attended
         of_projected, of_norms = parts.layout.join(of_heads, projected, norms.heads)
@@ -396,7 +405,7 @@ class _AttentionHalf(torch.autograd.Function):
         of_normed = parts.rank.reduce_scatter(of_normed).to(dtype)
         of_x, of_weight, of_bias = norm.backward(of_normed, kept_x, storage.norm_input, grad)
         of_vectors = of_weight, of_bias, of_last, *(of_norms or (None, None))
-        return of_x, None, None, None, None, *of_vectors, *of_output, *of_weights
+        return of_x, None, None, None, None, of_sinks, *of_vectors, *of_output, *of_weights
 
 
 class _FfnHalf(torch.autograd.Function):
@@ -412,9 +421,9 @@ class _FfnHalf(torch.autograd.Function):
     ) -> Tensor:
         dtype, storage = compute_dtype(x), parts.storage
         with torch.autocast(x.device.type, enabled=False):
-            norms = Norms.again(tensors[:_NORMS], eps)
+            norms = Norms.again(tensors[:NORMS], eps)
             norm = norms.first or NoNorm()
-            down, inputs = _projections(projecting, tensors[_NORMS:], drawn, parts.down, parts.inputs)
+            down, inputs = _projections(projecting, tensors[NORMS:], drawn, parts.down, parts.inputs)
             wide, kept_x = norm.into(inputs, x, storage.norm_input, dtype, parts.rank)
             gate, up = wide[0], wide[1] if len(wide) > 1 else None
             bits = PACKED.get(storage.ffn_input, 0)
@@ -444,12 +453,12 @@ class _FfnHalf(torch.autograd.Function):
         (grad,) = grads
         parts: FfnParts = ctx.parts
         storage = parts.storage
-        count = _NORMS + 2 * len(ctx.projecting)
+        count = NORMS + 2 * len(ctx.projecting)
         saved = ctx.saved_tensors  # read once: a block that runs again hands them out once
         tensors, (drawn, kept_x, kept_made, *kept) = saved[:count], saved[count:]
-        norms = Norms.again(tensors[:_NORMS], ctx.eps)
+        norms = Norms.again(tensors[:NORMS], ctx.eps)
         norm = norms.first or NoNorm()
-        down, inputs = _projections(ctx.projecting, tensors[_NORMS:], drawn, parts.down, parts.inputs)
+        down, inputs = _projections(ctx.projecting, tensors[NORMS:], drawn, parts.down, parts.inputs)
         normed: Tensor | None = None
         if inputs.needs_input or storage.ffn_input == RECOMPUTE:
             normed = parts.rank.gather(norm.again(kept_x, storage.norm_input, grad.shape, ctx.dtype))

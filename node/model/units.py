@@ -10,7 +10,7 @@ stay equal because both start equal and get the same gradient: head's share + em
 from functools import lru_cache
 
 from node.config.schema import ModelSection
-from node.model.families.family import ParameterSpec
+from node.model.families.family import ParameterSpec, used_rows
 from node.model.families.known import family_of, model_problems
 from wire.errors import ConfigError
 
@@ -69,14 +69,15 @@ def unit_parameters(model: ModelSection, unit: str) -> int:
 
 
 def unit_cost(model: ModelSection, unit: str) -> float:
-    """Forward flops a token: 2 a weight of each matrix product, plus attention over half the sequence.
+    """Forward flops a token: 2 a weight of each matrix product, of experts those of the token's own, plus
+    attention over half the sequence.
 
     Looking tokens up costs no product; norms and activations are left out.
     """
     if unit == EMBED:
         return 0.0
     specs = parameter_specs(model, unit)
-    products = sum(2.0 * spec.elements for spec in specs if len(spec.shape) == 2)
+    products = sum(2.0 * used_rows(model, spec) * spec.shape[1] for spec in specs if len(spec.shape) == 2)
     # Scores and their product with the values: 2 x 2 x queries' width x (sequence / 2, being causal).
     attention = 2.0 * model.q_width * model.sequence if is_block(unit) else 0.0
     return products + attention

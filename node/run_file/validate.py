@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from kernels.fp8.layout import MULTIPLE
 from node.config.schema import (
+    MOST_EXPERTS,
     MOST_LAYERS,
     MOST_POSITIONS,
     MOST_SIZE,
@@ -23,7 +24,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.model.families.known import FAMILIES, model_problems
-from node.model.lora_shapes import FORMS, projections
+from node.model.lora_shapes import FORMS, projections, targets
 from node.model.optimizers import OPTIMIZERS
 from node.run_file.addresses import coordinator_problems, dashboard_problems, positive
 from node.run_file.storage_rules import name_problem, storage_problems
@@ -107,6 +108,7 @@ def _beyond(config: RunConfig) -> Iterator[str]:
     """Sizes that no run has."""
     most = {
         **dict.fromkeys(("hidden", "heads", "kv_heads", "head_width", "ffn", "vocab", "sequence"), MOST_SIZE),
+        **dict.fromkeys(("experts", "experts_per_token"), MOST_EXPERTS),
         "layers": MOST_LAYERS,
         **dict.fromkeys(("window", "query_scale", "rope_original"), MOST_POSITIONS),
     }
@@ -201,7 +203,7 @@ def _compute(config: RunConfig) -> Iterator[str]:
     if not model.is_plain:
         yield (
             'training.compute must be "precision" for blocks with norms or activations that plain Llama and '
-            "GPT-2 do not have (model.qk_norm, norm_place, norm_offset, activation, query_scale)"
+            "GPT-2 do not have (model.qk_norm, norm_place, norm_offset, activation, query_scale, experts)"
         )
     if min(model.heads, model.kv_heads) < 1:
         return
@@ -313,6 +315,11 @@ def _float16(config: RunConfig) -> Iterator[str]:
             'training.precision = "float16" needs training.gradients = "float32": sums in e4m3 do '
             "not keep what overflows"
         )
+    if config.model.balance_loss or config.model.z_loss:
+        yield (
+            'training.precision = "float16" needs model.balance_loss and model.z_loss of 0: blocks add these '
+            "without the scale of the loss"
+        )
     if config.sync.every > 1:
         yield (
             'training.precision = "float16" needs sync.every = 1: whether a step is skipped is decided '
@@ -334,6 +341,8 @@ def _lora(lora: LoraSection, config: RunConfig) -> Iterator[str]:
         known = projections(config.model)
         for name in lora.targets:
             yield from name_problem("lora.targets", name, known)
+        adapted = targets(config.model, lora)
+        yield from FAMILIES[config.model.family].adapter_problems(config.model, adapted, lora.dropout)
         if len(set(lora.targets)) < len(lora.targets):
             yield f"lora.targets names a projection twice: {', '.join(lora.targets)}"
         widest = min(config.model.hidden, config.model.ffn)

@@ -107,6 +107,8 @@ class StageExecutor:
         self.storage = StageStorage(config)
         self._sync = GradientSync(device) if config.pipeline.groups > 1 else None
         self._overflow = Overflow()
+        self.expert_load = (0.0, 0)
+        """After the newest step, as `StageModel.expert_load` gives it."""
         self.keep_sums: KeepSums | None = None
         """Gets each step's summed gradients, packed, for nodes that follow the run."""
 
@@ -311,6 +313,7 @@ class StageExecutor:
             for group, shares in passes.losses.items()
         }
         norms = self._overflow.told(self._norms())
+        self.expert_load = self.model.expert_load()
         self.voted = True
         return Vote(
             epoch=epoch,

@@ -303,6 +303,10 @@ class Leader:
         self._ranks.lead(Op.PUT, self._units.index(unit))
         self._model.put_gradients(unit, values)
 
+    def expert_load(self) -> tuple[float, int]:
+        """Of the samples of the leader's own device."""
+        return self._model.local.expert_load()
+
     def squared_norms(self) -> dict[str, float]:
         if self._ranks.tensor_rank.count == 1:
             return self.optimizer.squared_norms()

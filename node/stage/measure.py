@@ -95,6 +95,7 @@ class NodeMeter:
         stage: int = -1,
         stages: int = 0,
         row: int = 0,
+        expert_load: tuple[float, int] = (0.0, 0),
     ) -> Telemetry:
         """The report of this moment.
 
@@ -103,6 +104,7 @@ class NodeMeter:
             codec_of: the name of the codec in use for a kind of tensor.
             stage: the node's, of `stages`; -1 for none.
             row: the node's own.
+            expert_load: as `node.stage.stage_model.StageModel.expert_load` gives it.
         """
         times: dict[str, float] = {}
         wall = 0.0
@@ -135,6 +137,8 @@ class NodeMeter:
             peak_memory_bytes=max(resident, peak_resident_bytes()),
             gpu_memory_bytes=torch.cuda.memory_allocated(self._device) if on_gpu else 0,
             gpu_peak_memory_bytes=largest_allocated(self._device) if on_gpu else 0,
+            expert_load=expert_load[0],
+            dead_experts=expert_load[1],
             clock_skew_seconds=skew,
             clock_error_seconds=self.sync.error,
             relayed_bytes=self.relay.totals.bytes if self.relay is not None else 0,

@@ -54,7 +54,7 @@ class NodeMetrics:
             for kind, seconds in sums.seconds.items():
                 families.set("node_seconds_total", seconds, kind)
         self._links(families)
-        families.set_memory("node_", newest)
+        families.set_state("node_", newest)
         if newest.clock_error_seconds > 0:
             families.set("local_clock_skew_seconds", newest.clock_skew_seconds)
             families.set("local_clock_error_seconds", newest.clock_error_seconds)

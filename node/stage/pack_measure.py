@@ -67,7 +67,9 @@ class _Kinds:
         if kind == "norm_input":
             return [self._norm(width, bits) for width in widths]
         if kind == "ffn_input":
-            return [self._feed_forward(len(widths), bits)]
+            inputs = len(family_of(self._config.model).ffn_inputs)
+            # A token has a row for each of its experts.
+            return [self._feed_forward(inputs, len(widths) // inputs, bits)]
         return [self._store(width, bits) for width in widths]
 
     def _tensor(self, width: int, dtype: torch.dtype) -> Tensor:
@@ -104,13 +106,14 @@ class _Kinds:
             ),
         )
 
-    def _feed_forward(self, inputs: int, bits: int) -> _Work:
+    def _feed_forward(self, inputs: int, rows: int, bits: int) -> _Work:
         model = self._config.model
         gelu = model.activation == "gelu"
-        gate, up = (self._tensor(model.ffn, self._dtype) for _ in range(2))
+        gate, up, grad = (
+            self._tensor(rows * model.ffn, self._dtype).view(1, -1, model.ffn) for _ in range(3)
+        )
+        # Each call overwrites `grad`.
         both = (gate, up if inputs == 2 else None)
-        # Each call overwrites it.
-        grad = self._tensor(model.ffn, self._dtype)
         if not bits:
             return _Work(
                 forward=lambda: layers.activation(*both, gelu),

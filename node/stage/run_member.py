@@ -234,7 +234,15 @@ class RunMember:
         row = 0 if placement is None else placement.replica
         stage, stages = (-1, 0) if placement is None else (placement.stage, len(placement.stages))
         figures, codec_name = self._links.figures(), self.executor.codec_name
-        return self._meter.telemetry(self._clock, figures, codec_name, stage=stage, stages=stages, row=row)
+        return self._meter.telemetry(
+            self._clock,
+            figures,
+            codec_name,
+            stage=stage,
+            stages=stages,
+            row=row,
+            expert_load=self.executor.expert_load,
+        )
 
     def open_links(
         self, placement: Placement, peers: tuple[Peer, ...], events: LinkEvents

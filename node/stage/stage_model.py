@@ -89,6 +89,8 @@ class StageCompute(Protocol):
 
     def squared_norms(self) -> dict[str, float]: ...
 
+    def expert_load(self) -> tuple[float, int]: ...
+
     def apply(self, lr: float, clip_coefficient: float) -> None: ...
 
     def tied_gradient(self, unit: str) -> Tensor: ...
@@ -253,6 +255,8 @@ class StageModel:
     def _make_passes(self) -> list[Passes]:
         config, device = self.config, self.device
         precision, shares = config.training.precision, config.microbatches * self.ranks
+        for chunk in self._chunks:
+            chunk.share_loss(1 / shares)
         if self._captured:
             recorder, gradients = CudaRecorder(device), self.optimizer.gradients
             return [
@@ -493,6 +497,17 @@ class StageModel:
     def squared_norms(self) -> dict[str, float]:
         """As `StageOptimizer.squared_norms`, of the whole stage."""
         return self.optimizer.squared_norms()
+
+    def expert_load(self) -> tuple[float, int]:
+        """`expert_load` and `dead_experts` of `wire.figures.StageFigures`, since the stage was built."""
+        loads = [load for chunk in self._chunks for load in chunk.loads()]
+        if not loads:
+            return 0.0, 0
+        rows = torch.stack(loads).double()
+        uneven = (rows.amax(1) / rows.mean(1).clamp(min=1.0)).max()
+        # One copy from the device, at which the step's norms have waited for it.
+        most, dead = torch.stack((uneven, (rows == 0).sum().double())).tolist()
+        return most, int(dead)
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
         """As `StageOptimizer.apply`."""

@@ -33,12 +33,12 @@ from node.config.schema import (
 from node.data.chat import load_chat_encoder
 from node.data.text import expanded
 from node.data.tokenizer import SENTENCEPIECE, json_object, load_tokenizer, of_tables, special_tokens
-from node.model.lora_shapes import trained_specs
+from node.model.families.family import FileTensor
 from node.model.units import EMBED, HEAD
-from node.state.adapters import ADAPTER_WEIGHTS, adapter_config, peft_name
+from node.state.adapters import ADAPTER_WEIGHTS, adapter_config, adapter_tensors
 from node.state.byte_tokenizer import BYTE_SETTINGS, byte_pieces, byte_tokenizer
 from node.state.card import model_card
-from node.state.families import FileTensor, tensors, write_config
+from node.state.families import tensors, write_config
 from node.state.hub import INDEX, SINGLE
 from node.state.manifest import Manifest
 from node.state.object_store import bring, stored_steps
@@ -80,9 +80,23 @@ Merge = Callable[[RunConfig, str, Mapping[str, np.ndarray]], dict[str, np.ndarra
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    """A tensor of the file, and what of a unit's parameters is in it."""
+
     unit: str
-    parameter: str
-    tensor: FileTensor
+    parts: tuple[tuple[str, FileTensor], ...]
+
+    @property
+    def tensor(self) -> FileTensor:
+        """Its name and shape."""
+        return self.parts[0][1]
+
+    def array(self, found: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Its values, from the unit's parameters by name."""
+        # Zeros, where nothing is written: of fused adapters blocks beside the diagonal.
+        values = np.zeros(self.tensor.shape, dtype=np.float32)
+        for parameter, tensor in self.parts:
+            tensor.write(found[parameter], values)
+        return values
 
 
 def export(
@@ -221,8 +235,7 @@ def _write_file(path: Path, entries: Sequence[_Entry], dtype: str, arrays: Array
         for entry in entries:
             if entry.unit != unit:
                 unit, found = entry.unit, arrays(entry.unit)
-            array = found[entry.parameter]
-            file.write(_encoded(array.T if entry.tensor.transposed else array, dtype))
+            file.write(_encoded(entry.array(found), dtype))
         file.flush()
         os.fsync(file.fileno())
     return end
@@ -241,17 +254,26 @@ def _is_one_matrix(arrays: Arrays) -> bool:
 
 def _adapter_entries(config: RunConfig, manifest: Manifest) -> Iterator[_Entry]:
     for unit in manifest.units:
-        for spec in trained_specs(config.model, config.lora, unit.unit):
-            tensor = FileTensor(peft_name(config, unit.unit, spec.name), spec.shape)
-            yield _Entry(unit.unit, spec.name, tensor)
+        yield from _joined(unit.unit, adapter_tensors(config, unit.unit))
 
 
 def _entries(model: ModelSection, manifest: Manifest) -> Iterator[_Entry]:
     for unit in manifest.units:
-        for name, tensor in tensors(model, unit.unit).items():
-            # A tied head is the embedding, which stands in the file once.
-            if not (model.tied and unit.unit == HEAD and name == "output.weight"):
-                yield _Entry(unit.unit, name, tensor)
+        found = tensors(model, unit.unit)
+        # A tied head is the embedding, which stands in the file once.
+        if model.tied and unit.unit == HEAD:
+            del found["output.weight"]
+        yield from _joined(unit.unit, found)
+
+
+def _joined(unit: str, found: Mapping[str, Sequence[FileTensor]]) -> Iterator[_Entry]:
+    """The tensors of a file, each once, from those of each parameter."""
+    parts: dict[str, list[tuple[str, FileTensor]]] = {}
+    for name, own in found.items():
+        for tensor in own:
+            parts.setdefault(tensor.name, []).append((name, tensor))
+    for together in parts.values():
+        yield _Entry(unit, tuple(together))
 
 
 def _shards(entries: Iterator[_Entry], width: int) -> Iterator[list[_Entry]]:

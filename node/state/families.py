@@ -6,11 +6,11 @@ parameters to the file's tensors. What differs between families is declared in `
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from node.config.schema import MOST_POSITIONS, ModelSection
 from node.model.families.config_json import ConfigReader
+from node.model.families.family import FileTensor
 from node.model.families.known import FAMILIES, family_of
 from node.model.units import is_block, parameter_specs
 from node.state.hub import SINGLE
@@ -20,36 +20,15 @@ OUTPUT = "lm_head.weight"
 """The head's matrix in a checkpoint."""
 LONGEST_DEFAULT_SEQUENCE = 1024
 """`sequence` of a run file that does not say it, if the model takes as many positions."""
-_NOT_KEPT = ("dtype", "_name_or_path", "name_or_path", "transformers_weights")
+_NOT_KEPT = ("dtype", "_name_or_path", "name_or_path", "transformers_weights", "quantization_config")
 _BY_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
 
 
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A parameter as a checkpoint's tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    """In the file. `wpe` may have more rows than a run's `sequence`: the first ones are read."""
-    transposed: bool = False
-    first_rows: bool = False
-
-
-def tensors(model: ModelSection, unit: str) -> dict[str, FileTensor]:
-    """The file's tensor of each parameter of a unit, by the parameter's name, in their order."""
+def tensors(model: ModelSection, unit: str) -> dict[str, tuple[FileTensor, ...]]:
+    """The file's tensors of each parameter of a unit, by the parameter's name, in their order."""
     family = family_of(model)
-    paths, number = family.paths(model), unit.partition(".")[2]
-    found = {}
-    for spec in parameter_specs(model, unit):
-        kind, transposed = spec.name.rpartition(".")[2], family.transposes and is_block(unit)
-        transposed = transposed and len(spec.shape) == 2
-        found[spec.name] = FileTensor(
-            f"{paths[spec.layer].format(int(number or 0))}.{kind}",
-            spec.shape[::-1] if transposed else spec.shape,
-            transposed=transposed,
-            first_rows=spec.layer == "positions",
-        )
-    return found
+    number = int(unit.partition(".")[2]) if is_block(unit) else None
+    return {spec.name: family.file_tensors(model, spec, number) for spec in parameter_specs(model, unit)}
 
 
 # ---- config.json to [model]
@@ -67,8 +46,9 @@ def read_config(config: Mapping[str, Any], where: str, sequence: int | None = No
     reader = ConfigReader(config, where)
     if reader.get("vision_config") is not None:
         raise reader.refused("vision_config", "text models only")
-    if reader.get("quantization_config") is not None:
-        raise reader.refused("quantization_config", "unquantized weights in safetensors")
+    quantized = reader.object("quantization_config").get("quant_method")
+    if reader.get("quantization_config") is not None and quantized != "mxfp4":
+        raise reader.refused("quantization_config", "weights in safetensors, unquantized or in mxfp4")
     reader.must_be("transformers_weights", SINGLE)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _BY_TYPE:

@@ -13,7 +13,7 @@ import torch
 from node.config.schema import RunConfig
 from node.model.chunk import initial_weight
 from node.model.lora import FrozenWeight, merged
-from node.model.lora_shapes import DOWN, UP, WHOLE
+from node.model.lora_shapes import DOWN, UP, frozen_form
 from node.model.units import is_block, parameter_specs
 from node.state.start import read_units
 
@@ -26,19 +26,20 @@ def merged_parameters(
     Raises DataError if the checkpoint that the run started from cannot be read.
     """
     model, lora = config.model, config.lora
+    specs = parameter_specs(model, unit)
     if model.from_:
         whole = asyncio.run(read_units(model, [unit]))[unit]
     else:
-        specs = parameter_specs(model, unit)
         whole = {spec.name: initial_weight(model, unit, spec, config.run.seed) for spec in specs}
     found: dict[str, np.ndarray] = {}
-    for name, array in whole.items():
+    for spec in specs:
+        name, array = spec.name, whole[spec.name]
         path, values = name.removesuffix(".weight"), torch.from_numpy(np.ascontiguousarray(array))
         if values.ndim == 2:
-            form = lora.base if is_block(unit) else WHOLE if lora.base == WHOLE else "bf16"
-            values = FrozenWeight(values, form).dense(torch.float32)
+            form = frozen_form(lora, spec, in_block=is_block(unit))
+            values = FrozenWeight(values, form, spec.experts).dense(torch.float32)
         if f"{path}.{UP}" in adapters:
             down, up = (torch.from_numpy(adapters[f"{path}.{kind}"]) for kind in (DOWN, UP))
-            values = merged(values, down, up, lora)
+            values = merged(values, down, up, lora, spec.experts)
         found[name] = values.numpy()
     return found

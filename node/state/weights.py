@@ -19,8 +19,9 @@ import numpy as np
 
 from node.config.schema import ModelSection
 from node.data.text import check_link
-from node.model.units import EMBED
-from node.state.families import OUTPUT, FileTensor, tensors
+from node.model.families.family import FileTensor
+from node.model.units import EMBED, parameter_specs
+from node.state.families import OUTPUT, tensors
 from node.state.hub import INDEX, SINGLE
 from wire.errors import DataError
 
@@ -30,7 +31,14 @@ PIECE_BYTES = 32 << 20
 MOST_HEADER_BYTES = 16 << 20
 """Of all headers and the index of a checkpoint together: the largest models have a tenth of it."""
 MOST_TENSORS = 100_000
-_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+_FLOATS = ("F32", "F16", "BF16")
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""End the names of a tensor's codes and scales in MXFP4."""
+_MXFP4_BLOCK = 32
+"""Elements with a scale."""
+_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
+_FP4_VALUES = np.concatenate((_FP4, -_FP4))
 _PREFIXES = ("transformer.", "model.")
 """Checkpoints of a base model, saved without its head, have no such prefixes."""
 
@@ -104,6 +112,10 @@ class _Place:
     end: int
 
 
+_Stored = tuple[_Place, ...]
+"""Where a tensor is: in one place, or codes and their scales."""
+
+
 class Checkpoint:
     """One checkpoint; headers are read once."""
 
@@ -121,14 +133,18 @@ class Checkpoint:
         a truncated file or, where a file is read as a whole, another SHA-256; DataError for what cannot be
         read.
         """
-        wanted: list[tuple[str, str, FileTensor, _Place]] = []
+        wanted: list[tuple[str, str, FileTensor, _Stored]] = []
         for unit in units:
-            for name, tensor in tensors(model, unit).items():
-                wanted.append((unit, name, tensor, await self._find(model, unit, tensor)))
-        found = await self._read_places({place for *_, place in wanted})
-        weights: Weights = {unit: {} for unit in units}
-        for unit, name, tensor, place in wanted:
-            array = _float32(found[place], place)
+            for name, parts in tensors(model, unit).items():
+                for tensor in parts:
+                    wanted.append((unit, name, tensor, await self._find(model, unit, tensor)))
+        found = await self._read_places({place for *_, stored in wanted for place in stored})
+        pieces: dict[tuple[str, str], list[np.ndarray]] = {}
+        for unit, name, tensor, (place, *scales) in wanted:
+            if scales:
+                array = _from_mxfp4(found[place], found[scales[0]], place.shape)
+            else:
+                array = _float32(found[place], place)
             if not np.isfinite(array).all():
                 count = array.size - np.count_nonzero(np.isfinite(array))
                 raise CheckpointError(
@@ -137,20 +153,27 @@ class Checkpoint:
                 )
             if tensor.first_rows:
                 array = array[: tensor.shape[0]]
-            weights[unit][name] = np.ascontiguousarray(array.T if tensor.transposed else array)
+            pieces.setdefault((unit, name), []).append(tensor.read(array))
+        weights: Weights = {unit: {} for unit in units}
+        for unit in units:
+            for spec in parameter_specs(model, unit):
+                own = pieces.pop((unit, spec.name))
+                whole = own[0] if len(own) == 1 else np.concatenate(own)
+                weights[unit][spec.name] = np.ascontiguousarray(whole.reshape(spec.shape))
         return weights
 
     async def check(self, model: ModelSection, units: Sequence[str]) -> None:
         """Look for every tensor of these units by the files' headers alone. Raises as `read`."""
         for unit in units:
-            for tensor in tensors(model, unit).values():
-                await self._find(model, unit, tensor)
+            for parts in tensors(model, unit).values():
+                for tensor in parts:
+                    await self._find(model, unit, tensor)
 
     async def heads_differ(self, model: ModelSection) -> bool:
         """Whether the file of a tied model has an embedding and a head that are not one matrix. Raises as
         `read`."""
         self._map = self._map or await self._weight_map()
-        embed = tensors(model, EMBED)["tokens.weight"]
+        (embed,) = tensors(model, EMBED)["tokens.weight"]
         names = [_present(self._map, name) for name in (embed.name, OUTPUT)]
         if None in names:
             return False
@@ -168,13 +191,16 @@ class Checkpoint:
                 return True
         return False
 
-    async def _find(self, model: ModelSection, unit: str, tensor: FileTensor) -> _Place:
+    async def _find(self, model: ModelSection, unit: str, tensor: FileTensor) -> _Stored:
         self._map = self._map or await self._weight_map()
         names = [tensor.name]
-        if model.tied and tensor.name in (OUTPUT, tensors(model, EMBED)["tokens.weight"].name):
+        (embed,) = tensors(model, EMBED)["tokens.weight"]
+        if model.tied and tensor.name in (OUTPUT, embed.name):
             # Both are one weight, whichever of the two names it has; both units read the same.
-            names = [tensors(model, EMBED)["tokens.weight"].name, OUTPUT]
+            names = [embed.name, OUTPUT]
         name = next((found for name in names if (found := _present(self._map, name)) is not None), None)
+        if name is None and (blocks := _present(self._map, f"{tensor.name}{_BLOCKS}")) is not None:
+            return await self._packed_places(blocks, tensor)
         if name is None:
             hint = ""
             if tensor.name == OUTPUT:
@@ -185,9 +211,23 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self._files.where} has no tensor {tensor.name}, which unit {unit} needs{hint}"
             )
-        return await self._place(name, tensor)
+        return (await self._place(name, tensor),)
 
-    async def _place(self, name: str, tensor: FileTensor) -> _Place:
+    async def _packed_places(self, blocks: str, tensor: FileTensor) -> _Stored:
+        """Where codes and scales in MXFP4 are, whose last dimension is the inputs'."""
+        *leading, inputs, outputs = tensor.shape
+        shapes = {
+            blocks: (*leading, outputs, inputs // _MXFP4_BLOCK, _MXFP4_BLOCK // 2),
+            f"{blocks.removesuffix(_BLOCKS)}{_SCALES}": (*leading, outputs, inputs // _MXFP4_BLOCK),
+        }
+        found = []
+        for name, shape in shapes.items():
+            if self._map is None or name not in self._map:
+                raise CheckpointError(f"{self._files.where} has no tensor {name}, which {blocks} needs")
+            found.append(await self._place(name, FileTensor(name, shape), ("U8",)))
+        return tuple(found)
+
+    async def _place(self, name: str, tensor: FileTensor, dtypes: Sequence[str] = _FLOATS) -> _Place:
         """Where a tensor that the weight map has is, its shape and dtype checked."""
         assert self._map is not None, "its name is from there"
         where = self._files.where
@@ -201,8 +241,8 @@ class Checkpoint:
             raise CheckpointError(
                 f"{where}: tensor {name} has shape {list(place.shape)}, expected {list(tensor.shape)}"
             )
-        if place.dtype not in _DTYPES:
-            raise CheckpointError(f"{where}: tensor {name} is {place.dtype}; expected {', '.join(_DTYPES)}")
+        if place.dtype not in dtypes:
+            raise CheckpointError(f"{where}: tensor {name} is {place.dtype}; expected {', '.join(dtypes)}")
         return place
 
     async def _weight_map(self) -> dict[str, str]:
@@ -343,6 +383,23 @@ def _float32(data: bytes, place: _Place) -> np.ndarray:
     else:
         values = np.frombuffer(data, dtype="<f4" if place.dtype == "F32" else "<f2").astype(np.float32)
     return values.reshape(place.shape)
+
+
+def _from_mxfp4(codes: bytes, scales: bytes, shape: tuple[int, ...]) -> np.ndarray:
+    """float32 [..., inputs, outputs] from codes [..., outputs, blocks, 16], two in a byte and the lower half
+    first, and from exponents of 2 with a bias of 127 (OCP Microscaling Formats 1.0, section 5.3).
+
+    Args:
+        shape: of the codes.
+    """
+    packed = np.frombuffer(codes, dtype=np.uint8).reshape(-1, _MXFP4_BLOCK // 2)
+    values = np.empty((len(packed), _MXFP4_BLOCK), dtype=np.float32)
+    values[:, 0::2] = _FP4_VALUES[packed & 15]
+    values[:, 1::2] = _FP4_VALUES[packed >> 4]
+    exponents = np.frombuffer(scales, dtype=np.uint8).astype(np.int32) - 127
+    np.ldexp(values, exponents[:, None], out=values)
+    *rows, blocks, _ = shape
+    return values.reshape(*rows, blocks * _MXFP4_BLOCK).swapaxes(-1, -2)
 
 
 def _json(data: bytes, where: str) -> dict[str, Any]:

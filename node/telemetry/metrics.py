@@ -67,11 +67,13 @@ _LINK_GAUGES = {
     "queued_bytes": ("queued_bytes", "Bytes waiting to be sent or acknowledged."),
 }
 _UNKNOWN_AT_ZERO = ("capacity", "round_trip_seconds")
-_MEMORY = {
+_STATE = {
     "memory_bytes": "Resident set of the node's process.",
     "peak_memory_bytes": "Largest so far for that process.",
     "gpu_memory_bytes": "Allocated by torch on the node's GPU; 0 without one.",
     "gpu_peak_memory_bytes": "Largest so far for that process.",
+    "expert_load": "Of a mixture: the busiest expert's tokens over the mean; 0 without experts.",
+    "dead_experts": "Experts without tokens in this epoch.",
 }
 """Metrics by the field of `LinkFigures` and `StageFigures` that they export."""
 
@@ -87,7 +89,7 @@ def _link_metrics(prefix: str, *labels: str) -> tuple[Definition, ...]:
 
 
 def _memory_metrics(prefix: str, *labels: str) -> tuple[Definition, ...]:
-    return tuple(_gauge(prefix + name, meaning, *labels) for name, meaning in _MEMORY.items())
+    return tuple(_gauge(prefix + name, meaning, *labels) for name, meaning in _STATE.items())
 
 
 RUN_METRICS: tuple[Definition, ...] = (
@@ -217,8 +219,8 @@ class Families:
             value = getattr(link, name)
             self.set(prefix + metric, value or None if name in _UNKNOWN_AT_ZERO else value, *labels)
 
-    def set_memory(self, prefix: str, stage: StageFigures, *labels: object) -> None:
-        for name in _MEMORY:
+    def set_state(self, prefix: str, stage: StageFigures, *labels: object) -> None:
+        for name in _STATE:
             self.set(prefix + name, getattr(stage, name), *labels)
 
     def observed(self, name: str, buckets: Iterable[tuple[str, float]], total: float) -> None:

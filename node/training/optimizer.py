@@ -98,6 +98,7 @@ class StageOptimizer:
         self._dropouts: list[DropoutSource] = []
         self._shards: dict[nn.Parameter, Shard] = {}
         blocks_by_unit: dict[str, Block] = {}
+        experts: dict[tuple[str, str], int] = {}
         for chunk in chunks:
             if chunk.dropout is not None:
                 self._dropouts.append(chunk.dropout)
@@ -107,6 +108,7 @@ class StageOptimizer:
             for unit, parameters in chunk.named_units():
                 copy = tied_parameter(chunk.model, unit)
                 self._units[unit] = parameters
+                experts |= {(unit, spec.name): spec.experts for spec in chunk.trained_specs(unit)}
                 self._tied.update(value for name, value in parameters.items() if name == copy)
                 self._shards |= {
                     parameters[spec.name]: Shard(spec, self._rank)
@@ -122,7 +124,7 @@ class StageOptimizer:
         self._training = training
         self._additions = training.global_batch // training.microbatch * slices
         self._rules = {
-            one: update_rule(training, unit, name, tuple(one.shape))
+            one: update_rule(training, unit, name, tuple(one.shape), experts[unit, name])
             for one, (unit, name) in self._places.items()
         }
         self._updates: dict[UpdateRule, Updates] = {

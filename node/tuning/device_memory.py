@@ -125,9 +125,10 @@ class Share:
         self._half = config.training.precision != "float32"
         self._coded = config.training.compute == "fp8"
         fused = self._half and not devices.on_cpu and config.model.is_plain and config.lora.rank == 0
-        fused = fused or self._coded
+        fused = fused or self._coded or config.model.experts > 0
         self.plain = storage.is_off and not fused
-        """Whether autograd decides what is kept. GPUs in half precision run the fused halves of a block."""
+        """Whether autograd decides what is kept. GPUs in half precision run the fused halves of a block, and
+        mixtures everywhere."""
         self.captures = devices.captures(config)
         self._element = 2 if self._half else 4
         """Bytes an element of what projections return."""
@@ -259,6 +260,9 @@ class Share:
         if self._lora.rank:
             return sum(self._matrices(block_name(0)))
         feed_forward = (len(self._family.ffn_inputs) + self._devices.on_cpu) * model.ffn
+        if model.experts:
+            # No product adds experts' gradients: those of all their matrices are there at once.
+            feed_forward = (len(self._family.ffn_inputs) + 1) * model.ffn * model.experts
         attention = 2 * model.hidden + 2 * self._family.kv_width(model)
         return max(feed_forward, attention) * model.hidden // self._devices.tensor_parallel
 
@@ -498,11 +502,26 @@ class Share:
         )
         ranks = self._devices.tensor_parallel
         weight = 0 if kept_as_computed else unpacked * largest_projection(self._model) // ranks
-        wide = self._row_tokens * max(self._model.hidden, self._model.ffn // ranks)
+        rows = self._row_tokens * max(self._model.experts_per_token, 1)
+        wide = rows * max(self._model.hidden, self._model.ffn // ranks)
         if not self.plain:
             return weight + self._element * wide
         dropped = 8 * self._devices.on_cpu + 2 * self._element if self._lora.dropout else 0
         return weight + (dropped + 2 * self._element) * wide
+
+    def _routed_at_work(self) -> int:
+        """A mixture's backward: for each row of a token and expert the gradients of the result and of the
+        input, the activations with their gradients and inputs, one of them in float32; for each token what
+        the router gives in float32, the norm's result and its gradient. In forward weights in float32 are
+        cast, of all experts of a projection."""
+        model, element = self._model, self._element
+        # On a CPU references compute in float32.
+        wider = 4 * self._devices.on_cpu * (3 * (self._storage.ffn_input in PACKED) + 6 * self._half)
+        row = 2 * element * model.hidden + (7 * element + 4 + wider) * model.ffn
+        token = model.experts_per_token * row + 6 * 4 * model.experts + 4 * element * model.hidden
+        whole = self._training.weights if self._lora.rank == 0 else self._lora.base
+        casts = self._half and whole == WHOLE
+        return self._row_tokens * token + 2 * casts * model.experts * model.ffn * model.hidden
 
     def feed_forward_at_work(self) -> int:
         """Plain: gradients of two tensors of its width. Packed: they and their inputs, unpacked.
@@ -511,6 +530,8 @@ class Share:
         the norm's result, and the residual stream's gradient, in float32 and as the products take it.
         """
         model, ranks = self._model, self._devices.tensor_parallel
+        if model.experts:
+            return self._routed_at_work()
         wide = narrow = 2 if self.plain else 4
         element = self._element
         if not self.plain and not self._devices.on_cpu and model.is_plain and self._lora.rank == 0:

@@ -31,11 +31,13 @@ OUT = RESULTS / "memory_settings.json"
 STAGES = 2
 SOLVE_SECONDS = 2.0
 CPU = torch.device("cpu")
+FAMILIES = ("llama", "llama", "mixture", "gpt2")
 
 
 def draw(random: random.Random) -> tuple[RunConfig, int, int]:
     """A run, a stage of it, and the memory to plan that for."""
-    family = random.choice(("llama", "llama", "gpt2"))
+    family = random.choice(FAMILIES)
+    experts = random.choice((2, 4, 8)) if family == "mixture" else 0
     heads, width = random.choice((2, 4, 8)), random.choice((16, 32, 64))
     hidden = heads * width
     model = ModelSection(
@@ -47,6 +49,8 @@ def draw(random: random.Random) -> tuple[RunConfig, int, int]:
         ffn=int(hidden * random.choice((1, 2, 2.75, 4))),
         vocab=random.choice((256, 512, 2048, 8192)),
         sequence=random.choice((32, 64, 128, 256)),
+        experts=experts,
+        experts_per_token=random.randint(1, experts) if experts else 0,
     )
     half = random.random() < 0.5
     fp8 = random.random() < 0.5

@@ -73,7 +73,7 @@ function stageCard(stage, away) {
     const part = element("span", { class: `kind ${kind}`, title: `${KINDS[kind]}: ${percent(share)}` });
     bar.append(styled(part, { "flex-grow": share.toFixed(5) }));
   }
-  const facts = [stage.blocks ? `${stage.blocks}\u00a0block${stage.blocks > 1 ? "s" : ""}` : "", memory(stage)];
+  const facts = [stage.blocks ? `${stage.blocks}\u00a0block${stage.blocks > 1 ? "s" : ""}` : "", memory(stage), experts(stage)];
   return element(
     "li",
     { class: `stage${away ? " away" : ""}`, "data-stage": stage.stage },
@@ -106,6 +106,12 @@ function sharesText(stage) {
 function memory(stage) {
   const peak = stage.gpu_memory_bytes ? stage.gpu_peak_memory_bytes : stage.peak_memory_bytes;
   return peak ? `at most ${bytes(peak)}${stage.gpu_memory_bytes ? " of GPU memory" : ""}` : "";
+}
+
+function experts(stage) {
+  if (!stage.expert_load) return "";
+  const dead = stage.dead_experts ? `, ${stage.dead_experts} expert${stage.dead_experts > 1 ? "s" : ""} without tokens` : "";
+  return `busiest expert ${stage.expert_load.toFixed(1)}\u00d7 the mean${dead}`;
 }
 
 function linkCard(source, target, there, back) {

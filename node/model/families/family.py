@@ -13,6 +13,8 @@ from enum import StrEnum
 from math import prod
 from typing import Any, ClassVar
 
+import numpy as np
+
 from node.config.schema import ModelSection
 from node.model.families.config_json import ConfigReader
 
@@ -49,10 +51,19 @@ class ParameterSpec:
     cut: Cut = Cut.WHOLE
     joined: int = 1
     """Matrices in this one, each of which is cut by outputs."""
+    experts: int = 0
+    """Of a mixture: so many experts' matrices under one another, or their biases one after another."""
+    precise: bool = False
+    """Kept in float32 where it is frozen, whatever `[lora] base` is."""
 
     @property
     def elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices of equal shape are under one another in this one."""
+        return self.experts or self.joined
 
     @property
     def layer(self) -> str:
@@ -64,7 +75,7 @@ class ParameterSpec:
         """How many equal pieces are each shared between all ranks; None if it is replicated."""
         if self.cut is Cut.WHOLE:
             return None
-        return self.shape[0] if self.cut is Cut.INPUTS else self.joined
+        return self.shape[0] if self.cut is Cut.INPUTS else self.matrices
 
     def shard_shape(self, ranks: int) -> tuple[int, ...]:
         """The shape of what one rank holds."""
@@ -73,6 +84,41 @@ class ParameterSpec:
         if self.cut is Cut.INPUTS:
             return (self.shape[0], self.shape[1] // ranks)
         return (self.shape[0] // ranks, *self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A parameter, or one of its equal parts, as a checkpoint's tensor or as a part of one."""
+
+    name: str
+    shape: tuple[int, ...]
+    """In the file. `wpe` may have more rows than a run's `sequence`: the first ones are read."""
+    transposed: bool = False
+    """The last two dimensions are [inputs, outputs]."""
+    first_rows: bool = False
+    part: int = 0
+    """Which of the parameter's parts this is, the rows of one expert,"""
+    parts: int = 1
+    """and how many there are."""
+    turn: int = 0
+    """Which of the parameters this is whose outputs take turns in the tensor,"""
+    turns: int = 1
+    """and how many there are."""
+
+    def read(self, array: np.ndarray) -> np.ndarray:
+        """What the file's tensor has of the parameter, the parameter's part but for its shape."""
+        return self._own(array)
+
+    def write(self, parameter: np.ndarray, array: np.ndarray) -> None:
+        """Put the part of a whole parameter into the file's tensor."""
+        own = self._own(array)
+        rows = len(parameter) // self.parts
+        own[...] = parameter[self.part * rows : (self.part + 1) * rows].reshape(own.shape)
+
+    def _own(self, array: np.ndarray) -> np.ndarray:
+        """A view of what belongs to the parameter, the inputs last."""
+        own = array[..., self.turn :: self.turns]
+        return own.swapaxes(-1, -2) if self.transposed else own
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,32 +188,44 @@ class Family(ABC):
         return (ParameterSpec(f"{name}.weight", shape, first), *bias)
 
     def into(
-        self, name: str, outputs: int, model: ModelSection, *, bias: bool, joined: int = 1
+        self, name: str, outputs: int, model: ModelSection, *, bias: bool, joined: int = 1, experts: int = 0
     ) -> tuple[ParameterSpec, ...]:
-        """Those of a projection of hidden states, which ranks cut by outputs."""
-        matrix = ParameterSpec(f"{name}.weight", (outputs, model.hidden), Initial.NORMAL, Cut.OUTPUTS, joined)
-        added = ParameterSpec(f"{name}.bias", (outputs,), Initial.ZEROS, Cut.OUTPUTS, joined)
-        return (matrix, added) if bias else (matrix,)
+        """Those of a projection of hidden states, or of one in each of `experts`, which ranks cut by
+        outputs."""
+        rows, ways = max(experts, 1) * outputs, (Cut.OUTPUTS, joined, experts)
+        matrix = ParameterSpec(f"{name}.weight", (rows, model.hidden), Initial.NORMAL, *ways)
+        return (matrix, ParameterSpec(f"{name}.bias", (rows,), Initial.ZEROS, *ways)) if bias else (matrix,)
 
-    def out_of(self, name: str, inputs: int, model: ModelSection, *, bias: bool) -> tuple[ParameterSpec, ...]:
-        """Those of a projection to what is added to hidden states, which ranks cut by inputs."""
-        matrix = ParameterSpec(f"{name}.weight", (model.hidden, inputs), Initial.RESIDUAL, Cut.INPUTS)
-        added = ParameterSpec(f"{name}.bias", (model.hidden,), Initial.ZEROS)
+    def out_of(
+        self, name: str, inputs: int, model: ModelSection, *, bias: bool, experts: int = 0
+    ) -> tuple[ParameterSpec, ...]:
+        """Those of a projection to what is added to hidden states, or of one in each of `experts`, which
+        ranks cut by inputs."""
+        rows = max(experts, 1) * model.hidden
+        matrix = ParameterSpec(
+            f"{name}.weight", (rows, inputs), Initial.RESIDUAL, Cut.INPUTS, experts=experts
+        )
+        added = ParameterSpec(f"{name}.bias", (rows,), Initial.ZEROS, experts=experts)
         return (matrix, added) if bias else (matrix,)
 
     # ---- computing
 
     @property
     def product_layers(self) -> tuple[tuple[str, ...], ...]:
-        """A block's projections in the order that it uses them; those with the same input together."""
+        """A block's projections that every token goes through, in the order that it uses them; those with the
+        same input together."""
         return self.attention_inputs, (self.attention_output,), self.ffn_inputs, (self.ffn_output,)
 
     def products(self, model: ModelSection) -> tuple[Product, ...]:
-        """The same with their sizes."""
-        shapes = {spec.layer: spec.shape for spec in self.block(model) if len(spec.shape) == 2}
+        """The projections into attention and out of it, into the feed-forward and out of it, with the sizes
+        of what one token is multiplied by."""
+        specs = {spec.layer: spec for spec in self.block(model) if len(spec.shape) == 2}
+        groups = self.attention_inputs, (self.attention_output,), self.ffn_inputs, (self.ffn_output,)
         return tuple(
-            Product(layers, sum(shapes[layer][0] for layer in layers), shapes[layers[0]][1])
-            for layers in self.product_layers
+            Product(
+                layers, sum(used_rows(model, specs[layer]) for layer in layers), specs[layers[0]].shape[1]
+            )
+            for layers in groups
         )
 
     def kv_heads(self, model: ModelSection) -> int:
@@ -186,7 +244,7 @@ class Family(ABC):
             # Of each half; one with a norm at its end keeps what that normalises too, as computed in float32
             # at most.
             "norm_input": (model.hidden,) * (2 if model.norm_place == "input" else 4),
-            "ffn_input": (model.ffn,) * len(self.ffn_inputs),
+            "ffn_input": (model.ffn,) * (len(self.ffn_inputs) * (model.experts_per_token or 1)),
             "attention": (model.q_width, keys, keys),
             "attention_output": (model.q_width,),
         }
@@ -198,11 +256,46 @@ class Family(ABC):
         if model.hidden % model.heads and not model.head_width:
             yield f"model.hidden ({model.hidden}) must be a multiple of model.heads ({model.heads})"
 
+    def parameters_in_peft(self, model: ModelSection) -> tuple[str, ...]:
+        """Projections that PEFT has to find as parameters, because no module of transformers is one alone."""
+        return ()
+
+    def adapter_problems(
+        self, model: ModelSection, targets: tuple[str, ...], dropout: float
+    ) -> Iterator[str]:
+        """What adapters on these projections break, a line each."""
+        yield from ()
+
     # ---- checkpoints of Hugging Face
 
     @abstractmethod
     def paths(self, model: ModelSection) -> Mapping[str, str]:
-        """A checkpoint's name of each layer, without `.weight`; `{}` is for the number of the block."""
+        """A checkpoint's name of each layer, without `.weight`; `{}` is for the number of the block, and a
+        second one for that of the expert."""
+
+    def file_tensors(
+        self, model: ModelSection, spec: ParameterSpec, number: int | None
+    ) -> tuple[FileTensor, ...]:
+        """A checkpoint's tensors of a parameter: the parts of one of the experts lie apart.
+
+        Args:
+            number: of its block; None outside of blocks.
+        """
+        path, kind = self.paths(model)[spec.layer], spec.name.rpartition(".")[2]
+        transposed = self.transposes and number is not None and len(spec.shape) == 2
+        parts = spec.experts or 1
+        shape = (spec.shape[0] // parts, *spec.shape[1:])
+        return tuple(
+            FileTensor(
+                f"{path.format(number, part)}.{kind}",
+                shape[::-1] if transposed else shape,
+                transposed=transposed,
+                first_rows=spec.layer == "positions",
+                part=part,
+                parts=parts,
+            )
+            for part in range(parts)
+        )
 
     @abstractmethod
     def model_type(self, model: ModelSection) -> str:
@@ -223,6 +316,11 @@ class Family(ABC):
             common: the keys that every family has.
             rest: what stays of the one that the run started from, if it started from one.
         """
+
+
+def used_rows(model: ModelSection, spec: ParameterSpec) -> int:
+    """Rows of a block's matrix that one token is multiplied by: of experts, those of the token's own."""
+    return spec.shape[0] * model.experts_per_token // spec.experts if spec.experts else spec.shape[0]
 
 
 def _matrix(name: str, rows: int, width: int) -> ParameterSpec:

@@ -6,10 +6,11 @@ from node.config.schema import ModelSection
 from node.model.families.family import Family
 from node.model.families.gpt2 import Gpt2
 from node.model.families.llama import Llama
+from node.model.families.mixture import Mixture
 from wire.errors import ConfigError
 
-LLAMA, GPT2 = Llama(), Gpt2()
-_ALL: tuple[Family, ...] = (LLAMA, GPT2)
+LLAMA, MIXTURE, GPT2 = Llama(), Mixture(), Gpt2()
+_ALL: tuple[Family, ...] = (LLAMA, MIXTURE, GPT2)
 FAMILIES = {family.name: family for family in _ALL}
 
 

@@ -13,14 +13,18 @@ from node.model.families.family import Family, ParameterSpec
 from wire.errors import ConfigError
 
 GEMMA = "gemma3_text"
-_EPS_BY_DEFAULT = {"olmo2": 1e-5}
-_THETA_BY_DEFAULT = {"smollm3": 2_000_000.0, GEMMA: 1_000_000.0}
-_WINDOW_BY_DEFAULT = {"mistral": 4096, GEMMA: 4096}
+_EPS_BY_DEFAULT = {"olmo2": 1e-5, "olmoe": 1e-5, "mixtral": 1e-5}
+_THETA_BY_DEFAULT = {"smollm3": 2_000_000.0, GEMMA: 1_000_000.0, "mixtral": 1_000_000.0}
+_WINDOW_BY_DEFAULT = {"mistral": 4096, GEMMA: 4096, "mixtral": None, "gpt_oss": 128}
+"""Of those whose windows are used without `use_sliding_window`."""
 _WIDTH_BY_DEFAULT = {"qwen3": 128, GEMMA: 256}
-_KV_HEADS_BY_DEFAULT = {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, GEMMA: 4}
-_WITHOUT_WINDOW = ("llama", "olmo2")
-_SLIDING = "sliding_attention"
-_FULL = "full_attention"
+_KV_HEADS_BY_DEFAULT = {
+    **{"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, GEMMA: 4},
+    **{"mixtral": 8, "qwen3_moe": 4},
+}
+_WITHOUT_WINDOW = ("llama", "olmo2", "olmoe", "qwen3_moe")
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 _BLOCK = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
@@ -49,13 +53,14 @@ class Llama(Family):
     window, another scale of the scores and a GELU gate."""
 
     name = "llama"
-    options = (
+    options: ClassVar[tuple[str, ...]] = (
         *("head_width", "rope_theta", "rope_scaling", "rope_factor", "rope_low", "rope_high"),
+        *("rope_beta_fast", "rope_beta_slow", "rope_truncate", "rope_attention"),
         *("rope_original", "no_rope", "qkv_bias", "qk_norm", "norm_place", "norm_offset", "window"),
         *("no_window", "window_theta", "query_scale", "activation", "scaled_embedding"),
     )
     choices: ClassVar = {
-        "rope_scaling": ("none", "linear", "llama3"),
+        "rope_scaling": ("none", "linear", "llama3", "yarn"),
         "qk_norm": ("none", "head", "full"),
         "norm_place": ("input", "output", "both"),
         "activation": ("silu", "gelu"),
@@ -73,25 +78,30 @@ class Llama(Family):
         "olmo2": "Olmo2ForCausalLM",
         GEMMA: "Gemma3ForCausalLM",
     }
-    tied_types = ("smollm3", GEMMA)
+    tied_types: ClassVar[tuple[str, ...]] = ("smollm3", GEMMA)
 
-    def block(self, model: ModelSection) -> tuple[ParameterSpec, ...]:
+    def attention(self, model: ModelSection) -> tuple[ParameterSpec, ...]:
+        """The parameters of attention's half of a block."""
         widths = {"query": model.q_width, "key": self.kv_width(model), "value": self.kv_width(model)}
         inputs = [self.into(name, width, model, bias=model.qkv_bias) for name, width in widths.items()]
         if model.qk_norm != "none":
             normed = dict.fromkeys(widths, model.width) if model.qk_norm == "head" else widths
             inputs += [self.norm(f"{name}_norm", model, normed[name]) for name in ("query", "key")]
-        both = model.norm_place == "both"
         return (
             *self.norm("attention_norm", model),
             *(spec for specs in inputs for spec in specs),
-            *self.out_of("attention_output", model.q_width, model, bias=False),
-            *(self.norm("attention_output_norm", model) if both else ()),
+            *self.out_of("attention_output", model.q_width, model, bias=model.all_biases),
+            *(self.norm("attention_output_norm", model) if model.norm_place == "both" else ()),
+        )
+
+    def block(self, model: ModelSection) -> tuple[ParameterSpec, ...]:
+        return (
+            *self.attention(model),
             *self.norm("ffn_norm", model),
             *self.into("gate", model.ffn, model, bias=False),
             *self.into("up", model.ffn, model, bias=False),
             *self.out_of("down", model.ffn, model, bias=False),
-            *(self.norm("ffn_output_norm", model) if both else ()),
+            *(self.norm("ffn_output_norm", model) if model.norm_place == "both" else ()),
         )
 
     def kv_heads(self, model: ModelSection) -> int:
@@ -109,9 +119,16 @@ class Llama(Family):
             yield f"model.heads ({model.heads}) must be a multiple of model.kv_heads ({model.kv_heads})"
         if not 0 < model.rope_theta < math.inf:
             yield f"model.rope_theta must be a finite number above 0, got {model.rope_theta}"
-        for key in ("window", "query_scale", "window_theta"):
+        for key in ("window", "query_scale", "window_theta", "rope_attention"):
             if not 0 <= getattr(model, key) < math.inf:
                 yield f"model.{key} must be a finite number of at least 0, got {getattr(model, key)}"
+        if not 0 < model.rope_beta_slow <= model.rope_beta_fast < math.inf:
+            yield (
+                f"model.rope_beta_slow ({model.rope_beta_slow}) must be above 0 and at most "
+                f"model.rope_beta_fast ({model.rope_beta_fast})"
+            )
+        if model.rope_scaling == "yarn" and (model.rope_theta <= 1 or model.rope_original < 1):
+            yield "model.rope_scaling yarn needs rope_theta above 1 and rope_original of at least 1"
 
     def paths(self, model: ModelSection) -> Mapping[str, str]:
         block = _BLOCK | _NORMS[model.norm_place]
@@ -175,7 +192,7 @@ class Llama(Family):
         if kind in ("llama", GEMMA) and hidden % heads:
             raise reader.refused("hidden_size", f"a multiple of num_attention_heads ({heads})")
         # A null is as many as heads, which an absent key is in some families.
-        is_null = "num_key_value_heads" in reader.config and kind not in ("mistral", GEMMA)
+        is_null = "num_key_value_heads" in reader.config and kind not in ("mistral", "mixtral", GEMMA)
         kv_heads = reader.whole(
             "num_key_value_heads", heads if is_null else _KV_HEADS_BY_DEFAULT.get(kind, heads)
         )
@@ -192,7 +209,7 @@ class Llama(Family):
             "qk_norm": {"qwen3": "head", "olmo2": "full", GEMMA: "head"}.get(kind, "none"),
             "norm_place": {"olmo2": "output", GEMMA: "both"}.get(kind, "input"),
             "no_rope": no_rope,
-            **_window(reader, kind, layers, no_rope),
+            **windows(reader, kind, layers, no_rope),
             **(_gemma(reader, width) if kind == GEMMA else _rope(reader, kind)),
         }
 
@@ -215,14 +232,14 @@ class Llama(Family):
             "max_position_embeddings": model.sequence,
             "rope_theta": model.rope_theta,
             "attention_bias": False,
-            **dict(_written_rope(model)),
+            **dict(written_rope(model)),
         }
         if model.window:
             extra["sliding_window"] = model.window
         if kind == GEMMA:
             extra |= {
                 "layer_types": [
-                    _FULL if index in model.no_window else _SLIDING for index in range(model.layers)
+                    FULL if index in model.no_window else SLIDING for index in range(model.layers)
                 ],
                 "rope_local_base_freq": model.window_theta,
                 "query_pre_attn_scalar": model.query_scale or model.width,
@@ -245,11 +262,11 @@ def _gemma(reader: ConfigReader, width: int) -> dict[str, Any]:
     scale = reader.whole("query_pre_attn_scalar", 256)
     # One set for each kind of block, as transformers 5 writes them; `rope_scaling` is that of full attention.
     both = reader.object("rope_parameters")
-    if both.config.keys() - {_FULL, _SLIDING}:
-        raise reader.refused("rope_parameters", f"an object with {_FULL} and {_SLIDING}")
-    full, sliding = both.object(_FULL), both.object(_SLIDING)
+    if both.config.keys() - {FULL, SLIDING}:
+        raise reader.refused("rope_parameters", f"an object with {FULL} and {SLIDING}")
+    full, sliding = both.object(FULL), both.object(SLIDING)
     if _rope_type(sliding) != "default":
-        raise reader.refused("rope_parameters", f"rope_type default for {_SLIDING}")
+        raise reader.refused("rope_parameters", f"rope_type default for {SLIDING}")
     scaling = reader.object("rope_scaling")
     key = "rope_scaling" if scaling.config else "rope_parameters"
     given = ConfigReader({**full.config, **scaling.config}, f"{reader.where}: {key}")
@@ -259,11 +276,11 @@ def _gemma(reader: ConfigReader, width: int) -> dict[str, Any]:
         "scaled_embedding": True,
         "query_scale": 0 if scale == width else scale,
         "window_theta": sliding.number("rope_theta", reader.number("rope_local_base_freq", 10_000.0)),
-        **_rope_of(given, reader.number("rope_theta", _THETA_BY_DEFAULT[GEMMA])),
+        **rope_of(given, reader.number("rope_theta", _THETA_BY_DEFAULT[GEMMA])),
     }
 
 
-def _window(reader: ConfigReader, kind: str, layers: int, no_rope: Sequence[int]) -> dict[str, Any]:
+def windows(reader: ConfigReader, kind: str, layers: int, no_rope: Sequence[int] = ()) -> dict[str, Any]:
     """The sliding window, and the blocks without it."""
     if kind in _WITHOUT_WINDOW:
         return {}
@@ -271,24 +288,26 @@ def _window(reader: ConfigReader, kind: str, layers: int, no_rope: Sequence[int]
     used = kind in _WINDOW_BY_DEFAULT or reader.flag("use_sliding_window", False)
     types = reader.get("layer_types")
     for name in types if isinstance(types, list) else ():
-        if name not in (_FULL, _SLIDING):
+        if name not in (FULL, SLIDING):
             raise ConfigError(
                 f"{reader.where}: layer_types has {shortened_value(name)}, which thinwire cannot train; "
-                f"expected {_FULL} or {_SLIDING}"
+                f"expected {FULL} or {SLIDING}"
             )
     if types is not None and (not isinstance(types, list) or len(types) != layers):
         raise reader.refused("layer_types", f"a name for each of num_hidden_layers ({layers})")
     if types is not None:
-        slides = [name == _SLIDING for name in types]
+        slides = [name == SLIDING for name in types]
         if any(slides) and not used:
-            raise reader.refused("layer_types", f"no {_SLIDING} without use_sliding_window")
-        if kind == "mistral" and not all(slides):
-            raise reader.refused("layer_types", f"{_SLIDING} for every block of a mistral")
+            raise reader.refused("layer_types", f"no {SLIDING} without use_sliding_window")
+        if kind in ("mistral", "mixtral") and not all(slides):
+            raise reader.refused("layer_types", f"{SLIDING} for every block of a {kind}")
     elif kind == GEMMA:
         every = reader.whole("sliding_window_pattern", 6)
         slides = [(index + 1) % every != 0 for index in range(layers)]
-    elif kind == "mistral":
+    elif kind in ("mistral", "mixtral"):
         slides = [True] * layers
+    elif kind == "gpt_oss":
+        slides = [index % 2 == 0 for index in range(layers)]
     elif kind == "smollm3":
         slides = [used and index in no_rope for index in range(layers)]
     else:
@@ -297,7 +316,7 @@ def _window(reader: ConfigReader, kind: str, layers: int, no_rope: Sequence[int]
         if type(first) is not int or not 0 <= first <= MOST_SIZE:
             raise reader.refused("max_window_layers", "a whole number of at least 0")
         slides = [used and index >= first for index in range(layers)]
-    if not any(slides) or (window is None and kind != GEMMA):
+    if not any(slides) or (window is None and kind not in (GEMMA, "gpt_oss")):
         return {}
     full = tuple(index for index, windowed in enumerate(slides) if not windowed)
     return {"window": reader.whole("sliding_window", window, MOST_POSITIONS), "no_window": full}
@@ -319,38 +338,70 @@ def _rope(reader: ConfigReader, kind: str) -> dict[str, Any]:
     given = reader.object("rope_scaling")
     if not given.config:
         given = reader.object("rope_parameters")
-    return _rope_of(given, reader.number("rope_theta", _THETA_BY_DEFAULT.get(kind, 10_000.0)))
+    theta = reader.number("rope_theta", _THETA_BY_DEFAULT.get(kind, 10_000.0))
+    return rope_of(given, theta, positions(reader))
 
 
-def _rope_of(given: ConfigReader, theta: float) -> dict[str, Any]:
-    """`theta`: what an object without `rope_theta` has."""
+def positions(reader: ConfigReader) -> int | None:
+    """What `original_max_position_embeddings` is where a scaling does not say it."""
+    found: int | None = reader.get("original_max_position_embeddings", reader.get("max_position_embeddings"))
+    return found
+
+
+def rope_of(given: ConfigReader, theta: float, longest: int | None = None) -> dict[str, Any]:
+    """`theta` and `longest`: what an object without `rope_theta` or `original_max_position_embeddings`
+    has."""
     given.must_be("partial_rotary_factor", 1.0)
-    for key in (_FULL, _SLIDING):
+    for key in (FULL, SLIDING):
         if key in given.config:
             raise given.refused(key, "one set of values for all blocks")
     scaling = _rope_type(given)
     found: dict[str, Any] = {"rope_theta": given.number("rope_theta", theta), "rope_scaling": "none"}
     if scaling == "default":
         return found
-    if scaling not in ("linear", "llama3"):
+    if scaling not in ("linear", "llama3", "yarn"):
         raise given.refused(
-            "rope_type" if "rope_type" in given.config else "type", "default, linear or llama3"
+            "rope_type" if "rope_type" in given.config else "type", "default, linear, llama3 or yarn"
         )
     found |= {"rope_scaling": scaling, "rope_factor": given.number("factor")}
+    if scaling != "linear":
+        longest = longest if scaling == "yarn" else None
+        found["rope_original"] = given.whole("original_max_position_embeddings", longest, MOST_POSITIONS)
     if scaling == "llama3":
         found |= {
             "rope_low": given.number("low_freq_factor"),
             "rope_high": given.number("high_freq_factor"),
-            "rope_original": given.whole("original_max_position_embeddings", most=MOST_POSITIONS),
+        }
+    if scaling == "yarn":
+        found |= {
+            "rope_beta_fast": given.number("beta_fast", 32.0),
+            "rope_beta_slow": given.number("beta_slow", 1.0),
+            "rope_truncate": given.flag("truncate", True),
+            "rope_attention": _yarn_attention(given, found["rope_factor"]),
         }
     return found
+
+
+def _yarn_attention(given: ConfigReader, factor: float) -> float:
+    """What queries and keys are multiplied by; 0 if it follows from the factor alone."""
+    if given.get("attention_factor") is not None:
+        return given.number("attention_factor")
+    if not (given.get("mscale") and given.get("mscale_all_dim")):
+        return 0.0
+    one, other = (yarn_attention(factor, given.number(key)) for key in ("mscale", "mscale_all_dim"))
+    return one / other
+
+
+def yarn_attention(factor: float, scale: float = 1.0) -> float:
+    """YaRN's factor of queries and keys (arXiv 2309.00071, section 3.4)."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _rope_type(given: ConfigReader) -> Any:
     return given.get("rope_type", given.get("type", "default"))
 
 
-def _written_rope(model: ModelSection) -> Iterator[tuple[str, Any]]:
+def written_rope(model: ModelSection) -> Iterator[tuple[str, Any]]:
     if model.rope_scaling == "none":
         return
     scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
@@ -358,6 +409,14 @@ def _written_rope(model: ModelSection) -> Iterator[tuple[str, Any]]:
         scaling |= {
             "low_freq_factor": model.rope_low,
             "high_freq_factor": model.rope_high,
-            "original_max_position_embeddings": model.rope_original,
+        }
+    if model.rope_scaling != "linear":
+        scaling["original_max_position_embeddings"] = model.rope_original
+    if model.rope_scaling == "yarn":
+        scaling |= {
+            "beta_fast": model.rope_beta_fast,
+            "beta_slow": model.rope_beta_slow,
+            "truncate": model.rope_truncate,
+            **({"attention_factor": model.rope_attention} if model.rope_attention else {}),
         }
     yield "rope_scaling", scaling

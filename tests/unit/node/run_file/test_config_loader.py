@@ -221,7 +221,7 @@ def test_rules_are_checked_after_the_overrides(tmp_path: Path) -> None:
 
 
 def test_every_run_file_we_ship_parses() -> None:
-    assert len(RUN_FILES) == 4
+    assert len(RUN_FILES) == 6
     for path in RUN_FILES:
         assert load_config(path).run.steps > 0, path
 
@@ -230,7 +230,7 @@ def test_a_recipe_is_found_by_its_name_unless_a_file_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert recipes() == ("demo", "muon", "several-gpus", "several-machines")
+    assert recipes() == ("demo", "mixture", "muon", "several-gpus", "several-machines")
     config = load_config("several-gpus", ["run.steps=7"])
     assert (config.run.name, config.run.steps) == ("several-gpus", 7)
     assert config.training.precision == "bfloat16" and config.data.tokenizer != "bytes"

@@ -70,13 +70,24 @@ def snapshot(run_directory: Path, config: RunConfig, chunk: Chunk) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT's own
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "olmo2", "gpt2"])
-def test_peft_loads_the_exported_adapters(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "targets", "tensors"),
+    [
+        *((family, LORA.targets, 16) for family in ("llama3", "qwen2", "olmo2", "gpt2")),
+        # A and B of four projections of attention and the router, and of three of five experts.
+        *((family, (), 8 * (5 + 3 * 5)) for family in ("qwen3_moe", "mixtral", "olmoe")),
+        ("gpt_oss", (), 8 * (5 + 2)),
+        ("gpt_oss", ("down",), 8),
+    ],
+)
+def test_peft_loads_the_exported_adapters(
+    family: str, targets: tuple[str, ...], tensors: int, tmp_path: Path
+) -> None:
     import transformers  # takes seconds, which only some workers spend
     from peft import PeftModel  # takes seconds, which only some workers spend
 
     model = base(family, tmp_path / "base")
-    config = RunConfig(model=model, lora=LORA)
+    config = RunConfig(model=model, lora=replace(LORA, targets=targets))
     chunk = trained(config)
     snapshot(tmp_path / "run", config, chunk)
     assert export(tmp_path / "run", tmp_path / "out") == 4
@@ -86,7 +97,7 @@ def test_peft_loads_the_exported_adapters(family: str, tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "out").iterdir() if str(tmp_path).encode() in path.read_bytes()]
     with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
-        assert len(file.keys()) == 2 * 2 * model.layers
+        assert len(file.keys()) == tensors
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     with torch.no_grad():
         before = plain(TOKENS).logits
@@ -98,7 +109,7 @@ def test_peft_loads_the_exported_adapters(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["float32", "4"])
-@pytest.mark.parametrize("family", ["llama3", "qwen3", "gpt2", ""])
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "gpt2", "qwen3_moe", "gpt_oss", ""])
 def test_a_merged_model_computes_what_was_trained(family: str, kept: str, tmp_path: Path) -> None:
     """Also on a packed base, and one from a seed."""
     import transformers

@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from node.config.schema import DataSection, ModelSection, RunConfig
+from node.model.llama_block import rotary_frequencies, rotary_scale
 from node.run_file.validate import problems
 from node.state.families import read_config
 from tests.unit.node.state.test_families import CONFIGS, SIZES
 from wire.errors import ConfigError
 
 ABSENT = object()
+ROUTED_TYPES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
 VALUES = (
     *(ABSENT, None, True, False, 0, 1, -1, 3, 2.5, 1e300, float("nan"), float("inf"), 10**9, 10**400),
     *("", "wide", [], [1], ["full_attention"], {}, {"full_attention": None}, {"factor": None}),
@@ -66,12 +69,18 @@ def changes(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[
             yield key, changed(value), changed(ABSENT)
 
 
+def rounded(frequencies: Tensor) -> list[float]:
+    return [float(f"{value:.5e}") for value in frequencies.tolist()]
+
+
 def as_read(found: dict[str, Any]) -> dict[str, Any]:
     """What decides how a model computes, from our keys."""
     model = ModelSection(**found)
     windows = [model.window if model.window and i not in model.no_window else 0 for i in range(model.layers)]
     rope = {"theta": model.rope_theta, "type": model.rope_scaling}
-    if model.rope_scaling != "none":
+    if model.rope_scaling == "yarn":
+        rope |= {"frequencies": rounded(rotary_frequencies(model)), "scale": rotary_scale(model)}
+    elif model.rope_scaling != "none":
         rope["factor"] = model.rope_factor
     if model.rope_scaling == "llama3":
         rope |= {"low": model.rope_low, "high": model.rope_high, "original": model.rope_original}
@@ -84,22 +93,25 @@ def as_read(found: dict[str, Any]) -> dict[str, Any]:
         "width": model.width,
         "windows": windows,
         "no_rope": model.no_rope,
-        "rope": rope if model.family == "llama" else {},
+        "rope": rope if model.family != "gpt2" else {},
+        "experts": (model.experts, model.experts_per_token, model.normalized_routing, model.swiglu_limit),
         "query_scale": model.query_scale or model.width,
     }
 
 
 def as_transformers(family: str, config: dict[str, Any]) -> dict[str, Any]:
     """The same from a config of transformers. Raises what that raises."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # takes seconds, as transformers does
+
     made = config_class(family)(**copy.deepcopy(config))  # it changes what it is given
     layers = made.num_hidden_layers
     gpt2 = made.model_type == "gpt2"
     types = getattr(made, "layer_types", None)
     windows = [0] * layers
     window = getattr(made, "sliding_window", None)
-    if made.model_type == "mistral":
+    if made.model_type in ("mistral", "mixtral"):
         windows = [window or 0] * layers
-    elif types and made.model_type in ("qwen2", "qwen3", "smollm3", "gemma3_text"):
+    elif types and made.model_type in ("qwen2", "qwen3", "smollm3", "gemma3_text", "gpt_oss"):
         used = getattr(made, "use_sliding_window", True)
         windows = [window if used and name == "sliding_attention" else 0 for name in types]
     rope: dict[str, Any] = {}
@@ -112,6 +124,9 @@ def as_transformers(family: str, config: dict[str, Any]) -> dict[str, Any]:
         rope = {"theta": full["rope_theta"], "type": "none" if kind == "default" else kind}
         if kind in ("linear", "llama3"):
             rope["factor"] = full["factor"]
+        if kind == "yarn":
+            frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](made)
+            rope |= {"frequencies": rounded(frequencies), "scale": scale}
         if kind == "llama3":
             rope |= {"low": full["low_freq_factor"], "high": full["high_freq_factor"]}
             rope["original"] = full["original_max_position_embeddings"]
@@ -123,6 +138,14 @@ def as_transformers(family: str, config: dict[str, Any]) -> dict[str, Any]:
     width = getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads
     no_rope = getattr(made, "no_rope_layers", None) or [1] * layers
     ffn = (made.n_inner or 4 * made.n_embd) if gpt2 else made.intermediate_size
+    experts: tuple[Any, ...] = 0, 0, True, 0.0
+    if made.model_type in ROUTED_TYPES:
+        ffn = getattr(made, "moe_intermediate_size", ffn)
+        limit = getattr(made, "swiglu_limit", 0.0)
+        normalized = getattr(made, "norm_topk_prob", True)
+        experts = made.num_local_experts, made.num_experts_per_tok, normalized, limit
+        if None in experts:
+            raise TypeError("its model cannot be made")
     return {
         "layers": layers,
         "hidden": made.hidden_size,
@@ -137,6 +160,7 @@ def as_transformers(family: str, config: dict[str, Any]) -> dict[str, Any]:
         "windows": windows,
         "no_rope": tuple(index for index, turns in enumerate(no_rope) if not turns),
         "rope": rope,
+        "experts": experts,
         "query_scale": getattr(made, "query_pre_attn_scalar", width),
     }
 
@@ -164,10 +188,10 @@ def test_any_key_is_read_as_transformers_does_or_named_in_one_line(family: str) 
             assert key in str(error) and "\n" not in str(error) and len(str(error)) < 400, (key, error)
             refused += 1
             continue
-        ours = as_read(found)
         section = RunConfig(model=ModelSection(**found), data=DataSection(tokenizer="its"))
         if any(line.startswith("model.") for line in problems(section)):
             continue  # one line, by the names of the run file
+        ours = as_read(found)
         try:
             theirs = as_transformers(family, changed)
         except Exception:  # of any kind, and not in every version: no verdict, but null is as absent

@@ -52,6 +52,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "beta_fast": 20.0,
+    "original_max_position_embeddings": 256,
+}
+ROUTED = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -74,6 +82,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "yarn": ("Llama", {"rope_parameters": YARN}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, "norm_topk_prob": True, "moe_intermediate_size": 24} | ROUTED),
+    "mixtral": ("Mixtral", {"sliding_window": 50} | ROUTED),
+    "olmoe": ("Olmoe", ROUTED),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "sliding_window": 40,
+            "swiglu_limit": 0.7,
+            "rope_parameters": {**YARN, "truncate": False},
+            **ROUTED,
+        },
+    ),
     "gpt2": (
         "GPT2",
         {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 2048, "tie_word_embeddings": True},
@@ -91,8 +113,8 @@ def make(family: str) -> Any:
     config = getattr(transformers, kind)(**{**SIZES, **extra})
     model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases, so that none is trivial
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or "bias" in name:  # norms and biases, so that none is trivial
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
 
@@ -182,33 +204,33 @@ def test_logits_are_those_of_transformers_early_and_late(saved: tuple[Any, Path]
         torch.testing.assert_close(found[0, position], expected[0, position], rtol=0, atol=1e-5)
 
 
-def test_gradients_are_those_of_transformers(saved: tuple[Any, Path]) -> None:
+def test_gradients_are_those_of_transformers(saved: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = saved
     rows = torch.randint(0, 96, (2, 65), generator=torch.Generator().manual_seed(2))
     tokens, labels = rows[:, :-1], rows[:, 1:]
     model.zero_grad()
     logits = model(tokens).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     short = section(folder, 64) if "n_positions" not in model.config.to_dict() else section(folder)
-    from node.state.families import tensors
-
+    # Theirs in the form of a checkpoint, which we read as one.
+    for parameter in model.parameters():
+        parameter.data, parameter.grad = parameter.grad, parameter.data
+    try:
+        model.save_pretrained(tmp_path)
+    finally:
+        for parameter in model.parameters():
+            parameter.data, parameter.grad = parameter.grad, parameter.data
+    expected = asyncio.run(read_units(replace(short, from_=str(tmp_path)), unit_names(short)))
     (whole,) = chunks(short, 1)
     whole.loss(tokens, labels).backward()
-    found: dict[str, Tensor] = {}
-    for unit, parameters in whole.named_units():
-        for name, tensor in tensors(short, unit).items():
-            gradient = parameters[name].grad
-            assert gradient is not None
-            if short.tied and tensor.name == "lm_head.weight":
-                tied = next(other.name for other in tensors(short, "embed").values())
-                found[tied] += gradient
-                continue
-            found[tensor.name] = gradient.T if tensor.transposed else gradient
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        difference = (gradient - expected[name][: len(gradient)]).norm()
-        assert float(difference) <= 1e-4 * float(expected[name].norm()), name
+    found = {unit: {name: p.grad for name, p in named.items()} for unit, named in whole.named_units()}
+    if short.tied:
+        total = found["embed"]["tokens.weight"] + found["head"]["output.weight"]
+        found["embed"]["tokens.weight"] = found["head"]["output.weight"] = total
+    for unit, gradients in found.items():
+        for name, gradient in gradients.items():
+            wanted = torch.from_numpy(expected[unit][name])
+            assert float((gradient - wanted).norm()) <= 1e-4 * float(wanted.norm()), (unit, name)
 
 
 def test_shards_in_any_order_read_the_same(saved: tuple[Any, Path], tmp_path: Path) -> None:
@@ -270,12 +292,15 @@ def read(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
+        ({"model_type": "deepseek_v2"}, "model_type is 'deepseek_v2'"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ({"vision_config": {}}, "vision_config is {}"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config is {'bits': 4}"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: rope_type is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
         ({"max_position_embeddings": 100}, "model.sequence is 1100"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
         ({"model_type": "mistral", "sliding_window": "wide"}, "sliding_window is 'wide'"),

@@ -1,0 +1,321 @@
+"""A mixture of experts as a block's second half: an autograd function, as in `node.model.stored_layers`.
+
+Shape legend: B batch, S sequence, T tokens (B S), C hidden, E experts, k experts a token, R rows (T k), F
+ffn. Rows lie expert by expert (`kernels.experts`).
+
+The router computes in float32. Forward keeps its logits as they are, whatever `Storage` says: backward routes
+by them again, so it finds the same experts. What gate and up give is kept as a feed-forward's inputs are.
+The gradient of an expert's weight is the product of its result and the gradient of what it adds to. Backward
+takes it from the activations instead, so results of experts, C wide in every row, are not kept and not
+computed again.
+
+Each block adds its own terms to the loss, for balance between experts (Fedus et al. 2021, arXiv 2101.03961,
+equation 4) and against large logits (Zoph et al. 2022, arXiv 2202.08906, equation 5). They are no part of
+what the block returns: backward adds their gradients.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kernels.blockfloat import ops as blockfloat
+from kernels.experts import ops
+from kernels.experts.ops import Order, Weights
+from kernels.layers import ops as layers
+from node.model.families.mixture import SWIGLU_ALPHA
+from node.model.lora import AdaptedProjections, FrozenLinear
+from node.model.offload import mark
+from node.model.products import Linear, Projections
+from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
+from node.model.stored_layers import NORMS, Layer, Norms, trained
+from node.model.tensor_rank import compute_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedParts:
+    """The arguments of `routed_half` that are not tensors."""
+
+    storage: Storage
+    experts: int
+    choices: int
+    """How many experts compute a token."""
+    normalize: bool
+    """The weights of a token's experts add up to 1."""
+    limit: float = 0.0
+    """Gate and input are clamped to this; 0 does not clamp."""
+    balance: float = 0.0
+    """What the block's term for balance is multiplied by in the gradient of a microbatch,"""
+    z: float = 0.0
+    """and its term against large logits."""
+
+
+def routed_half(
+    x_bsc: Tensor,
+    parts: RoutedParts,
+    norms: Norms,
+    router: Layer,
+    projections: Sequence[Layer],
+    load_e: Tensor,
+) -> Tensor:
+    """x + the sum over a token's experts of weight * down(silu(gate(norm(x))) * up(norm(x))).
+
+    Args:
+        projections: gate, up and down, with the matrices of all experts under one another.
+        load_e: int64; how many tokens each expert gets is added to it.
+    """
+    through = (router, *projections)
+    args = x_bsc, parts, norms.eps, through, load_e, *norms.tensors, *trained(through)
+    return cast(Tensor, _RoutedHalf.apply(*args))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Experts:
+    """One projection of all experts: weights, or adapters on frozen ones."""
+
+    layer: Layer
+    first: Tensor | None
+    """[E N, K], or with frozen weights A, [E r, K]; None without an adapter."""
+    second: Tensor | None
+    """The biases [E N], or B, [E N, r]."""
+    count: int
+
+    @property
+    def is_trained(self) -> bool:
+        return self.first is not None
+
+    def _weights(self, dtype: torch.dtype) -> Weights:
+        if isinstance(self.layer, FrozenLinear):
+            return self.layer.weight.of_experts(dtype)
+        return self._each(self.first, dtype)
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """[E, N]."""
+        bias = self.layer.bias if isinstance(self.layer, FrozenLinear) else self.second
+        return None if bias is None else bias.to(dtype).view(self.count, -1)
+
+    def _each(self, stack: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """[E, ...] of matrices under one another."""
+        assert stack is not None
+        return stack.to(dtype).view(self.count, -1, stack.shape[-1])
+
+    def _adapter(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
+        """A, B and what their product is multiplied by; None without an adapter."""
+        if not isinstance(self.layer, FrozenLinear) or self.first is None:
+            return None
+        return self._each(self.first, dtype), self._each(self.second, dtype), self.layer.scale
+
+    def __call__(self, x: Tensor, order: Order, *, gathers: bool = False) -> Tensor:
+        """[R, N] of rows [R, K], or with `gathers` of tokens [T, K]."""
+        made = ops.matmul(x, self._weights(x.dtype), order, self.bias(x.dtype), gathers=gathers)
+        if (adapter := self._adapter(x.dtype)) is not None:
+            down, up, scale = adapter
+            inner = ops.matmul(x, down, order, None, gathers=gathers)
+            made.add_(ops.matmul(inner, up, order, None), alpha=scale)
+        return made
+
+    def backward(self, grad: Tensor, order: Order) -> Tensor:
+        """The gradient of the rows [R, K], from that of the results."""
+        made = ops.input_gradient(grad, self._weights(grad.dtype), order)
+        if (adapter := self._adapter(grad.dtype)) is not None:
+            down, up, scale = adapter
+            of_inner = ops.input_gradient(grad, up, order).mul_(scale)
+            made.add_(ops.input_gradient(of_inner, down, order))
+        return made
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, order: Order, *, gathers: bool = False
+    ) -> list[Tensor | None]:
+        """Those of weights and biases, or of A and B; the bias's is of `grad` as it is."""
+        if self.first is None:
+            return [None, None]
+        if (adapter := self._adapter(grad.dtype)) is not None:
+            down, up, scale = adapter
+            assert self.second is not None
+            of_inner = ops.input_gradient(grad, up, order).mul_(scale)
+            inner = ops.matmul(x, down, order, None, gathers=gathers).mul_(scale)
+            return [
+                ops.weight_gradient(of_inner, x, order, self.first.dtype, gathers=gathers).flatten(0, 1),
+                ops.weight_gradient(grad, inner, order, self.second.dtype).flatten(0, 1),
+            ]
+        of_weight = ops.weight_gradient(grad, x, order, self.first.dtype, gathers=gathers).flatten(0, 1)
+        if self.second is None:
+            return [of_weight, None]
+        return [of_weight, ops.bias_gradient(grad, order, self.second.dtype).flatten()]
+
+
+class _RoutedHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        parts: RoutedParts,
+        eps: float,
+        projecting: Sequence[Layer],
+        load: Tensor,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        dtype, storage = compute_dtype(x), parts.storage
+        with torch.autocast(x.device.type, enabled=False):
+            norms = Norms.again(tensors[:NORMS], eps)
+            assert norms.first is not None, "a mixture has its norms at the input"
+            router, gate_of, up_of, down = _projections(projecting, tensors[NORMS:], parts.experts)
+            normed, kept_x = norms.first.store(x, storage.norm_input, dtype)
+            tokens = normed.flatten(0, -2)
+            (logits,) = router(tokens.float())
+            weights, chosen = ops.route(logits, parts.choices, parts.normalize)
+            order = ops.group(chosen, parts.experts)
+            load += order.offsets.diff()
+            gate, up = (into(tokens, order, gathers=True) for into in (gate_of, up_of))
+            inner, *kept = _activate(gate, up, PACKED.get(storage.ffn_input, 0), parts.limit)
+            if storage.ffn_input == AS_COMPUTED:
+                kept = [gate, up]
+            elif storage.ffn_input == RECOMPUTE:
+                kept = []
+            del gate, up
+            made = ops.combine(down(inner, order), weights, order)
+            del inner
+            result = layers.residual(x, made.view(x.shape))
+        ctx.parts, ctx.eps, ctx.dtype, ctx.projecting = parts, eps, dtype, projecting
+        mark("norm_input", [kept_x])
+        mark("ffn_input", [logits, *kept])
+        ctx.save_for_backward(*tensors, kept_x, logits, *kept)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        parts: RoutedParts = ctx.parts
+        storage, dtype = parts.storage, ctx.dtype
+        count = NORMS + 2 * len(ctx.projecting)
+        saved = ctx.saved_tensors  # read once: a block that runs again hands them out once
+        tensors, (kept_x, logits, *kept) = saved[:count], saved[count:]
+        norms = Norms.again(tensors[:NORMS], ctx.eps)
+        assert norms.first is not None
+        router, gate_of, up_of, down = _projections(ctx.projecting, tensors[NORMS:], parts.experts)
+        weights, chosen = ops.route(logits, parts.choices, parts.normalize)
+        order = ops.group(chosen, parts.experts)
+        normed = norms.first.again(kept_x, storage.norm_input, grad.shape, dtype)
+        tokens = normed.flatten(0, -2)
+        if storage.ffn_input == RECOMPUTE:
+            kept = [into(tokens, order, gathers=True) for into in (gate_of, up_of)]
+        # Every row gets the gradient of its token's result, without the expert's weight.
+        rows = grad.flatten(0, -2).to(dtype).index_select(0, order.slots // parts.choices)
+        by_row = weights.reshape(-1).index_select(0, order.slots)[:, None]
+        of_inner = down.backward(rows, order)
+        unweighted = of_inner.float()
+        of_inner = of_inner * by_row.to(dtype)
+        gate, up = kept
+        bits = PACKED.get(storage.ffn_input, 0)
+        inner, of_gate, of_up = _activate_backward(of_inner, gate, up, bits, parts.limit)
+        del kept, gate, up, of_inner
+        of_rows = (unweighted * inner.float()).sum(1)
+        del unweighted
+        if (bias := down.bias(torch.float32)) is not None:
+            numbers = torch.arange(len(rows), dtype=order.offsets.dtype, device=rows.device)
+            expert = torch.searchsorted(order.offsets, numbers, right=True) - 1
+            of_rows += (rows.float() * bias.index_select(0, expert)).sum(1)
+        of_weights = of_rows.index_select(0, order.places.flatten()).view(weights.shape)
+        of_down: list[Tensor | None] = [None, None]
+        if down.is_trained:
+            of_down = down.gradients(rows, inner * by_row.to(dtype), order)
+            if of_down[1] is not None and not isinstance(down.layer, FrozenLinear):
+                of_bias = ops.bias_gradient(rows * by_row.to(dtype), order, of_down[1].dtype)
+                of_down[1] = of_bias.flatten()
+        del rows, inner
+        of_tokens = gate_of.backward(of_gate, order).add_(up_of.backward(of_up, order))
+        of_projections = [
+            *gate_of.gradients(of_gate, tokens, order, gathers=True),
+            *up_of.gradients(of_up, tokens, order, gathers=True),
+        ]
+        del of_gate, of_up
+        ones = torch.ones_like(of_weights)
+        of_normed = ops.combine(of_tokens, ones, order)
+        del of_tokens
+        of_logits = ops.route_backward(of_weights, logits, weights, chosen, parts.normalize)
+        _add_auxiliary(of_logits, logits, order, parts)
+        of_router = router.gradients([of_logits], tokens.float())
+        of_normed = of_normed.add_(router.backward([of_logits]).to(dtype)).view(grad.shape)
+        of_x, of_weight, _ = norms.first.backward(of_normed, kept_x, storage.norm_input, grad)
+        of_vectors = of_weight, None, None, None, None
+        return of_x, None, None, None, None, *of_vectors, *of_router, *of_projections, *of_down
+
+
+def _projections(
+    projecting: Sequence[Layer], tensors: Sequence[Tensor | None], experts: int
+) -> tuple[Projections | AdaptedProjections, _Experts, _Experts, _Experts]:
+    """The router; gate, up and down; from what `trained` gives."""
+    router, first, second = projecting[0], tensors[0], tensors[1]
+    routing: Projections | AdaptedProjections
+    if isinstance(router, FrozenLinear):
+        routing = AdaptedProjections([router], [first, second], None)
+    else:
+        routing = Projections(linears=[Linear(weight=cast(Tensor, first), bias=second)])
+    gate, up, down = (
+        _Experts(layer=layer, first=one, second=other, count=experts)
+        for layer, one, other in zip(projecting[1:], tensors[2::2], tensors[3::2], strict=True)
+    )
+    return routing, gate, up, down
+
+
+def _activate(gate: Tensor, up: Tensor, bits: int, limit: float) -> list[Tensor]:
+    """The activations, and gate and up packed if `bits` are not 0."""
+    if not limit:
+        return list(blockfloat.ffn_store(gate, up, bits)) if bits else [layers.activation(gate, up)]
+    packed = [blockfloat.store(part, bits) for part in (gate, up)] if bits else []
+    inner, _, _ = _clamped(gate, up, limit)
+    return [inner.to(gate.dtype), *packed]
+
+
+def _activate_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, bits: int, limit: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The activations again, and the gradients of gate and up. `grad` may be overwritten."""
+    if not limit and bits:
+        of_gate, of_up = blockfloat.ffn_backward(grad, gate, up, bits).chunk(2, dim=-1)
+        return grad, of_gate.contiguous(), of_up.contiguous()
+    if not limit:
+        inner, (of_gate, of_up) = layers.activation_backward(grad, gate, up)
+        return inner, of_gate.contiguous(), of_up.contiguous()
+    if bits:
+        shape = list(grad.shape)
+        gate, up = (blockfloat.restore(part, shape, bits, grad.dtype) for part in (gate, up))
+    inner, of_gate, of_up = _clamped(gate, up, limit)
+    return inner.to(grad.dtype), (grad * of_gate).to(grad.dtype), (grad * of_up).to(grad.dtype)
+
+
+def _clamped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(up + 1) * gate * sigmoid(1.702 gate) of clamped inputs, and its derivatives by both; float32."""
+    clamped, value = gate.float().clamp(max=limit), up.float().clamp(-limit, limit) + 1
+    share = torch.sigmoid(SWIGLU_ALPHA * clamped)
+    gated = clamped * share
+    slope = share + SWIGLU_ALPHA * gated * (1 - share)
+    within = up.float().abs() <= limit
+    return value * gated, value * slope * (gate.float() <= limit), gated * within
+
+
+def _add_auxiliary(of_logits: Tensor, logits: Tensor, order: Order, parts: RoutedParts) -> None:
+    """Add the gradients of the block's own terms of the loss, in place."""
+    if not (parts.balance or parts.z):
+        return
+    count = len(logits)
+    probabilities = logits.softmax(1)
+    if parts.balance:
+        # Of the mean probabilities alone: how many tokens an expert has does not change with the logits.
+        slopes = order.offsets.diff().float() * (parts.balance * parts.experts / count**2)
+        inner = (probabilities * slopes).sum(1, keepdim=True)
+        of_logits += probabilities * (slopes - inner)
+    if parts.z:
+        of_logits += probabilities * logits.logsumexp(1, keepdim=True) * (2 * parts.z / count)
+
+
+def auxiliary_loss(logits_te: Tensor, load_e: Tensor, balance: float, z: float) -> Tensor:
+    """The block's terms of the loss of a microbatch: what `routed_half` adds the gradients of."""
+    tokens, experts = logits_te.shape
+    shares = load_e.float() / tokens
+    return (
+        balance * experts * (shares * logits_te.softmax(1).mean(0)).sum()
+        + z * logits_te.logsumexp(1).square().mean()
+    )

@@ -1,0 +1,119 @@
+"""A stage of Qwen3-30B-A3B's shape with frozen experts, on one GPU: `python -m scripts.bench.mixture_stage`.
+
+Random weights. Reports the seconds of a microbatch forward and backward, with adapters of rank 8 on all
+projections, and the most memory that tensors took.
+"""
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from node.config.schema import LoraSection, ModelSection
+from node.lab.results import commit
+from node.model.chunk import build_chunk, compute_precision
+from node.model.storage import PRESETS
+from node.model.units import block_name
+from node.stage.machine_info import fix_order
+from scripts.report import RESULTS, write
+
+OUT = RESULTS / "mixture_stage.json"
+QWEN3_30B = ModelSection(
+    family="mixture",
+    layers=48,
+    hidden=2048,
+    heads=32,
+    kv_heads=4,
+    head_width=128,
+    ffn=768,
+    experts=128,
+    experts_per_token=8,
+    qk_norm="head",
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    vocab=151_936,
+    sequence=2048,
+)
+WARM, ROUNDS = 2, 5
+
+
+def measured(blocks: int, base: str, storage: str, device: torch.device) -> dict[str, Any]:
+    """One stage of `blocks` blocks."""
+    units = [block_name(index) for index in range(blocks)]
+    lora = LoraSection(rank=8, base=base)
+    began = time.perf_counter()
+    chunk = build_chunk(
+        QWEN3_30B, units, 0, device, weights_in=torch.float32, storage=PRESETS[storage], lora=lora
+    )
+    torch.cuda.synchronize(device)
+    built = time.perf_counter() - began
+    held, peak_built = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    generator = torch.Generator(device).manual_seed(1)
+    shape = 1, QWEN3_30B.sequence, QWEN3_30B.hidden
+    x = torch.randn(shape, device=device, generator=generator).requires_grad_()
+    above = torch.randn(shape, device=device, generator=generator) / QWEN3_30B.sequence
+    seconds: list[tuple[float, float]] = []
+    for _ in range(WARM + ROUNDS):
+        torch.cuda.synchronize(device)
+        first = time.perf_counter()
+        with compute_precision("bfloat16", device):
+            made = chunk(x)
+        torch.cuda.synchronize(device)
+        second = time.perf_counter()
+        torch.autograd.backward(made, above)
+        torch.cuda.synchronize(device)
+        seconds.append((second - first, time.perf_counter() - second))
+    forward, backward = (sorted(kind)[ROUNDS // 2] for kind in zip(*seconds[WARM:], strict=True))
+    return {
+        "blocks": blocks,
+        "base": base,
+        "storage": storage,
+        "tokens": QWEN3_30B.sequence,
+        "build_seconds": built,
+        "held_bytes": held,
+        "peak_built_bytes": peak_built,
+        "peak_bytes": torch.cuda.max_memory_allocated(device),
+        "forward_seconds": forward,
+        "backward_seconds": backward,
+        "tokens_per_second": QWEN3_30B.sequence / (forward + backward),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--base", nargs="+", default=["4"])
+    parser.add_argument("--storage", default="agoq")
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    device = torch.device("cuda", 0)
+    fix_order(device)
+    rows = []
+    for base in args.base:
+        rows.append(measured(args.blocks, base, args.storage, device))
+        print(json.dumps(rows[-1]), flush=True)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    write(
+        args.out,
+        {
+            "commit": commit(),
+            "hardware": torch.cuda.get_device_name(device),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "runs": ROUNDS,
+            "rows": rows,
+        },
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
