@@ -135,8 +135,8 @@ async def test_a_direction_that_ends_first_waits_for_the_other_in_silence(
     monkeypatch.setattr(splice, "CLOSE_SECONDS", 0.5)
     joined = Joined()
     try:
-        sent = await fill(joined.left)
         await fill(joined.right)
+        sent = await fill(joined.left)
         joined.pipe.closed()
         with contextlib.suppress(ConnectionResetError):  # as the pipe drops what the left end never reads
             await receive(joined.right, sent + 1)
