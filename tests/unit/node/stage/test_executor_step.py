@@ -13,7 +13,7 @@ from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSect
 from node.model.labels import BatchPart
 from node.schedule.placement import chunk_units, hops
 from node.schedule.routing import target_stage
-from node.stage.executor import UnitState
+from node.stage.executor import StageExecutor, UnitState
 from node.stage.inbox import StepInterrupted
 from node.stage.tensor_transfer import PackedIO
 from node.state.serialization import deserialize_unit, serialize_unit
@@ -210,24 +210,31 @@ def test_state_moves_to_another_split_without_a_bit_lost() -> None:
         assert after.weights_sha256() == weights
 
 
+def whole_state(executor: StageExecutor) -> dict[str, dict[str, torch.Tensor]]:
+    """Each unit's tensors, copied."""
+    copy = executor.copy_state()
+    return {unit: copy.whole(unit) for unit in copy.units}
+
+
 def test_a_stage_keeps_its_state_only_for_the_same_place(stages: MemoryPipeline) -> None:
     stages.train(2)
     middle = stages.executors[1]
     assert middle.place(1, 3) == 2
     before = middle.copy_state()
     middle.restore(2, lambda unit: pytest.fail(f"{unit} is here already"))
-    assert middle.copy_state().keys() == before.keys() == {"block.0001", "block.0002"}
+    assert middle.copy_state().units == before.units == ("block.0001", "block.0002")
     assert middle.place(2, 3) == -1
     middle.restore(0, lambda unit: pytest.fail(f"{unit} comes from the seed"))
     assert middle.units == ("block.0003", "head")
-    assert all(int(tensors["step"]) == 0 for tensors in middle.copy_state().values())
+    fresh = middle.copy_state()
+    assert all(int(fresh.whole(unit)["step"]) == 0 for unit in fresh.units)
 
 
 @pytest.mark.parametrize("config", [CONFIG, CODED], ids=["raw", "coded"])
 def test_a_tensor_that_is_not_finite_is_named(config: RunConfig) -> None:
     with MemoryPipeline(config) as stages:
         stages.train(1)
-        state = stages.executors[1].copy_state()
+        state = whole_state(stages.executors[1])
         for tensors in state.values():
             for name, tensor in tensors.items():
                 if name.endswith("query.weight"):
@@ -243,7 +250,7 @@ def test_a_loss_that_is_not_finite_is_voted_as_such() -> None:
     """Nothing is sent after the head, so only the vote can tell."""
     with MemoryPipeline(ALONE) as alone:
         (executor,) = alone.executors
-        state = executor.copy_state()
+        state = whole_state(executor)
         state["head"]["parameter.output.weight"][0, 0] = math.inf
         executor.place(0, 2)
         executor.place(0, 1)

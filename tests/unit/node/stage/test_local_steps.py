@@ -329,7 +329,8 @@ def test_a_node_that_follows_a_round_holds_its_state() -> None:
         }
         assert follower.put_sums(kept[stage]) == outcomes[stage].norms
         follower.apply(1.0, 1.0)
-        assert all(same(dict(state), dict(reached[unit])) for unit, state in follower.copy_state().items())
+        held = follower.copy_state()
+        assert all(same(held.whole(unit), dict(reached[unit])) for unit in held.units)
 
 
 def test_a_round_sends_four_bits_an_element_and_little_beside_them() -> None:

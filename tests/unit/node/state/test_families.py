@@ -265,8 +265,9 @@ def test_a_stage_starts_from_the_checkpoint_with_a_fresh_optimizer(saved: tuple[
     }
     executor.restore(0, named.__getitem__)
     state = executor.copy_state()
-    assert state.keys() == weights.keys()
-    for unit, tensors in state.items():
+    assert state.units == tuple(weights)
+    for unit in state.units:
+        tensors = state.whole(unit)
         assert int(tensors["step"]) == 0
         for name, tensor in tensors.items():
             if name.startswith("parameter."):
