@@ -34,6 +34,9 @@ class Curve:
     """Mean over the point's steps."""
 
 
+_EMPTY = Curve(stride=1, steps=(), times=(), values=())
+
+
 @dataclass(frozen=True)
 class Series:
     """What a curve of bounded length is made from, by merging neighbouring points. A replayed step replaces
@@ -232,6 +235,10 @@ class RunView:
     loss_curve: Curve
     speed_curve: Curve
     """Tokens a second."""
+    held_out_curve: Curve = _EMPTY
+    """The uncompressed held-out losses; here `stride` counts measurements."""
+    lr_curve: Curve = _EMPTY
+    grad_norm_curve: Curve = _EMPTY
     epoch: int
     stages: tuple[StageView, ...]
     """Row after row."""

@@ -81,6 +81,9 @@ class RunViewBuilder:
     token_uses: int | None = None
     loss: Series = field(default_factory=Series)
     speed: Series = field(default_factory=Series)
+    held_out_loss: Series = field(default_factory=Series)
+    lr: Series = field(default_factory=Series)
+    grad_norm: Series = field(default_factory=Series)
     recent: tuple[events.StepCosts, ...] = ()
     paces: tuple[float, ...] = ()
     links: tuple[LinkFigures, ...] = ()
@@ -123,6 +126,8 @@ class RunViewBuilder:
             case events.HeldOutLoss():
                 others = (one for one in self.held_out if one.step != event.step)
                 self.held_out = (*others, event)
+                if math.isfinite(event.uncompressed):
+                    self.held_out_loss = self.held_out_loss.plus(event.step, at, event.uncompressed)
             case events.SnapshotStored():
                 self._forget_snapshots(event.step - 1)
                 snapshot = SnapshotView(step=event.step, bytes=event.bytes, at=at)
@@ -210,6 +215,9 @@ class RunViewBuilder:
             eta_seconds=(steps - done) * pace if pace and state in ("training", "restoring") else None,
             loss_curve=self.loss.curve(),
             speed_curve=self.speed.curve(),
+            held_out_curve=self.held_out_loss.curve(),
+            lr_curve=self.lr.curve(),
+            grad_norm_curve=self.grad_norm.curve(),
             epoch=self.placement.epoch if self.placement else 0,
             stages=stages,
             groups=self.placement.groups if self.placement else (),
@@ -319,6 +327,9 @@ class RunViewBuilder:
         if math.isfinite(event.loss):
             self.loss = self.loss.plus(event.step, at, event.loss)
         self.speed = self.speed.plus(event.step, at, event.tokens_per_second)
+        self.lr = self.lr.plus(event.step, at, event.lr)
+        if math.isfinite(event.grad_norm):
+            self.grad_norm = self.grad_norm.plus(event.step, at, event.grad_norm)
 
     def _held_out_view(self) -> HeldOutView | None:
         if not self.held_out:

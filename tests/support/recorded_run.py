@@ -86,13 +86,17 @@ def _happenings(steps_done: int, stages: int, ended: bool) -> Iterator[tuple[flo
         at += done.seconds
         yield at, costs
         yield at, done
+        if number % 40 == 0:
+            held_out = 3.0 + 3.0 * math.exp(-number / 60) + number / 250
+            yield at, _held_out(number, held_out, best=number <= 160)
         if number in (100, 200):
             yield at + 1, events.SnapshotStored(step=number, bytes=1_492_000_000, path="x")
         if number == 140:
             reason = "its connection closed and did not come back"
-            yield at + 2, events.NodeLeft(node_id=names[2], reason=reason)
-            yield at + 2, events.StepAborted(epoch=1, step=141, reason=f"node {names[2]} is gone: {reason}")
-            names[2] = NODES[4]
+            lost = min(2, stages - 1)
+            yield at + 2, events.NodeLeft(node_id=names[lost], reason=reason)
+            yield at + 2, events.StepAborted(epoch=1, step=141, reason=f"node {names[lost]} is gone: {reason}")
+            names[lost] = NODES[4]
             yield at + 9, events.PlacementMade(epoch=2, nodes=tuple(names), resume_step=140, blocks=blocks)
             yield at + 9, events.Recovered(text="back at step 140 within 7 s", step=140, seconds=7.0)
             at += 9
@@ -101,13 +105,19 @@ def _happenings(steps_done: int, stages: int, ended: bool) -> Iterator[tuple[flo
         yield at + 3, events.RunFinished(reason="all steps are done", failed=False)
 
 
+def _held_out(number: int, loss: float, *, best: bool) -> events.HeldOutLoss:
+    return events.HeldOutLoss(
+        step=number, loss=loss + 0.01, uncompressed=loss, samples=64, best=best, seconds=2.0
+    )
+
+
 def _done(number: int, stages: int, seconds: float) -> events.StepDone:
     noise = 0.05 * math.sin(3.1 * number) + 0.04 * math.sin(1.7 * number + 1)
     return events.StepDone(
         step=number,
         steps=STEPS,
         loss=2.9 + 3.1 * math.exp(-number / 60) + noise,
-        lr=3e-4,
+        lr=3e-4 * min(1.0, number / 40),
         grad_norm=0.8,
         seconds=seconds,
         tokens_per_second=TOKENS / seconds,

@@ -43,6 +43,8 @@ def test_a_view_has_the_newest_and_the_best() -> None:
     assert found is not None
     assert (found.step, found.uncompressed, found.loss) == (6, 2.75, 3.0)
     assert (found.best_step, found.best) == (4, 2.5)
+    curve = view.held_out_curve
+    assert (curve.steps, curve.values) == ((2, 4, 6), (3.0, 2.5, 2.75))
     assert RunView.from_json(view.to_json()) == view
     line = "held-out    2.7500 uncompressed, 3.0000 as trained, step 6; best 2.5000, step 4"
     assert line in view_lines(view, 10.0)
@@ -52,8 +54,9 @@ def test_a_view_has_the_newest_and_the_best() -> None:
 
 
 def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
-    found = view_of([started(), measured(2, math.nan), measured(4, 5.0)]).held_out
-    assert found is not None and found.best_step == 4
+    seen = view_of([started(), measured(2, math.nan), measured(4, 5.0)])
+    assert seen.held_out is not None and seen.held_out.best_step == 4
+    assert seen.held_out_curve.steps == (4,)
     assert view_of([started()]).held_out is None
 
 
