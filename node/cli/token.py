@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from node.cli.parser import UsageError
 from wire.identity.names import node_id_of
+from wire.identity.token import LONGEST_TTL, MOST_USES
 
 if TYPE_CHECKING:
     from wire.identity.token import TokenRecord
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-MAX_TTL = timedelta(days=366)
-MAX_USES = 1_000_000
 MOST_NODES = 3
 """Of one token in the list for people; with --json all are named."""
 
@@ -46,7 +45,7 @@ def parse_ttl(text: str) -> timedelta:
     """`90m`, `24h`, `7d`, `30s`. Raises UsageError."""
     match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
     span = timedelta(seconds=int(match[1]) * _UNITS[match[2]]) if match else timedelta(0)
-    if not timedelta(0) < span <= MAX_TTL:
+    if not timedelta(0) < span <= LONGEST_TTL:
         raise UsageError(
             f"--ttl must be a whole number and s, m, h or d, above 0 and at most 366d, got {text!r}"
         )
@@ -58,8 +57,8 @@ def _create(args: argparse.Namespace) -> int:
     from node.coordinator.store import Store
 
     ttl = parse_ttl(args.ttl)
-    if not 1 <= args.uses <= MAX_USES:
-        raise UsageError(f"--uses must be 1 to {MAX_USES:,}, got {args.uses}")
+    if not 1 <= args.uses <= MOST_USES:
+        raise UsageError(f"--uses must be 1 to {MOST_USES:,}, got {args.uses}")
     with Store.open(existing_run_directory(args.run_dir)) as store:
         record, token = store.create_token(time.time(), ttl, args.uses)
     text = token.encode()

@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,9 +22,11 @@ from typing import Any, Protocol
 from node.coordinator.changes import Changes
 from node.coordinator.store import Store
 from node.telemetry import events
+from node.telemetry.format import parse_duration
 from wire.admission import address_group
 from wire.errors import UserError
 from wire.identity.files import create_private
+from wire.identity.token import LONGEST_TTL, MOST_USES
 
 KEY_FILE = "operator.key"
 KEY_ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
@@ -183,7 +185,7 @@ def _hash(text: str) -> bytes:
     return hashlib.sha256(plain).digest()
 
 
-ACTIONS = ("snapshot", "stop", "set", "evict", "revoke", "tokens")
+ACTIONS = ("snapshot", "stop", "set", "evict", "token", "revoke", "tokens")
 
 
 class Controls(Protocol):
@@ -205,13 +207,18 @@ class Operator:
         self._store = store
         self._emit = emit
 
-    async def act(self, action: str, subject: str, *, keep_token: bool = False) -> Mapping[str, Any]:
-        """Do it; returns `text`, which says what was done, or for `tokens` the list of them.
+    async def act(
+        self, action: str, subject: str, *, keep_token: bool = False, uses: int = 1, ttl: str = "24h"
+    ) -> Mapping[str, Any]:
+        """Do it; returns `text`, which says what was done, or for `tokens` the list of them. `token` adds
+        `join_line`, which holds the new token's secret: nothing else shows or stores it.
 
         Args:
             action: one of `ACTIONS`.
             subject: node id for `evict`, token id for `revoke`, `section.key=value`s for `set`.
             keep_token: `evict` leaves the remaining uses of the node's token.
+            uses: nodes that a new `token` may admit.
+            ttl: how long it is valid, such as `24h`.
 
         Raises UserError if it cannot be done.
         """
@@ -233,6 +240,17 @@ class Operator:
                 if (eviction := await asyncio.to_thread(evict)) is None:
                     raise UserError(f"{subject[:40]} is no member of this run")
                 return self._done(str(eviction))
+            case "token":
+                seconds = parse_duration(ttl) or 0.0
+                if not (1 <= uses <= MOST_USES and 0 < seconds <= LONGEST_TTL.total_seconds()):
+                    raise UserError(
+                        f"a token admits 1 to {MOST_USES:,} nodes for at most {LONGEST_TTL.days}d, "
+                        f"got {uses} and {ttl[:40]!r}"
+                    )
+                create = partial(self._store.create_token, time.time(), timedelta(seconds=seconds), uses)
+                record, token = await asyncio.to_thread(create)
+                made = f"token {record.token_id} admits {uses} node{'s' * (uses > 1)} within {ttl}"
+                return {**self._done(made), "join_line": f"thinwire join {token.encode()}"}
             case "revoke":
                 if not await asyncio.to_thread(self._store.revoke_token, subject):
                     raise UserError(f"there is no token {subject[:40]}")

@@ -269,7 +269,7 @@ class _Routes:
         return _json({"available": denied is None, "reason": denied.reason if denied else ""})
 
     async def act(self, request: web.Request) -> web.Response:
-        """A change: JSON with `action` and, for some, `id` or `keep_token`. Needs the operator's key."""
+        """A change: JSON with `action` and, for some, `id`, `keep_token`, `uses` or `ttl`. Needs the operator's key."""
         operator, guard = self._page.operator, self._page.guard
         if operator is None or guard is None:
             return _json({"error": "this page is read-only: no coordinator serves it"}, status=403)
@@ -286,13 +286,16 @@ class _Routes:
         try:
             wanted = json.loads(await request.read())
             action, subject = wanted["action"], wanted.get("id", "")
-            keep_token = wanted.get("keep_token", False)
-            if not (isinstance(action, str) and isinstance(subject, str) and isinstance(keep_token, bool)):
+            keep_token, ttl = wanted.get("keep_token", False), wanted.get("ttl", "24h")
+            texts = all(isinstance(text, str) for text in (action, subject, ttl))
+            # A field that is left empty, or a fraction, is null or no whole number.
+            uses = wanted.get("uses", 1)
+            if not (texts and isinstance(keep_token, bool) and type(uses) is int):
                 raise TypeError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return _json({"error": 'expected JSON such as {"action": "snapshot"}'}, status=400)
         try:
-            return _json(await operator.act(action, subject, keep_token=keep_token))
+            return _json(await operator.act(action, subject, keep_token=keep_token, uses=uses, ttl=ttl))
         except UserError as error:
             return _json({"error": str(error)}, status=400)
 

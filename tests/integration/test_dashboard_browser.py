@@ -35,6 +35,7 @@ from tests.support.ports import free_port
 from tests.support.recorded_run import HOSTILE, append, write_run
 from tests.support.recorded_run import step as recorded_step
 from tests.support.run_harness import SMALL, Run
+from wire.identity.token import JoinToken
 
 pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="needs Chromium (Debian: apt install chromium)"),
@@ -138,6 +139,7 @@ async def test_a_recorded_run_looks_right_on_every_screen_and_in_both_themes(tmp
             assert HOSTILE in await tab.text("#nodes")
             assert "owned" not in await tab.evaluate("document.title")
             assert await tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
+            await assert_figures_are_whole(tab)
             image = await picture(tab, f"page-{screen}-{'dark' if dark else 'light'}", tmp_path)
             assert len(image) > 20_000
             await tab.resize(64, 64)
@@ -188,6 +190,56 @@ async def assert_shows(tab: Tab, view: dict[str, Any]) -> None:
     assert all(member["node_id"] in nodes for member in view["members"])
     newest = view["events"][-1]
     assert newest["text"] in await tab.text("#events li:first-child")
+
+
+async def assert_figures_are_whole(tab: Tab) -> None:
+    cut = "[...document.querySelectorAll('#figures p')].filter((p) => p.scrollWidth > p.clientWidth).length"
+    assert await tab.evaluate(cut) == 0
+
+
+async def test_held_out_losses_are_on_the_chart_and_routine_events_are_folded(tmp_path: Path) -> None:
+    async with recorded(tmp_path / "run", stages=2) as (url, feed), Browser(tmp_path) as browser:
+        tab = await browser.open(url)
+        await shown(tab)
+        view = (await feed.newest())[1]
+        held = "[...document.querySelectorAll('#loss-chart .held{}')].map((mark) => +mark.dataset.step)"
+        assert await tab.evaluate(held.format("")) == list(view["held_out_curve"]["steps"])
+        assert await tab.evaluate(held.format(".best")) == [view["held_out"]["best_step"]] == [160]
+        assert await tab.texts("#loss-legend li") == [
+            "training",
+            "held out",
+            f"best held out: {view['held_out']['best']:.4f} at step 160",
+        ]
+        for chart in ("lr", "grad-norm"):
+            newest = view[f"{chart.replace('-', '_')}_curve"]["values"][-1]
+            label = await tab.evaluate(
+                f"document.querySelector('#{chart}-chart svg').getAttribute('aria-label')"
+            )
+            assert float(label.split(", ")[1].split()[0]) == pytest.approx(newest, rel=0.01)
+        # The legend has the kinds of time that the bars show, and no others.
+        kinds = {
+            kind for stage in view["stages"] for kind, share in stage["shares"].items() if share >= 0.005
+        }
+        legend = await tab.evaluate(
+            "[...document.querySelectorAll('#legend i')].map((i) => i.className.replace('kind ', ''))"
+        )
+        assert set(legend) == kinds and "sync" not in kinds
+        # Two stages and their link share the width.
+        assert await tab.evaluate(
+            "document.querySelector('#legend').getBoundingClientRect().right"
+            " - document.querySelector(\".stage[data-stage='1']\").getBoundingClientRect().right"
+        ) == pytest.approx(0, abs=1)
+        folds = await tab.texts("#events .folded button")
+        assert folds == ["3 held-out, 1 snapshot"] * 2
+        await tab.evaluate("document.querySelector('#events .folded button').click()")
+        assert await tab.texts("#events .folded button") == folds[1:]
+        assert "held-out loss at step 240" in await tab.text("#events")
+        await tab.evaluate(
+            "(() => { const filter = document.querySelector('#event-filter'); filter.value = 'snapshot';"
+            " filter.dispatchEvent(new Event('change')); })()"
+        )
+        assert await tab.texts("#events .what") == ["snapshot", "snapshot"]
+        await assert_sound(tab, url)
 
 
 async def test_the_page_follows_its_run_and_matches_the_api(tmp_path: Path) -> None:
@@ -249,6 +301,9 @@ async def test_many_stages_and_a_run_that_is_over(tmp_path: Path) -> None:
         assert "all steps are done" in (await tab.text(".verdict")).lower()
         assert await tab.text("#figure-eta h3") == "Ended"
         assert await tab.text("#figure-eta .value") != "–"
+        assert await tab.text("#bottleneck-title") == "How it ended"
+        assert await tab.texts("#bottleneck .muted") == []
+        await assert_figures_are_whole(tab)
         assert len(await tab.texts(".stage")) == 8
         # Its nodes have left, which is no error after the end; their figures stay readable.
         assert await tab.texts(".stage.away") == []
@@ -370,8 +425,16 @@ async def test_a_live_run_and_its_operator(prefork: Prefork, tmp_path: Path) -> 
             coordinator.wait_event(events.SnapshotStored)
             await tab.wait_for("document.querySelector('#figure-snapshot').innerText.includes('step')")
 
+            await press(tab, "token")
+            await tab.wait_for("!document.querySelector('#join-line').hidden")
+            line = await tab.evaluate("document.querySelector('#join-text').value")
+            assert (
+                JoinToken.parse(line.removeprefix("thinwire join ")).run_id
+                == coordinator.wait_event(events.RunStarted).run_id
+            )
+
             await press(tab, "tokens")
-            await tab.wait_for("document.querySelectorAll('#tokens li').length === 2")
+            await tab.wait_for("document.querySelectorAll('#tokens li').length === 3")
             await assert_wide_enough(tab)
             await picture(tab, "page-operator-phone", tmp_path)
             spare = await tab.evaluate(
@@ -385,6 +448,8 @@ async def test_a_live_run_and_its_operator(prefork: Prefork, tmp_path: Path) -> 
             finished = coordinator.finished
             assert not finished.failed and "operator" in finished.reason
             await tab.wait_for("['stopped', 'finished'].includes(document.querySelector('#state').innerText)")
+            # Its page is complete: no connection is missed.
+            assert await tab.text("#connection") in ("the run has stopped", "the run is finished")
         assert (run.run_dir / KEY_FILE).stat().st_mode & 0o777 == 0o600
 
 

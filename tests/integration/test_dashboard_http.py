@@ -34,6 +34,7 @@ from node.view.view_builder import RunViewBuilder
 from tests.support import run_events
 from wire.errors import UserError
 from wire.identity.authority import CertificateAuthority
+from wire.identity.token import JoinToken
 
 KEY = "abcdefghjkmnpqrstuvwxyz234"
 WITH_KEY = {"Authorization": f"Bearer {KEY}", "X-Thinwire": "1"}
@@ -382,6 +383,23 @@ async def test_changes_need_the_key_and_are_carried_out(store: Store) -> None:
         assert "secret" not in json.dumps(said)
         assert (await ask({"action": "revoke", "id": record.token_id}))[0] == 200
         assert store.list_tokens()[0].revoked
+
+        status, said = await ask({"action": "token", "uses": 3, "ttl": "1h"})
+        new = JoinToken.parse(said["join_line"].removeprefix("thinwire join "))
+        kept = store.list_tokens()[-1]
+        assert (status, new.token_id, new.run_id) == (200, kept.token_id, "demo-x")
+        assert kept.uses_allowed == 3 and kept.expires == pytest.approx(time.time() + 3600, abs=60)
+        assert new.token_id in said["text"] and said["join_line"][-30:] not in "".join(map(str, told))
+        for wrong in (
+            {"uses": 0},
+            {"uses": 1.5},
+            {"uses": True},
+            {"ttl": "400d"},
+            {"ttl": "soon"},
+            {"ttl": 7},
+        ):
+            assert (await ask({"action": "token", **wrong}))[0] == 400
+        assert len(store.list_tokens()) == 2
         for body in (
             {"action": "revoke", "id": "nope"},
             {"action": "evict", "id": "node-x", "keep_token": "yes"},

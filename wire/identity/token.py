@@ -14,6 +14,7 @@ import hmac
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from zlib import crc32
 
 from wire.errors import RefusalCode, TokenError, shortened
@@ -30,6 +31,9 @@ MAX_ADDRESS_BYTES = 255
 """The number and each length are a byte."""
 MAX_ADDRESSES_BYTES = 2800
 """All addresses together, each with its length byte; keeps the whole token below `_LONGEST`."""
+MOST_USES = 1_000_000
+LONGEST_TTL = timedelta(days=366)
+"""Of a token that an operator makes."""
 # Decoding base58 takes quadratic time; no real token is near this long.
 _LONGEST = 4096
 

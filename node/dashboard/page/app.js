@@ -10,18 +10,24 @@ import { Stream } from "./stream.js";
 const FEW_EVENTS = 12;
 const SILENT_SECONDS = 60;
 const LOST_SECONDS = 5;
+const ROUTINE = ["held-out", "snapshot", "planned"];
+const FOLDED = "important";
+const ALL = "all";
 const ACTIVE = ["starting", "waiting for nodes", "restoring", "training"];
 
 let connection = "connecting";
 let allEvents = false;
+const unfolded = new Set();
 
 const stream = new Stream(changed, connected);
 const now = () => stream.now();
 const operator = new Operator();
 const lossChart = new Chart(byId("loss-chart"), { label: "loss", format: format.loss, fromZero: false, now });
 const speedChart = new Chart(byId("speed-chart"), { label: "speed", format: (value) => `${format.count(value)} tokens/s`, fromZero: true, now });
+const lrChart = new Chart(byId("lr-chart"), { label: "learning rate", format: (value) => value.toExponential(2), fromZero: true, now });
+const gradNormChart = new Chart(byId("grad-norm-chart"), { label: "gradient norm", format: (value) => String(Number(value.toPrecision(3))), fromZero: true, now });
 
-byId("legend").replaceChildren(...legend());
+byId("event-filter").addEventListener("change", () => drawEvents(stream.view));
 byId("more-events").addEventListener("click", () => {
   allEvents = true;
   drawEvents(stream.view);
@@ -33,8 +39,11 @@ function changed(view, names) {
   const any = (...wanted) => wanted.some((name) => names.has(name));
   drawHead(view);
   drawTimes(view);
+  if (any("state")) drawConnection();
   if (any("bottleneck", "state", "ended")) drawBottleneck(view);
-  if (any("loss_curve")) lossChart.set(view.loss_curve);
+  if (any("loss_curve", "held_out_curve", "held_out")) drawLoss(view);
+  if (any("lr_curve")) lrChart.set(view.lr_curve);
+  if (any("grad_norm_curve")) gradNormChart.set(view.grad_norm_curve);
   if (any("speed_curve")) speedChart.set(view.speed_curve);
   if (any("stages", "links", "state")) drawPipeline(view);
   if (any("members", "spares", "replaced")) drawNodes(view);
@@ -44,10 +53,31 @@ function changed(view, names) {
 
 function connected(state) {
   connection = state;
-  const words = { live: "live", lost: "connection lost, trying again", over: "the coordinator has ended" };
-  byId("connection").textContent = words[state];
-  byId("connection").className = `connection ${state}`;
+  drawConnection();
   if (stream && stream.view) drawTimes(stream.view);
+}
+
+const isOver = (view) => !ACTIVE.includes(view.state);
+
+// A run that is over needs no connection: its page is complete.
+function drawConnection() {
+  const view = stream?.view;
+  const ended = view && isOver(view) ? { finished: "the run is finished", stopped: "the run has stopped", failed: "the run has failed" }[view.state] : null;
+  const words = { live: "live", lost: "connection lost, trying again", over: "the coordinator has ended" };
+  byId("connection").textContent = ended ?? words[connection] ?? connection;
+  byId("connection").className = `connection ${ended ? "over" : connection}`;
+}
+
+function drawLoss(view) {
+  const { steps, values } = view.held_out_curve;
+  const { best, best_step: bestStep } = view.held_out ?? {};
+  const marks = steps.map((step, i) => ({ step, value: values[i], best: false })).filter((mark) => mark.value !== null && mark.step !== bestStep);
+  if (best != null) marks.push({ step: bestStep, value: best, best: true });
+  marks.sort((one, other) => one.step - other.step);
+  lossChart.set(view.loss_curve, marks);
+  const kinds = [["trained", "training"], ["held-out", "held out"], ["best", best == null ? "" : `best held out: ${format.loss(best)} at step ${format.integer(bestStep)}`]];
+  byId("loss-legend").replaceChildren(...kinds.filter(([, words]) => words).map(([kind, words]) => element("li", {}, element("i", { class: kind }), words)));
+  byId("loss-legend").hidden = !marks.length;
 }
 
 function drawHead(view) {
@@ -70,9 +100,9 @@ function drawHead(view) {
 }
 
 function drawBottleneck(view) {
-  const words = view.ended ? [view.ended, ...view.bottleneck] : view.bottleneck;
+  const words = view.ended ? [view.ended] : view.bottleneck;
   const [first, ...others] = words.length ? words : [quiet(view)];
-  byId("bottleneck-title").textContent = view.ended ? "How it ended" : "What limits the speed";
+  byId("bottleneck-title").textContent = view.ended ? "How it ended" : view.state === "training" ? "What limits the speed" : "What it waits for";
   byId("bottleneck").replaceChildren(
     element("p", { class: `verdict${view.state === "failed" ? " failed" : ""}` }, ...marked(first)),
     ...others.map((line) => element("p", { class: "muted" }, ...marked(line))),
@@ -90,7 +120,7 @@ function quiet(view) {
 }
 
 function drawTimes(view) {
-  const over = !ACTIVE.includes(view.state);
+  const over = isOver(view);
   const age = now() - view.updated;
   const [doubt, notice] = (!over && doubts(view, age)) || [];
   set(byId("state"), doubt ? `${view.state}, ${doubt}` : view.state);
@@ -120,7 +150,7 @@ function drawTimes(view) {
     set(first, value);
     set(second, note);
   });
-  set(byId("footer"), `${view.run_id ? `run ${view.run_id} · ` : ""}last event ${format.age(age)} ago${connection === "live" ? "" : " · not live"}`);
+  set(byId("footer"), `${view.run_id ? `run ${view.run_id} · ` : ""}last event ${format.age(age)} ago${over || connection === "live" ? "" : " · not live"}`);
 }
 
 // Documents left out of the training data, by reason.
@@ -159,9 +189,10 @@ function set(node, words) {
 function drawPipeline(view) {
   const place = byId("pipeline");
   place.classList.toggle("abreast", abreast(view));
+  place.classList.toggle("two", abreast(view) && view.stages.length === 2);
   if (view.stages.length) place.replaceChildren(...pipeline(view));
   else place.replaceChildren(element("li", { class: "muted" }, view.state === "waiting for nodes" ? `No stage has a node yet: ${view.members.length} of ${view.stages_wanted} are here.` : "No stage has a node."));
-  byId("legend").hidden = !view.stages.length;
+  byId("legend").replaceChildren(...legend(view));
 }
 
 function drawNodes(view) {
@@ -176,11 +207,57 @@ function drawNodes(view) {
 }
 
 function drawEvents(view) {
-  const newest = [...view.events].reverse();
-  const shown = allEvents ? newest : newest.slice(0, FEW_EVENTS);
-  byId("events").replaceChildren(
-    ...shown.map((event) => element("li", { class: event.level }, element("time", { datetime: new Date(1000 * event.at).toISOString() }, format.clock(event.at, now())), element("span", { class: "what" }, event.kind), element("span", { class: "text" }, event.text))),
-  );
-  byId("more-events").hidden = shown.length === newest.length;
-  byId("more-events").textContent = `Show all ${newest.length}`;
+  drawFilter(view);
+  const filter = byId("event-filter").value;
+  const wanted = view.events.filter((event) => [FOLDED, ALL, event.kind].includes(filter)).reverse();
+  const rows = filter === FOLDED ? folded(wanted) : wanted.map((event) => [event]);
+  const shown = allEvents ? rows : rows.slice(0, FEW_EVENTS);
+  byId("events").replaceChildren(...shown.map((row) => (row.length > 1 ? foldedRow(row) : eventRow(row[0]))));
+  byId("more-events").hidden = shown.length === rows.length;
+  byId("more-events").textContent = `Show all ${rows.length}`;
+}
+
+// The kinds there are to choose from; the choice stays.
+function drawFilter(view) {
+  const select = byId("event-filter"), chosen = select.value || FOLDED;
+  const kinds = [...new Set([...view.events.map((event) => event.kind), chosen])].filter((kind) => kind !== FOLDED && kind !== ALL).sort();
+  const words = { [FOLDED]: "routine ones folded", [ALL]: "all" };
+  const options = [FOLDED, ALL, ...kinds];
+  if (options.join() === [...select.options].map((option) => option.value).join()) return;
+  select.replaceChildren(...options.map((kind) => element("option", { value: kind, selected: kind === chosen }, words[kind] ?? `only ${kind}`)));
+}
+
+// Rows of events: neighbouring routine ones share a row, except the newest event and those that were opened.
+function folded(newestFirst) {
+  const rows = [];
+  let open = null;
+  newestFirst.forEach((event, i) => {
+    if (i === 0 || event.level !== "info" || !ROUTINE.includes(event.kind)) {
+      open = null;
+      rows.push([event]);
+    } else if (open) open.push(event);
+    else rows.push((open = [event]));
+  });
+  return rows.flatMap((row) => (row.length > 1 && unfolded.has(foldKey(row)) ? row.map((event) => [event]) : [row]));
+}
+
+// A row grows at its newest end.
+const foldKey = (row) => row[row.length - 1].at;
+
+function foldedRow(row) {
+  const counts = new Map();
+  for (const event of row) counts.set(event.kind, (counts.get(event.kind) ?? 0) + 1);
+  const words = [...counts].map(([kind, many]) => `${many} ${kind}`).join(", ");
+  const button = element("button", { type: "button", class: "quiet", "aria-expanded": "false" }, words);
+  button.addEventListener("click", () => {
+    unfolded.add(foldKey(row));
+    drawEvents(stream.view);
+  });
+  return element("li", { class: "folded" }, eventTime(row[0]), button);
+}
+
+const eventTime = (event) => element("time", { datetime: new Date(1000 * event.at).toISOString() }, format.clock(event.at, now()));
+
+function eventRow(event) {
+  return element("li", { class: event.level }, eventTime(event), element("span", { class: "what" }, event.kind), element("span", { class: "text" }, event.text));
 }

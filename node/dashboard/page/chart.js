@@ -10,6 +10,7 @@ export class Chart {
   constructor(place, { label, format, fromZero, now }) {
     Object.assign(this, { place, label, format, fromZero, now });
     this.curve = { stride: 1, steps: [], times: [], values: [] };
+    this.marks = [];
     this.chosen = null;
     this.tip = element("div", { class: "tip", role: "status", hidden: true });
     this.svg = shape("svg", { role: "img", tabindex: "0" });
@@ -22,7 +23,8 @@ export class Chart {
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
-  set(curve, most) {
+  // `marks`: points measured now and then, `{step, value, best}`, drawn over the curve.
+  set(curve, marks = []) {
     const kept = curve.values.map((value, i) => (value === null ? -1 : i)).filter((i) => i >= 0);
     this.curve = {
       stride: curve.stride,
@@ -30,7 +32,7 @@ export class Chart {
       times: kept.map((i) => curve.times[i]),
       values: kept.map((i) => curve.values[i]),
     };
-    this.most = most;
+    this.marks = marks;
     if (this.chosen !== null && this.chosen >= this.curve.steps.length) this.chosen = null;
     this.draw();
   }
@@ -48,8 +50,8 @@ export class Chart {
     }
     const newest = values.length - 1;
     this.svg.setAttribute("aria-label", `${this.label}: ${this.format(values[0])} at step ${steps[0]}, ${this.format(values[newest])} at step ${steps[newest]}`);
-    const rows = ticks(...bounds(values, this.fromZero), 4);
-    const first = Math.min(steps[0], 1), last = Math.max(steps[newest], first + 1);
+    const rows = ticks(...bounds([...values, ...this.marks.map((mark) => mark.value)], this.fromZero), 4);
+    const first = Math.min(steps[0], 1), last = Math.max(steps[newest], first + 1, ...this.marks.map((mark) => mark.step));
     this.x = (step) => LEFT + ((step - first) / (last - first)) * (width - LEFT - RIGHT);
     const low = rows[0], high = rows[rows.length - 1];
     this.y = (value) => TOP + (1 - (value - low) / (high - low)) * (height - TOP - BOTTOM);
@@ -70,6 +72,11 @@ export class Chart {
     this.svg.append(shape("path", { class: "area", d: `${path}L${this.x(steps[newest]).toFixed(1)} ${base}L${this.x(steps[0]).toFixed(1)} ${base}Z` }));
     this.svg.append(shape("path", { class: "line", d: path }));
     this.svg.append(shape("circle", { class: "newest", cx: this.x(steps[newest]), cy: this.y(values[newest]), r: 3.5 }));
+    const marked = this.marks.map(({ step, value }, i) => `${i ? "L" : "M"}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`).join("");
+    if (marked) this.svg.append(shape("path", { class: "held-line", d: marked }));
+    for (const { step, value, best } of this.marks) {
+      this.svg.append(shape("circle", { class: best ? "held best" : "held", cx: this.x(step), cy: this.y(value), r: best ? 6 : 3, "data-step": step }));
+    }
     this.mark();
   }
 
@@ -106,9 +113,11 @@ export class Chart {
     this.svg.append(shape("line", { class: "mark cross", x1: x, x2: x, y1: TOP, y2: height - BOTTOM }));
     this.svg.append(shape("circle", { class: "mark dot", cx: x, cy: y, r: 4 }));
     const mean = stride > 1 ? `, mean of ${stride}` : "";
+    const held = this.marks.filter((mark) => mark.step <= steps[i] && mark.step > steps[i] - stride);
     this.tip.replaceChildren(
       element("strong", {}, this.format(values[i])),
       element("span", {}, `step ${integer(steps[i])}${mean}`),
+      ...held.map((mark) => element("span", {}, `held out ${this.format(mark.value)}${mark.best ? ", the best" : ""}`)),
       element("span", {}, clock(times[i], this.now())),
     );
     const room = this.tip.offsetWidth + 14;
@@ -141,6 +150,7 @@ export function ticks(low, high, wanted) {
 
 // A tick's text: only as many decimals as the distance to the next one needs.
 function axis(value, distance) {
+  if (distance < 1e-3) return value ? Number(value.toPrecision(3)).toExponential() : "0";
   const large = Math.abs(value) >= 1000;
   const scale = Math.abs(value) >= 1e6 ? 1e6 : large ? 1000 : 1;
   const suffix = scale === 1e6 ? "M" : large ? "k" : "";

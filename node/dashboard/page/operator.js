@@ -13,6 +13,7 @@ export class Operator {
       const button = event.target.closest("button[data-action]");
       if (button) this.press(button);
     });
+    byId("copy").addEventListener("click", () => this.copy());
     byId("operator-form").addEventListener("submit", (event) => event.preventDefault());
     byId("operator").addEventListener("toggle", () => this.look());
     this.look();
@@ -65,18 +66,33 @@ export class Operator {
     this.armed = null;
   }
 
+  async copy() {
+    byId("join-text").select();
+    try {
+      await navigator.clipboard.writeText(byId("join-text").value);
+      byId("operator-answer").textContent = "copied";
+    } catch {
+      byId("operator-answer").textContent = "the line is selected: copy it with your keyboard";
+    }
+  }
+
   async ask(action, id) {
     const answer = byId("operator-answer");
+    const token = action === "token" ? { uses: Number(byId("token-uses").value), ttl: byId("token-ttl").value } : {};
     answer.textContent = "…";
     try {
       const response = await fetch("/api/operator", {
         method: "POST",
         headers: { Authorization: `Bearer ${byId("key").value}`, "X-Thinwire": "1", "Content-Type": "application/json" },
-        body: JSON.stringify({ action, id, keep_token: byId("keep-token").checked }),
+        body: JSON.stringify({ action, id, keep_token: byId("keep-token").checked, ...token }),
       });
       const said = await response.json();
       answer.className = response.ok ? "" : "trouble";
       answer.textContent = said.error ?? said.text ?? "";
+      if (said.join_line) {
+        byId("join-line").hidden = false;
+        byId("join-text").value = said.join_line;
+      }
       if (said.tokens) this.tokens(said.tokens);
       else if (response.ok && action === "revoke") this.ask("tokens", "");
     } catch {

@@ -17,6 +17,7 @@ export const KINDS = {
 };
 const BUSY = 0.7;
 const MOST_ABREAST = 3;
+const VISIBLE = 0.005; // of a bar
 
 export function pipeline(view) {
   const parts = [];
@@ -59,8 +60,10 @@ function rowHead(row, groups) {
 
 export const abreast = (view) => view.groups.length < 2 && view.stages.length <= MOST_ABREAST;
 
-export function legend() {
-  return Object.entries(KINDS).map(([kind, words]) => element("li", {}, element("i", { class: `kind ${kind}` }), words));
+// Only the kinds that some stage's bar shows.
+export function legend(view) {
+  const shown = Object.entries(KINDS).filter(([kind]) => view.stages.some((stage) => stage.shares[kind] >= VISIBLE));
+  return shown.map(([kind, words]) => element("li", {}, element("i", { class: `kind ${kind}` }), words));
 }
 
 // `away`: the stage's node is missing while the run is on.
@@ -98,7 +101,7 @@ function stageCard(stage, away) {
 
 function sharesText(stage) {
   return Object.keys(KINDS)
-    .filter((kind) => stage.shares[kind] >= 0.005)
+    .filter((kind) => stage.shares[kind] >= VISIBLE)
     .map((kind) => `${KINDS[kind]} ${percent(stage.shares[kind])}`)
     .join(", ");
 }
