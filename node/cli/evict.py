@@ -1,8 +1,9 @@
-"""`thinwire evict RUN_DIR NODE_ID`: remove a node from a run for good, also while the run is on."""
+"""`thinwire evict RUN_DIR NODE`: remove a node from a run for good, also while the run is on."""
 
 import argparse
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from wire.errors import UserError, nearest
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("evict", help="remove a node from a run for good")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
-    parser.add_argument("node_id", metavar="NODE_ID", help="from `thinwire status`")
+    parser.add_argument("node", metavar="NODE", help="its id or its name, from `thinwire status`")
     parser.add_argument(
         "--keep-token",
         action="store_true",
@@ -26,11 +27,30 @@ def run(args: argparse.Namespace) -> int:
     from node.cli.run_directory import existing_run_directory
     from node.coordinator.store import Store
 
-    with Store.open(existing_run_directory(args.run_dir)) as store:
-        eviction = store.evict(args.node_id, time.time(), keep_token=args.keep_token)
+    directory = existing_run_directory(args.run_dir)
+    with Store.open(directory) as store:
+        members = {member.node_id: member for member in store.members()}
+        node_id = args.node
+        # Ids first: a node may call itself by another's id.
+        if node_id not in members:
+            inside = {node for node, member in members.items() if member.evicted is None}
+            node_id = _by_name(args.node, inside, directory)
+        eviction = store.evict(node_id, time.time(), keep_token=args.keep_token)
         if eviction is None:
-            known = [member.node_id for member in store.members()]
-            hint = nearest(args.node_id, known) if known else "; it has none"
-            raise UserError(f"{args.node_id} is no member of the run in {args.run_dir}{hint}")
+            hint = nearest(args.node, list(members)) if members else "; it has none"
+            raise UserError(f"{args.node} is no member of the run in {args.run_dir}{hint}")
     sys.stdout.write(f"{eviction}\n")
     return 0
+
+
+def _by_name(name: str, members: Collection[str], directory: Path) -> str:
+    """The id of the only one of `members` that is called `name`; `name` itself if none is. UserError for
+    several: owners choose names freely."""
+    from node.display.watch import HistoryWatch
+
+    watch = HistoryWatch(directory)
+    watch.view()
+    called = sorted(node for node, other in watch.names.items() if other == name and node in members)
+    if len(called) > 1:
+        raise UserError(f"{len(called)} nodes are called {name!r}: name one by its id, {' or '.join(called)}")
+    return called[0] if called else name

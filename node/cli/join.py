@@ -220,20 +220,21 @@ def _repository(text: str) -> str:
 def _read_token(token: str | None, path: Path | None) -> str:
     """The token from the command line or the file. Raises UsageError."""
     from node.cli.parser import UsageError
+    from wire.identity.token import token_in
 
     if (token is None) == (path is None):
         raise UsageError("give the join token either as TOKEN or by --token-file PATH")
     if path is None:
         assert token is not None
-        return (token.split() or [""])[-1]  # the whole join line may be one argument
+        return token_in(token)
     try:
         # Some editors write a byte order mark.
         with path.open(encoding="utf-8-sig") as file:
-            # A whole join line is accepted; tokens are far shorter than the limit.
-            words = file.read(MAX_TOKEN_FILE).split()
+            # Tokens are far shorter than the limit.
+            found = token_in(file.read(MAX_TOKEN_FILE))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"--token-file {path} cannot be read: {reason}") from None
-    if not words:
+    if not found:
         raise UsageError(f"--token-file {path} is empty: write the join token into it")
-    return words[-1]
+    return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from node.config.join_options import MOST_DEVICES
+from node.display.terminal import LIVE_LINE
 from wire.errors import UserError, nearest
 
 
@@ -78,9 +79,10 @@ def check_devices(args: argparse.Namespace) -> None:
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable at run time
-    """Write to the current `sys.stderr`, which the live display replaces."""
+    """Write to the current `sys.stderr`, which the live display replaces, below a live line."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        LIVE_LINE.end()
         self.stream = sys.stderr
         super().emit(record)
 

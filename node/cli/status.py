@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         complete = [snapshot for snapshot in store.snapshots() if snapshot.complete]
         usable = sum(token.state(now) == "usable" for token in store.list_tokens())
     status = read_status(directory)
-    view = HistoryWatch(directory).view()
+    watch = HistoryWatch(directory)
+    view = watch.view()
     bottleneck = view.bottleneck
     snapshots = [snapshot.step for snapshot in complete]
     # The database counts steps from 0.
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if last:
         lines.append(f"loss      {loss_text(last.loss)} in step {done}")
     if status:
-        lines += _live_lines(status, now, alive, steps=state in STEPS)
+        lines += _live_lines(status, now, alive, watch.names, steps=state in STEPS)
     if state in GOES_ON:
         lines += [f"slow      {sentence}" for sentence in bottleneck]
     lines += [f"path      {sentence}" for sentence in path_sentences(view)]
@@ -131,10 +133,17 @@ def run_state(status: "RunStatus | None", alive: bool | None, *, complete: bool,
     return "replaying" if replays_to else "training"
 
 
-def _live_lines(status: "RunStatus", now: float, alive: bool | None, *, steps: bool) -> list[str]:
-    """The coordinator's last report; `alive` as for `run_state`. `steps`: whether its last step is news."""
+def _live_lines(
+    status: "RunStatus", now: float, alive: bool | None, names: Mapping[str, str], *, steps: bool
+) -> list[str]:
+    """The coordinator's last report; `alive` as for `run_state`.
+
+    Args:
+        names: what owners call their nodes, by node id.
+        steps: whether the last step is news.
+    """
     from node.display.render import SHORT_ID, stage_rows
-    from node.telemetry.format import count_text, duration_text, named, printable, table_lines
+    from node.telemetry.format import count_text, counted, duration_text, named, printable, table_lines
 
     lines = [
         printable(
@@ -146,15 +155,17 @@ def _live_lines(status: "RunStatus", now: float, alive: bool | None, *, steps: b
     if status.paused and alive and not status.finished:
         lines.append(printable(status.paused))
     if alive is not False:
-        grid = f"{len(nodes) or status.started.stages} stages"
+        grid = counted(len(nodes) or status.started.stages, "stage")
         if status.placement is not None and status.placement.groups:
             rows = len(status.placement.groups)
-            grid = f"{rows} row{'s' if rows > 1 else ''} of {status.placement.stages} stages"
-        lines.append(f"connected {len(status.nodes)} nodes for {grid}")
+            grid = f"{counted(rows, 'row')} of {counted(status.placement.stages, 'stage')}"
+        lines.append(f"connected {counted(len(status.nodes), 'node')} for {grid}")
     called = [named(node.node_id[:SHORT_ID], node.name) for node in status.nodes if node.name]
     if called and alive is not False:
         lines.append(printable(f"names     {', '.join(called)}"))
-    lines += [printable(f"gone      {left.node_id[:SHORT_ID]}: {left.reason}") for left in status.gone]
+    for left in status.gone:
+        who = named(left.node_id[:SHORT_ID], names.get(left.node_id, ""))
+        lines.append(printable(f"gone      {who}: {left.reason}"))
     if status.step and steps:
         lines.append(f"speed     {count_text(status.step.tokens_per_second)} tokens/s")
         across = status.placement.stages if status.placement else 0
@@ -163,7 +174,7 @@ def _live_lines(status: "RunStatus", now: float, alive: bool | None, *, steps: b
     if status.held_out:
         lines.append(status.held_out.line)
     if status.aborted:
-        lines.append(f"aborted   {status.aborted} steps, which ran again")
+        lines.append(f"aborted   {counted(status.aborted, 'step')}, which ran again")
     if status.planned:
         lines.append(f"planned   {status.planned} changes of placement")
     if status.page and not status.finished and alive is not False:

@@ -7,6 +7,7 @@ nodes is evicted is closed: it admits no more nodes, and its others may still co
 import argparse
 import json
 import re
+import shlex
 import sys
 import time
 from datetime import timedelta
@@ -89,7 +90,8 @@ def _list(args: argparse.Namespace) -> int:
             rows.append([record.token_id, record.state(now), uses, _date(record.expires), admitted])
         sys.stdout.write("\n".join(table_lines(["id", "state", "uses", "expires", "nodes"], rows)) + "\n")
     else:
-        sys.stdout.write("no tokens; `thinwire token create` makes one\n")
+        directory = shlex.quote(str(args.run_dir))
+        sys.stdout.write(f"no tokens; `thinwire token create {directory}` makes one\n")
     return 0
 
 

@@ -269,7 +269,7 @@ class _Routes:
         return _json({"available": denied is None, "reason": denied.reason if denied else ""})
 
     async def act(self, request: web.Request) -> web.Response:
-        """A change: JSON with `action` and, for some, `id`, `keep_token`, `uses` or `ttl`. Needs the operator's key."""
+        """A change: JSON with `action` and, for some, `id` or `_OPTIONS`. Needs the operator's key."""
         operator, guard = self._page.operator, self._page.guard
         if operator is None or guard is None:
             return _json({"error": "this page is read-only: no coordinator serves it"}, status=403)
@@ -284,20 +284,29 @@ class _Routes:
             )
             return _json({"error": denied.reason}, status=denied.status)
         try:
-            wanted = json.loads(await request.read())
-            action, subject = wanted["action"], wanted.get("id", "")
-            keep_token, ttl = wanted.get("keep_token", False), wanted.get("ttl", "24h")
-            texts = all(isinstance(text, str) for text in (action, subject, ttl))
-            # A field that is left empty, or a fraction, is null or no whole number.
-            uses = wanted.get("uses", 1)
-            if not (texts and isinstance(keep_token, bool) and type(uses) is int):
-                raise TypeError
+            action, subject, options = _wanted(await request.read())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return _json({"error": 'expected JSON such as {"action": "snapshot"}'}, status=400)
         try:
-            return _json(await operator.act(action, subject, keep_token=keep_token, uses=uses, ttl=ttl))
+            return _json(await operator.act(action, subject, **options))
         except UserError as error:
             return _json({"error": str(error)}, status=400)
+
+
+_OPTIONS: Mapping[str, type] = {"keep_token": bool, "uses": int, "ttl": str}
+"""Of some changes, with their types."""
+
+
+def _wanted(body: bytes) -> tuple[str, str, dict[str, Any]]:
+    """Action, subject and options that a request's JSON asks for; one of many errors if it is none."""
+    wanted = json.loads(body)
+    action, subject = wanted["action"], wanted.get("id", "")
+    options = {name: wanted[name] for name in _OPTIONS if name in wanted}
+    # True is an int too, but no number of uses.
+    fits = all(type(value) is _OPTIONS[name] for name, value in options.items())
+    if not (isinstance(action, str) and isinstance(subject, str) and fits):
+        raise TypeError
+    return action, subject, options
 
 
 def _counted(connections: Connections) -> Any:

@@ -10,9 +10,9 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from node.display.terminal import lasting
@@ -36,6 +36,7 @@ from node.telemetry.format import (
     NO_LABELS,
     bytes_text,
     count_text,
+    counted,
     duration_text,
     loss_text,
     named,
@@ -99,6 +100,7 @@ class PlainRenderer(Renderer):
         self._stream = stream
         self._clock = clock
         self._pace = Pace()
+        self._names: dict[str, str] = {}
         self._next_step_line = -1.0
 
     def __call__(self, event: Event) -> None:
@@ -110,7 +112,8 @@ class PlainRenderer(Renderer):
             self._next_step_line = now + PLAIN_INTERVAL
             lines = [step_line(event, self._pace)]
         else:
-            lines = event_lines(event)
+            _note_name(self._names, event)
+            lines = event_lines(event, self._names)
         self._stream.write("".join(line + "\n" for line in lines))
         self._stream.flush()
 
@@ -135,6 +138,7 @@ class LiveRenderer(Renderer):
         self._next_frame = 0.0
         self._pace = Pace()
         self._nodes: tuple[str, ...] = ()
+        self._names: dict[str, str] = {}
         self._across = 0
         self._figures: StepDone | None = None
         """The newest step that has any of its stages."""
@@ -160,7 +164,8 @@ class LiveRenderer(Renderer):
             self._nodes, self._across, self._figures = event.nodes, event.stages, None
         if isinstance(event, RunFinished):
             self._live.stop()  # the last frame stays, the summary follows
-        for line in event_lines(event):
+        _note_name(self._names, event)
+        for line in event_lines(event, self._names):
             # Unwrapped, so a join line can be copied.
             self._console.print(line, soft_wrap=True)
 
@@ -187,6 +192,12 @@ class LiveRenderer(Renderer):
         bar = ProgressBar(total=done.steps, completed=done.step, complete_style="green")
         # Padding adds the line break that the bar lacks.
         return Group(head, Padding(bar, 0), table)
+
+
+def _note_name(names: dict[str, str], event: Event) -> None:
+    """What its owner calls a node that joins."""
+    if isinstance(event, NodeJoined):
+        names[event.node_id] = event.name
 
 
 class Pace:
@@ -217,15 +228,20 @@ def step_line(done: StepDone, pace: Pace) -> str:
     )
 
 
-def event_lines(event: Event) -> list[str]:
-    """Any event except steps, as plain lines."""
+def event_lines(event: Event, names: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """Any event except steps, as plain lines. `names`: what owners call their nodes, by node id."""
+
+    def who(node_id: str) -> str:
+        return named(node_id[:SHORT_ID], names.get(node_id, ""))
+
     match event:
         case RunStarted():
             resumed = f", from step {event.first_step}" if event.first_step else ""
             return [
                 printable(
-                    f"run {event.name} ({event.run_id}) in {event.directory}: {event.stages} stages, "
-                    f"{event.steps} steps{resumed}, {count_text(event.tokens_per_step)} tokens a step, "
+                    f"run {event.name} ({event.run_id}) in {event.directory}: "
+                    f"{counted(event.stages, 'stage')}, {counted(event.steps, 'step')}{resumed}, "
+                    f"{count_text(event.tokens_per_step)} tokens a step, "
                     f"activations {event.forward_codec}, gradients {event.backward_codec}"
                 )
             ]
@@ -236,12 +252,12 @@ def event_lines(event: Event) -> list[str]:
             return [printable(f"page at {event.url} ({changes})")]
         case NodeJoined():
             where = f"at {event.address}" if event.address else "by a relay: neighbours cannot dial it"
-            who = named(event.node_id[:SHORT_ID], event.name)
-            return [printable(f"joined: {who} ({event.device}) {where}")]
+            node = named(event.node_id[:SHORT_ID], event.name)
+            return [printable(f"joined: {node} ({event.device}) {where}")]
         case NodeLeft():
-            return [printable(f"left: {event.node_id[:SHORT_ID]}: {event.reason}")]
+            return [printable(f"left: {who(event.node_id)}: {event.reason}")]
         case PlacementMade():
-            short = replace(event, nodes=tuple(node[:SHORT_ID] for node in event.nodes))
+            short = replace(event, nodes=tuple(map(who, event.nodes)))
             return [printable(f"placed (epoch {event.epoch}): {short.placed}; from step {event.resume_step}")]
         case StepAborted():
             if event.is_planned:

@@ -54,8 +54,27 @@ def take_any_text(*streams: TextIO) -> None:
                 stream.reconfigure(errors="backslashreplace")
 
 
+class LiveLine:
+    """The terminal's last line, while it changes in place: other output needs a line break first."""
+
+    shown = False
+
+    def end(self) -> None:
+        """Leave it as it is; what follows is on the next line."""
+        if self.shown:
+            self.shown = False
+            with contextlib.suppress(OSError):
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+
+
+LIVE_LINE = LiveLine()
+"""A process has one terminal."""
+
+
 def say(line: str) -> None:
-    """Write a line to stderr if possible."""
+    """Write a line to stderr if possible, below a live line."""
+    LIVE_LINE.end()
     try:
         sys.stderr.write(line + "\n")
         sys.stderr.flush()

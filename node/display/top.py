@@ -2,11 +2,13 @@
 
 import textwrap
 from collections import defaultdict
+from collections.abc import Sequence
 
 from node.telemetry.format import (
     NO_LABELS,
     bytes_text,
     count_text,
+    counted,
     dropped_text,
     duration_text,
     loss_text,
@@ -20,6 +22,11 @@ from wire.telemetry import RELAY, is_relayed
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 48
 _EVENTS = 6
+_STAGES_SPARE = ("gpu", "memory", "unpack", "pack", "optimizer", "forward", "backward", "sync")
+_LINKS_SPARE = ("damaged", "again", "sent", "bits", "round trip", "codecs")
+"""Columns that a narrow terminal goes without, the first ones first: who waits for whom stays longest."""
+_LEAST_CUT = 8
+"""Characters of a node that are always shown."""
 
 
 def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
@@ -28,16 +35,16 @@ def view_lines(view: RunView, now: float, width: int = 0) -> list[str]:
     `now`: Unix seconds. `width`: columns to wrap sentences to; 0 for no wrapping.
     """
     lines = [*_wrapped("", _head(view), width), *_wrapped("", _figures(view), width)]
-    for sentence in view.bottleneck:
+    for sentence in () if view.ended else view.bottleneck:
         lines += _wrapped("bottleneck  ", sentence, width)
     for name, curve, digits in (("loss", view.loss_curve, 4), ("tokens/s", view.speed_curve, 0)):
         if len(curve.values) > 1:
             low, high = min(curve.values), max(curve.values)
             lines.append(f"{name:<11} {sparkline(curve.values)}  {low:.{digits}f} to {high:.{digits}f}")
     if view.stages:
-        lines += ["", *_rows(view), *_stage_table(view.stages)]
+        lines += ["", *_rows(view), *_stage_table(view.stages, width)]
     if view.links:
-        lines += ["", *_link_table(view.links)]
+        lines += ["", *_link_table(view.links, width)]
         for sentence in path_sentences(view, relayed_only=True):
             lines += _wrapped("path        ", sentence, width)
     if view.dropped:
@@ -61,7 +68,7 @@ def _wrapped(title: str, text: str, width: int) -> list[str]:
 
 def step_line(view: RunView) -> str:
     """The run's state on one line."""
-    bottleneck = f"; {view.bottleneck[0]}" if view.bottleneck else ""
+    bottleneck = f"; {view.bottleneck[0]}" if view.bottleneck and not view.ended else ""
     return f"{_head(view)}; {_figures(view)}{bottleneck}"
 
 
@@ -115,7 +122,7 @@ def place_text(replica: int, stage: int, rows: int) -> str:
     return str(stage) if rows == 1 else f"{replica}/{stage}"
 
 
-def _stage_table(stages: tuple[StageView, ...]) -> list[str]:
+def _stage_table(stages: tuple[StageView, ...], width: int) -> list[str]:
     rows_here = 1 + max(stage.replica for stage in stages)
     place = "stage" if rows_here == 1 else "row/stage"
     header = [place, "node", "busy", "forward", "backward", "pack", "unpack", "optimizer"]
@@ -135,10 +142,10 @@ def _stage_table(stages: tuple[StageView, ...]) -> list[str]:
                 bytes_text(stage.gpu_memory_bytes) if stage.gpu_memory_bytes else "-",
             ]
         )
-    return table_lines(header, rows)
+    return _fitting(header, rows, width, _STAGES_SPARE)
 
 
-def _link_table(links: tuple[LinkView, ...]) -> list[str]:
+def _link_table(links: tuple[LinkView, ...], width: int) -> list[str]:
     rows_here = 1 + max(max(link.source_replica, link.target_replica) for link in links)
     header = ["link", "codecs", "Mbit/s", "capacity", "use", "bits", "round trip", "sent", "again", "damaged"]
     header.append("path")
@@ -159,7 +166,31 @@ def _link_table(links: tuple[LinkView, ...]) -> list[str]:
         ]
         for link in links
     ]
-    return table_lines(header, rows)
+    return _fitting(header, rows, width, _LINKS_SPARE)
+
+
+def _fitting(header: list[str], rows: list[list[str]], width: int, spare: Sequence[str]) -> list[str]:
+    """A table of at most `width` columns: it lacks the `spare` ones that do not fit, the first ones first.
+
+    If even that is too wide, the second column is cut. `width` 0: all of it.
+    """
+    lines = table_lines(header, rows)
+    for name in spare:
+        if not 0 < width < max(map(len, lines)):
+            break
+        kept = [column for column, title in enumerate(header) if title != name]
+        header, *rows = ([row[column] for column in kept] for row in (header, *rows))
+        lines = table_lines(header, rows)
+    over = max(map(len, lines)) - width
+    if width and over > 0:
+        room = max(_LEAST_CUT, max(len(row[1]) for row in (header, *rows)) - over)
+        cut = ([first, _cut(second, room), *others] for first, second, *others in rows)
+        lines = table_lines(header, list(cut))
+    return lines
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else f"{text[: room - 1]}…"
 
 
 def path_sentences(view: RunView, *, relayed_only: bool = False) -> list[str]:
@@ -202,7 +233,7 @@ def _use(link: LinkView) -> str:
 
 
 def _nodes(view: RunView, now: float) -> str:
-    parts = [f"{len(view.members)} nodes, {view.spares} spare"]
+    parts = [f"{counted(len(view.members), 'node')}, {view.spares} spare"]
     if view.snapshot is not None:
         age = duration_text(max(0.0, now - view.snapshot.at))
         parts.append(f"snapshot of step {view.snapshot.step}, {age} old")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from node.display.terminal import Screen
+from node.display.terminal import LIVE_LINE, Screen
 from node.telemetry.format import clock_text, printable
 
 TICK_SECONDS = 1.0
@@ -29,7 +29,6 @@ class VolunteerScreen:
         terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         self._live = (terminal if live is None else live) and not json_lines
         self._screen = Screen("this node")
-        self._is_live_line = False
         self._told = ""
         self._tell_again = 0.0
         self._repeat = FIRST_REPEAT_SECONDS
@@ -99,12 +98,12 @@ class VolunteerScreen:
     def _show(self, text: str) -> None:
         columns = _columns()
         self._write("\r\x1b[K" + printable(text)[: columns - 1])
-        self._is_live_line = True
+        LIVE_LINE.shown = True
 
     def _clear(self) -> None:
-        if self._is_live_line:
+        if LIVE_LINE.shown:
             self._write("\r\x1b[K")
-            self._is_live_line = False
+            LIVE_LINE.shown = False
 
     def _write(self, text: str) -> None:
         def attempt() -> None:

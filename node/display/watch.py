@@ -2,8 +2,10 @@
 
 import http.client
 import json
+import shlex
 import ssl
 import urllib.parse
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from wire.errors import LinkError, ProtocolViolationError, RunError, UserError
 
 MOST_ANSWER = 16 * 1024 * 1024
 TIMEOUT_SECONDS = 10.0
+RUN_DIR = "RUN_DIR"
+"""What sentences call the run's directory."""
 
 
 class HistoryWatch:
@@ -39,7 +43,15 @@ class HistoryWatch:
             # There is no coordinator to join any more.
             why = () if view.state == "waiting for nodes" else view.bottleneck
             return replace(view, state="stopped", ended=COORDINATOR_GONE, eta_seconds=None, bottleneck=why)
-        return view
+        # Commands in sentences are for everybody who sees the run; here its directory is known.
+        directory = shlex.quote(str(self._directory))
+        sentences = tuple(sentence.replace(RUN_DIR, directory) for sentence in view.bottleneck)
+        return replace(view, bottleneck=sentences)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """What owners call their nodes, by node id, as of the newest view."""
+        return self._builder.names
 
 
 class PageWatch:

@@ -29,6 +29,11 @@ def count_text(count: float) -> str:
     return _scaled(count, ("", "k", "M", "G", "T", "P"), "")
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 node`, `3 nodes`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 NO_LABELS = "no labels"
 """Where a loss would stand that none of the tokens counts in."""
 

@@ -141,7 +141,7 @@ class RunViewBuilder:
                 self.members = {}
             case _:
                 pass
-        if (listed := _listed(event)) is not None:
+        if (listed := _listed(event, self.names)) is not None:
             kind, level, text = listed
             line = _for_others(text)
             self.listed = (*self.listed, EventView(at=at, kind=kind, level=level, text=line))[-MOST_EVENTS:]
@@ -413,8 +413,8 @@ def _for_others(text: str) -> str:
     return without_folders(without_addresses(printable(text)))
 
 
-def _listed(event: events.Event) -> tuple[str, str, str] | None:
-    """Kind, level and text of an event that is listed; None for others."""
+def _listed(event: events.Event, names: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Kind, level and text of an event that is listed; None for others. `names`: by node id."""
     match event:
         case events.RunStarted():
             resumed = f", from step {event.first_step}" if event.first_step else ""
@@ -422,9 +422,15 @@ def _listed(event: events.Event) -> tuple[str, str, str] | None:
         case events.NodeJoined():
             return "joined", "info", f"{named(event.node_id, event.name)} joined ({event.device})"
         case events.NodeLeft():
-            return "left", "warning", f"{event.node_id} left: {event.reason}"
+            return (
+                "left",
+                "warning",
+                f"{named(event.node_id, names.get(event.node_id, ''))} left: {event.reason}",
+            )
         case events.PlacementMade():
-            return "placed", "info", f"epoch {event.epoch} from step {event.resume_step}: {event.placed}"
+            nodes = tuple(named(node, names.get(node, "")) for node in event.nodes)
+            placed = replace(event, nodes=nodes).placed
+            return "placed", "info", f"epoch {event.epoch} from step {event.resume_step}: {placed}"
         case events.StepAborted():
             if event.is_planned:
                 return "planned", "info", f"planned change of placement before step {event.step}"

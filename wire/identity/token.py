@@ -38,6 +38,13 @@ LONGEST_TTL = timedelta(days=366)
 _LONGEST = 4096
 
 
+def token_in(text: str) -> str:
+    """The token in a pasted join line, or the last word; a mailer may have wrapped the token over lines."""
+    words = text.split()
+    first = next((i for i, word in enumerate(words) if word.startswith(f"{_PREFIX}_")), len(words) - 1)
+    return "".join(words[max(0, first) :])
+
+
 def base58_encode(data: bytes) -> str:
     """Bitcoin's base58: big-endian, a `1` for each leading zero byte."""
     number, digits = int.from_bytes(data), ""

@@ -16,11 +16,13 @@ from node.cli.run_directory import existing_run_directory, new_run_directory
 from node.cli.run_output import emitter
 from node.cli.token import parse_ttl
 from node.config.schema import RunConfig
-from node.coordinator.store import DATABASE_FILE, Store
+from node.coordinator.store import DATABASE_FILE, Member, Store
 from node.display.status import read_status
 from node.run_file.loader import default_config, to_json
 from node.telemetry.events import NodeJoined, Notice, RunStarted
+from node.telemetry.history import HistoryWriter
 from wire.errors import UserError
+from wire.identity.enrolment import Hardware
 from wire.identity.token import JoinToken
 from wire.version import VERSION
 
@@ -236,7 +238,7 @@ def test_tokens_are_created_listed_and_revoked(run_dir: Path, capsys: Capture) -
         assert main(["token", *arguments]) == 0
         return capsys.readouterr().out
 
-    assert "no tokens" in ask("list", str(run_dir))
+    assert f"`thinwire token create {run_dir}`" in ask("list", str(run_dir))
     line = ask("create", str(run_dir), "--uses", "3", "--ttl", "7d")
     assert line.startswith("thinwire join tw1_") and line.count("\n") == 1
     token = JoinToken.parse(line.split()[-1])
@@ -334,8 +336,8 @@ def test_join_hands_on_a_name_on_one_line(monkeypatch: pytest.MonkeyPatch, capsy
     assert "--name may have at most 40 characters, got 41" in capsys.readouterr().err
 
 
-def test_status_shows_the_names_of_nodes(run_dir: Path, capsys: Capture) -> None:
-    started = RunStarted(
+def run_started(run_dir: Path) -> RunStarted:
+    return RunStarted(
         run_id="r",
         name="demo",
         directory=str(run_dir),
@@ -346,8 +348,11 @@ def test_status_shows_the_names_of_nodes(run_dir: Path, capsys: Capture) -> None
         forward_codec="tah",
         backward_codec="fixed-8",
     )
+
+
+def test_status_shows_the_names_of_nodes(run_dir: Path, capsys: Capture) -> None:
     with emitter(default_config(), json=True) as emit:
-        emit(started)
+        emit(run_started(run_dir))
         emit(NodeJoined(node_id="node-a", device="cpu", address="", name="Ana's 4090"))
         emit(NodeJoined(node_id="node-b", device="cpu", address=""))
     capsys.readouterr()
@@ -355,11 +360,39 @@ def test_status_shows_the_names_of_nodes(run_dir: Path, capsys: Capture) -> None
     assert 'names     node-a "Ana\'s 4090"\n' in capsys.readouterr().out
 
 
+def test_a_node_is_evicted_by_its_id_or_a_name_that_only_it_has(run_dir: Path, capsys: Capture) -> None:
+    names = {"node-a": "Ana's 4090", "node-b": "box", "node-c": "box", "node-d": "node-a"}
+    hardware = Hardware("cpu", 4, 10**9)
+    with Store.open(run_dir) as store:
+        store.restore_members(
+            [Member(node, bytes([number]) * 32, hardware, 1.0) for number, node in enumerate(names)]
+        )
+    writer = HistoryWriter(print)
+    writer(run_started(run_dir))
+    for node, name in names.items():
+        writer(NodeJoined(node_id=node, device="cpu", address="", name=name))
+    writer.close()
+
+    def evicted(node: str, code: int = 0) -> list[str]:
+        assert main(["evict", str(run_dir), node]) == code
+        with Store.open(run_dir) as store:
+            return sorted(store.evicted())
+
+    assert evicted("box", 2) == []
+    assert "node-b or node-c" in capsys.readouterr().err
+    assert evicted("nobody", 2) == []
+    assert evicted("node-a") == ["node-a"], "an id is not taken for another's name"
+    assert evicted("Ana's 4090", 2) == ["node-a"], "it is out already"
+    assert evicted("node-b") == ["node-a", "node-b"]
+    assert evicted("box") == ["node-a", "node-b", "node-c"]
+
+
 def test_join_reads_its_token_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = JoinToken(("127.0.0.1:1",), "demo-x", b"p" * 32, "abcdefgh", b"s" * 16).encode()
     asked: list[str] = []
     monkeypatch.setattr("node.processes.node.run_node", lambda text, _options: asked.append(text) or 0)
-    for content in (token, f"{token}\n", f"thinwire join {token}\n", f"\ufeff{token}\r\n"):
+    wrapped = "\n".join(token[start : start + 40] for start in range(0, len(token), 40))
+    for content in (token, f"thinwire join {token}\n", f"\ufeff{token}\r\n", f"thinwire join {wrapped}\n"):
         (tmp_path / "token").write_text(content, encoding="utf-8")
         assert main(["join", "--token-file", "token"]) == 0
     assert asked == [token] * 4

@@ -44,6 +44,7 @@ from node.telemetry.events import (
     from_json,
 )
 from node.telemetry.format import bytes_text, count_text, duration_text, printable, table_lines
+from node.view.view_builder import view
 from tests.support.cases import each
 from wire.errors import ProtocolViolationError
 from wire.figures import FlowFigures, LinkFigures
@@ -287,6 +288,23 @@ def test_resuming_says_from_where() -> None:
     resumed = event_lines(RunStarted(**{**vars(STARTED), "first_step": 20}))
     assert "from step 20" in resumed[0]
     assert "from step" not in event_lines(STARTED)[0]
+
+
+def test_names_stand_beside_ids() -> None:
+    told = [
+        NodeJoined(node_id="node-a", device="cpu", address="x", name="Ana's 4090"),
+        PlacementMade(epoch=1, nodes=("node-a", "node-b"), resume_step=0),
+        NodeLeft(node_id="node-a", reason="gone"),
+    ]
+    assert plain([(0.0, event) for event in told])[1:] == [
+        'placed (epoch 1): 0 node-a "Ana\'s 4090", 1 node-b; from step 0',
+        'left: node-a "Ana\'s 4090": gone',
+    ]
+    listed = view(enumerate(told)).events
+    assert [event.text for event in listed[1:]] == [
+        'epoch 1 from step 0: 0 node-a "Ana\'s 4090", 1 node-b',
+        'node-a "Ana\'s 4090" left: gone',
+    ]
 
 
 def test_the_estimate_follows_the_newest_steps() -> None:

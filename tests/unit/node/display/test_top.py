@@ -76,6 +76,33 @@ def test_everything_is_on_the_screen() -> None:
     assert "192.0.2" not in text
 
 
+@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize("name", ["", "the machine in the attic of Ana's house"])
+def test_a_narrow_terminal_keeps_who_waits_for_whom(width: int, name: str) -> None:
+    nodes = [replace(joined(node), name=name) for node in ("node-aaaaaaaaaa", "node-bbbbbbbbbb")]
+    told = [started(), *nodes, placed(nodes=[node.node_id for node in nodes])]
+    seen = view(history(told, step(1), step(2)))
+    lines = view_lines(seen, BEGAN, width)
+    stages = next(number for number, line in enumerate(lines) if line.split()[:1] == ["stage"])
+    links = next(number for number, line in enumerate(lines) if line.split()[:1] == ["link"])
+    assert max(map(len, lines[stages : stages + 3])) <= width
+    assert max(map(len, lines[links : links + 3])) <= width
+    for title in ("busy", "wait up", "wait down", "wait votes", "wait coord"):
+        assert title in lines[stages]
+    assert lines[stages + 2].lstrip().startswith("1")
+    assert "use" in lines[links] and "capacity" in lines[links]
+    assert ("gpu" in lines[stages]) is (width == 140 and not name)
+
+
+def test_one_node_is_no_plural_and_a_run_that_is_over_has_no_limit() -> None:
+    told = [started(), joined(NODES[0]), *step(1)]
+    assert "1 node, 0 spare" in view_lines(view(history(told)), BEGAN)
+    over = view(history(opening(), step(1), [events.RunFinished(reason="enough", failed=False)]))
+    assert over.bottleneck
+    assert not any(line.startswith("bottleneck") for line in view_lines(over, BEGAN))
+    assert over.bottleneck[0] not in step_line(over)
+
+
 def test_links_report_what_is_known() -> None:
     """A million bytes a second each; the last one's capacity was measured with too little to tell it."""
     capacities = [1.1e6, 2e6, 0.0, 9e6]
@@ -328,6 +355,7 @@ def test_a_run_whose_coordinator_died_waits_for_nobody(
     StatusWriter(print)(events.RunStarted(**{**vars(started()), "directory": str(tmp_path)}))
     waiting = HistoryWatch(tmp_path).view()
     assert waiting.state == "waiting for nodes" and "paste the join line" in waiting.bottleneck[0]
+    assert f"`thinwire token create {tmp_path}`" in waiting.bottleneck[0]
     monkeypatch.setattr("node.display.status.coordinator_alive", lambda _: False)
     gone = HistoryWatch(tmp_path).view()
     assert (gone.state, gone.ended, gone.bottleneck) == ("stopped", "its coordinator is gone", ())

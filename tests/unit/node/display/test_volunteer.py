@@ -6,7 +6,13 @@ import threading
 import pytest
 
 from node.display import volunteer
+from node.display.terminal import LIVE_LINE, say
 from node.display.volunteer import FIRST_REPEAT_SECONDS, VolunteerScreen
+
+
+@pytest.fixture(autouse=True)
+def no_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LIVE_LINE, "shown", False)
 
 
 class Clock:
@@ -41,6 +47,16 @@ def test_on_a_terminal_what_goes_on_is_replaced_and_lines_stay(capsys: pytest.Ca
     assert capsys.readouterr().out == (
         "\r\x1b[Kstage 1 of 2   step 3\r\x1b[Kstage 1 of 2   step 4\r\x1b[Kyou have left the run\n"
     )
+
+
+def test_an_error_is_below_the_line_that_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = VolunteerScreen(json_lines=False, live=True)
+    screen.now("stage 1 of 2", "step 4")
+    say("thinwire: error: gone")
+    say("and again")
+    said = capsys.readouterr()
+    assert said.out.endswith("step 4\n") and said.out.count("\n") == 1
+    assert said.err == "thinwire: error: gone\nand again\n"
 
 
 def test_json_has_an_event_a_line_and_no_escapes(capsys: pytest.CaptureFixture[str]) -> None:
