@@ -9,6 +9,7 @@ from node.config.schema import RunConfig
 from node.model.storage import KINDS, configured, unit_bytes
 from node.model.units import units_text
 from node.run_file.loader import to_fields, toml_value
+from node.run_state.snapshot_schedule import BEST_PAUSE, CHEAP_SECONDS
 from node.schedule.placement import slice_ranges
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
 from node.tuning.device_memory import Devices
@@ -298,12 +299,20 @@ def _snapshot_lines(config: RunConfig, one: int) -> list[str]:
             for rate in UPLOADS_MBIT
         )
 
-    return [
+    lines = [
         f'snapshots.keep = "{config.snapshots.keep}"; one takes, beside the steps, at Mbit/s of a line:',
         f"  coordinator: {bytes_text(one)} through its line: {times(one)}",
         f"  nodes: up to {bytes_text(part)} to a second machine: {times(part)}; up to "
         f"{bytes_text(2 * held * part)} on a node's disk",
     ]
+    if config.run.keep_best and config.data.valid_every:
+        most = -(-config.run.steps // config.data.valid_every)
+        lines.append(
+            f"  run.keep_best: one more at a new best, of {most} measurements, where one takes at most "
+            f"{CHEAP_SECONDS:g} s or 1/{BEST_PAUSE:g} of the time since the last; else the next due one is "
+            "measured and may be the best"
+        )
+    return lines
 
 
 def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> list[str]:

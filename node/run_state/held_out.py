@@ -42,11 +42,12 @@ class HeldOutSchedule:
         self._measured = set(measured)
         self._best = best
 
-    def due(self, step: int, every: int, last: int) -> bool:
-        """Whether the state of `step` is to be measured: every so many steps, and that of the last step."""
+    def due(self, step: int, every: int, last: int, *, also: bool = False) -> bool:
+        """Whether the state of `step` is to be measured: every so many steps, that of the last step, and one
+        that is `also` wanted."""
         if every < 1 or step < 1 or step in self._measured:
             return False
-        return step % every == 0 or step >= last
+        return also or step % every == 0 or step >= last
 
     def record(self, step: int, uncompressed: float) -> bool:
         """The loss of a step was measured; True if it is the least so far."""

@@ -603,7 +603,8 @@ class RunMachine:
             return actions
         best = self._measurements.record(epoch.step, record.uncompressed)
         actions = [*actions[:-1], replace(record, best=best)]
-        if best and self.plan.keep_best and self._may_go_on(epoch) and self._snapshots.room(epoch.step):
+        kept = best and self.plan.keep_best and self._may_go_on(epoch)
+        if kept and self._snapshots.saves_best(epoch.step, now - self._unseen):
             actions += self._take_snapshot(epoch, now, await_it=False)
         return actions + self._between_steps(epoch, now)
 
@@ -650,7 +651,8 @@ class RunMachine:
         plan = self.plan
         if not plan.held_out or epoch.uncompressed or self._is_to_end(epoch) or self._snapshots.awaited:
             return False
-        return self._measurements.due(step, plan.valid_every, plan.total_steps)
+        also = self._snapshots.is_measured(step)
+        return self._measurements.due(step, plan.valid_every, plan.total_steps, also=also)
 
     def _moves_groups(self, epoch: Epoch, step: int, steps_done: int) -> bool:
         """Whether it pays to give rows other groups or links other codecs; or a replay has other codecs."""

@@ -22,6 +22,9 @@ PATIENCE_TIMES = 4.0
 """As often as it took the last time."""
 LEAST_UPLOAD_RATE = 62_500.0
 """Bytes a second that a node's layers are expected to come with while nothing is measured."""
+CHEAP_SECONDS, BEST_PAUSE = 5.0, 10.0
+"""A new best is saved at once where a snapshot takes this long at most, or so many times as long has passed
+since the last one."""
 SLOW_SECONDS = 10.0
 """After this the operator sees whom a pending snapshot waits for."""
 
@@ -54,6 +57,12 @@ class SnapshotSchedule:
         """What the epoch asked for and is not stored yet."""
         self._took: dict[str, float] = {}
         """Seconds that each node's last layers took."""
+        self._lasted = 0.0
+        """Seconds that the last one took of which all layers were handed in."""
+        self._best_waits = False
+        """A best state was not saved: the next one that is taken is measured."""
+        self._measured = 0
+        """The step of the newest one that is measured for that."""
         self._is_told = False
         self._requested = False
         self._again: set[int] = set()
@@ -99,6 +108,21 @@ class SnapshotSchedule:
         taken = any(asked.step == step for asked in self._asked)
         return self.newest < step and not taken and len(self._asked) < MAX_ASKED
 
+    def saves_best(self, step: int, now: float) -> bool:
+        """A new best was measured: whether to save it now. Over lines too slow for that the next due snapshot
+        is measured, which may be the best of those that are kept."""
+        if self.newest >= step or any(asked.step == step for asked in self._asked):
+            return False
+        took = max([self._lasted, *(now - asked.at for asked in self._asked)])
+        idle = not self._asked and (self._last is None or now - self._last >= BEST_PAUSE * took)
+        at_once = self.room(step) and (took <= CHEAP_SECONDS or idle)
+        self._best_waits = not at_once
+        return at_once
+
+    def is_measured(self, step: int) -> bool:
+        """Whether the held-out loss of this step's state is wanted because its snapshot may be the best."""
+        return step > 0 and step == self._measured
+
     def reachable(self, step: int) -> bool:
         """Whether the state of `step` is saved, or can be."""
         return self.newest == step or self.room(step)
@@ -118,6 +142,8 @@ class SnapshotSchedule:
         self._asked.append(_Asked(step, now, missing, sizes))
         self._is_told = False
         self._last = now
+        if self._best_waits:
+            self._best_waits, self._measured = False, step
         if await_it:
             self.awaited = True
         else:
@@ -183,6 +209,8 @@ class SnapshotSchedule:
         if not asked.missing[node]:
             del asked.missing[node]
             self._took[node] = now - asked.at
+        if not asked.missing:
+            self._lasted = now - asked.at
 
     def overdue(self, now: float) -> tuple[dict[str, str], str | None]:
         """Nodes that had time enough to hand in their layers, with a line for each; a note for the

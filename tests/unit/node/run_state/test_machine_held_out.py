@@ -92,6 +92,28 @@ def test_the_best_state_is_saved_and_a_worse_one_is_not() -> None:
     assert saved == [(False, False), (True, True), (False, True)], "the last state is saved in any case"
 
 
+def test_over_a_slow_line_the_next_due_snapshot_is_measured_in_place_of_a_best_one() -> None:
+    run = Driver(stages=2, steps=12, every=5).validating(2).started("ab", 1)
+    run.steps(1)
+    assert of_kind(run.all_validated(3.0), OpenSnapshot) == [OpenSnapshot(step=2)]
+    run.time += 6.0  # it is still on its way
+    run.steps(2)
+    actions = run.all_validated(2.0)
+    assert record_of(actions).best and not of_kind(actions, OpenSnapshot)
+    run.steps(1)
+    assert run.epoch.phase is Phase.VALIDATING and run.epoch.step == 5, "a due one, between measurements"
+    actions = run.all_validated(1.5)
+    assert record_of(actions).step == 5 and record_of(actions).best
+    assert not of_kind(actions, OpenSnapshot), "it is being taken"
+    run.steps(1)
+    run.all_validated(1.9)
+    run.steps(2)
+    run.all_validated(1.9)
+    run.steps(2)
+    assert run.epoch.step == 10
+    assert record_of(run.all_validated(1.8)).step == 10
+
+
 def test_a_loss_that_is_not_a_number_is_recorded_and_never_the_best() -> None:
     run = measuring().started("ab", 1)
     run.steps(1)

@@ -36,6 +36,28 @@ def test_a_snapshot_requested_meanwhile_counts() -> None:
     assert schedule.wanted(4, 16.0)
 
 
+def test_a_new_best_is_saved_where_lines_have_the_time() -> None:
+    def took(step: int, at: float, seconds: float) -> SnapshotSchedule:
+        schedule.ask(step, {"a": ("embed",)}, {"a": 1}, await_it=False, now=at)
+        schedule.layer_received(step, "embed", at + seconds)
+        schedule.stored(step)
+        return schedule
+
+    schedule = SnapshotSchedule(every=100, newest=0)
+    assert schedule.saves_best(10, 0.0), "nothing is known of the lines"
+    assert took(10, 0.0, seconds=4.0).saves_best(20, 5.0)
+    assert not took(100, 100.0, seconds=60.0).saves_best(110, 690.0)
+    assert schedule.saves_best(120, 700.0), "ten times as long has passed"
+    assert not schedule.is_measured(100) and not took(200, 700.0, 60.0).is_measured(200)
+    assert not schedule.saves_best(210, 800.0)
+    assert took(300, 900.0, 60.0).is_measured(300), "the best may be that one"
+    assert not took(400, 1000.0, 60.0).is_measured(400)
+    # One that is on its way for long says that lines are slow, before any is complete.
+    schedule = SnapshotSchedule(every=100, newest=0)
+    schedule.ask(10, {"a": ("embed",)}, {"a": 1}, await_it=False, now=0.0)
+    assert schedule.saves_best(20, 5.0) and not schedule.saves_best(20, 6.0)
+
+
 @pytest.mark.parametrize(
     ("given", "seconds"), [("10 min", 600.0), ("90s", 90.0), ("1.5h", 5400.0), ("2d", 172_800.0)]
 )
