@@ -1,6 +1,8 @@
 """`thinwire config`: check a run file before it starts (`explain`), or write one that fits (`init`)."""
 
 import argparse
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from node.cli.parser import add_run_file
 
 if TYPE_CHECKING:
     from node.config.schema import RunConfig
+    from node.view.first_run import Text
     from node.view.machines import Machine
 
 MACHINE_HELP = (
@@ -90,44 +93,72 @@ def run_init(args: argparse.Namespace) -> int:
     from node.cli.parser import UsageError
     from node.display.explain import total_lines
     from node.telemetry.format import count_text
-    from node.view.first_run import first_run, run_file
+    from node.view.first_run import Text, first_run, run_file
     from node.view.machines import parse_machine
     from node.view.totals import MOST_PASSES
 
     if args.run_file.exists():
         raise UsageError(f"{args.run_file} is there already: give the name of a new file")
     if args.recipe is not None:
-        return _copy(args.recipe, args.run_file, args.machine)
+        return _copy(args)
     if not 0 < args.days <= 3660:
         raise UsageError(f"--days must be above 0 and at most 3660, got {args.days:g}")
-    machines = [parse_machine(text) for text in args.machine] or _ask()
+    texts = args.machine or _ask()
+    machines = [parse_machine(text) for text in texts]
     found = first_run(machines, days=args.days, text=_text(args.data, args.tokenizer))
     args.run_file.write_text(run_file(found), encoding="utf-8")
-    sys.stdout.write("\n".join(total_lines(found.explanation, machines)) + "\n")
+    sys.stdout.write("\n".join(total_lines(found.explanation, found.machines)) + "\n")
     if args.data == "stdlib":
-        tokens = found.config.run.steps * found.explanation.tokens_per_step
+        most = first_run(machines, days=args.days, text=Text())
+        tokens = most.config.run.steps * most.explanation.tokens_per_step
+        size = count_text(most.explanation.parameters)
         sys.stdout.write(
-            f"the run reads {count_text(tokens)} tokens, and stdlib is only an example: set data.path to a "
-            f"text of at least {count_text(tokens / MOST_PASSES)}, for {MOST_PASSES} passes over it\n"
+            f"stdlib is only an example: with --data PATH and a text of at least "
+            f"{count_text(tokens / MOST_PASSES)} tokens, for {MOST_PASSES} passes over it, "
+            f"{args.days:g} days train {size} parameters on {count_text(tokens)} tokens\n"
         )
+    given = dict(zip(machines, texts, strict=True))
+    order = " ".join(f"--machine {shlex.quote(given[machine])}" for machine in found.machines)
+    sys.stdout.write(f"what it comes to: thinwire config explain {args.run_file} {order}\n")
     sys.stdout.write(f"wrote {args.run_file}; start it with: thinwire coordinator {args.run_file}\n")
     return 0
 
 
-def _copy(name: str, target: Path, machines: list[str]) -> int:
-    """Write a recipe as it is."""
+def _copy(args: argparse.Namespace) -> int:
+    """Write a recipe for the text and the tokenizer, with steps for a few passes over it at most."""
     from node.cli.parser import UsageError
-    from node.run_file.loader import recipe
+    from node.run_file.loader import load_config, recipe, toml_value
+    from node.view.totals import MOST_PASSES
 
-    if machines:
+    if args.machine:
         raise UsageError("--recipe copies a run file as it is: leave out --machine, or --recipe")
-    target.write_bytes(recipe(name).read_bytes())
-    sys.stdout.write(f"wrote {target}; what it comes to: thinwire config explain {target}\n")
+    source = recipe(args.recipe)
+    text = _text(args.data, args.tokenizer)
+    config = load_config(source)
+    steps = max(1, min(config.run.steps, MOST_PASSES * text.tokens // config.tokens_per_step))
+    changed = {
+        "steps": steps,
+        "warmup_steps": min(config.training.warmup_steps, max(1, steps // 5)),
+        "vocab": text.vocabulary,
+        "path": text.path,
+        "tokenizer": text.tokenizer,
+    }
+    written = source.read_text(encoding="utf-8")
+    for key, value in changed.items():
+        line = f"{key} = {toml_value(value)}"
+        written = re.sub(
+            rf"^{key} = [^#\n]*(#?)",
+            lambda match, line=line: f"{line:<30}#" if match[1] else line,
+            written,
+            flags=re.MULTILINE,
+        )
+    args.run_file.write_text(written, encoding="utf-8")
+    sys.stdout.write(f"wrote {args.run_file}; what it comes to: thinwire config explain {args.run_file}\n")
     return 0
 
 
-def _text(path: str, tokenizer: str) -> Any:
-    """The text as `first_run` takes it, counted unless it is the standard library."""
+def _text(path: str, tokenizer: str) -> "Text":
+    """The text as `first_run` takes it, counted."""
     from node.data.tokenizer import load_tokenizer
     from node.run_file.loader import default_config
     from node.view.explain import text_plan
@@ -135,25 +166,22 @@ def _text(path: str, tokenizer: str) -> Any:
     from wire.errors import DataError
 
     vocabulary = load_tokenizer(tokenizer).vocabulary
-    tokens = 0
-    if path != "stdlib":
-        keys = (f"data.path={path}", f"data.tokenizer={tokenizer}", f"model.vocab={vocabulary}")
-        plan = text_plan(default_config(keys), _tell)
-        if plan.problem:
-            raise DataError(plan.problem)
-        tokens = plan.tokens
-    return Text(path=path, tokenizer=tokenizer, vocabulary=vocabulary, tokens=tokens)
+    keys = (f"data.path={path}", f"data.tokenizer={tokenizer}", f"model.vocab={vocabulary}")
+    plan = text_plan(default_config(keys), _tell)
+    if plan.problem:
+        raise DataError(plan.problem)
+    return Text(path=path, tokenizer=tokenizer, vocabulary=vocabulary, tokens=plan.tokens)
 
 
-def _ask() -> "list[Machine]":
-    """Ask for the machines, on a terminal."""
+def _ask() -> list[str]:
+    """Ask for the machines, on a terminal, as `parse_machine` reads them."""
     from node.cli.parser import UsageError
     from node.view.machines import CARDS, parse_machine
     from wire.errors import UserError
 
     if not sys.stdin.isatty():
         raise UsageError("give each machine as --machine 'rtx 4090,20/100'")
-    machines: list[Machine] = []
+    machines: list[str] = []
     _tell(f"Which machines take part? Cards: {', '.join(CARDS)}; others as 40tflops,16gb.")
     while len(machines) < MOST_MACHINES:
         _tell(f"machine {len(machines) + 1}, as CARD,UP/DOWN in Mbit/s (Enter alone when there are no more):")
@@ -161,9 +189,11 @@ def _ask() -> "list[Machine]":
         if not line and machines:
             break
         try:
-            machines.append(parse_machine(line))
+            parse_machine(line)
         except UserError as error:
             _tell(str(error).removeprefix("--machine "))
+        else:
+            machines.append(line)
     return machines
 
 

@@ -16,7 +16,7 @@ from node.config.schema import (
 from node.run_file.loader import toml_value
 from node.view.explain import Explanation, explain
 from node.view.machines import Machine
-from node.view.totals import MOST_PASSES, Totals, codec_advice, totals
+from node.view.totals import MOST_PASSES, Totals, better_codecs, better_order, step_seconds, totals
 from wire.errors import UserError
 
 DAY = 86400.0
@@ -44,6 +44,8 @@ OPTIMIZER_NOTES = {
 }
 MOST_HELD = 0.9
 """Of a card's memory."""
+MOST_ADVICE = 8
+"""Changes of codecs and of the order, one after another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +54,9 @@ class FirstRun:
 
     config: RunConfig
     explanation: Explanation
+    machines: tuple[Machine, ...]
+    """In the order in which they join: first stage first."""
     totals: Totals
-    advice: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +81,16 @@ def first_run(machines: Sequence[Machine], *, days: float, text: Text | None = N
         config = _fitting(machines, shape, text)
         if config is None:
             continue
+        config, placed = _improved(config, machines)
         explained = explain(config)
-        seconds = totals(explained, machines).seconds
+        seconds = step_seconds(explained, placed)
         steps = max(1, floor(days * DAY / seconds))
         if text.tokens:
             steps = min(steps, max(1, MOST_PASSES * text.tokens // explained.tokens_per_step))
         if best is not None and steps * explained.tokens_per_step < TOKENS_A_PARAMETER * explained.parameters:
             break
         most = ceil(MOST_TOKENS_A_PARAMETER * explained.parameters / explained.tokens_per_step)
-        best = _worked_out(_with_steps(config, min(steps, most), seconds), machines)
+        best = _worked_out(_with_steps(config, min(steps, most)), placed)
     if best is None:
         raise UserError(
             f"no model fits {len(machines)} such machines, a stage on each: leave the smallest out, or name "
@@ -100,9 +104,23 @@ def _worked_out(config: RunConfig, machines: Sequence[Machine]) -> FirstRun:
     return FirstRun(
         config=config,
         explanation=explained,
+        machines=tuple(machines),
         totals=totals(explained, machines),
-        advice=codec_advice(explained, machines),
     )
+
+
+def _improved(config: RunConfig, machines: Sequence[Machine]) -> tuple[RunConfig, Sequence[Machine]]:
+    """The run, and the order of its machines, with all that `config explain` would advise."""
+    for _ in range(MOST_ADVICE):
+        explained = explain(config)
+        if (other := better_codecs(explained, machines)) is not None and _fits(other.config, machines):
+            config = other.config
+            continue
+        order = better_order(explained, machines)
+        if order is None or not _fits(order.explanation.config, order.machines):
+            break
+        config, machines = order.explanation.config, order.machines
+    return config, machines
 
 
 def _fitting(machines: Sequence[Machine], shape: tuple[int, int, int], text: Text) -> RunConfig | None:
@@ -154,7 +172,7 @@ def _fits(config: RunConfig, machines: Sequence[Machine]) -> bool:
     )
 
 
-def _with_steps(config: RunConfig, steps: int, seconds: float) -> RunConfig:
+def _with_steps(config: RunConfig, steps: int) -> RunConfig:
     unit = 10 ** max(0, floor(log10(steps)) - 1)
     steps = max(1, steps // unit * unit)  # two digits, as people write such numbers
     return replace(
@@ -166,13 +184,21 @@ def _with_steps(config: RunConfig, steps: int, seconds: float) -> RunConfig:
 
 def run_file(found: FirstRun) -> str:
     """The run file as text, with what was chosen and why in comments."""
-    config = found.config
+    config, split = found.config, found.config.pipeline.split
     seconds = found.totals.seconds
     lines = [
         f"# {found.explanation.parameters / 1e6:.3g} million parameters, {config.pipeline.stages} machines;",
         f"# a step takes about {seconds:.3g} s, set by {found.totals.floor.binds}.",
         "# `thinwire config explain` shows every value and what it comes to.",
     ]
+    if split:
+        lines.append(
+            '# Let the machines join in this order; or placement = "measured" under [pipeline] finds one:'
+        )
+        lines += [
+            f"#   stage {stage}, {count} block{'s' * (count > 1)}: {machine}"
+            for stage, (machine, count) in enumerate(zip(found.machines, split, strict=True))
+        ]
     sections: dict[str, tuple[object, tuple[str, ...]]] = {
         "run": (config.run, ("name", "steps", "snapshot_every")),
         "model": (config.model, ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence")),
@@ -185,7 +211,10 @@ def run_file(found: FirstRun) -> str:
             ),
         ),
         "storage": (config.storage, ("preset",)),
-        "pipeline": (config.pipeline, ("stages", "forward_codec", "backward_codec")),
+        "pipeline": (
+            config.pipeline,
+            ("stages", *(("split",) if split else ()), "forward_codec", "backward_codec"),
+        ),
     }
     notes = {
         "snapshot_every": "a failure costs at most this",
@@ -193,12 +222,11 @@ def run_file(found: FirstRun) -> str:
         "optimizer": OPTIMIZER_NOTES[config.training.optimizer],
         "path": "your text: a file, JSONL, or a folder of them",
         "stages": "one machine each; more that join are spares",
+        "split": "blocks of each stage, for machines that join in the order above" if split else "",
         "tokenizer": "bytes, or a tokenizer.json, or a folder with one or with vocab.json and merges.txt",
     }
     for name, (section, keys) in sections.items():
         lines += ["", f"[{name}]"]
-        if name == "pipeline" and found.advice is not None:
-            lines.append(f"# {found.advice}")
         for key in keys:
             line = f"{key} = {toml_value(getattr(section, key))}"
             lines.append(f"{line:<30}# {notes[key]}" if notes.get(key) else line)

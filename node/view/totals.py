@@ -16,7 +16,7 @@ from node.tuning.stage_order import Machines, Work, plan_order
 from node.view.explain import Explanation, Flow, explain
 from node.view.machine_speed import CPUS_DIFFER, other_cpus, stage_seconds
 from node.view.machines import Machine
-from node.view.pace import REACHED, StepWork, lines_of, simulated
+from node.view.pace import REACHED, Pace, StepWork, lines_of, simulated
 from wire.codecs.formats import codec_format, known_format
 
 MOST_PASSES = 4
@@ -81,7 +81,7 @@ def totals(explanation: Explanation, machines: Sequence[Machine]) -> Totals:
     """Of a run with these machines, one a stage."""
     config = explanation.config
     work = _work(explanation, machines)
-    pace = simulated(work, None if config.pipeline.window == "auto" else config.pipeline.window)
+    pace = _pace(config, work)
     slow, fast = (
         simulated(_work(explanation, other_cpus(machines, factor)), pace.window).seconds
         for factor in (1 / CPUS_DIFFER, CPUS_DIFFER)
@@ -104,36 +104,94 @@ def totals(explanation: Explanation, machines: Sequence[Machine]) -> Totals:
     )
 
 
-def codec_advice(explanation: Explanation, machines: Sequence[Machine]) -> str | None:
-    """One sentence where another codec takes the same bytes and costs less loss, or None.
+def _pace(config: RunConfig, work: StepWork) -> Pace:
+    return simulated(work, None if config.pipeline.window == "auto" else config.pipeline.window)
 
-    It says what the two cost in loss, and in time on these machines.
+
+def step_seconds(explanation: Explanation, machines: Sequence[Machine]) -> float:
+    """Seconds of a step alone, as `totals` has them."""
+    return _pace(explanation.config, _work(explanation, machines)).seconds / REACHED
+
+
+def better_codecs(explanation: Explanation, machines: Sequence[Machine]) -> Explanation | None:
+    """The same run with codecs that take no more bytes and cost less or no more loss, or None.
+
+    Both directions change where a step gets no longer on these machines, else one of them.
     """
-    config = explanation.config
-    known = known_format(config.pipeline.forward_codec)
-    if known is None or not known.SUCCESSOR or config.pipeline.stages < 2:
+    pipeline = explanation.config.pipeline
+    forward, backward = known_format(pipeline.forward_codec), known_format(pipeline.backward_codec)
+    if forward is None or backward is None or pipeline.stages < 2:
         return None
-    pipeline = replace(config.pipeline, forward_codec=known.SUCCESSOR)
-    other = explain(replace(config, pipeline=pipeline))
-    before, after = totals(explanation, machines).seconds, totals(other, machines).seconds
-    if after > 1.02 * before:
+    there = {"forward_codec": forward.SUCCESSOR, "backward_codec": backward.GRADIENT_SUCCESSOR}
+    both = {key: name for key, name in there.items() if name}
+    before = step_seconds(explanation, machines)
+    for keys in (both, *({key: name} for key, name in both.items() if len(both) > 1)):
+        other = explain(replace(explanation.config, pipeline=replace(pipeline, **keys)), explanation.text)
+        pairs = zip(explanation.flows, other.flows, strict=True)
+        if not keys or any(after.bytes > flow.bytes for flow, after in pairs):
+            continue
+        if step_seconds(other, machines) <= 1.02 * before:
+            return other
+    return None
+
+
+def codec_advice(explanation: Explanation, machines: Sequence[Machine]) -> str | None:
+    """One sentence where other codecs take no more bytes and cost no more loss, or None.
+
+    It says what they cost in loss, and in time on these machines.
+    """
+    other = better_codecs(explanation, machines)
+    if other is None:
         return None
+    parts = []
+    for key, what in (("forward_codec", "activation"), ("backward_codec", "gradient")):
+        before, after = (getattr(one.config.pipeline, key) for one in (explanation, other))
+        if before != after:
+            bits = f"{_bits(other, what):.2f} bits an element, {before} {_bits(explanation, what):.2f}"
+            parts.append(f"pipeline.{key} = {after} ({bits})")
+    seconds = [step_seconds(one, machines) for one in (explanation, other)]
+    known = codec_format(explanation.config.pipeline.forward_codec)
+    with_less = known.SUCCESSOR and other.config.pipeline.forward_codec == known.SUCCESSOR
+    cost = f", where {known.name} cost {known.loss_forward}" if with_less else ""
     return (
-        f"pipeline.forward_codec = {known.SUCCESSOR} takes the same bytes as {known.name} "
-        f"({_bits(other):.2f} and {_bits(explanation):.2f} bits an element), hides behind the rest of a step "
-        f"here ({after:.3g} s, with {known.name} {before:.3g} s) and cost "
-        f"{codec_format(known.SUCCESSOR).loss_forward} in loss, where {known.name} cost {known.loss_forward}"
+        f"{' and '.join(parts)} makes a step {seconds[1]:.3g} s, which is {seconds[0]:.3g} s now, and cost "
+        f"nothing that could be measured in loss{cost}"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BetterOrder:
+    """A shorter step of the same machines."""
+
+    machines: tuple[Machine, ...]
+    """First stage first."""
+    explanation: Explanation
+    """With the blocks that each of them takes."""
+    seconds: float
+    before: float
 
 
 def order_advice(explanation: Explanation, machines: Sequence[Machine]) -> str | None:
     """One sentence where these machines in another order, or with other blocks, make a step 2 % shorter."""
+    other = better_order(explanation, machines)
+    if other is None:
+        return None
+    names = ", ".join(map(str, other.machines))
+    return (
+        f"pipeline.split = {list(other.explanation.config.pipeline.split)} with the machines in the order "
+        f"{names} makes a step {other.seconds:.3g} s instead of {other.before:.3g} s: let them join in that "
+        "order"
+    )
+
+
+def better_order(explanation: Explanation, machines: Sequence[Machine]) -> BetterOrder | None:
+    """These machines in another order, or with other blocks, where that makes a step 2 % shorter."""
     config = explanation.config
     pipeline, stages = config.pipeline, config.pipeline.stages
     if stages < 2 or pipeline.chunks > 1 or head_first(config, stages):
         return None
     block, head = (unit_cost(config.model, unit) for unit in (block_name(0), HEAD))
-    here = totals(explanation, machines)
+    here = step_seconds(explanation, machines)
     own = list(map(sum, zip(*stage_seconds(config, machines), strict=True)))
     parts = [
         sum(unit_cost(config.model, unit) for unit in units if unit != EMBED) / block
@@ -160,20 +218,16 @@ def order_advice(explanation: Explanation, machines: Sequence[Machine]) -> str |
     )
     if order is None:
         return None
-    placed = [machines[node] for node in order.nodes]
-    other = explain(replace(config, pipeline=replace(pipeline, split=order.split)))
-    then = totals(other, placed)
-    if then.seconds > 0.98 * here.seconds:
+    placed = tuple(machines[node] for node in order.nodes)
+    other = explain(replace(config, pipeline=replace(pipeline, split=order.split)), explanation.text)
+    seconds = step_seconds(other, placed)
+    if seconds > 0.98 * here:
         return None
-    names = ", ".join(map(str, placed))
-    return (
-        f"pipeline.split = {list(order.split)} with the machines in the order {names} makes a step "
-        f"{then.seconds:.3g} s instead of {here.seconds:.3g} s: let them join in that order"
-    )
+    return BetterOrder(machines=placed, explanation=other, seconds=seconds, before=here)
 
 
-def _bits(explanation: Explanation) -> float:
-    flow: Flow = next(flow for flow in explanation.flows if flow.what == "activation")
+def _bits(explanation: Explanation, what: str) -> float:
+    flow: Flow = next(flow for flow in explanation.flows if flow.what == what)
     return flow.bits_per_element
 
 

@@ -119,6 +119,9 @@ class Format(ABC):
     """Names that advice proposes where a link limits the speed."""
     SUCCESSOR: ClassVar[str] = ""
     """A codec of activations that takes no more bytes and costs less loss, but more compute."""
+    GRADIENT_SUCCESSOR: ClassVar[str] = ""
+    """A codec of gradients that takes fewer bytes at no cost in loss that could be measured
+    (scripts/results/losses.md), but more compute."""
 
     @property
     def family(self) -> str:
@@ -180,6 +183,7 @@ class FixedFormat(Format):
     IMPLEMENTATION = ("fixed", "FixedCodec")
     # Below 6 bits rounding to nearest leaves too much of a gradient out for a plan to choose it.
     PLANNED = PROPOSED = ("fixed-6", "fixed-8")
+    GRADIENT_SUCCESSOR = "trellis-4.41"
 
     core_nanoseconds = (4.2, 2.0)
 

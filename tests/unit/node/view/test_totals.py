@@ -1,6 +1,7 @@
 """The estimate of a whole run on given machines, and a run file that fits them."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,15 +9,23 @@ import pytest
 
 from node.cli.main import main
 from node.config.schema import DataSection, ModelSection, PipelineSection, RunConfig, TrainingSection
-from node.run_file.loader import load_config, recipe
+from node.run_file.loader import load_config, recipe, recipes
 from node.tuning.block_times import BlockTimes
 from node.tuning.memory import COMPILED_CODEC_BYTES, expected_bytes, stage_memory
-from node.view.explain import explain
+from node.view.explain import explain, text_plan
 from node.view.first_run import MUON_RATE, MUON_WIDTHS, RATES, TOKENS_A_PARAMETER, Text, first_run, run_file
 from node.view.machine_speed import measured_machine
 from node.view.machines import CARDS, PAYLOAD_SHARE, Card, Machine, machines_for, parse_machine
 from node.view.pace import REACHED
-from node.view.totals import codec_advice, machine_bytes, order_advice, snapshots_need, totals
+from node.view.totals import (
+    MOST_PASSES,
+    better_codecs,
+    codec_advice,
+    machine_bytes,
+    order_advice,
+    snapshots_need,
+    totals,
+)
 from wire.errors import UserError
 
 CONFIG = RunConfig(
@@ -101,11 +110,15 @@ def test_a_codec_without_a_cost_in_loss_is_named_where_it_costs_no_time() -> Non
     explained = explain(CONFIG)
     card = Machine(name="rtx 4090", card=CARDS["rtx 4090"], up_mbit=20)
     advice = codec_advice(explained, [card] * 4)
-    assert advice is not None
-    assert "trellis-4.41 takes the same bytes as tah" in advice and "tah cost 1.4 %" in advice
+    assert advice is not None and "where tah cost 1.4 %" in advice
+    better = better_codecs(explained, [card] * 4)
+    assert better is not None
+    assert better.config.pipeline.first_codecs == ("trellis-4.41", "trellis-4.41")
+    assert f"pipeline.backward_codec = {better.config.pipeline.backward_codec}" in advice
+    assert better_codecs(better, [card] * 4) is None, "one change is enough"
     cpu = Machine(name="cpu", card=CARDS["cpu"], up_mbit=1000)
     assert codec_advice(explained, [cpu] * 4) is None, "a core packs it too slowly"
-    other = replace(CONFIG, pipeline=replace(CONFIG.pipeline, forward_codec="bf16"))
+    other = replace(CONFIG, pipeline=replace(CONFIG.pipeline, forward_codec="bf16", backward_codec="fixed-4"))
     assert codec_advice(explain(other), [card] * 4) is None
 
 
@@ -201,20 +214,47 @@ def test_the_largest_model_that_sees_enough_tokens(tmp_path: Path) -> None:
 def test_from_machines_to_a_run_file_in_one_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The file has what `config explain` advises: it has nothing to add."""
     path = tmp_path / "new.toml"
-    asked = ["config", "init", str(path), "--machine", "rtx 4090,20/100", "--machine", "rtx 3060,10"]
+    cards = ["rtx 4090,20/100", "rtx 3060,10/50", "rtx 3060,20/100"]
+    asked = ["config", "init", str(path), *(word for card in cards for word in ("--machine", card))]
     assert main(asked) == 0
     said = capsys.readouterr().out
     assert "a step takes about" in said and f"thinwire coordinator {path}" in said
-    assert "stdlib is only an example: set data.path to a text of at least" in said
-    assert load_config(path).pipeline.stages == 2
+    assert "stdlib is only an example" in said
+    (line,) = (line for line in said.splitlines() if "thinwire config explain" in line)
+    config = load_config(path)
+    assert config.pipeline.stages == len(config.pipeline.split) == 3
+    assert config.pipeline.first_codecs == ("trellis-4.41", "trellis-4.41")
+    words = shlex.split(line.partition("thinwire ")[2])
+    placed = [parse_machine(word) for word in words[4::2]]
+    assert sorted(words[4::2]) == sorted(cards) and placed != [parse_machine(card) for card in cards]
+    explained = explain(config)
+    assert codec_advice(explained, placed) is None and order_advice(explained, placed) is None
+    assert main(words) == 0
+    assert "teach little new" not in capsys.readouterr().out
     assert main(asked) == 2, "it replaces no file"
-    copied = tmp_path / "copied.toml"
-    assert main(["config", "init", str(copied), "--recipe", "several-gpus"]) == 0
-    assert copied.read_bytes() == recipe("several-gpus").read_bytes()
     assert main(["config", "init", str(tmp_path / "x.toml"), "--recipe", "one", "--machine", "cpu,1"]) == 2
     assert main(["config", "init", str(tmp_path / "x.toml"), "--machine", "typewriter"]) == 2
     assert "no such card" in capsys.readouterr().err
+
+
+def test_a_recipe_is_written_for_the_text_that_is_given(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A line of text, as long as any.\n" * 40_000)
+    for name in recipes():
+        path = tmp_path / f"{name}.toml"
+        assert main(["config", "init", str(path), "--recipe", name, "--data", str(text)]) == 0
+        before, config = load_config(recipe(name)), load_config(path)
+        assert (before.data.path, before.data.tokenizer, before.model.vocab) == ("stdlib", "bytes", 256)
+        assert config.data.path == str(text)
+        passes = text_plan(config, print).passes
+        assert passes <= MOST_PASSES and (passes > 3 or config.run.steps == before.run.steps)
+        kept = replace(before, run=config.run, data=config.data, training=config.training)
+        assert config == kept, "all else is the recipe's"
+        assert [line for line in path.read_text().splitlines() if line.startswith("#")] == [
+            line for line in recipe(name).read_text().splitlines() if line.startswith("#")
+        ]
 
 
 def test_explain_gives_totals_and_fails_on_text_that_cannot_be_read(
@@ -231,6 +271,9 @@ def test_explain_gives_totals_and_fails_on_text_that_cannot_be_read(
         "teach little new",
     ):
         assert words in said
+    assert "run.keep_best" not in said
+    assert main(["config", "explain", str(path), "data.valid_every=300"]) == 0
+    assert "run.keep_best: one more at a new best, of 334 measurements" in capsys.readouterr().out
     assert main(["config", "explain", str(path), "--json", "--machine", "rtx 4090,20"]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert whole["run_seconds"] == pytest.approx(100_000 * whole["step_seconds"])
