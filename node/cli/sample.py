@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name} must be at least {least}, got {value}")
     import numpy as np
 
-    from node.data.chat import load_chat_encoder
+    from node.data.chat import chat_encoder
     from node.data.tokenizer import BYTES, load_tokenizer
 
     config, _, _ = open_snapshot(args)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.chat:
         if config.data.tokenizer == BYTES:
             raise UsageError("--chat needs a tokenizer with a chat template; the run's tokens are bytes")
-        chat = load_chat_encoder(config.data.tokenizer, config.data.chat_template)
+        chat = chat_encoder(config.data)
         prompt = chat.question(args.prompt)
         ends |= chat.turn_ends
     else:

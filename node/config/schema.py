@@ -178,8 +178,13 @@ class DataSection:
     weights: tuple[float, ...] = ()
     """The share of samples from each of `sources`, in any unit; empty weighs them equally."""
     format: str = "text"
-    """`text`, or `chat`: conversations in `messages` (OpenAI's form) or `conversations` (ShareGPT's),
+    """`text`, or `chat`: conversations in `messages` (OpenAI's form) or `conversations` (ShareGPT's), or a
+    question and its answer in `instruction`, `input` and `output` (Alpaca's) or in `prompt` and `completion`;
     rendered by the tokenizer's chat template, with loss on the assistant's tokens only."""
+    response_marker: str = ""
+    """With `format` chat: rows are whole texts in `jsonl_field`, and the answer is what follows the last of
+    these marks, such as `### Response:`. The loss is on the answer and on the tokenizer's end of text, which
+    is added; no chat template is needed."""
     chat_template: str = ""
     """A Jinja file to use in place of the tokenizer's chat template."""
     jsonl_field: str = "text"

@@ -7,6 +7,7 @@ transformers reads them. Rows are brought to the form that it reads (`conversati
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from node.data.conversations import Conversation, Dropped, normalized
+from node.config.schema import DataSection
+from node.data.conversations import ASSISTANT, USER, Conversation, Dropped, normalized
 from node.data.templates import ChatTemplate, Rendered
 from node.data.text import expanded
 from node.data.tokenizer import (
@@ -31,15 +33,56 @@ if TYPE_CHECKING:
 
 CHAT_FORMAT = "4"
 """Raised when the same rows become other tokens or labels."""
+MARKED_TEXT = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}"
+    "{% if eos_token and not message['content'].endswith(eos_token) %}{{ eos_token }}{% endif %}"
+    "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+"""The template of rows that are text already: it adds the end of the text alone."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What tells the answer from the rest of a row's text (`[data] response_marker`)."""
+
+    text: str
+    field: str
+
+    def conversation(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """The row as messages: the answer is what follows the last marker. Raises Dropped, DataError."""
+        value = row.get(self.field)
+        if value is None and self.field in row:
+            raise Dropped("null")
+        if not isinstance(value, str):
+            raise DataError(
+                f"{place} has no text in field {self.field!r}: set [data] jsonl_field to its name"
+            )
+        before, marker, answer = value.rpartition(self.text)
+        if not marker or not answer.strip():
+            raise Dropped("no answer behind data.response_marker")
+        asked = {"role": USER, "content": before + marker}
+        return {"messages": [asked, {"role": ASSISTANT, "content": answer}]}
+
+    def question(self, text: str) -> str:
+        """A prompt that ends where the answer begins."""
+        return text if self.text in text else text + self.text
 
 
 class ChatEncoder:
     """Conversations as token ids with a mask. Unlike text, special tokens in the rendered text are
     special."""
 
-    def __init__(self, bpe: "tokenizers.Tokenizer", template: ChatTemplate, fingerprint: str) -> None:
+    def __init__(
+        self,
+        bpe: "tokenizers.Tokenizer",
+        template: ChatTemplate,
+        fingerprint: str,
+        marker: Marker | None = None,
+    ) -> None:
         self._bpe = bpe
         self._template = template
+        self._marker = marker
         self.fingerprint = fingerprint
         """Of the tokenizer, the template and the special tokens: the same with every version."""
         self.format = f"{CHAT_FORMAT} {template.version}"
@@ -48,7 +91,7 @@ class ChatEncoder:
     def encode(self, row: Mapping[str, Any], place: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids int64 [n], and bool [n]: which of them lie wholly in the assistant's text. Raises Dropped,
         DataError."""
-        return self._tokens(self._template.render(normalized(row, place, self._template.forms)))
+        return self._tokens(self._template.render(self._conversation(row, place)))
 
     def encode_all(
         self, rows: Iterable[tuple[str, Mapping[str, Any] | bytes | Dropped]]
@@ -61,7 +104,7 @@ class ChatEncoder:
             try:
                 if isinstance(row, Dropped):
                     raise row
-                read.append(normalized(row, place, self._template.forms))
+                read.append(self._conversation(row, place))
             except Dropped as reason:
                 read.append(reason)
         rendered = iter(self._template.render_all([one for one in read if isinstance(one, Conversation)]))
@@ -71,6 +114,11 @@ class ChatEncoder:
                 yield found if isinstance(found, Dropped) else self._tokens(found)
             except Dropped as reason:
                 yield reason
+
+    def _conversation(self, row: Mapping[str, Any], place: str) -> Conversation:
+        if self._marker is not None:
+            row = self._marker.conversation(row, place)
+        return normalized(row, place, self._template.forms)
 
     def _tokens(self, rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:
         encoded = self._bpe.encode(rendered.text, add_special_tokens=False)
@@ -92,6 +140,8 @@ class ChatEncoder:
     def question(self, text: str) -> list[int]:
         """Ids of a conversation whose only message is the user's `text`, up to the answer. Raises
         DataError."""
+        if self._marker is not None:
+            text = self._marker.question(text)
         try:
             rendered = self._template.prompt([{"role": "user", "content": text}])
         except Dropped as error:
@@ -99,8 +149,9 @@ class ChatEncoder:
         return list(self._bpe.encode(rendered, add_special_tokens=False).ids)
 
 
-def load_chat_encoder(tokenizer: str, template: str) -> ChatEncoder:
-    """The encoder of `[data] tokenizer`, with `[data] chat_template` or the tokenizer's own.
+def load_chat_encoder(tokenizer: str, template: str, marker: Marker | None = None) -> ChatEncoder:
+    """The encoder of `[data] tokenizer`, with `[data] chat_template` or the tokenizer's own; with a `marker`
+    rows are text, and no template is needed.
 
     Raises DataError, ConfigError.
     """
@@ -113,12 +164,19 @@ def load_chat_encoder(tokenizer: str, template: str) -> ChatEncoder:
     # It writes no special tokens here, and would take white space out of tokens' places in the text.
     bpe.post_processor = None
     folder = files[0].parent
-    source, where = _template_source(folder, template)
+    source, where = _template_source(folder, template) if marker is None else (MARKED_TEXT, "thinwire")
     tokens = special_tokens(folder)
     rendering = _template(source, tuple(sorted(tokens.items())), where)
     parts = [*tables, source.encode(), json.dumps(tokens, sort_keys=True).encode()]
+    parts += [repr(marker).encode()] if marker is not None else []
     fingerprint = sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
-    return ChatEncoder(bpe, rendering, fingerprint)
+    return ChatEncoder(bpe, rendering, fingerprint, marker)
+
+
+def chat_encoder(data: DataSection) -> ChatEncoder:
+    """The encoder of a run's conversations. Raises DataError, ConfigError."""
+    marker = Marker(data.response_marker, data.jsonl_field) if data.response_marker else None
+    return load_chat_encoder(data.tokenizer, data.chat_template, marker)
 
 
 @lru_cache(maxsize=2)

@@ -1,7 +1,8 @@
 """Bring conversations, in the forms that people store them in, to the form that a chat template reads.
 
 A row holds `messages` ([{"role", "content"}], OpenAI's form) or `conversations` ([{"from", "value"}],
-ShareGPT's), as a list or as JSON text, with `tools`, `functions`, `documents` and `system` beside it.
+ShareGPT's), as a list or as JSON text, with `tools`, `functions`, `documents` and `system` beside it. Or it
+holds a question and its answer: `instruction`, `input` and `output` (Alpaca's), or `prompt` and `completion`.
 Normalizing is pure: the same row and the same `Forms` give the same conversation.
 """
 
@@ -37,6 +38,12 @@ CALLS = ("function_call", "tool_call")
 """Roles of messages whose content is a call in JSON; the assistant writes it."""
 MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog")
 """Columns that hold a conversation; the first that does is read."""
+QUESTIONS = ("instruction", "prompt", "question")
+"""Columns that hold a question; the first that is there is read."""
+INPUTS = ("input", "context")
+"""Columns that hold what a question is about."""
+ANSWERS = ("output", "completion", "response", "answer")
+"""Columns that hold its answer."""
 SYSTEMS = ("system", "system_prompt", "system_message")
 """Columns that hold a system prompt."""
 TRAINED = ("weight", "train", "training", "loss", "trainable")
@@ -129,10 +136,36 @@ def _messages_of(row: Mapping[str, Any], place: str) -> list[Message]:
         return cleaned
     if columns:
         raise Dropped("no messages")
+    asked, about, answer = (_first(row, names) for names in (QUESTIONS, INPUTS, ANSWERS))
+    if asked and answer:
+        return _pair(row[asked], row[about] if about else None, row[answer], place)
     raise DataError(
-        f'{place} holds no conversation: expected "messages" with role and content, or "conversations" with '
-        f"from and value, got {', '.join(map(str, row))[:200] or 'an empty row'}"
+        f'{place} holds no conversation: expected "messages" with role and content, "conversations" with '
+        'from and value, "instruction" with "output", or "prompt" with "completion", got '
+        f"{', '.join(map(str, row))[:200] or 'an empty row'}"
     )
+
+
+def _first(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    return next((name for name in names if name in row), "")
+
+
+def _pair(asked: Any, about: Any, answer: Any, place: str) -> list[Message]:
+    """A question and its answer as messages; both may be lists of messages already (TRL's form)."""
+    if isinstance(asked, list) and isinstance(answer, list):
+        both = _clean([*asked, *answer])
+        if not all(isinstance(one, dict) for one in both):
+            raise DataError(f"{place}: its prompt and completion are no lists of messages")
+        return list(both)
+    if asked is None or answer is None or (isinstance(answer, str) and not answer.strip()):
+        raise Dropped("a question without an answer")
+    if not (isinstance(asked, str) and isinstance(answer, str) and isinstance(about, str | None)):
+        raise DataError(f"{place}: a question and its answer must both be text, or both lists of messages")
+    parts = [_text(part) for part in (asked, about or "") if part.strip()]
+    return [
+        {"role": USER, "content": "\n\n".join(parts)},
+        {"role": ASSISTANT, "content": _text(answer)},
+    ]
 
 
 def _role(message: Message) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from node.config.schema import DataSection
-from node.data.conversations import Dropped
+from node.data.conversations import ANSWERS, INPUTS, MESSAGES, QUESTIONS, SYSTEMS, Dropped
 from node.data.text import (
     COMPRESSED,
     JSON_SUFFIXES,
@@ -60,9 +60,8 @@ TOKEN_SUFFIXES = frozenset((".npy", ".bin"))
 PARQUET = ".parquet"
 ARROW = ".arrow"
 TABLES = (PARQUET, ARROW)
-CHAT_COLUMNS = frozenset(("messages", "conversations", "conversation", "dialogue", "dialog")) | frozenset(
-    ("system", "system_prompt", "system_message", "tools", "functions", "documents")
-)
+PAIR_COLUMNS = frozenset((*QUESTIONS, *INPUTS, *ANSWERS))
+CHAT_COLUMNS = frozenset((*MESSAGES, *SYSTEMS, "tools", "functions", "documents"))
 """What is read of tables that hold conversations; no other column is converted."""
 MOST_BYTES = 128 << 20
 """Of a line, a row or a document: a longer one is an error, so that a small compressed file cannot fill the
@@ -732,11 +731,13 @@ def _parquet_rows(extent: Extent, data: DataSection) -> Iterator[tuple[str, Docu
 def _columns(path: Path, schema: Any, data: DataSection) -> list[str]:
     """The columns to read. Raises DataError if there is none that can hold what is wanted."""
     names = [str(name) for name in schema.names]
-    if data.format == "chat":
-        if columns := [name for name in names if name in CHAT_COLUMNS and names.count(name) == 1]:
+    if data.format == "chat" and not data.response_marker:
+        wanted = CHAT_COLUMNS if CHAT_COLUMNS & {*MESSAGES} & {*names} else CHAT_COLUMNS | PAIR_COLUMNS
+        if columns := [name for name in names if name in wanted and names.count(name) == 1]:
             return columns
         raise DataError(
-            f'{path} holds no conversations: expected a column "messages" or "conversations", got '
+            f'{path} holds no conversations: expected a column "messages" or "conversations", or '
+            '"instruction" and "output", or "prompt" and "completion", got '
             f"{_names(names)}"
         )
     field = data.jsonl_field

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from node.config.schema import DataSection, RunConfig
-from node.data.chat import ChatEncoder, load_chat_encoder
+from node.data.chat import ChatEncoder, chat_encoder
 from node.data.conversations import Dropped
 from node.data.data import Corpus, check_tokens, check_vocabulary, document_starts, end_of_text
 from node.data.documents import (
@@ -617,7 +617,7 @@ def open_stream(config: RunConfig, path: str, name: str, folder: Path | None = N
     """The samples of one source; `name` tells its order from those of others. Raises as `load_data`."""
     data, vocab = config.data, config.model.vocab
     tokenizer = load_tokenizer(data.tokenizer)
-    chat = load_chat_encoder(data.tokenizer, data.chat_template) if data.format == "chat" else None
+    chat = chat_encoder(data) if data.format == "chat" else None
     source = list_source(path)
     if not source.is_tokens:
         check_vocabulary(tokenizer, data, vocab, bool(config.model.from_))

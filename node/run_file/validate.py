@@ -226,6 +226,8 @@ def _data(data: DataSection, pipeline: PipelineSection) -> Iterator[str]:
         yield from _path("data.sources", source, "name files or folders")
     if data.format == "chat" and data.tokenizer == "bytes":
         yield 'data.format = "chat" needs a tokenizer with a chat template: set data.tokenizer to its folder'
+    if data.response_marker and (data.format != "chat" or data.chat_template):
+        yield 'data.response_marker is for data.format = "chat", and takes the place of data.chat_template'
     if data.order == "whole" and (data.sources or data.format == "chat"):
         yield 'data.order = "whole" takes one text source: use "shards" or "auto" for data.sources and chat'
     if pipeline.remembers and (data.order == "shards" or data.sources or data.format == "chat"):

@@ -1,11 +1,13 @@
 """Conversations: the tokens and the mask of transformers, and a loss on the assistant's tokens alone."""
 
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.data import templates
-from node.data.chat import load_chat_encoder
+from node.data.chat import chat_encoder, load_chat_encoder
 from node.data.conversations import Dropped, Forms, normalized
 from node.data.samples import held_out_samples
 from node.data.shards import ShardedCorpus, load_data
@@ -32,6 +34,7 @@ from tests.support.chat_data import MARKED, TEMPLATE, conversations, sharegpt, w
 from tests.support.chat_families import BEGIN, END, FAMILIES, template_of, write_tokenizer_of
 from tests.support.examples import examples
 from tests.support.huggingface import hf_model, hf_name
+from tests.support.paths import ROOT
 from tests.support.reference_trainer import ReferenceTrainer
 from wire.errors import DataError
 
@@ -234,10 +237,88 @@ def test_tokens_are_those_of_transformers_and_labels_the_answers(tmp_path: Path,
     check()
 
 
+def transformers_tokenizer(folder: Path) -> Any:
+    import transformers
+
+    return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+
+
 def _labelled(tables: Any, ids: np.ndarray, mask: np.ndarray) -> list[str]:
     """The text of each run of labels."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return [tables.decode(ids[start:stop]) for start, stop in edges.reshape(-1, 2)]
+
+
+def test_rows_of_text_have_labels_behind_their_marker(tmp_path: Path) -> None:
+    """No template is needed; the end of the text is learned too, and added once."""
+    folder = write_tokenizer(tmp_path / "plain", "")
+    data = DataSection(tokenizer=str(folder), format="chat", response_marker="### Response:\n")
+    encoder = chat_encoder(data)
+    tables = transformers_tokenizer(folder)
+    text = "### Instruction:\nwhy?\n\n### Response:\nbecause"
+    for row in ({"text": text}, {"text": text + "<|im_end|>"}):
+        ids, mask = encoder.encode(row, "here")
+        assert tables.decode(ids) == text + "<|im_end|>"
+        assert tables.decode(ids[mask]) == "because<|im_end|>"
+    assert tables.decode(encoder.question("why?\n")) == "why?\n### Response:\n"
+    assert encoder.question(text[: -len("because")]) == encoder.encode({"text": text}, "")[0][~mask].tolist()
+    for row in ({"text": "no marker"}, {"text": "### Response:\n "}, {"text": None}):
+        with pytest.raises(Dropped):
+            encoder.encode(row, "here")
+    with pytest.raises(DataError, match="jsonl_field"):
+        encoder.encode({"body": text}, "here")
+    other = chat_encoder(replace(data, response_marker="### Answer:"))
+    assert other.fingerprint != encoder.fingerprint
+
+
+def test_the_rows_and_the_template_of_the_walk_are_read(tmp_path: Path) -> None:
+    """What deploy/FINE_TUNING.md quotes under "Instructions and conversations"."""
+    page = (ROOT / "deploy" / "FINE_TUNING.md").read_text(encoding="utf-8")
+    lines = page.partition("## Instructions and conversations")[2].splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith('    {"')]
+    assert len(rows) == 8
+    template = "\n".join(line[4:] for line in lines if line.startswith(("    {%", "    {{")))
+    folder = write_tokenizer(tmp_path / "t", template)
+    tables, templated = transformers_tokenizer(folder), load_chat_encoder(str(folder), "")
+    (marker,) = (
+        tomllib.loads(line)["response_marker"] for line in map(str.strip, lines) if "marker =" in line
+    )
+    data = DataSection(tokenizer=str(folder), format="chat", response_marker=marker)
+    labels = []
+    for row in rows:
+        encoder = chat_encoder(data) if "text" in row else templated
+        ids, mask = encoder.encode(row, "here")
+        assert tables.decode(ids).count("### Response:") == 1
+        labels.append(tables.decode(ids[mask]).strip())
+    said = [
+        "Oslo.",
+        "One, two, three.",
+        "Oslo.",
+        "Santiago.",
+        *["Hello. What is it?"] * 2,
+        "Oslo.",
+        "Santiago.",
+    ]
+    assert labels == [f"{answer}<|im_end|>" for answer in said]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_questions_and_answers_in_files_are_conversations(tmp_path: Path, suffix: str) -> None:
+    config = chat_config(tmp_path)
+    talks = [row["messages"][-2:] for row in conversations(40)]
+    pairs = [{"instruction": a["content"], "input": "", "output": b["content"], "id": 7} for a, b in talks]
+    marked = [{"text": f"{a['content']}\n# {b['content']}"} for a, b in talks]
+    for rows, keys in ((pairs, {}), (marked, {"response_marker": "\n# "})):
+        path = tmp_path / f"rows.{suffix}"
+        if suffix == "jsonl":
+            write_jsonl(path, rows)
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        corpus = corpus_of(replace(config, data=replace(config.data, path=str(path), **keys)))
+        ids, mask = corpus.streams[0].window(0)
+        assert mask is not None and 0 < np.count_nonzero(mask) < len(ids)
+        assert sum(one.documents for one in corpus.streams[0].counts()) > 0
+        corpus.close()
 
 
 def test_a_template_that_rewrites_earlier_turns_drops_what_it_cannot_mask(tmp_path: Path) -> None:

@@ -57,8 +57,16 @@ def messages_of(row: dict[str, Any], forms: Forms = PLAIN) -> list[dict[str, Any
         },
         {"messages": [{"role": "USER", "content": [{"type": "text"}, "\ufeffHow warm?"]}, ANSWERED]},
         {"messages": [ASKED, {**ANSWERED, "weight": "1", "loss": "true", "tool_calls": {}}]},
+        {"instruction": "How warm?", "input": "", "output": "Seven."},
+        {"instruction": "How warm?", "output": "Seven.", "text": "### Instruction: ..."},
+        {"prompt": "How warm?", "completion": "Seven."},
+        {"prompt": [ASKED], "completion": [ANSWERED]},
+        {"question": "How warm?", "context": None, "answer": "Seven."},
     ],
-    ids=["openai", "json", "sharegpt", "names", "nones", "parts", "part", "marks", "strings"],
+    ids=[
+        *("openai", "json", "sharegpt", "names", "nones", "parts", "part", "marks", "strings"),
+        *("alpaca", "alpaca-text", "completion", "trl", "question"),
+    ],
 )
 def test_every_form_becomes_the_same(row: dict[str, Any]) -> None:
     found = normalized(row, "here", Forms())
@@ -231,3 +239,26 @@ def test_deep_and_broken_text() -> None:
 def test_a_row_that_is_no_conversation_is_named(row: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"^here"):
         normalized(row, "here", Forms())
+
+
+def test_what_a_question_is_about_follows_it_and_a_system_prompt_comes_first() -> None:
+    row = {"instruction": "How warm?", "input": "Oslo, in May.", "output": "Seven.", "system": "Be brief."}
+    system, asked, answer = messages_of(row)
+    assert (system["content"], asked["content"]) == ("Be brief.", "How warm?\n\nOslo, in May.")
+    assert answer["content"] == "Seven."
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({"instruction": "How warm?", "output": " "}, Dropped),
+        ({"prompt": None, "completion": "Seven."}, Dropped),
+        ({"prompt": "How warm?", "completion": 7}, DataError),
+        ({"prompt": "How warm?", "completion": [ANSWERED]}, DataError),
+        ({"prompt": ["How warm?"], "completion": [ANSWERED]}, DataError),
+        ({"instruction": "How warm?"}, DataError),
+    ],
+)
+def test_a_question_without_an_answer(row: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        messages_of(row)
