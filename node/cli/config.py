@@ -146,15 +146,19 @@ def _copy(args: argparse.Namespace) -> int:
     written = source.read_text(encoding="utf-8")
     for key, value in changed.items():
         line = f"{key} = {toml_value(value)}"
-        written = re.sub(
-            rf"^{key} = [^#\n]*(#?)",
-            lambda match, line=line: f"{line:<30}#" if match[1] else line,
-            written,
-            flags=re.MULTILINE,
-        )
+        written = _with_line(written, key, line)
     args.run_file.write_text(written, encoding="utf-8")
     sys.stdout.write(f"wrote {args.run_file}; what it comes to: thinwire config explain {args.run_file}\n")
     return 0
+
+
+def _with_line(written: str, key: str, line: str) -> str:
+    """A run file with `line` in place of the key's; its comment stays in its column."""
+
+    def replaced(match: re.Match[str]) -> str:
+        return f"{line:<30}#" if match[1] else line
+
+    return re.sub(rf"^{key} = [^#\n]*(#?)", replaced, written, flags=re.MULTILINE)
 
 
 def _text(path: str, tokenizer: str) -> "Text":

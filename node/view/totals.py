@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -123,7 +124,7 @@ def better_codecs(explanation: Explanation, machines: Sequence[Machine]) -> Expl
     if forward is None or backward is None or pipeline.stages < 2:
         return None
     there = {"forward_codec": forward.SUCCESSOR, "backward_codec": backward.GRADIENT_SUCCESSOR}
-    both = {key: name for key, name in there.items() if name}
+    both: dict[str, Any] = {key: name for key, name in there.items() if name}
     before = step_seconds(explanation, machines)
     for keys in (both, *({key: name} for key, name in both.items() if len(both) > 1)):
         other = explain(replace(explanation.config, pipeline=replace(pipeline, **keys)), explanation.text)

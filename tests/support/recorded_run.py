@@ -95,7 +95,8 @@ def _happenings(steps_done: int, stages: int, ended: bool) -> Iterator[tuple[flo
             reason = "its connection closed and did not come back"
             lost = min(2, stages - 1)
             yield at + 2, events.NodeLeft(node_id=names[lost], reason=reason)
-            yield at + 2, events.StepAborted(epoch=1, step=141, reason=f"node {names[lost]} is gone: {reason}")
+            gone = f"node {names[lost]} is gone: {reason}"
+            yield at + 2, events.StepAborted(epoch=1, step=141, reason=gone)
             names[lost] = NODES[4]
             yield at + 9, events.PlacementMade(epoch=2, nodes=tuple(names), resume_step=140, blocks=blocks)
             yield at + 9, events.Recovered(text="back at step 140 within 7 s", step=140, seconds=7.0)
