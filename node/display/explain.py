@@ -1,6 +1,7 @@
 """Print what a run file comes to, as text for a terminal or as JSON."""
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -28,6 +29,10 @@ from node.view.totals import (
 )
 from wire.codecs.formats import codec_format, ladder
 
+WIDTH = 100
+"""Columns of a terminal that everything but values of the run file fits in."""
+_TITLE = 9
+"""Columns of a title such as `text` before its sentence."""
 UPLOADS_MBIT = (5, 20, 100, 1000)
 """Rates of a machine's line, Mbit/s."""
 RATES_MBIT = (10, 100, 1000)
@@ -72,11 +77,24 @@ def explanation_text(explanation: Explanation, machines: Sequence[Machine] = ())
     for section, keys in _resolved(explanation.config):
         lines.append(f"[{section}]")
         lines += [f"{key} = {toml_value(value)}{'  *' if default else ''}" for key, value, default in keys]
-    lines += ["", *_step_lines(explanation), "", *_stage_lines(explanation), ""]
-    lines += [*_storage_lines(explanation), "", *memory_lines(explanation.memory), ""]
-    lines += _link_lines(explanation)
-    lines += ["", *total_lines(explanation, machines)]
+    rest = ["", *_step_lines(explanation), "", *_stage_lines(explanation), ""]
+    rest += [*_storage_lines(explanation), "", *memory_lines(explanation.memory), ""]
+    rest += _link_lines(explanation)
+    lines += [*_wrapped(rest), "", *total_lines(explanation, machines)]
     return "\n".join(lines)
+
+
+def _wrapped(lines: Sequence[str]) -> list[str]:
+    """Sentences in lines of at most `WIDTH` columns, indented under their title; tables as they are."""
+    found = []
+    for line in lines:
+        if len(line) <= WIDTH or "  " in line[_TITLE:]:
+            found.append(line)
+            continue
+        margin = len(line) - len(line.lstrip())
+        indent = " " * (_TITLE if "  " in line[margin:_TITLE] else margin + 2)
+        found += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False)
+    return found
 
 
 def _resolved(config: RunConfig) -> list[tuple[str, list[tuple[str, Any, bool]]]]:
@@ -240,7 +258,8 @@ def memory_lines(needs: tuple[StageNeed, ...]) -> list[str]:
     """One table where CPUs and GPUs need the same."""
     alike = all(need.gpu == need.cpu for need in needs)
     parts = ["total", "weights, gradients, optimizer", "kept activations"]
-    header = ["stage", *(parts if alike else [f"{kind} {part}" for kind in ("GPU", "CPU") for part in parts])]
+    short = ["total", "state", "kept"]
+    header = ["stage", *(parts if alike else [f"{kind} {part}" for kind in ("GPU", "CPU") for part in short])]
     rows = [
         [str(stage), *_cells(need.gpu), *([] if alike else _cells(need.cpu))]
         for stage, need in enumerate(needs)
@@ -248,6 +267,7 @@ def memory_lines(needs: tuple[StageNeed, ...]) -> list[str]:
     return [
         "a stage needs, as estimated, on a node of one device (of several: thinwire doctor --run-file):",
         *table_lines(header, rows, left=1),
+        *([] if alike else ["state: weights, gradients and optimizer; kept: activations"]),
     ]
 
 
@@ -323,10 +343,10 @@ def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> l
     lines = ["in total:"]
     if len(loads) > 1:
         header = [
-            "machine of stage",
+            "stage",
             "uploads a step",
             "downloads",
-            *(f"at {r} Mbit/s up" for r in UPLOADS_MBIT),
+            *(f"{r} Mbit/s up" for r in UPLOADS_MBIT),
         ]
         rows = [
             [
@@ -370,7 +390,7 @@ def total_lines(explanation: Explanation, machines: Sequence[Machine] = ()) -> l
             f"{explanation.text.passes:.3g} passes over the text: more than {MOST_PASSES} teach little new; "
             "give more text or fewer steps"
         )
-    return lines
+    return _wrapped(lines)
 
 
 def _uncertainty_lines(found: Totals) -> list[str]:
