@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -67,6 +68,8 @@ async def enrol(
     stored = await asyncio.to_thread(_stored, token, directory)
     if stored is not None:
         return stored
+    # Once the patience has ended, no round begins after this: an address may not answer at all.
+    last_start = math.inf if patience is None else time.monotonic() + _CONNECT_SECONDS
     patience = patience or Patience()
     key_pem = await asyncio.to_thread(_usable_key, directory)
     request = enrolment_pb2.JoinRequest(
@@ -89,7 +92,7 @@ async def enrol(
     why: ThinwireError | None = None
     for wait in itertools.chain(_ROUNDS, itertools.repeat(_LATER_ROUND)):
         if why is not None:
-            if wait == _LATER_ROUND and patience.left < wait:
+            if patience.left < wait and (wait == _LATER_ROUND or time.monotonic() + wait > last_start):
                 raise why
             async with patience.shown(f"no coordinator yet ({why}); asking again"):
                 await asyncio.sleep(wait)

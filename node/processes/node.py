@@ -60,6 +60,8 @@ log = logging.getLogger(__name__)
 INTERRUPTED = 130
 SOON_SECONDS = 300.0
 """How long every node waits for a run that goes on at once."""
+START_SECONDS = 10.0
+"""A coordinator that does not answer a node for so long is not up, for one that does not wait."""
 IDLE_END_SECONDS = 2.8
 """A node without a stage has left after this, whatever it is doing."""
 
@@ -156,9 +158,8 @@ async def _serve(
 
     holder = IdentityHolder(identity, directory, join_again)
     reach = _Reach(control_address, holder, screen.waiting)
-    if options.wait_seconds:
-        with _ended_by_signals():
-            await reach.at_start(options.wait_seconds)
+    with _ended_by_signals():
+        await reach.at_start(max(options.wait_seconds, START_SECONDS))
     latest: list[NodeRuntime] = []
     async with contextlib.AsyncExitStack() as stack:
         if options.metrics:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from node.coordinator.store import Store
+from node.processes.node import START_SECONDS
+from node.telemetry.format import duration_text
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Process, Run, Still
 from wire.identity.token import JoinToken
@@ -132,6 +134,11 @@ def test_a_coordinator_that_goes_away(prefork: Prefork, tmp_path: Path) -> None:
         (complaint,) = waiting.complaints
         assert complaint.startswith("thinwire: error: the coordinator at 127.0.0.1:")
         assert " for 2 s: " in complaint
+        # As a member it does not wait for it either.
+        again = run.add_node(state_dir=run.state_dir(0))
+        assert again.wait_exit(40) == 1
+        (complaint,) = again.complaints
+        assert f" did not answer for {duration_text(START_SECONDS)}: " in complaint
         run.assert_quiet()
 
 

@@ -22,6 +22,7 @@ from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import RateLimits, open_join_port
 from node.coordinator.store import Member, Store
 from node.processes.enrol import enrol
+from node.processes.patience import Patience
 from tests.support.ports import free_port
 from wire.bootstrap import fetch_authority
 from wire.errors import LinkError, RefusalCode, Refused, RunError, TokenError, UserError
@@ -137,6 +138,25 @@ async def test_rejoining_uses_no_token(coordinator: Coordinator, tmp_path: Path)
     assert await enrol(token, tmp_path / "node", HARDWARE) == first
     assert await enrol(coordinator.token(), tmp_path / "node", HARDWARE) == first
     assert [record.uses for record in coordinator.store.list_tokens()] == [1, 0]
+
+
+async def test_without_patience_a_silent_address_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enrol_module, "_CONNECT_SECONDS", 0.2)
+    asked: list[object] = []
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(writer)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        token = JoinToken((address,), "demo-x", b"p" * 32, "A" * 8, b"s" * 16)
+        with pytest.raises(LinkError):
+            await enrol(token, tmp_path / "node", HARDWARE, Patience())
+    assert len(asked) == 1
 
 
 async def test_a_moved_coordinator_is_asked_again(start: Start, tmp_path: Path) -> None:
