@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from node.schedule.floor import Floor, ResourceKind
-from node.telemetry.format import duration_text
+from node.telemetry.format import counted, duration_text
 from node.view.remedies import Remedy, better_codec, better_split, same_bytes_less_loss
 from node.view.run_view import LinkView, RunView, StageView
 from node.view.step_model import BY_PROGRAM, FULL, LITTLE, SharedUpload, StepModel, shared_uploads
@@ -55,7 +55,8 @@ def bottleneck(
     if view.state == "waiting for nodes":
         here, wanted = len(view.members), view.stages_wanted
         if here >= wanted:
-            return (f"waiting for a stage's node: {here} nodes are here, but none fits and none is back yet",)
+            there = f"{counted(here, 'node')} {'is' if here == 1 else 'are'} here"
+            return (f"waiting for a stage's node: {there}, but none fits and none is back yet",)
         return (f"waiting for nodes: {here} of {wanted} are here; {_how_to_join(view.token_uses)}",)
     if view.rows > 1:
         return _rows(view, codec_bits, ends_in_blocks, evidence, advises=advises)
