@@ -13,6 +13,7 @@ from pathlib import Path
 from scripts.docs import (
     codecs,
     fine_tuning,
+    large_models,
     losses,
     memory,
     network,
@@ -37,6 +38,7 @@ SUBJECTS = (
     losses,
     memory,
     network,
+    large_models,
     optimizers,
     passes,
     public_meter,

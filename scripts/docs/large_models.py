@@ -1,0 +1,115 @@
+"""Tables of experts' products, attention in slices, and stages of large models on small cards."""
+
+from typing import Any
+
+from scripts.docs.markdown import Tables, commit, if_recorded, read_report
+from scripts.report import RESULTS, markdown
+
+EXPERTS, ATTENTION = RESULTS / "experts.json", RESULTS / "attention_chunks.json"
+LONG, MIXTURE = RESULTS / "long_samples.json", RESULTS / "mixture_stage.json"
+
+
+def experts() -> str:
+    """scripts/bench/experts.py."""
+    report = read_report(EXPERTS)
+    rows = [
+        [
+            f"{row['tokens']:,}",
+            row["way"],
+            "yes" if row["trained"] else "no",
+            _number(row.get("forward_milliseconds")),
+            _number(row["both_milliseconds"]),
+        ]
+        for row in report["ways"]
+    ]
+    columns = [("tokens", "right"), ("experts' weights", "left"), ("trained", "left")]
+    columns += [("forward, ms", "right"), ("forward and backward, ms", "right")]
+    shape = report["shape"]
+    return (
+        f"{markdown(columns, rows)}\n\nA routed feed-forward of Qwen3-30B-A3B's shape: "
+        f"{shape['experts']} experts, {shape['choices']} a token, {shape['hidden']} wide, {shape['inner']} inside. {_where(report)}, "
+        f"transformers {report['transformers']}."
+    )
+
+
+def attention() -> str:
+    """scripts/bench/attention_chunks.py."""
+    report = read_report(ATTENTION)
+    rows = [
+        [
+            f"{row['length']:,}",
+            row["way"],
+            _number(row["forward_milliseconds"]),
+            _number(row["backward_milliseconds"]),
+        ]
+        for row in report["rows"]
+    ]
+    columns = [("tokens", "right"), ("way", "left"), ("forward, ms", "right"), ("backward, ms", "right")]
+    heads = f"Heads, keys' heads and width: {report['heads']}, bf16"
+    return f"{markdown(columns, rows)}\n\n{heads}. {_where(report)}."
+
+
+def long_samples() -> str:
+    """scripts/bench/long_samples.py."""
+    report = read_report(LONG)
+    rows = [
+        [
+            str(run["slices"]),
+            f"{run['cap_gb']:g}" if run["cap_gb"] else "-",
+            f"{run['tokens_a_second']:,.0f}",
+            f"{run['peak_bytes'] / 1e9:.1f}",
+        ]
+        for run in report["runs"]
+    ]
+    columns = [
+        ("slices", "right"),
+        ("memory allowed, GB", "right"),
+        ("tokens/s", "right"),
+        ("peak, GB", "right"),
+    ]
+    gradients = report["gradients"]
+    return (
+        f"{markdown(columns, rows)}\n\nA stage of {report['blocks']} of an 8B model's "
+        f"{report['model']['layers']} blocks, one sample of {report['length']:,} tokens, alone on the card. Gradients of "
+        f"{gradients['blocks']} blocks at {gradients['length']:,} tokens in {gradients['slices']} slices "
+        f"differ by {gradients['mean_error']:.2%} in the mean from those of whole samples. {_where(report)}."
+    )
+
+
+def mixture() -> str:
+    """scripts/bench/mixture_stage.py."""
+    report = read_report(MIXTURE)
+    rows = [
+        [
+            row["base"],
+            f"{row['tokens']:,}",
+            f"{1e3 * row['forward_seconds']:.0f}",
+            f"{1e3 * row['backward_seconds']:.0f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['peak_bytes'] / 1e9:.1f}",
+        ]
+        for row in report["rows"]
+    ]
+    columns = [("bits of frozen weights", "right"), ("tokens", "right"), ("forward, ms", "right")]
+    columns += [("backward, ms", "right"), ("tokens/s", "right"), ("peak, GB", "right")]
+    return (
+        f"{markdown(columns, rows)}\n\nOne stage alone: {report['rows'][0]['blocks']} of "
+        f"Qwen3-30B-A3B's 48 blocks, random weights, LoRA of rank 8. {_where(report)}."
+    )
+
+
+def _number(milliseconds: float | None) -> str:
+    return "" if milliseconds is None else f"{milliseconds:.2f}"
+
+
+def _where(report: dict[str, Any]) -> str:
+    versions = report.get("versions", report)
+    return f"{report['hardware']}, torch {versions['torch']}, commit {commit(report)}"
+
+
+TABLES: Tables = {
+    **if_recorded(EXPERTS, "experts", experts),
+    **if_recorded(ATTENTION, "attention_chunks", attention),
+    **if_recorded(LONG, "long_samples", long_samples),
+    **if_recorded(MIXTURE, "mixture_stage", mixture),
+}
