@@ -27,8 +27,9 @@ def experts() -> str:
     shape = report["shape"]
     return (
         f"{markdown(columns, rows)}\n\nA routed feed-forward of Qwen3-30B-A3B's shape: "
-        f"{shape['experts']} experts, {shape['choices']} a token, {shape['hidden']} wide, {shape['inner']} inside. {_where(report)}, "
-        f"transformers {report['transformers']}."
+        f"{shape['experts']} experts, {shape['choices']} a token, {shape['hidden']} wide, "
+        f"{shape['inner']} inside. "
+        f"{_where(report)}, transformers {report['transformers']}."
     )
 
 
@@ -70,9 +71,10 @@ def long_samples() -> str:
     gradients = report["gradients"]
     return (
         f"{markdown(columns, rows)}\n\nA stage of {report['blocks']} of an 8B model's "
-        f"{report['model']['layers']} blocks, one sample of {report['length']:,} tokens, alone on the card. Gradients of "
-        f"{gradients['blocks']} blocks at {gradients['length']:,} tokens in {gradients['slices']} slices "
-        f"differ by {gradients['mean_error']:.2%} in the mean from those of whole samples. {_where(report)}."
+        f"{report['model']['layers']} blocks, one sample of {report['length']:,} tokens, alone on the card. "
+        f"Gradients of {gradients['blocks']} blocks at {gradients['length']:,} tokens in "
+        f"{gradients['slices']} slices differ by {gradients['mean_error']:.2%} in the mean from those of "
+        f"whole samples. {_where(report)}."
     )
 
 
