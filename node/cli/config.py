@@ -93,7 +93,7 @@ def run_init(args: argparse.Namespace) -> int:
     from node.cli.parser import UsageError
     from node.display.explain import total_lines
     from node.telemetry.format import count_text
-    from node.view.first_run import Text, first_run, run_file
+    from node.view.first_run import SEQUENCE, Text, first_run, run_file
     from node.view.machines import parse_machine
     from node.view.totals import MOST_PASSES
 
@@ -105,7 +105,7 @@ def run_init(args: argparse.Namespace) -> int:
         raise UsageError(f"--days must be above 0 and at most 3660, got {args.days:g}")
     texts = args.machine or _ask()
     machines = [parse_machine(text) for text in texts]
-    found = first_run(machines, days=args.days, text=_text(args.data, args.tokenizer))
+    found = first_run(machines, days=args.days, text=_text(args.data, args.tokenizer, SEQUENCE))
     args.run_file.write_text(run_file(found), encoding="utf-8")
     sys.stdout.write("\n".join(total_lines(found.explanation, found.machines)) + "\n")
     if args.data == "stdlib":
@@ -128,18 +128,19 @@ def _copy(args: argparse.Namespace) -> int:
     """Write a recipe for the text and the tokenizer, with steps for a few passes over it at most."""
     from node.cli.parser import UsageError
     from node.run_file.loader import load_config, recipe, toml_value
-    from node.view.totals import MOST_PASSES
+    from node.view.first_run import most_steps
 
     if args.machine:
         raise UsageError("--recipe copies a run file as it is: leave out --machine, or --recipe")
     source = recipe(args.recipe)
-    text = _text(args.data, args.tokenizer)
     config = load_config(source)
-    steps = max(1, min(config.run.steps, MOST_PASSES * text.tokens // config.tokens_per_step))
+    text = _text(args.data, args.tokenizer, config.model.sequence)
+    steps = min(config.run.steps, most_steps(config, text))
     changed = {
         "steps": steps,
         "warmup_steps": min(config.training.warmup_steps, max(1, steps // 5)),
-        "vocab": text.vocabulary,
+        # Adapters are for a model that is there, which has its own vocabulary.
+        "vocab": max(text.vocabulary, config.model.vocab if config.lora.rank else 0),
         "path": text.path,
         "tokenizer": text.tokenizer,
     }
@@ -161,8 +162,8 @@ def _with_line(written: str, key: str, line: str) -> str:
     return re.sub(rf"^{key} = [^#\n]*(#?)", replaced, written, flags=re.MULTILINE)
 
 
-def _text(path: str, tokenizer: str) -> "Text":
-    """The text as `first_run` takes it, counted."""
+def _text(path: str, tokenizer: str, sequence: int) -> "Text":
+    """The text as `first_run` takes it, counted: how much is held out is by the sequence."""
     from node.data.tokenizer import load_tokenizer
     from node.run_file.loader import default_config
     from node.view.explain import text_plan
@@ -170,7 +171,8 @@ def _text(path: str, tokenizer: str) -> "Text":
     from wire.errors import DataError
 
     vocabulary = load_tokenizer(tokenizer).vocabulary
-    keys = (f"data.path={path}", f"data.tokenizer={tokenizer}", f"model.vocab={vocabulary}")
+    sizes = (f"model.vocab={vocabulary}", f"model.sequence={sequence}")
+    keys = (f"data.path={path}", f"data.tokenizer={tokenizer}", *sizes)
     plan = text_plan(default_config(keys), _tell)
     if plan.problem:
         raise DataError(plan.problem)

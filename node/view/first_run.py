@@ -86,7 +86,7 @@ def first_run(machines: Sequence[Machine], *, days: float, text: Text | None = N
         seconds = step_seconds(explained, placed)
         steps = max(1, floor(days * DAY / seconds))
         if text.tokens:
-            steps = min(steps, max(1, MOST_PASSES * text.tokens // explained.tokens_per_step))
+            steps = min(steps, most_steps(config, text))
         if best is not None and steps * explained.tokens_per_step < TOKENS_A_PARAMETER * explained.parameters:
             break
         most = ceil(MOST_TOKENS_A_PARAMETER * explained.parameters / explained.tokens_per_step)
@@ -97,6 +97,12 @@ def first_run(machines: Sequence[Machine], *, days: float, text: Text | None = N
             "fewer"
         )
     return best
+
+
+def most_steps(config: RunConfig, text: Text) -> int:
+    """Steps for `MOST_PASSES` over the text, whose passes may leave out a sample at an end; at least 1."""
+    samples = max(1, text.tokens // config.model.sequence - 1)
+    return max(1, MOST_PASSES * samples // config.training.global_batch)
 
 
 def _worked_out(config: RunConfig, machines: Sequence[Machine]) -> FirstRun:

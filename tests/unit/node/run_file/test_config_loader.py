@@ -1,8 +1,10 @@
 """Run files: accepted values, refused values and the error messages."""
 
 import json
+import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +40,9 @@ RUN_FILES = [
     *sorted(path for path in DEPLOY.rglob("*.toml") if path.parent.name != "lab"),
     *map(recipe, recipes()),
 ]
+PAGES = [DEPLOY.parent / "README.md", *sorted(DEPLOY.glob("*.md"))]
+QUOTED = re.compile(r"(?m)(?:^    \[\w+\] *(?:#.*)?\n(?:^    \w+ = .*\n)+\n?)+")
+"""Sections of a run file, indented as pages quote them."""
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -224,6 +229,15 @@ def test_every_run_file_we_ship_parses() -> None:
     assert len(RUN_FILES) == 1 + len(recipes())
     for path in RUN_FILES:
         assert load_config(path).run.steps > 0, path
+
+
+@each("page", [page for page in PAGES if QUOTED.search(page.read_text(encoding="utf-8"))])
+def test_every_run_file_that_a_page_quotes_has_keys_that_there_are(page: Path) -> None:
+    for block in QUOTED.findall(page.read_text(encoding="utf-8")):
+        given = tomllib.loads(textwrap.dedent(block))
+        types = {name: section_types()[name] for name in given}
+        for name, keys in given.items():
+            assert keys.keys() <= {key.rstrip("_") for key in types[name].__dataclass_fields__}
 
 
 def test_a_recipe_is_found_by_its_name_unless_a_file_has_it(
