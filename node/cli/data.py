@@ -1,8 +1,9 @@
-"""`thinwire data preview RUN.toml`: what a run trains on, token by token."""
+"""`thinwire data`: what a run trains on, token by token, and a tokenizer of one's own."""
 
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from node.cli.parser import add_run_file
@@ -14,13 +15,41 @@ MOST_TOKENS = 100_000
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("data", help="look at a run's training data")
+    parser = commands.add_parser("data", help="look at a run's training data, or train a tokenizer on it")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     preview = actions.add_parser("preview", help="show the first step's tokens, labels and what is dropped")
     add_run_file(preview)
     preview.add_argument("--tokens", type=int, default=200, help="tokens of each source (default: 200)")
     preview.add_argument("--json", action="store_true", help="one JSON object instead of text")
     preview.set_defaults(run=run, parser=preview)
+    trained = actions.add_parser("tokenizer", help="train a byte-level BPE on a text")
+    trained.add_argument("text", metavar="TEXT", help="as data.path: a file, JSONL, or a folder of them")
+    trained.add_argument("out", metavar="OUT", type=Path, help="the folder to create, for data.tokenizer")
+    trained.add_argument("--vocab", type=int, default=16384, metavar="N", help="most tokens (default: 16384)")
+    trained.add_argument("--field", default="", help="the field of JSONL rows (default: text)")
+    trained.add_argument(
+        "--chat", action="store_true", help="with a chat template, to train on conversations"
+    )
+    trained.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    trained.set_defaults(run=run_tokenizer, parser=trained)
+
+
+def run_tokenizer(args: argparse.Namespace) -> int:
+    from node.cli.parser import set_up_logging
+    from node.config.schema import DataSection
+    from node.data.tokenizer_training import train_tokenizer
+
+    set_up_logging()
+    data = DataSection(path=args.text, **({"jsonl_field": args.field} if args.field else {}))
+    tokens = train_tokenizer(data, args.vocab, args.out, chat=args.chat)
+    if args.json:
+        sys.stdout.write(json.dumps({"tokens": tokens, "out": str(args.out)}) + "\n")
+    else:
+        place = json.dumps(str(args.out))
+        sys.stdout.write(
+            f"{tokens} tokens are in {args.out}; set data.tokenizer = {place} and model.vocab = {tokens}\n"
+        )
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:

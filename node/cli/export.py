@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from node.cli.snapshot_model import NEWEST, add_snapshot_arguments, chosen_snapshot
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("export", help="write a snapshot as a Hugging Face model folder")
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
+    add_snapshot_arguments(parser)
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
-    parser.add_argument("--step", type=int, metavar="N", help="the snapshot's step (default: the newest)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -35,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     merge: Merge | None = None
     if args.merge:
         from node.state.merging import merged_parameters as merge
-    step = export(directory, args.out, step=args.step, dtype=args.dtype, merge=merge)
+    # Without a step the next newest is written if the run removes this one meanwhile.
+    wanted = None if args.step in NEWEST else chosen_snapshot(directory, args.step)[1]
+    step = export(directory, args.out, step=wanted, dtype=args.dtype, merge=merge)
     if args.json:
         sys.stdout.write(json.dumps({"event": "exported", "step": step, "out": str(args.out)}) + "\n")
     else:

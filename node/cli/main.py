@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from node.cli import (
+    chat,
     compare,
     completion,
     config,
@@ -34,6 +35,7 @@ from node.cli import (
     recover,
     resume,
     sample,
+    serve,
     set,
     status,
     token,
@@ -48,7 +50,23 @@ from wire.version import VERSION
 
 COMMANDS = (
     *(demo, coordinator, join, resume, set, status, top, dashboard),
-    *(eval, sample, trace, compare, export, token, evict, recover, config, plan, data, lab, doctor),
+    *(
+        chat,
+        serve,
+        eval,
+        sample,
+        trace,
+        compare,
+        export,
+        token,
+        evict,
+        recover,
+        config,
+        plan,
+        data,
+        lab,
+        doctor,
+    ),
     completion,
 )
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -17,61 +17,81 @@ if TYPE_CHECKING:
     from node.config.schema import RunConfig
     from node.state.whole_model import WholeModel
 
-NEWEST = "newest"
+LAST = "last"
+NEWEST = (LAST, "newest")
+"""Words for the newest snapshot."""
 BEST = "best"
 SNAPSHOT_TRIES = 5
 """Snapshots that may be removed while they are read, one after the other."""
 
 
-def add_arguments(parser: Any) -> None:
+def add_snapshot_arguments(parser: Any) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's directory")
     parser.add_argument(
-        "--step", default=NEWEST, metavar="N", help="snapshot to use: a step, `best` or `newest` (default)"
+        "--step", default=LAST, metavar="N", help="snapshot to use: a step, `best` or `last` (default)"
     )
+
+
+def add_arguments(parser: Any) -> None:
+    add_snapshot_arguments(parser)
     parser.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (default) or cuda:N")
 
 
 def open_snapshot(args: argparse.Namespace) -> "tuple[RunConfig, int, Path]":
     """The run's settings, the step of the snapshot that `--step` names, and its directory. UserError."""
     from node.cli.run_directory import existing_run_directory
+    from node.state.object_store import bring
+
+    directory = existing_run_directory(args.run_dir)
+    config, step, found = chosen_snapshot(directory, args.step)
+    return config, step, bring(directory, step) if found is None else found
+
+
+def chosen_snapshot(directory: Path, wanted: str) -> "tuple[RunConfig, int, Path | None]":
+    """The run's settings, and the step and folder of a snapshot; no folder if it is in an object store only.
+
+    Args:
+        directory: the run's.
+        wanted: a step, `BEST`, or `LAST`.
+
+    Raises:
+        UserError: there is no such snapshot.
+    """
     from node.coordinator.store import Store
     from node.run_file.loader import from_json
-    from node.state.object_store import bring, stored_steps
+    from node.state.object_store import stored_steps
     from node.state.snapshot import held_by_nodes, list_snapshots, snapshot_directory
     from wire.errors import UserError
 
-    directory = existing_run_directory(args.run_dir)
     with Store.open(directory) as store:
         config = from_json(store.run().config_json)
         here, stored = list_snapshots(directory / "snapshots"), stored_steps(directory)
         steps = sorted({*here, *stored})
         best = store.best_of(steps)
     have = ", ".join(map(str, steps)) or "none"
-    if args.step == NEWEST and not steps:
+    if wanted in NEWEST and not steps:
         hint = held_by_nodes(directory) or ": wait for run.snapshot_every steps"
         raise UserError(f"{directory} has no complete snapshot yet{hint}")
-    if args.step == NEWEST:
+    if wanted in NEWEST:
         step = steps[-1]
-    elif args.step == BEST and best is not None:
+    elif wanted == BEST and best is not None:
         step = best
-    elif args.step == BEST:
+    elif wanted == BEST:
         raise UserError(
             "no snapshot has a held-out loss: set data.valid_every in the run file, or name a step"
         )
-    elif str(args.step).isdecimal() and int(args.step) in steps:
-        step = int(args.step)
+    elif wanted.isdecimal() and int(wanted) in steps:
+        step = int(wanted)
     else:
         hint = held_by_nodes(directory)
-        raise UserError(f"{directory} has no snapshot of step {args.step}; it has: {have}{hint}")
-    if step not in here:
-        return config, step, bring(directory, step)
-    return config, step, snapshot_directory(directory / "snapshots", step)
+        raise UserError(f"{directory} has no snapshot of step {wanted}; it has: {have}{hint}")
+    return config, step, None if step not in here else snapshot_directory(directory / "snapshots", step)
 
 
 def load_model(args: argparse.Namespace) -> "tuple[int, WholeModel]":
     """Load the snapshot that `--step` names onto the device that `--device` names; its step too.
 
-    A run that is on removes old snapshots: of `newest` and `best` the next one is loaded then.
+    A run that is on removes old snapshots: of `last` and `best` the next one is loaded then.
 
     Raises what `open_snapshot` and `build_model` do.
     """
@@ -86,7 +106,7 @@ def load_model(args: argparse.Namespace) -> "tuple[int, WholeModel]":
         try:
             return step, build_model(config, directory, args.device)
         except RunError:
-            if not tries_left or args.step not in (NEWEST, BEST) or is_complete(directory):
+            if not tries_left or args.step not in (*NEWEST, BEST) or is_complete(directory):
                 raise
 
 

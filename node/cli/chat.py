@@ -1,0 +1,100 @@
+"""`thinwire chat RUN_DIR`: talk to a snapshot's model, in transformers' own chat."""
+
+import argparse
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from node.cli.parser import UsageError
+from node.cli.serve import (
+    TRANSFORMERS,
+    check_installed,
+    exported,
+    server_command,
+    server_environment,
+)
+from node.cli.snapshot_model import add_snapshot_arguments
+from wire.errors import RunError
+
+START_SECONDS = 600.0
+"""A server that does not answer by then has failed."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("chat", help="talk to a snapshot's model")
+    add_snapshot_arguments(parser)
+    parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_installed(TRANSFORMERS)
+    folder = exported(args)
+    if not has_chat_template(folder):
+        raise UsageError(
+            f"{args.run_dir} trains on plain text, without a chat template: use `thinwire sample`, or set "
+            "data.chat_template"
+        )
+    with serving(folder) as url:
+        command = [sys.executable, "-m", "transformers.cli.transformers", "chat", folder.name, url]
+        command += ["--save-folder", str(folder.parent / "chats")]
+        command += ["--system-prompt", args.system] if args.system else []
+        return subprocess.run(command, cwd=folder.parent, env=server_environment()).returncode
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether an exported model's tokenizer has a chat template."""
+    from node.data.tokenizer import json_object
+
+    template = folder / "chat_template.jinja"
+    return template.is_file() or "chat_template" in json_object(folder / "tokenizer_config.json")
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """Transformers' server of the model on a free port of this machine, until the chat ends."""
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    log = folder.parent / "server.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            server_command(TRANSFORMERS, folder.name, "127.0.0.1", port),
+            cwd=folder.parent,
+            env=server_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C stops an answer, not the server
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_ready(server, url, log)
+        yield url
+    finally:
+        server.terminate()
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            server.wait(0.2)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError, urllib.error.URLError):
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                return
+        else:
+            raise RunError(f"the model's server ended before it answered; its output is in {log}")
+    raise RunError(f"the model's server did not answer within {START_SECONDS:.0f} s; its output is in {log}")

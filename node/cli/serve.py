@@ -1,0 +1,100 @@
+"""`thinwire serve RUN_DIR`: answer an OpenAI client with a snapshot's model.
+
+The snapshot is exported into a cache and handed to vLLM, where that is installed, or to transformers.
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from node.cli.parser import UsageError
+from node.cli.snapshot_model import add_snapshot_arguments, chosen_snapshot
+
+TRANSFORMERS, VLLM = "transformers", "vllm"
+NEEDED = {
+    TRANSFORMERS: ("transformers", "torch", "fastapi", "uvicorn", "openai", "accelerate"),
+    VLLM: ("vllm",),
+}
+"""Packages that each server imports."""
+DEFAULT_LISTEN = "127.0.0.1:8000"
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="serve a snapshot's model to OpenAI clients")
+    add_snapshot_arguments(parser)
+    parser.add_argument(
+        "--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT", help=f"default: {DEFAULT_LISTEN}"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=(VLLM, TRANSFORMERS),
+        help=f"the server to start (default: {VLLM} where it is installed, else {TRANSFORMERS})",
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from node.run_file.addresses import parse_listen
+
+    host, port = parse_listen(args.listen)
+    engine = args.engine or (VLLM if importlib.util.find_spec(VLLM) else TRANSFORMERS)
+    check_installed(engine)
+    folder = exported(args)
+    sys.stdout.write(f"{folder.name} at http://{host}:{port}/v1, model {folder.name!r}; Ctrl-C ends it\n")
+    sys.stdout.flush()
+    os.chdir(folder.parent)
+    command = server_command(engine, folder.name, host, port)
+    os.execve(command[0], command, server_environment())
+
+
+def check_installed(engine: str) -> None:
+    """Raise UsageError if a package of the server is missing."""
+    missing = [name for name in NEEDED[engine] if importlib.util.find_spec(name) is None]
+    if missing:
+        install = "vllm" if engine == VLLM else "'thinwire[serve]'"
+        raise UsageError(
+            f"{engine}'s server needs packages that are missing here ({', '.join(missing)}): "
+            f"pip install {install}"
+        )
+
+
+def exported(args: argparse.Namespace) -> Path:
+    """The folder in the cache that holds the snapshot that `--step` names, adapters merged in.
+
+    It is named after the run and the step, so the model has this name in the server. Earlier exports of the
+    run are removed. Raises UserError and RunError.
+    """
+    from hashlib import sha256
+
+    from node.cli.run_directory import existing_run_directory
+    from node.state.export import export
+    from node.state.merging import merged_parameters
+    from wire.identity.files import cache_folder
+
+    directory = existing_run_directory(args.run_dir).resolve()
+    config, step, _ = chosen_snapshot(directory, args.step)
+    parent = cache_folder() / "exports" / sha256(os.fsencode(directory)).hexdigest()[:16]
+    folder = parent / f"{config.run.name}-{step}"
+    if not folder.is_dir():
+        shutil.rmtree(parent, ignore_errors=True)
+        parent.mkdir(parents=True)
+        export(directory, folder, step=step, merge=merged_parameters if config.lora.rank else None)
+    return folder
+
+
+def server_command(engine: str, name: str, host: str, port: int) -> list[str]:
+    """The command line of a server of the model folder `name` in the working directory."""
+    if engine == VLLM:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", name,
+                "--host", host, "--port", str(port)]  # fmt: skip
+    return [sys.executable, "-m", "transformers.cli.transformers", "serve", name,
+            "--host", host, "--port", str(port)]  # fmt: skip
+
+
+def server_environment() -> dict[str, str]:
+    """The environment of a server: the model is on this disk, so it asks nobody for anything."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}

@@ -1,0 +1,70 @@
+"""Trains a byte-level BPE on a run's text, so that a run from nothing needs nobody else's tables."""
+
+import json
+from pathlib import Path
+
+from node.config.schema import DataSection
+from node.data.documents import read_text
+from node.data.text import SEPARATOR
+from node.data.tokenizer import END_OF_TEXT, load_tokenizer
+from wire.errors import UserError
+
+TURN_BEGIN, TURN_END = "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML. Only what the assistant says is a label."""
+LEAST_VOCABULARY = 256 + 3
+"""Every byte, and the special tokens."""
+
+
+def train_tokenizer(data: DataSection, vocabulary: int, out: Path, *, chat: bool) -> int:
+    """Train a tokenizer on the text of `data` and write it into the new folder `out`, as transformers reads
+    it. The same text gives the same tables.
+
+    Args:
+        vocabulary: the most tokens, special ones included; a small text has fewer.
+        chat: also write a chat template, ChatML.
+
+    Returns:
+        How many tokens it has.
+
+    Raises:
+        UserError: `out` is in use, or too few tokens are asked for.
+        DataError: the text cannot be read, or `tokenizers` is not installed.
+    """
+    if vocabulary < LEAST_VOCABULARY:
+        raise UserError(f"a vocabulary has at least {LEAST_VOCABULARY} tokens, got {vocabulary}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is in use: name a new folder")
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError('training a tokenizer needs: pip install "tokenizers>=0.21"') from None
+
+    text = read_text(data)
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT, *((TURN_BEGIN, TURN_END) if chat else ())],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((part.decode() for part in text.split(SEPARATOR)), trainer)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    if chat:
+        settings["chat_template"] = CHAT_TEMPLATE
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "tokenizer.json").write_text(bpe.to_str(), encoding="utf-8")
+        (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; name another folder") from error
+    return load_tokenizer(str(out)).vocabulary
