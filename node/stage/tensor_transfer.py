@@ -230,9 +230,13 @@ class TensorTransfer:
             if self._in_order or self._at_once(WorkKind.UNPACK, codec, tensor.spec.elements):
                 if io.holds(key):
                     self._begin(tensor, codec, io)
-            elif key not in self._watched:
+                continue
+            # Under the lock: a tensor that arrives right now is either watched or begun.
+            with self._lock:
+                if key in self._watched or self.begun(key):
+                    continue
                 self._watched.add(key)
-                io.watch(key, functools.partial(self._arrived, tensor, codec, io, self.digests))
+            io.watch(key, functools.partial(self._arrived, tensor, codec, io, self.digests))
 
     def _arrived(
         self, tensor: Incoming, codec: Codec, io: PackedIO, digests: StepDigests | None, packed: Tensor

@@ -169,6 +169,6 @@ def _bits(name: str, model: ModelSection) -> float:
 
 TABLES: Tables = {
     **if_recorded(LOSSES, "optimizer_losses", losses),
-    **if_recorded(LOSSES, "optimizer_lines", lines),
+    **({"optimizer_lines": lines} if LOSSES.exists() and any(_equal(read_report(LOSSES))) else {}),
     **if_recorded(STEPS, "optimizer_steps", steps),
 }

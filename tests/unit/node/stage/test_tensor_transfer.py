@@ -417,6 +417,36 @@ def test_a_tensor_is_unpacked_when_it_arrives_whatever_the_compute_thread_does()
     assert not transfer.begun(key(1)), "the step is over"
 
 
+def test_who_looks_ahead_while_a_tensor_arrives_does_not_unpack_it_again() -> None:
+    packed, box = codec("tah").encode(tensor(1)), Box()
+    transfer = TensorTransfer(CpuTransfer(), lambda kind, key: nullcontext())
+    ahead = [Incoming(key(0), SPEC)], lambda key: codec("tah"), box
+    transfer.look_ahead(*ahead)
+    submit, looks = transfer._unpacker.submit, threading.Event()
+
+    def look() -> None:
+        looks.set()
+        transfer.look_ahead(*ahead)
+
+    compute_thread = threading.Thread(target=look)
+
+    def submit_late(*job: Any) -> Any:
+        """The tensor is no longer watched, and its unpacking has not begun."""
+        if not looks.is_set():
+            compute_thread.start()
+            looks.wait(SECONDS)
+            compute_thread.join(0.2)
+        return submit(*job)
+
+    transfer._unpacker.submit = submit_late  # type: ignore[method-assign]
+    box.put(key(0), packed)
+    compute_thread.join(SECONDS)
+    transfer.begin(Incoming(key(0), SPEC), codec("tah"), box)
+    transfer.finish(key(0))
+    transfer.settle()
+    assert box.released == [key(0)]
+
+
 def test_with_a_sample_cache_tensors_are_unpacked_in_the_order_of_the_stage() -> None:
     box = Box()
     transfer = TensorTransfer(CpuTransfer(), lambda kind, key: nullcontext(), in_order=True)
