@@ -58,6 +58,8 @@ _NUMBERS = {"protocol": 2**32, "epoch": 2**32, "stage": 2**32, "session": 2**64,
 _HUNG_UP = StreamDroppedError("the neighbour hung up")
 ADMIT_SECONDS = 30.0
 """For the event loop's answer whether a bulk stream is admitted."""
+STOP_SECONDS = 10.0
+"""For calls to end when the server stops."""
 
 AnyContext = ServerContext | grpc.ServicerContext
 
@@ -282,7 +284,9 @@ class LinkServer:
             await self._server.stop(grace=None)
             self._server = None
         if self._bulk_server is not None:
-            await on_thread(self._bulk_server.stop(grace=None).wait, "bulk-stop")
+            # With a grace it does not block the loop, which calls that end may need.
+            stopping = self._bulk_server.stop(grace=0.0)
+            await on_thread(lambda: stopping.wait(STOP_SECONDS), "bulk-stop")
             self._bulk_server = None
         for front in (self._front, self._bulk_front):
             if front is not None:
