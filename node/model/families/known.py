@@ -24,8 +24,8 @@ def family_of(model: ModelSection) -> Family:
 def model_problems(model: ModelSection) -> Iterator[str]:
     """What is wrong with a model of a known family whose sizes are at least 1, a line each."""
     family, plain = family_of(model), ModelSection()
-    for other in FAMILIES.values():
-        for key in other.options:
-            if key not in family.options and getattr(model, key) != getattr(plain, key):
-                yield f"model.{key} is for model.family {other.name}, and this model is {family.name}"
+    for key in dict.fromkeys(key for other in FAMILIES.values() for key in other.options):
+        if key not in family.options and getattr(model, key) != getattr(plain, key):
+            names = " or ".join(other.name for other in FAMILIES.values() if key in other.options)
+            yield f"model.{key} is for model.family {names}, and this model is {family.name}"
     yield from family.problems(model)

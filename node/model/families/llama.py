@@ -376,7 +376,8 @@ def rope_of(given: ConfigReader, theta: float, longest: int | None = None) -> di
         found |= {
             "rope_beta_fast": given.number("beta_fast", 32.0),
             "rope_beta_slow": given.number("beta_slow", 1.0),
-            "rope_truncate": given.flag("truncate", True),
+            # transformers takes null for false here.
+            "rope_truncate": given.config.get("truncate", True) is not None and given.flag("truncate", True),
             "rope_attention": _yarn_attention(given, found["rope_factor"]),
         }
     return found

@@ -248,7 +248,9 @@ async def test_a_damaged_checkpoint_ends_the_run_by_its_name(tmp_path: Path) -> 
     model = ModelSection(**{**vars(CONFIG.model), "from_": str(tmp_path / "model")})
     (tmp_path / "model").mkdir()
     arrays = {
-        tensor.name: np.ones(tensor.shape, np.float32) for tensor in tensors(model, "block.0001").values()
+        tensor.name: np.ones(tensor.shape, np.float32)
+        for parts in tensors(model, "block.0001").values()
+        for tensor in parts
     }
     arrays["model.layers.1.mlp.up_proj.weight"][0, 3] = np.nan
     save_file(arrays, tmp_path / "model" / "model.safetensors")

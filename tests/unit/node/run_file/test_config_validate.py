@@ -114,7 +114,7 @@ def test_the_most_that_is_allowed() -> None:
         ({"pipeline.sync_codec": "tah"}, "pipeline.sync_codec: tah does not pack sums of gradients"),
         ({"run.keep_snapshots": 0}, "run.keep_snapshots must be at least 1"),
         ({"model.family": "lama"}, "model.family 'lama' is unknown; did you mean 'llama'?"),
-        ({"model.family": "x"}, "known: llama, gpt2"),
+        ({"model.family": "x"}, "known: llama, mixture, gpt2"),
         ({"model.qk_norm": "heads"}, "model.qk_norm 'heads' is unknown; did you mean 'head'?"),
         ({"model.window": 8, "model.family": "gpt2"}, "model.window is for model.family llama"),
         ({"model.qk_norm": "head", "model.family": "gpt2"}, "model.qk_norm is for model.family llama"),
