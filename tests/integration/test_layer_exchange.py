@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import grpc
 import pytest
@@ -57,9 +59,6 @@ class Holder(LayersHeld):
     lies: bytes = b""
     """What it sends instead of its file."""
 
-    pause: float = 0.0
-    """Seconds before each chunk."""
-
     def __post_init__(self) -> None:
         super().__init__(self.cache, self.sums, None, lambda: False)
         self._sent = 0
@@ -72,7 +71,6 @@ class Holder(LayersHeld):
         if self._sent == self.breaks_after:
             raise RuntimeError("the process is gone")
         self._sent += 1
-        await asyncio.sleep(self.pause)
 
 
 @dataclass
@@ -141,15 +139,36 @@ async def test_a_node_is_sent_a_file_a_few_times_and_others_all_the_same(tmp_pat
         )
 
 
-async def test_a_holder_that_sends_a_little_now_and_then_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer_exchange, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(layer_exchange, "LEAST_RATE", 1e9)
-    async with scene(tmp_path) as here:
-        here.holders[0].pause = 0.4
-        assert await here.fetch(0, 1) == DATA
-        assert 0 < here.holders[1].offsets[0] < len(DATA), "it goes on where that one was left"
+class Trickle:
+    """A call that brings a few bytes every 25 seconds of a clock of its own."""
+
+    def __init__(self) -> None:
+        self.clock, self.cancelled = 0.0, False
+
+    def unary_stream(self, method: str) -> "Trickle":
+        assert method == LAYER_METHOD
+        return self
+
+    def __call__(self, message: bytes) -> "Trickle":
+        return self
+
+    async def read(self) -> bytes:
+        await asyncio.sleep(0)
+        self.clock += 25.0
+        return b"few"
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+async def test_a_holder_that_sends_a_little_now_and_then_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, came = Trickle(), []
+    monkeypatch.setattr(layer_exchange, "time", SimpleNamespace(monotonic=lambda: call.clock))
+    request = LayerRequest(step=STEP, unit=UNIT, sha256=sha256(DATA).hexdigest(), offset=0)
+    with pytest.raises(LinkError, match="less than"):
+        async for chunk in get_layer(cast(grpc.aio.Channel, call), request):
+            came.append(chunk)
+    assert came == [b"few"] * 3 and call.cancelled, "two silences are all it gets at this rate"
 
 
 async def test_a_layer_arrives_complete(tmp_path: Path) -> None:
