@@ -253,7 +253,7 @@ class Block(nn.Module, ABC):
         packs = not self.storage.is_off or (self.is_plain and self._is_fused(x_bsc))
         if not (self.is_coded or self.always_packs or (packs and torch.is_grad_enabled())):
             return self._plain(x_bsc, reach, at)
-        return self._feed_forward_half(self._attention_half(x_bsc, reach, at))
+        return self._feed_forward_half(self._attention_half(x_bsc, reach, at), at)
 
     def _attention_half(self, x_bsc: Tensor, reach: Reach, at: BlockSlice | None = None) -> Tensor:
         ways, (attention_inputs, (attention_output,), *_) = self._ways, self.products()
@@ -282,7 +282,7 @@ class Block(nn.Module, ABC):
             self.sinks_h(),
         )
 
-    def _feed_forward_half(self, x_bsc: Tensor) -> Tensor:
+    def _feed_forward_half(self, x_bsc: Tensor, at: BlockSlice | None = None) -> Tensor:
         ways, (*_, ffn_inputs, (ffn_output,)) = self._ways, self.products()
         return ffn_half(
             x_bsc,

@@ -10,6 +10,7 @@ from node.model.families.family import ParameterSpec
 from node.model.families.known import MIXTURE
 from node.model.families.mixture import ROUTER, SINKS
 from node.model.llama_block import LlamaBlock
+from node.model.past import BlockSlice
 from node.model.routed_half import RoutedParts, routed_half
 from node.model.storage import Storage
 from node.model.stored_layers import Norm, Norms
@@ -46,20 +47,20 @@ class MixtureBlock(LlamaBlock):
     def sinks_h(self) -> Tensor | None:
         return cast(Tensor, getattr(self, SINKS).weight) if hasattr(self, SINKS) else None
 
-    def _feed_forward_half(self, x_bsc: Tensor) -> Tensor:
+    def _feed_forward_half(self, x_bsc: Tensor, at: BlockSlice | None = None) -> Tensor:
         model = self._model
         if self.load is None:
             self.load = torch.zeros(model.experts, dtype=torch.int64, device=x_bsc.device)
-        # A slice of a sample counts by its tokens.
-        share = self.share * x_bsc.shape[1] / model.sequence
         parts = RoutedParts(
             storage=self.storage,
             experts=model.experts,
             choices=model.experts_per_token,
             normalize=model.normalized_routing,
             limit=model.swiglu_limit,
-            balance=model.balance_loss * share,
-            z=model.z_loss * share,
+            tokens=len(x_bsc) * model.sequence,
+            balance=model.balance_loss * self.share,
+            z=model.z_loss * self.share,
+            at=at,
         )
         (router,) = self._projections((ROUTER,))
         projections = self._projections((*self.family.ffn_inputs, self.family.ffn_output))

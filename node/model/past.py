@@ -81,6 +81,8 @@ class _BlockPast:
         """By slice."""
         self.gradients: tuple[Tensor, Tensor] | None = None
         """Of keys and values, float32 [B, K, S, D], from the sample's first position on."""
+        self.loads: dict[int, Tensor] = {}
+        """How many tokens each expert got, by slice."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,14 @@ class BlockSlice:
     def keep(self, restore: Restore) -> None:
         """Keep the slice's keys and values; again, where a block runs again in backward."""
         self.past.kept[self.number] = restore
+
+    def keep_load(self, load_e: Tensor) -> None:
+        """Keep how many tokens of the slice each expert got."""
+        self.past.loads[self.number] = load_e
+
+    def load(self) -> Tensor:
+        """How many tokens of the microbatch each expert got, once all slices have gone forward."""
+        return torch.stack(list(self.past.loads.values())).sum(0)
 
     def joined(self, key_bksd: Tensor, value_bksd: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values from the sample's first position on, of which these are the last."""
@@ -122,6 +132,7 @@ class BlockSlice:
             heads: the slice's.
             out_bhsd, sums: as `kernels.attention.ops.attention` gave them,
             sinks_h: with these.
+            fixed_order: of a sample's first slice. What later slices run has no other order.
         """
         query, key, value = heads
         if self.number == 0:

@@ -11,7 +11,9 @@ computed again.
 
 Each block adds its own terms to the loss, for balance between experts (Fedus et al. 2021, arXiv 2101.03961,
 equation 4) and against large logits (Zoph et al. 2022, arXiv 2202.08906, equation 5). They are no part of
-what the block returns: backward adds their gradients.
+what the block returns: backward adds their gradients. Both are of a microbatch, also where it is cut
+along the sequence: all of its slices have gone forward before the first goes backward, so the load of all is
+known.
 """
 
 from collections.abc import Sequence
@@ -28,6 +30,7 @@ from kernels.layers import ops as layers
 from node.model.families.mixture import SWIGLU_ALPHA
 from node.model.lora import AdaptedProjections, FrozenLinear
 from node.model.offload import mark
+from node.model.past import BlockSlice
 from node.model.products import Linear, Projections
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
 from node.model.stored_layers import NORMS, Layer, Norms, trained
@@ -46,10 +49,14 @@ class RoutedParts:
     """The weights of a token's experts add up to 1."""
     limit: float = 0.0
     """Gate and input are clamped to this; 0 does not clamp."""
+    tokens: int
+    """Of the microbatch."""
     balance: float = 0.0
     """What the block's term for balance is multiplied by in the gradient of a microbatch,"""
     z: float = 0.0
     """and its term against large logits."""
+    at: BlockSlice | None = None
+    """Of a microbatch that is cut into slices: the one that x is."""
 
 
 def routed_half(
@@ -167,7 +174,10 @@ class _RoutedHalf(torch.autograd.Function):
             (logits,) = router(tokens.float())
             weights, chosen = ops.route(logits, parts.choices, parts.normalize)
             order = ops.group(chosen, parts.experts)
-            load += order.offsets.diff()
+            own_load = order.offsets.diff()
+            load += own_load
+            if parts.at is not None:
+                parts.at.keep_load(own_load)
             gate, up = (into(tokens, order, gathers=True) for into in (gate_of, up_of))
             inner, *kept = _activate(gate, up, PACKED.get(storage.ffn_input, 0), parts.limit)
             if storage.ffn_input == AS_COMPUTED:
@@ -300,11 +310,12 @@ def _add_auxiliary(of_logits: Tensor, logits: Tensor, order: Order, parts: Route
     """Add the gradients of the block's own terms of the loss, in place."""
     if not (parts.balance or parts.z):
         return
-    count = len(logits)
+    count = parts.tokens
     probabilities = logits.softmax(1)
     if parts.balance:
         # Of the mean probabilities alone: how many tokens an expert has does not change with the logits.
-        slopes = order.offsets.diff().float() * (parts.balance * parts.experts / count**2)
+        load = order.offsets.diff() if parts.at is None else parts.at.load()
+        slopes = load.float() * (parts.balance * parts.experts / count**2)
         inner = (probabilities * slopes).sum(1, keepdim=True)
         of_logits += probabilities * (slopes - inner)
     if parts.z:

@@ -24,6 +24,9 @@ FLOAT16 = replace(
     training=replace(CONFIG.training, precision="float16", loss_scale=2.0**20, loss_scale_steps=4),
 )
 """Some steps are skipped before it stops, and some after: the factor of the loss goes on."""
+SLICES = replace(
+    CONFIG, run=replace(CONFIG.run, steps=10), pipeline=replace(CONFIG.pipeline, sequence_chunks=3)
+)
 TIED_RING = replace(
     CONFIG,
     run=replace(CONFIG.run, steps=8),
@@ -51,7 +54,7 @@ def stopped(run: Run) -> int:
     return stopped_at
 
 
-@pytest.mark.parametrize("config", [PACKED, FLOAT16], ids=["packed", "float16"])
+@pytest.mark.parametrize("config", [PACKED, FLOAT16, SLICES], ids=["packed", "float16", "slices"])
 def test_stop_and_resume(config: RunConfig, prefork: Prefork, tmp_path: Path) -> None:
     """Ctrl-C at the coordinator ends the run after the step and a snapshot; half of the nodes change."""
     with Run(tmp_path, config, launch=prefork.popen, still=Still(stage=0, steps=5)) as run:

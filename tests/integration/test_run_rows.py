@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.config.schema import RunConfig, SyncSection
+from node.config.schema import LoraSection, RunConfig, SyncSection
 from node.telemetry.events import Event, Notice, PlacementMade, SnapshotStored, StepDone
 from tests.support.fault_prefork import Prefork
 from tests.support.fault_run import FaultRun, held, small, until_joined
@@ -56,12 +56,27 @@ def assert_one_row_goes_on(
         assert set(after.nodes) < set(before.nodes), "nobody who would have to fetch the state"
 
 
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.COMMIT_APPLY])
+ADAPTED_MIXTURE = replace(
+    CONFIG,
+    model=replace(
+        CONFIG.model, family="mixture", experts=4, experts_per_token=2, qk_norm="head", balance_loss=0.1
+    ),
+    lora=LoraSection(rank=2, base="4"),
+    pipeline=replace(CONFIG.pipeline, sequence_chunks=2),
+)
+"""Adapters on experts in 4 bits, by samples in slices."""
+
+
+@pytest.mark.parametrize(
+    ("phase", "config"),
+    [(Phase.FORWARD, ADAPTED_MIXTURE), (Phase.COMMIT_APPLY, CONFIG)],
+    ids=["forward-mixture", "commit-apply"],
+)
 def test_a_row_that_loses_a_node_costs_its_groups_work(
-    phase: Phase, prefork: Prefork, tmp_path: Path
+    phase: Phase, config: RunConfig, prefork: Prefork, tmp_path: Path
 ) -> None:
     """The other row takes its groups at once, and from where it is."""
-    assert_one_row_goes_on(prefork, tmp_path, CONFIG, phase, step=2)
+    assert_one_row_goes_on(prefork, tmp_path, config, phase, step=2)
 
 
 LONG = replace(CONFIG, run=replace(CONFIG.run, steps=30, snapshot_every=30))

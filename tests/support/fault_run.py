@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 from node.config.schema import RunConfig
 from node.coordinator.store import StepRecord, Store
-from node.schedule.placement import chunk_units, slices_of
+from node.schedule.placement import chunk_units
 from node.telemetry.events import Event, NodeJoined, NodeLeft, Notice, RunFinished, SnapshotStored, from_json
 from tests.support.faults import VARIABLE, Fault, Kind, Phase, Plan, fired_at
-from tests.support.memory_pipeline import TEXT, MemoryPipeline, reference_run
+from tests.support.memory_pipeline import TEXT, reference_run
 from tests.support.ports import free_port
 from tests.support.run_harness import (
     SMALL,
@@ -282,11 +282,7 @@ class FaultRun(Run):
 
     def assert_undisturbed(self, codes: Sequence[int] = (0,)) -> None:
         """Every loss and the final weights have the bits of an undisturbed run."""
-        config = self.config
-        if slices_of(config) > 1:
-            expected = _undisturbed_slices(config)
-        else:
-            expected = undisturbed(config) if self._lossless else _undisturbed_lossy(config)
+        expected = (undisturbed if self._lossless else _undisturbed_lossy)(self.config)
         assert {record.step + 1: record.loss for record in self.records} == expected.losses
         assert self.weights_sha256 == expected.weights_sha256
         assert not [
@@ -318,15 +314,6 @@ def until_joined(count: int) -> Callable[[Event], bool]:
         return len(joined) == count
 
     return seen
-
-
-@cache
-def _undisturbed_slices(config: RunConfig) -> Expected:
-    """The same stages without a network: the unsplit trainer has whole microbatches."""
-    with MemoryPipeline(config) as stages:
-        steps = stages.train(config.run.steps)
-        losses = {number: step.loss for number, step in enumerate(steps, start=1)}
-        return Expected(losses, stages.weights_sha256())
 
 
 @cache

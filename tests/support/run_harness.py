@@ -50,10 +50,10 @@ from node.config.schema import (
 )
 from node.coordinator.store import Store
 from node.run_file.loader import to_toml
-from node.schedule.placement import chunk_units
+from node.schedule.placement import chunk_units, slices_of
 from node.telemetry.events import PlacementMade, SnapshotStored, StepDone
 from tests.support.faults import VARIABLE, Fault, Kind, Phase, Plan
-from tests.support.memory_pipeline import TEXT, reference_run
+from tests.support.memory_pipeline import TEXT, MemoryPipeline, reference_run
 from tests.support.paths import python_path
 from tests.support.process import SECONDS, Coordinator, Launch, Listener, Process, StuckError
 from wire.identity.credentials import NodeIdentity
@@ -127,8 +127,12 @@ def packed(config: RunConfig) -> RunConfig:
 def undisturbed(config: RunConfig) -> Expected:
     """The unsplit trainer's result, computed in this process; valid for lossless codecs.
 
-    It is the same for any pipeline, except with bits by stage, which depend on the config's pipeline.
+    It is the same for any pipeline, except with bits by stage, which depend on the config's pipeline. The
+    unsplit trainer has whole microbatches and no adapters: with slices or adapters it is that of the same
+    stages without a network.
     """
+    if slices_of(config) > 1 or config.lora.rank:
+        return _without_network(config)
     pipeline = config.pipeline
     training = RunConfig(
         run=replace(RunSection(), seed=config.run.seed, steps=config.run.steps),
@@ -161,6 +165,14 @@ def _undisturbed(config: RunConfig) -> Expected:
     groups = chunk_units(config, config.pipeline.stages) if by_stage else None
     steps, weights = reference_run(config, config.run.steps, groups)
     return Expected({number: step.loss for number, step in enumerate(steps, start=1)}, weights)
+
+
+@cache
+def _without_network(config: RunConfig) -> Expected:
+    with MemoryPipeline(config) as stages:
+        steps = stages.train(config.run.steps)
+        losses = {number: step.loss for number, step in enumerate(steps, start=1)}
+        return Expected(losses, stages.weights_sha256())
 
 
 class Run:

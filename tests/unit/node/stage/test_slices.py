@@ -55,6 +55,15 @@ def of(
     )
 
 
+ROUTED: dict[str, Any] = {
+    "family": "mixture",
+    "experts": 5,
+    "experts_per_token": 2,
+    "balance_loss": 0.3,
+    "z_loss": 0.1,
+    "init_std": 0.2,
+}
+"""Terms of the loss of their own, of a size that counts."""
 KEPT = {"norm_input": "none", "ffn_input": "none", "attention": "none", "attention_output": "none"}
 EXACT = {
     "llama": of(),
@@ -71,6 +80,11 @@ EXACT = {
     "biases": of(qkv_bias=True, no_rope=(2,)),
     "attention-again": of(storage={**KEPT, "attention": "recompute", "attention_output": "recompute"}),
     "ffn-again": of(storage={**KEPT, "ffn_input": "recompute"}, qk_norm="head"),
+    "mixture": of(**ROUTED, qk_norm="head"),
+    "gpt-oss": of(
+        **ROUTED, sinks=True, window=7, no_window=(1,), qkv_bias=True, all_biases=True, swiglu_limit=0.5
+    ),
+    "experts-again": of(**ROUTED, storage={**KEPT, "ffn_input": "recompute"}),
 }
 """Where slices change nothing but the order of sums."""
 LOSSY = {
@@ -79,6 +93,7 @@ LOSSY = {
     "packed-again": of(storage={"preset": "compact", "attention": "8", "attention_output": "recompute"}),
     "bfloat16": of(training={"precision": "bfloat16", "gradients": "fp8"}),
     "lora": of(lora=4),
+    "mixture-lora": replace(of(**ROUTED), lora=LoraSection(rank=4, base="4")),
 }
 
 
@@ -132,7 +147,7 @@ def test_gradients_and_losses_are_those_of_whole_microbatches(name: str) -> None
     assert error(sliced, whole) < 2e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixture"])
 def test_what_runs_again_or_waits_in_host_memory_has_the_same_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +183,10 @@ PLACES = (
 )
 
 
-SPLIT = ("tied", "tied", "gpt2", "tied", "tied", "documents", "qwen3", "attention-again", "agoq", "lora")
+SPLIT = (
+    *("tied", "tied", "gpt2", "tied", "tied", "documents", "qwen3", "attention-again", "agoq", "lora"),
+    *("gpt-oss", "mixture-lora"),
+)
 
 
 @pytest.mark.parametrize(

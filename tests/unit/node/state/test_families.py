@@ -192,6 +192,37 @@ def test_gemmas_older_configs_say_the_same() -> None:
     assert tuple(full) == found["no_window"]
 
 
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    """All sixteen codes, and scales from the least to the largest."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = make("gpt_oss")
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    model.config.save_pretrained(tmp_path)
+    tensors, expected = model.state_dict(), {}
+    generator = torch.Generator().manual_seed(3)
+    for path in [path for path in tensors if path.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(path).shape
+        codes, scales = (
+            torch.randint(*within, shape, generator=generator, dtype=torch.uint8)
+            for within, shape in (
+                ((0, 256), (experts, outputs, inputs // 32, 16)),
+                ((1, 252), (experts, outputs, inputs // 32)),
+            )
+        )
+        tensors |= {f"{path}_blocks": codes, f"{path}_scales": scales}
+        expected[path] = convert_moe_packed_tensors(codes, scales).float()
+    save_file(tensors, tmp_path / "model.safetensors")
+    read = asyncio.run(read_units(section(tmp_path), unit_names(section(tmp_path))))
+    for number in range(SIZES["num_hidden_layers"]):
+        within = f"model.layers.{number}.mlp.experts"
+        fused, down = expected[f"{within}.gate_up_proj"], expected[f"{within}.down_proj"]
+        for name, one in (("gate", fused[:, :, 0::2]), ("up", fused[:, :, 1::2]), ("down", down)):
+            found = torch.as_tensor(read[block_name(number)][f"{name}.weight"])
+            assert torch.equal(found.view(torch.int32), one.mT.flatten(0, 1).contiguous().view(torch.int32))
+
+
 @pytest.mark.parametrize("stages", [1, 4])
 def test_logits_are_those_of_transformers_early_and_late(saved: tuple[Any, Path], stages: int) -> None:
     model, folder = saved
