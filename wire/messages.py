@@ -505,7 +505,8 @@ class TakeSnapshot:
     place: Text = ""
     """Where its layers go: "" to the coordinator, `NODES`, or an object store's URL."""
     only_hashes: bool = False
-    """Save nothing: another row does. Only say what the layers are."""
+    """Hand in nothing: another row does. Say what the layers are and, if their place is `NODES`, keep a copy
+    where there is room: a layer that the other row hands in may be refused."""
 
 
 @dataclass(frozen=True, kw_only=True)

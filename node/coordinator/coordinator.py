@@ -401,10 +401,8 @@ class Coordinator:
         place = snapshot_place(self.config, step, [one.hello.download_rate for one in self._sessions])
         if is_url(place):
             return self._kept.expect(step, [epoch.snapshot_nodes], place)
-        if not reachable or place != NODES:
-            return await self._snapshots.expect(step, epoch.snapshot_nodes)
-        # Other rows hold the same state: a second one saves its own copy, and nothing has to be sent.
-        # One of the same kind: its layers have the same bits.
+        # Other rows hold the same state, and a second one saves its own copy: nothing has to be sent to hold
+        # two, or if a layer is refused. One of the same kind: its layers have the same bits.
         kinds = dict(zip(epoch.hosts, epoch.kinds, strict=True))
         second = [
             row
@@ -414,9 +412,14 @@ class Coordinator:
                 kinds[node] == kinds[other] for node, other in zip(row, epoch.snapshot_nodes, strict=True)
             )
         ][:1]
-        self._kept.expect(step, [epoch.snapshot_nodes, *second])
+        to_nodes, rows = reachable and place == NODES, [epoch.snapshot_nodes, *second]
+        if to_nodes:
+            self._kept.expect(step, rows)
+        else:
+            await self._snapshots.expect(step, rows)
+        copy = TakeSnapshot(epoch=epoch.number, step=step, place=NODES, only_hashes=not to_nodes)
         for node in (node for row in second for node in row):
-            self.send(node, TakeSnapshot(epoch=epoch.number, step=step))
+            self.send(node, copy)
 
     def _snapshot_agreed(self, action: SnapshotAgreed) -> None:
         names = unit_names(self.config.model)
@@ -445,7 +448,7 @@ class Coordinator:
 
     def send(self, node_id: str, message: CoordinatorMessage) -> None:
         """Add what the state machine does not know: where a snapshot's layers go, who relays, who waited."""
-        if isinstance(message, TakeSnapshot) and message.step in self._kept:
+        if isinstance(message, TakeSnapshot) and message.step in self._kept and not message.only_hashes:
             message = replace(message, place=self._kept.place(message.step))
         elif isinstance(message, Placement):
             message = self.relays.with_relays(node_id, message)
@@ -684,7 +687,7 @@ class Coordinator:
 
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         self._post(lambda now: self._machine.layer_refused(permit.node_id, permit.step, why, now))
-        await self._snapshots.give_up(permit)
+        await self._snapshots.refused(permit)
 
     def layer_received(self, step: int, unit: str) -> None:
         self._post(lambda now: self._machine.layer_received(step, unit, now))

@@ -28,7 +28,7 @@ from node.state.start import read_units
 from node.state.unit_state import weights_file
 from node.telemetry import points
 from wire.errors import ProtocolViolationError, RunError, ThinwireError, WrongLayerError
-from wire.messages import UnitHash
+from wire.messages import SendLayers, UnitHash
 
 Result = TypeVar("Result")
 MOST_WANTED = 3
@@ -40,8 +40,8 @@ MOST_FIRST = 4
 """Units of the run's checkpoint in memory, so that several nodes that ask for theirs have each read once."""
 log = logging.getLogger(__name__)
 
-Hosts = dict[str, str]
-"""Unit -> the node that uploads it: its host in the epoch that asked."""
+Hosts = dict[str, tuple[str, ...]]
+"""Unit -> the nodes that hold its file, in the epoch that asked. The first one uploads it."""
 
 
 SAME_SUM = 1e-6
@@ -99,8 +99,8 @@ class SnapshotHandler:
         self._folder = SnapshotFolder(self._directory, book.config, book.run_id, book.windows, book.scale_of)
         self._wanted: dict[int, Hosts] = {}
         """By step, in the order of the requests; those of steps that are complete are among them."""
-        self._came: Counter[tuple[int, str]] = Counter()
-        """How often a layer of a wanted step came whole."""
+        self._came: Counter[tuple[int, str, str]] = Counter()
+        """How often a layer of a wanted step came whole, by node."""
         self._agreements: dict[int, asyncio.Future[Agreement | None]] = {}
         """By step, from the request on; None: the snapshot is not taken."""
         self._newest = 0
@@ -132,14 +132,14 @@ class SnapshotHandler:
             if not upload.done.done():
                 upload.done.set_result(None)
 
-    async def expect(self, step: int, nodes: Sequence[str]) -> None:
+    async def expect(self, step: int, rows: Sequence[Sequence[str]]) -> None:
         """Nodes are about to upload the whole state of `step`; parts of an earlier attempt are discarded.
 
         Args:
-            nodes: the node of each stage.
+            rows: nodes by stage. The first row uploads; others hold copies, for layers that are refused.
         """
-        held = zip(nodes, stage_units(self._config, len(nodes)), strict=True)
-        hosts = {unit: node for node, units in held for unit in units}
+        held = zip(zip(*rows, strict=True), stage_units(self._config, len(rows[0])), strict=True)
+        hosts: Hosts = {unit: nodes for nodes, units in held for unit in units}
         before = self._agreements.get(step)
         self._agreements[step] = asyncio.get_running_loop().create_future()
         others = [other for other in self._wanted if other != step]
@@ -160,11 +160,24 @@ class SnapshotHandler:
                 {key: count for key, count in self._came.items() if key[0] in self._wanted and key[0] != step}
             )
 
-    async def give_up(self, permit: UploadPermit) -> None:
-        """A layer of this snapshot will not come: what has come of it is removed."""
+    async def refused(self, permit: UploadPermit) -> None:
+        """What a node handed in is no layer of this snapshot: another node that holds its layers is asked for
+        them. Without one, what has come of the snapshot is removed."""
         async with self._writing:
-            if self._wanted.get(permit.step) is permit.hosts:
+            if self._wanted.get(permit.step) is permit.hosts and not self._asks_another(permit):
                 await self._forget(permit.step)
+
+    def _asks_another(self, permit: UploadPermit) -> bool:
+        hosts = permit.hosts
+        if hosts[permit.unit][0] != permit.node_id:
+            return True  # another layer of this node was refused before
+        missing = self._folder.missing(permit.step)
+        units = tuple(unit for unit in missing if hosts[unit][0] == permit.node_id)
+        if not all(hosts[unit][1:] for unit in units):
+            return False
+        hosts.update({unit: hosts[unit][1:] for unit in units})
+        self._run.send(hosts[permit.unit][0], SendLayers(step=permit.step, units=units))
+        return True
 
     async def _forget(self, step: int) -> None:
         """Take in no more of a step, and remove what is there of it if that is not complete."""
@@ -252,11 +265,11 @@ class SnapshotHandler:
         hosts = self._wanted.get(step)
         if hosts is None:
             raise NotDueError(f"nobody asked for a snapshot of step {step}")
-        if hosts[unit] != node_id:
+        if hosts[unit][0] != node_id:
             raise NotDueError(
                 f"layer {unit} of the snapshot of step {step} is another node's to hand in, not {node_id}'s"
             )
-        if self._came[step, unit] >= MOST_REPEATS:
+        if self._came[step, unit, node_id] >= MOST_REPEATS:
             raise ProtocolViolationError(f"layer {unit} of step {step} came {MOST_REPEATS} times before")
         return UploadPermit(
             node_id=node_id,
@@ -276,7 +289,7 @@ class SnapshotHandler:
         agreed on, NotDueError if the step was asked for again meanwhile.
         """
         if self._wanted.get(permit.step) is permit.hosts:
-            self._came[permit.step, permit.unit] += 1
+            self._came[permit.step, permit.unit, permit.node_id] += 1
         if permit.is_stored:
             return
         points.reach(points.Phase.SNAPSHOT, at=points.At.COORDINATOR, step=permit.step)

@@ -40,6 +40,7 @@ from node.tuning.snapshot_place import is_url
 from wire.errors import DataError, LinkError, RunError, ThinwireError, UserError
 from wire.messages import (
     MOST_HELD,
+    NODES,
     FailureKind,
     HeldLayer,
     NodeMessage,
@@ -107,6 +108,8 @@ class SnapshotTransfer:
         """Snapshots that the run counts on."""
         self._witnessed: StateHashes | None = None
         """What was told last; again with each connection, since one that breaks may lose it."""
+        self._witnessing: tuple[int, asyncio.Task[None]] | None = None
+        """The step whose layers were hashed last, or are."""
 
     # ---- fetching
 
@@ -160,7 +163,7 @@ class SnapshotTransfer:
         epoch."""
         step = take.step
         if take.only_hashes:
-            self._beside(self._witness(epoch, step, state))
+            self._witnessing = step, self._beside(self._witness(epoch, take, state))
             return
         running = {old: task for old, task in self._uploads.items() if not task.done()}
         # Cancel an upload of the same step, which may hold other layers or belong to a lost coordinator. Of
@@ -206,15 +209,23 @@ class SnapshotTransfer:
 
     # ---- inside
 
-    async def _witness(self, epoch: int, step: int, state: StateCopy) -> None:
+    async def _witness(self, epoch: int, take: TakeSnapshot, state: StateCopy) -> None:
         with contextlib.closing(state):
             turn = asyncio.Semaphore(READERS)
 
             async def read(unit: str) -> UnitHash:
                 async with turn:
-                    return await asyncio.to_thread(hash_layer, state, unit)
+                    return await asyncio.to_thread(self._hash_layer, take, state, unit)
 
-            self._say_hashes(epoch, step, state.units, await asyncio.gather(*map(read, state.units)))
+            self._say_hashes(epoch, take.step, state.units, await asyncio.gather(*map(read, state.units)))
+
+    def _hash_layer(self, take: TakeSnapshot, state: StateCopy, unit: str) -> UnitHash:
+        """What a layer is; where `take` says so, its file is kept on this node's disk. Blocks."""
+        if take.place != NODES:
+            return hash_layer(state, unit)
+        layer = self._read_layer(replace(take, place=""), state, unit)
+        layer.file.close()
+        return layer.hash
 
     def _say_hashes(self, epoch: int, step: int, units: Sequence[str], hashes: Sequence[UnitHash]) -> None:
         names = unit_names(self._config.model)
@@ -222,10 +233,11 @@ class SnapshotTransfer:
         self._witnessed = StateHashes(epoch=epoch, step=step, units=numbered)
         self._post(self._witnessed)
 
-    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(_quietly(work))
         self._others.add(task)
         task.add_done_callback(self._others.discard)
+        return task
 
     async def _fetch(self, step: int, unit: str) -> tuple[bytes, bool]:
         """The file, and whether the snapshot is one whose copies nodes hold."""
@@ -438,6 +450,8 @@ class SnapshotTransfer:
         )
 
     async def _send(self, wanted: SendLayers) -> None:
+        if self._witnessing is not None and self._witnessing[0] == wanted.step:
+            await asyncio.wait([self._witnessing[1]])  # its files may be on their way to the disk
         for unit in wanted.units:
             if (kept := await asyncio.to_thread(self._cache.get, wanted.step, unit)) is None:
                 await self._client.hold_layers([], [(wanted.step, unit)])

@@ -23,6 +23,7 @@ from node.telemetry.events import (
     Notice,
     PlacementMade,
     RunFinished,
+    SnapshotStored,
     StepAborted,
     StepDone,
 )
@@ -93,6 +94,8 @@ class Seen:
     """Lines of `thinwire status` about the attacker, after the run."""
     is_exact: bool = True
     """Whether the bits have to be equal."""
+    missed: tuple[int, ...] = ()
+    """Steps whose snapshots were due, and were not taken."""
 
     @property
     def good(self) -> bool:
@@ -155,6 +158,12 @@ STATES = tuple(
         ("zero-moments", 0, "nodes", "saves layers without the optimizer's moments"),
         ("hash-of-another", 0, "coordinator", "says other hashes than its layers have"),
         ("layer-of-another", 0, "nodes", "saves other layers than it says"),
+    )
+) + tuple(
+    Attack(name=f"{lie}-of-rows", what=what, lie=lie, rows=3, spares=0, audits=False, keep="coordinator")
+    for lie, what in (
+        ("layer-of-another", "hands in other layers than it says"),
+        ("huge-layers", "hands in layers of 64 MB, in a run of three rows"),
     )
 )
 SLOWLY = (
@@ -331,6 +340,12 @@ def _seen(run: LyingRun, chosen: Attack, code: int | None, *, stuck: bool) -> Se
         line=_line(run, liar_id, stuck=stuck),
         status=() if stuck else _status(run, liar_id),
         is_exact=chosen.is_exact,
+        missed=tuple(
+            sorted(
+                {*range(SNAPSHOT_EVERY, chosen.steps, SNAPSHOT_EVERY)}
+                - {event.step for event in run.all(SnapshotStored)}
+            )
+        ),
     )
 
 

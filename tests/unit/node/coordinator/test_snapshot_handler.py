@@ -38,7 +38,7 @@ from node.state.unit_state import unit_hash
 from node.training.optimizer import StageOptimizer
 from node.view.totals import snapshots_need
 from wire.errors import DiskFullError, ProtocolViolationError, RunError, UserError, WrongLayerError
-from wire.messages import CoordinatorMessage, UnitHash
+from wire.messages import CoordinatorMessage, SendLayers, UnitHash
 
 MODEL = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, vocab=31, sequence=8)
 CONFIG = RunConfig(model=MODEL)
@@ -64,6 +64,7 @@ class Told:
         self.failed: list[str] = []
         self.received: list[tuple[int, str]] = []
         self.said: list[str] = []
+        self.sent: list[tuple[str, CoordinatorMessage]] = []
         self.disk = Disk(self.said.append, retry_seconds=0.01)
         self.fail = self.failed.append
 
@@ -74,7 +75,7 @@ class Told:
         return {}
 
     def send(self, node_id: str, message: CoordinatorMessage) -> None:
-        raise AssertionError(f"nothing is sent to {node_id}: {message}")
+        self.sent.append((node_id, message))
 
     def layer_received(self, step: int, unit: str) -> None:
         self.received.append((step, unit))
@@ -101,11 +102,9 @@ async def desk_at(directory: Path) -> AsyncIterator[tuple[SnapshotHandler, Told]
             running.cancel()
 
 
-async def asked(
-    handler: SnapshotHandler, step: int, made: Mapping[str, bytes], nodes: Sequence[str] = SEATS
-) -> None:
+async def asked(handler: SnapshotHandler, step: int, made: Mapping[str, bytes], *rows: Sequence[str]) -> None:
     """A snapshot is asked for, and all agree what its layers are."""
-    await handler.expect(step, nodes)
+    await handler.expect(step, rows or [SEATS])
     units = {unit: UnitHash(hashlib.sha256(data).hexdigest()) for unit, data in made.items()}
     handler.agreed(step, Agreement(units=units, alone=()))
 
@@ -295,12 +294,12 @@ async def test_a_layer_that_nobody_agreed_on_replaces_nothing(tmp_path: Path, *,
             assert (error.value.node_id, error.value.step, error.value.unit) == (SEATS[0], 4, unit)
         said = {name: unit_hash(load(data)) for name, data in made.items()}
         lie = {**said, unit: said[unit]._replace(weights=2 * said[unit].weights)}
-        await handler.expect(4, SEATS)
+        await handler.expect(4, [SEATS])
         handler.agreed(4, Agreement(units=lie, alone=UNITS if alone else ()))
         if alone:
             with pytest.raises(WrongLayerError):
                 await hand_in(handler, 4, unit, made[unit])
-        await handler.expect(4, SEATS)
+        await handler.expect(4, [SEATS])
         waiting = asyncio.create_task(hand_in(handler, 4, unit, made[unit]))
         handler.agreed(4, Agreement(units=said, alone=UNITS if alone else ()))
         await waiting
@@ -313,7 +312,7 @@ async def test_a_snapshot_that_is_dropped_or_refused_is_gone(tmp_path: Path) -> 
     made = files(0)
     async with desk_at(tmp_path) as (handler, told):
         await stored(handler, told, 4)
-        await handler.expect(8, SEATS)
+        await handler.expect(8, [SEATS])
         waiting = asyncio.create_task(hand_in(handler, 8, UNITS[0], made[UNITS[0]]))
         await handler.drop(8)
         await waiting  # nobody is at fault, and nothing is stored
@@ -407,13 +406,48 @@ async def test_what_came_of_a_refused_attempt_is_removed(tmp_path: Path) -> None
         await asked(handler, 4, made)
         await hand_in(handler, 4, UNITS[0], made[UNITS[0]])
         begun = handler.permit(SEATS[0], 4, UNITS[1])
-        await handler.give_up(begun)
+        await handler.refused(begun)
         assert list((tmp_path / "snapshots").iterdir()) == []
         with pytest.raises(NotDueError, match="requested again"):
             await handler.put(begun, made[UNITS[1]])
         await stored(handler, told, 4)
-        await handler.give_up(begun)  # a later attempt, or a snapshot that is complete, stays
+        await handler.refused(begun)  # a later attempt, or a snapshot that is complete, stays
         assert list_snapshots(tmp_path / "snapshots") == (4,)
+
+
+async def test_a_refused_layer_is_asked_of_another_row_at_once(tmp_path: Path) -> None:
+    """With all that its sender still has to hand in; what has come of others stays."""
+    made = files(0)
+    first, second = stage_units(CONFIG, 2)
+    async with desk_at(tmp_path) as (handler, told):
+        await asked(handler, 4, made, ("node-a", "node-b"), ("node-c", "node-d"))
+        await hand_in(handler, 4, first[0], made[first[0]], "node-a")
+        for unit in second:
+            await hand_in(handler, 4, unit, made[unit], "node-b")
+        # Two at a time, as nodes do: the next row is asked once, and is no target of the first one's.
+        refused = [handler.permit("node-a", 4, first[1]), handler.permit("node-a", 4, first[1])]
+        for permit in refused:
+            await handler.refused(permit)
+        assert told.sent == [("node-c", SendLayers(step=4, units=first[1:]))]
+        with pytest.raises(NotDueError):
+            handler.permit("node-a", 4, first[1])
+        for unit in first[1:]:
+            await hand_in(handler, 4, unit, made[unit], "node-c")
+        assert (await told.stored.get()).step == 4
+
+
+async def test_a_layer_that_all_rows_hand_in_wrong_is_given_up(tmp_path: Path) -> None:
+    made = files(0)
+    async with desk_at(tmp_path) as (handler, told):
+        await asked(handler, 4, made, ("node-a",), ("node-b",))
+        for node in ("node-a", "node-b"):
+            permit = handler.permit(node, 4, UNITS[0])
+            with pytest.raises(WrongLayerError):
+                await handler.put(permit, files(1)[UNITS[0]])
+            await handler.refused(permit)
+        with pytest.raises(NotDueError, match="nobody asked"):
+            handler.permit("node-b", 4, UNITS[0])
+        assert told.sent == [("node-b", SendLayers(step=4, units=UNITS))]
 
 
 async def test_remains_of_older_snapshots_are_removed_with_the_next_complete_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import cast
@@ -23,7 +24,16 @@ from node.state.snapshot_cache import SnapshotCache
 from node.state.unit_state import weights_file
 from node.training.optimizer import StateTensor
 from wire.errors import DataError, LinkLostError
-from wire.messages import FailureKind, NodeMessage, Prefetch, StateHashes, StepFailed, TakeSnapshot
+from wire.messages import (
+    NODES,
+    FailureKind,
+    NodeMessage,
+    Prefetch,
+    SendLayers,
+    StateHashes,
+    StepFailed,
+    TakeSnapshot,
+)
 
 SECONDS = 20.0
 MODEL = ModelSection(layers=1)
@@ -226,6 +236,22 @@ async def test_weights_come_from_the_own_disk_or_the_hub_before_the_coordinator(
         assert state["head"]["parameter.weight"].tolist() == [1.0, 1.0]
         assert len(here.coordinator.asked) - here.coordinator.kept == sent
         assert (not here.coordinator.asked) == ("hub" in source and "away" not in source)
+
+
+async def test_a_row_that_only_says_what_it_holds_keeps_a_copy_for_a_layer_that_is_refused(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as here:
+        copied = TakeSnapshot(epoch=1, step=3, place=NODES, only_hashes=True)
+        here.transfer.take(1, copied, state(), stage=0)
+        # At once: the files may not be on the disk yet.
+        here.transfer.send(SendLayers(step=3, units=("head",)))
+    said = here.posted.get_nowait()
+    assert isinstance(said, StateHashes) and len(said.units) == len(UNITS)
+    assert here.coordinator.stored == [(3, "head")]
+    async with scene(tmp_path / "another") as here:
+        here.transfer.take(1, replace(copied, place=""), state(), stage=0)
+    assert here.posted.get_nowait() == said and here.cache.steps() == ()
 
 
 async def test_a_layer_that_is_not_stored_fails_the_epoch_once(tmp_path: Path) -> None:
