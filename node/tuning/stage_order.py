@@ -4,20 +4,16 @@ A pipeline's pace is what its slowest part takes for a microbatch: a stage's com
 So nodes that share a slow line should not be neighbours, and a slow node should get few blocks. Of orders
 with the same pace, the best is the one whose lines add least to a step's fill and drain.
 
-Up to `EXACT` nodes the pace is exact: which orders keep a pace follows from a dynamic program over subsets of
-nodes (Held and Karp's for shortest paths, without lines and stages that are too slow), and the best pace from
-a bisection over the few that there can be. For more nodes a search starts from greedy chains. Both improve
-what they find by the whole step's floor. Up to `EVERY` nodes the floor itself is the least: branch and bound
-from that order on. `rows_of` makes several rows of many nodes.
+The search starts from greedy chains, one from each node, and improves the best few by the whole step's floor.
+An exact program over subsets of nodes makes steps 0.3 % shorter on average, so there is none
+(`scripts/results/order_planners.json`). `rows_of` makes several rows of many nodes.
 
 A plan believes what was measured. `pays` asks for a tenth of the step, and that the move pays back, before a
 stage moves.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -25,12 +21,6 @@ from numpy.typing import NDArray
 
 from node.schedule.floor import LinkRate, step_floor
 from wire.errors import ConfigError
-
-EXACT = 12
-"""Nodes for which every order counts."""
-EVERY = 8
-"""Nodes of which no order has a shorter step than the planned one."""
-_NO_WAY = math.inf
 
 Matrix = NDArray[np.float64]
 
@@ -101,7 +91,7 @@ class _Lines:
         self.busy: Matrix = np.maximum(there, back)
         self.fill: Matrix = (there + back) / work.slices + machines.latency + machines.latency.T
         for matrix in (self.busy, self.fill):
-            np.fill_diagonal(matrix, _NO_WAY)
+            np.fill_diagonal(matrix, np.inf)
 
 
 def split_by_speed(machines: Machines, nodes: Sequence[int], work: Work) -> tuple[int, ...] | None:
@@ -145,15 +135,11 @@ def step_seconds(machines: Machines, order: StageOrder, work: Work) -> float:
 
 
 def plan_order(machines: Machines, work: Work) -> StageOrder | None:
-    """The best row of `work.stages` of these nodes; None if no row fits."""
+    """A row of `work.stages` of these nodes with a short step; None if no row was found that fits."""
     if machines.count < work.stages:
         return None
     search = _Search(machines, work)
-    if machines.count > EXACT:
-        return search.best_of(search.greedy(first) for first in range(machines.count))
-    nodes = _Exact(machines, work).nodes()
-    best = None if nodes is None else search.best_of((nodes, nodes[::-1]))
-    return best if best is None or machines.count > EVERY else search.least(best)
+    return search.best_of(search.greedy(first) for first in range(machines.count))
 
 
 def rows_of(machines: Machines, work: Work, rows: int) -> list[StageOrder]:
@@ -216,92 +202,6 @@ def _exchange(
     return None
 
 
-class _Exact:
-    """Every order, by a dynamic program over subsets."""
-
-    def __init__(self, machines: Machines, work: Work) -> None:
-        self._machines = machines
-        self._work = work
-        self._lines = _Lines(machines, work)
-
-    def nodes(self) -> tuple[int, ...] | None:
-        """Of the best pace, in the order of the least fill; None if no row fits."""
-        low, high = 0, len(self._paces) - 1
-        if self._order(self._paces[high]) is None:
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            if self._order(self._paces[middle]) is None:
-                low = middle + 1
-            else:
-                high = middle
-        nodes = self._order(self._paces[high])
-        assert nodes is not None, "this pace was found to be possible"
-        return nodes
-
-    @cached_property
-    def _paces(self) -> list[float]:
-        """All that a pace can be: a line's time, or a stage's with some number of blocks."""
-        work, machines = self._work, self._machines
-        counts = np.arange(1, work.blocks + 1)
-        stages = np.outer(machines.block_seconds, np.concatenate((counts, counts + work.head_blocks)))
-        lines = self._lines.busy[np.isfinite(self._lines.busy)]
-        return sorted({float(one) for one in (*stages.ravel(), *lines)})
-
-    def _order(self, pace: float) -> tuple[int, ...] | None:
-        """The order of least fill that keeps this pace; None if there is none."""
-        machines, work = self._machines, self._work
-        n, stages = machines.count, work.stages
-
-        def room(node: int, extra: float) -> int:
-            most = math.floor(pace / machines.block_seconds[node] * (1 + 1e-12) - extra)
-            return min(most, machines.most_blocks[node], work.blocks)
-
-        inner = [room(node, 0.0) for node in range(n)]
-        last = [room(node, work.head_blocks) for node in range(n)]
-        ways = np.where(self._lines.busy <= pace, self._lines.fill, _NO_WAY)
-        usable = np.array([one >= 1 for one in inner])
-        # cost[subset, node]: the least fill of a chain through a subset that ends at a node.
-        cost = np.full((1 << n, n), _NO_WAY)
-        before = np.full((1 << n, n), -1, dtype=np.int8)
-        best, end = _NO_WAY, (0, -1)
-        sizes = [subset.bit_count() for subset in range(1 << n)]
-        for node in range(n):
-            if usable[node] or (stages == 1 and last[node] >= 1):
-                cost[1 << node, node] = 0.0
-        for subset in range(1, 1 << n):
-            here = cost[subset]
-            if sizes[subset] > stages or not np.isfinite(here).any():
-                continue
-            if sizes[subset] == stages:
-                whole = sum(inner[node] for node in range(n) if subset >> node & 1)
-                for node in np.flatnonzero(np.isfinite(here)).tolist():
-                    enough = last[node] >= 1 and whole - inner[node] + last[node] >= work.blocks
-                    if enough and here[node] < best:
-                        best, end = float(here[node]), (subset, node)
-                continue
-            longer = here[:, None] + ways
-            nearest = longer.argmin(0)
-            for node in range(n):
-                if subset >> node & 1:
-                    continue
-                # A node that has room as the last stage alone can still end the chain.
-                if not usable[node] and not (sizes[subset] == stages - 1 and last[node] >= 1):
-                    continue
-                value = longer[nearest[node], node]
-                grown = subset | 1 << node
-                if value < cost[grown, node]:
-                    cost[grown, node], before[grown, node] = value, nearest[node]
-        subset, node = end
-        if node < 0:
-            return None
-        chain = []
-        while node >= 0:
-            chain.append(node)
-            subset, node = subset ^ 1 << node, int(before[subset, node])
-        return tuple(reversed(chain))
-
-
 class _Search:
     """Improves some chains by the whole step, in which it counts where the slowest stage is: all before it is
     fill and drain of its work."""
@@ -322,34 +222,6 @@ class _Search:
         known = [order for nodes in starts if (order := self._with_split(nodes)) is not None]
         best = sorted(known, key=self._value)[: self.STARTS]
         return min(map(self._improved, best), key=self._value, default=None)
-
-    def least(self, best: StageOrder) -> StageOrder:
-        """The order of the shortest step of all, `best` if none is shorter. Chains that cannot be shorter are
-        left out: a step takes at least all that its links add to fill and drain, all blocks on the fastest
-        node, and another microbatch on its slowest line for each but the first."""
-        lines, work, machines = self._lines, self._work, self._machines
-        compute = work.blocks * min(machines.block_seconds)
-        value = self._value(best)
-
-        def extend(chain: tuple[int, ...], fill: float, busy: float) -> None:
-            nonlocal best, value
-            if len(chain) == work.stages:
-                order = self._with_split(chain)
-                if order is not None and (found := self._value(order)) < value:
-                    best, value = order, found
-                return
-            for node in range(machines.count):
-                if node in chain:
-                    continue
-                longer, slowest = fill, busy
-                if chain:
-                    longer += float(lines.fill[chain[-1], node])
-                    slowest = max(busy, float(lines.busy[chain[-1], node]))
-                if compute + longer + (work.microbatches - 1) * slowest < value:
-                    extend((*chain, node), longer, slowest)
-
-        extend((), 0.0, 0.0)
-        return best
 
     def _with_split(self, nodes: Sequence[int]) -> StageOrder | None:
         split = split_by_speed(self._machines, nodes, self._work)

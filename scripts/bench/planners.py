@@ -6,8 +6,6 @@ machine's noise is in the figures.
 - Memory: the mixed-integer program against a greedy ladder. The ladder begins with everything kept and takes
   the change of one block, of all blocks of a kind, or of one part of the state that adds the least time for
   each byte it frees, until the stage fits. An 8B and a 1B model on small cards, in FP8 state and in float32.
-- Stage order: Held and Karp's program and branch and bound against greedy chains that are improved step by
-  step, for nodes of unlike speeds at three sites.
 - Sharing of gradient groups: the fewest whole subtrees against runs in the order of rows. A row sends each
   subtree of its own, so their number is what rows send.
 """
@@ -28,16 +26,13 @@ from node.run_state.grid import share_groups
 from node.schedule.gradient_groups import GroupTree
 from node.tuning.device_memory import Devices
 from node.tuning.memory_plan import Choice, PlannedStage, _stages
-from node.tuning.stage_order import _Search, plan_order, step_seconds
 from node.tuning.state_moves import STAYS, Moved
 from scripts.bench.memory_plan import GB, HOST_GB, STAGE, STAGES, run_file
-from scripts.experiments.stage_order import WORK, unlike
 from scripts.report import RESULTS, write
 
 OUT = RESULTS / "planners.json"
 CAPS_GB = (12, 16, 24, 40)
 DRAWS = 20
-NODES = (3, 4, 5, 6, 8, 10, 12)
 
 
 def memory_cases() -> Iterator[tuple[str, RunConfig]]:
@@ -120,30 +115,6 @@ def memory_rows() -> Iterator[dict[str, Any]]:
             }
 
 
-def order_rows() -> Iterator[dict[str, Any]]:
-    for count in NODES:
-        work = replace(
-            WORK,
-            stages=count,
-            blocks=2 * count,
-            activation_bytes=WORK.activation_bytes / 4,
-            gradient_bytes=WORK.gradient_bytes / 4,
-        )
-        gains = []
-        for seed in range(DRAWS):
-            machines = unlike(seed, count)
-            planned, search = plan_order(machines, work), _Search(machines, work)
-            simple = search.best_of(search.greedy(first) for first in range(count))
-            if planned is not None and simple is not None:
-                gains.append(step_seconds(machines, simple, work) / step_seconds(machines, planned, work))
-        yield {
-            "nodes": count,
-            "draws": len(gains),
-            "gain_mean": round(mean(gains), 4),
-            "gain_most": round(max(gains), 4),
-        }
-
-
 def sharing_rows() -> Iterator[dict[str, Any]]:
     """Subtrees that rows send in runs of groups in the order of rows, over those of the planned sharing."""
     for groups, rows in ((4, 3), (8, 3), (8, 5), (12, 4), (16, 3), (16, 6)):
@@ -178,7 +149,6 @@ def main() -> None:
         "python": platform.python_version(),
         "runs": 1,
         "memory": list(memory_rows()),
-        "stage_order": list(order_rows()),
         "group_sharing": list(sharing_rows()),
     }
     write(out, report)

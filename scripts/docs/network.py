@@ -285,15 +285,6 @@ def planners() -> str:
     ]
     rows += [
         [
-            f"order of {row['nodes']} stages, three sites, {row['draws']} draws",
-            "seconds of a step",
-            f"{row['gain_mean']:.3f}",
-            f"{row['gain_most']:.3f}",
-        ]
-        for row in report["stage_order"]
-    ]
-    rows += [
-        [
             f"{row['groups']} gradient groups over {row['rows']} rows, {row['draws']} draws",
             "bytes of sums",
             f"{row['bytes_mean']:.3f}",
