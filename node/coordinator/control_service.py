@@ -27,7 +27,7 @@ from node.coordinator.sessions import (
     SessionHandler,
     hello_from,
 )
-from node.coordinator.snapshot_handler import NotDueError, UploadPermit
+from node.coordinator.snapshot_handler import NotDueError, ServedLayer, UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
 from node.state.manifest import UnitEntry
 from wire.channels import NOT_YET
@@ -77,11 +77,9 @@ class Handler(SessionHandler, Protocol):
         Raises ProtocolViolationError if the node's stage has no use for it."""
         ...
 
-    async def layer_entry(self, step: int, unit: str) -> UnitEntry:
-        """A unit's entry in the manifest of a complete snapshot."""
+    async def layer(self, step: int, unit: str) -> ServedLayer:
+        """A unit's file of a complete snapshot."""
         ...
-
-    async def layer(self, node_id: str, step: int, unit: str) -> bytes: ...
 
     def layer_holders(
         self, node_id: str, step: int, unit: str, bad: Sequence[str]
@@ -217,13 +215,13 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
                 if placed is not None:
                     await context.write(_place_chunk(*placed))
                     return
-                entry = await self._handler.layer_entry(request.step, request.unit)
+                layer = await self._handler.layer(request.step, request.unit)
+                entry = layer.entry
                 if request.held_sha256 == entry.sha256:
                     await context.write(control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256))
                     return
                 await self._when_served(node_id, f"layer {request.unit} of {request.step}")
-                # `layer` has compared the digest with the manifest's.
-                data = await self._handler.layer(node_id, request.step, request.unit)
+                data = await layer.read()
             except NotYetError as error:
                 await _abort(context, NOT_YET, str(error))
             except ThinwireError as error:

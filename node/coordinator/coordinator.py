@@ -29,6 +29,7 @@ from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import (
     Agreement,
     NotDueError,
+    ServedLayer,
     SnapshotExports,
     SnapshotHandler,
     UploadPermit,
@@ -655,13 +656,15 @@ class Coordinator:
             self._wrong_layer(error)
             raise
 
-    async def layer_entry(self, step: int, unit: str) -> UnitEntry:
+    async def layer(self, step: int, unit: str) -> ServedLayer:
         with self._checkpoint_whole():
-            return await self._snapshots.layer_entry(step, unit)
+            layer = await self._snapshots.layer(step, unit)
 
-    async def layer(self, node_id: str, step: int, unit: str) -> bytes:
-        with self._checkpoint_whole():
-            return await self._snapshots.layer(step, unit)
+        async def read() -> bytes:
+            with self._checkpoint_whole():
+                return await layer.read()
+
+        return ServedLayer(layer.entry, read)
 
     @contextlib.contextmanager
     def _checkpoint_whole(self) -> Iterator[None]:

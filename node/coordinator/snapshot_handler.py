@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,6 @@ MOST_WANTED = 3
 still hand in an older one."""
 MOST_REPEATS = 3
 """How often a layer may come whole: the answer to its node may be lost."""
-MOST_FIRST = 4
-"""Units of the run's checkpoint in memory, so that several nodes that ask for theirs have each read once."""
 log = logging.getLogger(__name__)
 
 Hosts = dict[str, tuple[str, ...]]
@@ -87,6 +85,16 @@ class _Upload:
     """Resolved when stored; its sender may have gone."""
 
 
+@dataclass(frozen=True)
+class ServedLayer:
+    """A unit's file of a complete snapshot, which is read once it is needed."""
+
+    entry: UnitEntry
+    """What the manifest says of it."""
+    read: Callable[[], Awaitable[bytes]]
+    """The whole file, its SHA-256 checked. Raises RunError, or DataError of a checkpoint."""
+
+
 class SnapshotHandler:
     """One run's snapshots. Disk work runs on threads."""
 
@@ -106,7 +114,7 @@ class SnapshotHandler:
         self._newest = 0
         """The newest step completed by this process."""
         self._first: dict[str, asyncio.Task[LayerFile]] = {}
-        """Units of the run's checkpoint that are about to be sent."""
+        """Units of the run's checkpoint that are being read."""
         self._first_entries: dict[str, UnitEntry] = {}
         self._uploads: asyncio.Queue[_Upload] = asyncio.Queue()
         self._writing = asyncio.Lock()
@@ -212,40 +220,37 @@ class SnapshotHandler:
         """The directory of a snapshot."""
         return snapshot_directory(self._directory, step)
 
-    async def layer_entry(self, step: int, unit: str) -> UnitEntry:
-        """What the manifest of a complete snapshot says of a unit's file."""
-        self._book.most_bytes(unit)
-        if step > 0:
-            return (await self._whole(step, lambda: read_manifest(self.path(step)))).entry(unit)
-        if unit not in self._first_entries:
-            file = await self._first_layer(unit)
-            self._first_entries[unit] = UnitEntry(
-                unit=unit, file=unit_file(unit), bytes=file.size, sha256=file.sha256, weights_sha256=""
-            )
-        return self._first_entries[unit]
-
-    async def layer(self, step: int, unit: str) -> bytes:
+    async def layer(self, step: int, unit: str) -> "ServedLayer":
         """A unit's file of a complete snapshot."""
         self._book.most_bytes(unit)
+        if step > 0:
+            manifest = await self._whole(step, lambda: read_manifest(self.path(step)))
+            return ServedLayer(manifest.entry(unit), partial(self._stored_layer, step, unit))
+        if (entry := self._first_entries.get(unit)) is not None:
+            return ServedLayer(entry, partial(self._first_bytes, unit))
+        file = await self._first_layer(unit)
+        entry = self._first_entries[unit] = UnitEntry(
+            unit=unit, file=unit_file(unit), bytes=file.size, sha256=file.sha256, weights_sha256=""
+        )
+        return ServedLayer(entry, partial(self._first_bytes, unit, file))
+
+    async def _stored_layer(self, step: int, unit: str) -> bytes:
         points.reach(points.Phase.STATE_FETCH, at=points.At.COORDINATOR, step=step)
-        if step == 0:
-            file = await self._first_layer(unit)
-            self._first.pop(unit, None)
-            return file.data
         return await self._whole(step, lambda: read_unit(self.path(step), unit))
 
+    async def _first_bytes(self, unit: str, file: LayerFile | None = None) -> bytes:
+        points.reach(points.Phase.STATE_FETCH, at=points.At.COORDINATOR, step=0)
+        return (file or await self._first_layer(unit)).data
+
     async def _first_layer(self, unit: str) -> LayerFile:
-        """A unit's weights of the checkpoint that the run starts from, as a file; a few are kept until they
-        are sent."""
+        """A unit's weights of the checkpoint that the run starts from, as a file: read once for all that ask
+        meanwhile."""
         if not self._config.model.from_:
             raise RunError("there is no snapshot of step 0: the run starts from its seed")
-        reading = self._first.pop(unit, None)
-        if reading is None or (reading.done() and (reading.cancelled() or reading.exception() is not None)):
-            reading = asyncio.create_task(self._read_first(unit))
-        self._first[unit] = reading
-        if len(self._first) > MOST_FIRST:
-            del self._first[next(iter(self._first))]
-        return await asyncio.shield(reading)
+        if unit not in self._first:
+            reading = self._first[unit] = asyncio.create_task(self._read_first(unit))
+            reading.add_done_callback(lambda _: self._first.pop(unit))
+        return await asyncio.shield(self._first[unit])
 
     async def _read_first(self, unit: str) -> LayerFile:
         weights = (await read_units(self._config.model, [unit]))[unit]

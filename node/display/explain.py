@@ -14,7 +14,7 @@ from node.run_state.snapshot_schedule import BEST_PAUSE, CHEAP_SECONDS
 from node.schedule.placement import slice_ranges
 from node.telemetry.format import bytes_text, count_text, duration_text, table_lines
 from node.tuning.device_memory import Devices
-from node.tuning.snapshot_place import stage_state_bytes
+from node.tuning.snapshot_place import last_snapshot_bytes, stage_state_bytes
 from node.tuning.storage_choice import allowed_storages, kept_bytes, words_of
 from node.view.explain import DeviceNeed, Explanation, HeadPlace, StageNeed, TextPlan
 from node.view.machines import PAYLOAD_SHARE, Machine
@@ -62,6 +62,7 @@ def explanation_json(explanation: Explanation, machines: Sequence[Machine] = ())
     one, most = snapshots_need(explanation.config)
     whole["machines"] = [asdict(machine) for machine in machine_bytes(explanation)]
     whole["snapshot_bytes"], whole["snapshots_bytes"] = one, most
+    whole["last_snapshot_bytes"] = last_snapshot_bytes(explanation.config)
     if machines:
         found = totals(explanation, machines)
         whole["step_seconds"], whole["run_seconds"] = found.seconds, found.run_seconds
@@ -325,6 +326,9 @@ def _snapshot_lines(config: RunConfig, one: int) -> list[str]:
         f"  nodes: up to {bytes_text(part)} to a second machine: {times(part)}; up to "
         f"{bytes_text(2 * held * part)} on a node's disk",
     ]
+    if (last := last_snapshot_bytes(config)) < one:
+        what = f"{bytes_text(last)} through the coordinator's line: {times(last)}"
+        lines.append(f"  of the last step, weights alone: {what}")
     if config.run.keep_best and config.data.valid_every:
         most = -(-config.run.steps // config.data.valid_every)
         lines.append(

@@ -221,13 +221,16 @@ def build_chunk(
     rank: TensorRank | None = None,
     lora: LoraSection | None = None,
     built: Callable[[str, nn.Module], None] | None = None,
+    *,
+    is_drawn: bool = True,
 ) -> Chunk:
     """The chunk of these units with its initial weights: matrices in `weights_in`, vectors in float32.
 
     Each weight is a function of (seed, unit, parameter name), so every split builds the same bits. `storage`
     says what blocks keep for backward, or by unit what each keeps; off by default. With a `rank`, the chunk
     holds that rank's shards. With `lora` its weights are frozen and its parameters are adapters, in
-    `weights_in`. `built` is called with each unit once it is on the device.
+    `weights_in`. `built` is called with each unit once it is on the device. What is not `is_drawn`, but for
+    adapters, is zeros until it is loaded.
 
     Raises:
         ConfigError: units that the model does not have, or that are not contiguous and in order.
@@ -245,7 +248,7 @@ def build_chunk(
     rank, lora = rank or TensorRank(), lora or LoraSection()
     source = DropoutSource(device)
     modules: list[nn.Module] = []
-    drawn = _draw_weights(model, wanted, seed)
+    drawn = _draw_weights(model, wanted, seed) if is_drawn else _zeros(model, wanted)
     for unit in wanted:
         # On the meta device torch allocates nothing and draws no random numbers.
         with torch.device("meta"):
@@ -281,6 +284,12 @@ def build_chunk(
             built(unit, module)
         modules.append(module)
     return Chunk(model, wanted, modules, lora, source if lora.dropout else None, rank.count)
+
+
+def _zeros(model: ModelSection, units: Sequence[str]) -> Iterator[np.ndarray]:
+    for unit in units:
+        for spec in parameter_specs(model, unit):
+            yield np.zeros(spec.shape, dtype=np.float32)
 
 
 def _draw_weights(model: ModelSection, units: Sequence[str], seed: int) -> Iterator[np.ndarray]:

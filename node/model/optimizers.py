@@ -268,20 +268,26 @@ def layout_problem(expected: Layout, found: Layout) -> str:
     return ""
 
 
-def state_bytes(config: RunConfig, unit: str) -> int:
+def state_bytes(config: RunConfig, unit: str, *, weights_alone: bool = False) -> int:
     """Bytes of a unit's weights and optimizer state as they travel, without the file's header."""
     model, lora, training = config.model, config.lora, config.training
     like = block_name(0) if is_block(unit) else unit
-    return _state_bytes(model, lora, training, like, config.has_outer_momentum)
+    return _state_bytes(model, lora, training, like, config.has_outer_momentum, weights_alone)
 
 
 @lru_cache(maxsize=64)
 def _state_bytes(
-    model: ModelSection, lora: LoraSection, training: TrainingSection, unit: str, outer: bool
+    model: ModelSection,
+    lora: LoraSection,
+    training: TrainingSection,
+    unit: str,
+    outer: bool,
+    weights_alone: bool,
 ) -> int:
     shapes = {spec.name: spec.shape for spec in trained_specs(model, lora, unit)}
     layout = state_layout(training, unit, shapes, outer=outer)
-    return sum(_SIZES[dtype] * prod(shape) for dtype, shape in layout.values())
+    counted = (name for name in layout if not weights_alone or name.startswith(PARAMETER_PREFIX))
+    return sum(_SIZES[layout[name][0]] * prod(layout[name][1]) for name in counted)
 
 
 def most_state_bytes(specs: Iterable[ParameterSpec]) -> int:

@@ -197,12 +197,15 @@ class StageExecutor:
             self.restore_unit(unit, fetch(unit))
         self.end_restore(step)
 
-    def begin_restore(self) -> None:
-        """Build the stage from the seed; then come `restore_unit`, for all `sources`, and `end_restore`."""
+    def begin_restore(self, *, is_drawn: bool = True) -> None:
+        """Build the stage from the seed; then come `restore_unit`, for all `sources`, and `end_restore`.
+
+        `is_drawn`: False if every weight is loaded then, so that drawing them would be in vain.
+        """
         self.state_step = -1
         self.voted = False
         self._restored.clear()
-        self.model.build(self.stage, self.stages, self.storage.number)
+        self.model.build(self.stage, self.stages, self.storage.number, is_drawn=is_drawn)
 
     def restore_unit(self, unit: str, state: UnitState) -> None:
         """Load a unit's state; or its weights, and then the optimizer starts fresh."""

@@ -28,8 +28,6 @@ from wire.errors import (
 from wire.messages import Follow, Following, FollowStep, NodeMessage, PlacedStage
 
 Result = TypeVar("Result")
-State = Mapping[str, Mapping[str, Tensor]]
-
 FETCHES = 4
 """Layers that are fetched at a time."""
 TRIES = 3
@@ -57,8 +55,8 @@ class StateServices(Protocol):
         """A layer unit's snapshot file, from wherever it is."""
         ...
 
-    async def fetch_weights(self, units: tuple[str, ...]) -> State:
-        """The units' weights from the checkpoint that the run starts from, under their names in a state."""
+    async def fetch_weights(self, unit: str) -> Mapping[str, Tensor]:
+        """A unit's weights from the checkpoint that the run starts from, under their names in a state."""
         ...
 
 
@@ -72,22 +70,25 @@ async def load_state(services: StateServices, step: int) -> None:
         services.progress.fetching(services.state_bytes(sources))
     in_memory = asyncio.Semaphore(FETCHES)
 
-    async def fetch(unit: str, checkpoint: asyncio.Task[State] | None) -> Mapping[str, Tensor]:
+    # With adapters alone in snapshots, without a checkpoint, the other weights are drawn.
+    is_drawn = not from_checkpoint and (step == 0 or adapters)
+
+    async def fetch(unit: str) -> Mapping[str, Tensor]:
         await in_memory.acquire()
         state: Mapping[str, Tensor] = {}
         if step > 0:
             points.reach(points.Phase.STATE_FETCH, stage=executor.stage, step=step)
             state = await asyncio.to_thread(deserialize_unit, await services.fetch_layer(step, unit))
-        weights = {} if checkpoint is None else (await checkpoint).get(unit, {})
+        own = from_checkpoint and unit in executor.units
+        weights = await services.fetch_weights(unit) if own else {}
         # With adapters the checkpoint's weights are frozen, and no snapshot has them.
         return {**state, **(as_frozen(weights) if adapters else weights)}
 
     try:
         async with asyncio.TaskGroup() as group:
-            weights = group.create_task(services.fetch_weights(executor.units)) if from_checkpoint else None
-            fetching = {unit: group.create_task(fetch(unit, weights)) for unit in sources}
+            fetching = {unit: group.create_task(fetch(unit)) for unit in sources}
             # The stage is built while its state comes, and each unit is loaded as soon as it is here.
-            await services.compute(executor.begin_restore)
+            await services.compute(functools.partial(executor.begin_restore, is_drawn=is_drawn))
             while fetching:
                 unit = next(iter(fetching))
                 state = await fetching.pop(unit)
@@ -99,11 +100,11 @@ async def load_state(services: StateServices, step: int) -> None:
     await services.compute(lambda: executor.end_restore(step))
 
 
-async def several(units: Collection[str], fetch: Callable[[str], Awaitable[bytes]]) -> dict[str, bytes]:
+async def several(units: Collection[str], fetch: Callable[[str], Awaitable[Result]]) -> dict[str, Result]:
     """What `fetch` gives for each unit, `FETCHES` at a time."""
     turn = asyncio.Semaphore(FETCHES)
 
-    async def one(unit: str) -> bytes:
+    async def one(unit: str) -> Result:
         async with turn:
             return await fetch(unit)
 

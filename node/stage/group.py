@@ -55,10 +55,10 @@ class RankModel:
         """Of each slice of a microbatch."""
         self._hidden = [(*shape, config.model.hidden) for shape in self._tokens]
 
-    def build(self, stage: int, stages: int, storage: int | None) -> None:
+    def build(self, stage: int, stages: int, storage: int | None, *, is_drawn: bool) -> None:
         self._head_first = head_first(self.config, stages)
         self.ranks.forget_gradients()
-        self.local.build(stage, stages, storage)
+        self.local.build(stage, stages, storage, is_drawn=is_drawn)
         self.ranks.watch_gradients(self.local.optimizer)
 
     def drop(self) -> None:
@@ -172,7 +172,7 @@ class Follower:
         model, (a, b, c, d, *_) = self._model, command.numbers
         match command.op:
             case Op.BUILD:
-                model.build(a, b, None if c == _AS_THE_RUN_FILE_SAYS else c)
+                model.build(a, b, None if c == _AS_THE_RUN_FILE_SAYS else c, is_drawn=bool(d))
             case Op.LOAD:
                 model.load_unit_state(self._units[a], deserialize_unit(self._ranks.share_bytes(b)))
             case Op.BEGIN:
@@ -221,10 +221,11 @@ class Leader:
         """Raises RunError: rounds are of one device."""
         raise RunError("local steps ([sync] every) need a node of one device: join with --gpus 1")
 
-    def build(self, stage: int, stages: int, storage: int | None = None) -> None:
-        self._ranks.lead(Op.BUILD, stage, stages, _AS_THE_RUN_FILE_SAYS if storage is None else storage)
+    def build(self, stage: int, stages: int, storage: int | None = None, *, is_drawn: bool = True) -> None:
+        number = _AS_THE_RUN_FILE_SAYS if storage is None else storage
+        self._ranks.lead(Op.BUILD, stage, stages, number, int(is_drawn))
         self._flags.clear()
-        self._model.build(stage, stages, storage)
+        self._model.build(stage, stages, storage, is_drawn=is_drawn)
 
     def drop(self) -> None:
         self._ranks.lead(Op.DROP)

@@ -24,6 +24,7 @@ WINDOW_SECONDS = 10.0
 """Rates are means over about this long."""
 STEPS_REMEMBERED = 15
 FIRST_STEP = "computing its first step, which compiles kernels"
+TAKING = "taking its stage"
 
 
 class Shows(Protocol):
@@ -61,6 +62,9 @@ class Progress:
         self._steps = 0
         self._place = ""
         self._doing = ""
+        self._since = 0.0
+        self._waits: dict[str, float] | None = {}
+        """Seconds of each thing done before the first step's end; None from then on."""
         self._fetching: tuple[int, int] | None = None
         """Bytes that came, and those that a fetch takes."""
         self._done = 0
@@ -81,23 +85,28 @@ class Progress:
 
     def placed(self, place: str) -> None:
         """The node has a stage from now on, such as "stage 1 of 4"."""
-        self._place, self._doing, self._fetching = place, "", None
+        self._begin(place, "")
+
+    def _begin(self, place: str, what: str) -> None:
+        self._place, self._fetching = place, None
+        self._turn_to(what)
         self._seconds.clear()
         self._readings.clear()
         self._last_step = 0.0
 
     def idle(self, why: str) -> None:
         """The node has no stage."""
-        self.placed("")
-        self._doing = why
+        self._begin("", why)
 
     def doing(self, what: str) -> None:
         """Something else than a usual step is on."""
-        self._doing, self._fetching = what, None
+        self._fetching = None
+        self._turn_to(what)
 
     def fetching(self, total: int) -> None:
         """The stage's state, of about `total` bytes, is on its way."""
-        self._doing, self._fetching = "fetching its state", (0, total)
+        self._fetching = 0, total
+        self._turn_to("fetching its state")
 
     def came(self, count: int) -> None:
         """So many bytes of a state have come."""
@@ -107,15 +116,28 @@ class Progress:
     def step_begins(self) -> None:
         """The first step of an epoch takes longer."""
         self._fetching = None
-        self._doing = "" if self._last_step else FIRST_STEP
+        self._turn_to("" if self._last_step else FIRST_STEP)
 
     def step_done(self, step: int) -> None:
         """`step` steps of the run are done."""
         now = self._clock()
         if self._last_step:
             self._seconds.append(now - self._last_step)
-        self._last_step, self._done, self._doing = now, step, ""
+        self._turn_to("")
+        self._last_step, self._done = now, step
         self.own_steps += 1
+        if waits := self._waits:
+            each = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in waits.items())
+            self.tell(f"the first step was over {sum(waits.values()):.1f} s after this node joined: {each}")
+        self._waits = None
+
+    def _turn_to(self, what: str) -> None:
+        """From now on this is what is done."""
+        now = self._clock()
+        if self._waits is not None and self._since:
+            before = self._doing or TAKING
+            self._waits[before] = self._waits.get(before, 0.0) + now - self._since
+        self._doing, self._since = what, now
 
     def read(self, reading: Reading) -> None:
         """Totals of this moment."""

@@ -16,7 +16,7 @@ from node.stage.coordinator_client import Batches
 from node.stage.epoch_links import EpochLinks
 from node.stage.epoch_task import EpochTask, LinkEvents
 from node.stage.executor import StageExecutor
-from node.stage.following import Follower, State
+from node.stage.following import Follower
 from node.stage.inbox import Inbox, TensorLink
 from node.stage.measure import NodeMeter
 from node.stage.progress import Progress
@@ -42,7 +42,6 @@ from wire.messages import (
     Follow,
     FollowStep,
     Placement,
-    Prefetch,
     Restore,
     Retain,
     SendLayers,
@@ -58,7 +57,6 @@ RunMessage = (
     | Commit
     | TakeSnapshot
     | Validate
-    | Prefetch
     | Follow
     | FollowStep
     | Retain
@@ -140,8 +138,6 @@ class RunMember:
                     self._tell(f"epoch {message.epoch} is over: {message.reason}")
                     self.progress.idle("waiting for the next placement")
                     await self._end_epoch()
-            case Prefetch():
-                self._snapshots.prefetch(message)
             case Follow():
                 if self._running is None:
                     self._follower.follow(message)
@@ -159,7 +155,6 @@ class RunMember:
 
     async def end(self) -> None:
         """Stop all work of the run."""
-        self._snapshots.cancel()
         self._follower.stop()
         await self._end_epoch()
 
@@ -202,8 +197,8 @@ class RunMember:
     async def fetch_layer(self, step: int, unit: str) -> bytes:
         return await self._snapshots.fetch(step, unit)
 
-    async def fetch_weights(self, units: tuple[str, ...]) -> State:
-        return await self._snapshots.fetch_weights(units)
+    async def fetch_weights(self, unit: str) -> Mapping[str, torch.Tensor]:
+        return await self._snapshots.fetch_weights(unit)
 
     def state_bytes(self, units: Collection[str]) -> int:
         return sum(unit_bytes(self.executor.config, unit) for unit in units)

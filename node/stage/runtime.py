@@ -16,7 +16,7 @@ import torch
 from node.config.join_options import OwnerAllows
 from node.config.schema import RunConfig
 from node.run_file.loader import from_json
-from node.schedule.placement import slices_of
+from node.schedule.placement import slices_of, stage_units
 from node.stage.block_measure import block_seconds, measured_times
 from node.stage.coordinator_client import Batches, CoordinatorClient
 from node.stage.epoch_links import EpochLinks
@@ -28,7 +28,7 @@ from node.stage.node_metrics import NodeMetrics
 from node.stage.out_of_memory import device_memory_text, exhausted, ran_out
 from node.stage.packing_meter import PackingMeter
 from node.stage.progress import LOOK_SECONDS, Progress, Reading, Shows, page_address
-from node.stage.run_member import RunMember
+from node.stage.run_member import RunMember, RunMessage
 from node.stage.session import IdentityHolder, Session, renew_certificates, short_reason
 from node.stage.snapshot_transfer import SnapshotTransfer, check_store
 from node.stage.stage_model import StageDevices
@@ -58,6 +58,8 @@ from wire.messages import (
     Hello,
     PeerRate,
     PlacedStage,
+    Placement,
+    Prefetch,
     ProbePeer,
     RelayFor,
     Relays,
@@ -145,11 +147,16 @@ class NodeRuntime:
         self._compute = ComputeThread()
         self._tasks: list[asyncio.Task[None]] = []
         self._finish: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
+        self._measured = asyncio.Event()
+        """Nothing that this node measures on its processor is on: other work may take it."""
         self._measuring = False
         """Whether a line to another node is being measured."""
         self._heartbeat_pause = 0.0
         """Seconds, as the coordinator answered the newest heartbeat; 0: as it said at first."""
         self._sums: SumsKept | None = None
+        self._snapshots: SnapshotTransfer | None = None
+        self._joining: asyncio.Task[None] | None = None
+        """Measures and compiles; `_member` is there once it is done."""
         self._member: RunMember | None = None
         self._packing: PackingMeter | None = None
         """Built on the coordinator's welcome."""
@@ -188,6 +195,8 @@ class NodeRuntime:
                 for task in self._tasks:
                     task.cancel()
                 await self._session.close()
+                if self._snapshots is not None:
+                    self._snapshots.cancel()
                 if self._member is not None:
                     await self._member.end()
             return self._finish.result()
@@ -294,7 +303,7 @@ class NodeRuntime:
     async def _handle(self, group: asyncio.TaskGroup, message: CoordinatorMessage) -> None:
         match message:
             case Welcome():
-                await self._join(group, message)
+                await self._welcomed(group, message)
             case HeartbeatReply():
                 self._meter.sync.answer(sent=message.sent_at, received=time.monotonic(), at=message.at)
                 self._heartbeat_pause = min(message.pause, MOST_PAUSE)
@@ -312,16 +321,39 @@ class NodeRuntime:
             case Refusal():
                 raise message.error()
             case _:
-                if self._member is not None:
-                    await self._member.handle(message)
+                await self._for_member(message)
 
-    async def _join(self, group: asyncio.TaskGroup, welcome: Welcome) -> None:
-        """Become a member of the run; a welcome after a reconnect must name the same run."""
+    async def _for_member(self, message: RunMessage | Prefetch) -> None:
+        """What weights a stage begins with is fetched while this node still measures and compiles."""
+        if self._joining is None or self._snapshots is None:
+            return
+        if isinstance(message, Prefetch):
+            await self._measured.wait()
+            self._snapshots.prefetch(message)
+            return
+        if isinstance(message, Placement) and (units := self._first_units(message)):
+            await self._measured.wait()
+            self._snapshots.prefetch(Prefetch(step=0, units=units))
+        await asyncio.wait([self._joining])
         if self._member is not None:
+            await self._member.handle(message)
+
+    def _first_units(self, placement: Placement) -> tuple[str, ...]:
+        """Layer units of a stage whose weights are the checkpoint's."""
+        config = from_json(self._config_json)
+        if not config.model.from_ or not (placement.epoch == 1 or config.lora.rank):
+            return ()
+        return tuple(stage_units(config, len(placement.stages))[placement.stage])
+
+    async def _welcomed(self, group: asyncio.TaskGroup, welcome: Welcome) -> None:
+        """Become a member of the run; a welcome after a reconnect must name the same run."""
+        if self._joining is not None:
             if self._config_json != welcome.config_json:
                 raise RunError("the coordinator came back with another run file: join again")
-            self._member.offer_layers()
-            self._member.batches.forget()
+            await asyncio.wait([self._joining])
+            if self._member is not None:
+                self._member.offer_layers()
+                self._member.batches.forget()
             if self._packing is not None:
                 self._packing.forget_told()
             return
@@ -341,38 +373,8 @@ class NodeRuntime:
             self._compute.clock.record(self._meter.ring)
         # Before the devices start, which may take long.
         self._tasks.append(group.create_task(self._heartbeats(welcome.heartbeat_seconds)))
-        hardware = self._settings.hardware
-        times = None
-        on_gpu = self._settings.devices.first.type == "cuda"
-        # Main memory does for most stages, and then there is nothing to weigh.
-        chooses = on_gpu or short_of_memory(config, devices_of(hardware), hardware.memory_bytes)
-        if hardware.devices == 1 and chooses:
-            # Of several, each would measure other times and plan another stage.
-            self.progress.doing("measuring a block")
-            times = await self._compute.run(lambda: measured_times(config, self._settings.devices.first))
-        if config.pipeline.measures_places:
-            self._links.serve_probes(ProbeServer(self._training_first))
-            self.progress.doing("measuring a block")
-            took = await self._compute.run(lambda: self._block_seconds(config, times))
-            self._session.post(BlockTime(seconds=took))
-        room = Room(
-            devices=devices_of(hardware),
-            memory_bytes=hardware.memory_bytes,
-            windows=welcome.windows,
-            times=times,
-        )
-        self.progress.joined(config.run.steps)
-        self.progress.doing("compiling codecs")
-        executor = await self._compute.run(lambda: self._make_executor(config, room))
-        self._packing = executor.packing
-        self._client.outage_seconds = config.coordinator.outage_seconds
         cache = SnapshotCache(self._settings.cache_directory, self._settings.cache_bytes)
-        # Not among the snapshots, where whatever is no step's directory is removed.
-        at = self._settings.cache_directory
-        sums = self._sums = SumsKept(at.with_name(f"{at.name}-sums"), self._settings.cache_bytes // SUMS_PART)
-        held = LayersHeld(cache, sums, self._settings.pacer, lambda: self._links.busy)
-        self._links.serve_layers(LayerServer(held))
-        snapshots = SnapshotTransfer(
+        snapshots = self._snapshots = SnapshotTransfer(
             config=config,
             windows=welcome.windows,
             client=self._client,
@@ -384,6 +386,50 @@ class NodeRuntime:
             post=self._session.post,
             tell=self._tell,
         )
+        self._joining = group.create_task(self._join(group, config, welcome, cache, snapshots))
+        self._tasks.append(self._joining)
+
+    async def _join(
+        self,
+        group: asyncio.TaskGroup,
+        config: RunConfig,
+        welcome: Welcome,
+        cache: SnapshotCache,
+        snapshots: SnapshotTransfer,
+    ) -> None:
+        hardware = self._settings.hardware
+        times = None
+        on_gpu = self._settings.devices.first.type == "cuda"
+        if on_gpu:
+            self._measured.set()
+        # Main memory does for most stages, and then there is nothing to weigh.
+        chooses = on_gpu or short_of_memory(config, devices_of(hardware), hardware.memory_bytes)
+        if hardware.devices == 1 and chooses:
+            # Of several, each would measure other times and plan another stage.
+            self.progress.doing("measuring a block")
+            times = await self._compute.run(lambda: measured_times(config, self._settings.devices.first))
+        if config.pipeline.measures_places:
+            self._links.serve_probes(ProbeServer(self._training_first))
+            self.progress.doing("measuring a block")
+            took = await self._compute.run(lambda: self._block_seconds(config, times))
+            self._session.post(BlockTime(seconds=took))
+        self._measured.set()
+        room = Room(
+            devices=devices_of(hardware),
+            memory_bytes=hardware.memory_bytes,
+            windows=welcome.windows,
+            times=times,
+        )
+        self.progress.joined(config.run.steps)
+        self.progress.doing("compiling codecs")
+        executor = await self._compute.run(lambda: self._make_executor(config, room))
+        self._packing = executor.packing
+        self._client.outage_seconds = config.coordinator.outage_seconds
+        # Not among the snapshots, where whatever is no step's directory is removed.
+        at = self._settings.cache_directory
+        sums = self._sums = SumsKept(at.with_name(f"{at.name}-sums"), self._settings.cache_bytes // SUMS_PART)
+        held = LayersHeld(cache, sums, self._settings.pacer, lambda: self._links.busy)
+        self._links.serve_layers(LayerServer(held))
         self._member = RunMember(
             executor,
             session=self._session,

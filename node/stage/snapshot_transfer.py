@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from node.model.optimizers import most_state_bytes
 from node.model.units import parameter_specs, unit_names
 from node.schedule.placement import most_layer_bytes
 from node.stage.coordinator_client import CoordinatorClient
-from node.stage.following import State, several
+from node.stage.following import several
 from node.stage.layer_peers import LayerPeers, LayerPlace
 from node.stage.state_copy import READERS, ReadLayer, StateCopy, hash_layer, read_layer
 from node.state.hub import PREFIX as HUB
@@ -101,8 +102,12 @@ class SnapshotTransfer:
         self._tell = tell
         self._uploads: dict[int, asyncio.Task[bool]] = {}
         self._prefetching: asyncio.Task[None] | None = None
+        self._ahead = Prefetch(step=0, units=())
+        """What that fetches."""
         self._others: set[asyncio.Task[None]] = set()
         """Copies that this node was asked to hold, layers that it sends, files that it offers."""
+        self._turns = WeakValueDictionary[tuple[int, str], asyncio.Lock]()
+        """Of layers that are being fetched."""
         self._keeping: set[tuple[int, str]] = set()
         self._retained: tuple[int, ...] = ()
         """Snapshots that the run counts on."""
@@ -118,41 +123,37 @@ class SnapshotTransfer:
         nodes that hold it or from the coordinator."""
         return (await self._fetch(step, unit))[0]
 
-    async def fetch_weights(self, units: tuple[str, ...]) -> State:
-        """The units' weights from the run's checkpoint: from the hub or its cache on this node's disk, else
-        from the folder that the node's owner named, else from the coordinator.
+    async def fetch_weights(self, unit: str) -> Mapping[str, torch.Tensor]:
+        """A unit's weights from the run's checkpoint, in float32: from the hub or its cache on this node's
+        disk, else from the folder that the node's owner named, else from the coordinator.
 
         The hub gets this user's token only for repositories that the owner named: which one the run starts
         from is the word of a stranger.
         """
-        if self._prefetching is not None:
-            # What it has fetched is on the disk, and the rest is fetched here.
-            self._prefetching.cancel()
-        return await self._fetch_weights(units)
-
-    async def _fetch_weights(self, units: tuple[str, ...]) -> State:
         model = self._config.model
         if model.from_.startswith(HUB):
             try:
                 token = Repository.parse(model.from_).name in self._allows.hub
-                found = await read_units(model, units, token=token)
+                async with self._fetching(0, unit):
+                    return _as_state((await read_units(model, (unit,), token=token))[unit])
             except DataError as error:
                 log.warning("%s; the coordinator sends these weights", error)
-            else:
-                return {unit: _as_state(weights) for unit, weights in found.items()}
-        files = await several(units, lambda unit: self.fetch(0, unit))
-        return {unit: deserialize_unit(files.pop(unit)) for unit in units}
+        file = await self.fetch(0, unit)
+        return await asyncio.to_thread(_in_float32, file)
 
     def prefetch(self, wanted: Prefetch) -> None:
         """Fetch layers that a stage may need which may be assigned to this node, in place of an older such
-        fetch; or hold copies of layers, beside everything else."""
+        fetch that has others; or hold copies of layers, beside everything else."""
         if wanted.keep:
             units = [unit for unit in wanted.units if (wanted.step, unit) not in self._keeping]
             self._keeping.update((wanted.step, unit) for unit in units)
             self._beside(self._keep(wanted.step, units))
             return
         if self._prefetching is not None:
+            if self._ahead.step == wanted.step and {*wanted.units} <= {*self._ahead.units}:
+                return
             self._prefetching.cancel()
+        self._ahead = wanted
         self._prefetching = self._group.create_task(self._prefetch(wanted))
 
     # ---- saving
@@ -241,6 +242,17 @@ class SnapshotTransfer:
 
     async def _fetch(self, step: int, unit: str) -> tuple[bytes, bool]:
         """The file, and whether the snapshot is one whose copies nodes hold."""
+        async with self._fetching(step, unit):
+            return await self._fetch_alone(step, unit)
+
+    @contextlib.asynccontextmanager
+    async def _fetching(self, step: int, unit: str) -> AsyncIterator[None]:
+        """Inside, nobody else fetches this layer: who comes second finds it on this node's disk."""
+        turn = self._turns.setdefault((step, unit), asyncio.Lock())
+        async with turn:
+            yield
+
+    async def _fetch_alone(self, step: int, unit: str) -> tuple[bytes, bool]:
         kept = await asyncio.to_thread(self._cache.get, step, unit)
         if kept is None and step == 0:
             kept = await self._of_folder(unit)
@@ -395,13 +407,13 @@ class SnapshotTransfer:
 
     async def _prefetch(self, wanted: Prefetch) -> None:
         if wanted.step == 0:
-            # From the hub into its cache, else from the coordinator to this node's disk.
-            for unit in wanted.units if self._allows.model is None else ():
-                try:
-                    await self._fetch_weights((unit,))
-                except ThinwireError as error:
-                    log.warning("the weights of %s were not fetched ahead: %s", unit, error)
-                    return
+            # From the hub into its cache, else to this node's disk.
+            try:
+                own_folder = self._allows.model is not None
+                await several(() if own_folder else wanted.units, self.fetch_weights)
+            except ThinwireError as error:
+                log.warning("the checkpoint's weights were not fetched ahead: %s", error)
+                return
             self._tell("holding weights of the checkpoint, ready to take a stage")
             return
         for unit in wanted.units:
@@ -490,6 +502,10 @@ async def _quietly(work: Coroutine[Any, Any, None]) -> None:
         await work
     except ThinwireError as error:
         log.warning("%s", error)
+
+
+def _in_float32(file: bytes) -> dict[str, torch.Tensor]:
+    return {name: tensor.float() for name, tensor in deserialize_unit(file).items()}
 
 
 def _as_state(weights: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

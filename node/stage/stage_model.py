@@ -49,7 +49,9 @@ class StageCompute(Protocol):
     @property
     def local(self) -> LocalSteps: ...
 
-    def build(self, stage: int, stages: int, storage: int | None = None) -> None: ...
+    def build(
+        self, stage: int, stages: int, storage: int | None = None, *, is_drawn: bool = True
+    ) -> None: ...
 
     def drop(self) -> None: ...
 
@@ -187,10 +189,12 @@ class StageModel:
         self._copy: StateCopy | None = None
         """Of the state that is held, if anybody was given one."""
 
-    def build(self, stage: int, stages: int, storage: int | None = None) -> None:
+    def build(self, stage: int, stages: int, storage: int | None = None, *, is_drawn: bool = True) -> None:
         """Make this stage's chunks with their initial weights, and a fresh optimizer.
 
-        `storage`: what blocks store activations in, of `allowed_storages`; None is as the run file says.
+        Args:
+            storage: what blocks store activations in, of `allowed_storages`; None is as the run file says.
+            is_drawn: as of `build_chunk`.
         """
         config = self.config
         if storage is not None:
@@ -218,6 +222,7 @@ class StageModel:
                 self.tensor_rank,
                 config.lora,
                 streaming.built,
+                is_drawn=is_drawn,
             )
             for units in own
         ]

@@ -139,14 +139,26 @@ class Checkpoint:
                 for tensor in parts:
                     wanted.append((unit, name, tensor, await self._find(model, unit, tensor)))
         found = await self._read_places({place for *_, stored in wanted for place in stored})
+        # A thread, as a unit may have gigabytes.
+        return await asyncio.to_thread(self._assembled, model, units, wanted, found)
+
+    def _assembled(
+        self,
+        model: ModelSection,
+        units: Sequence[str],
+        wanted: Sequence[tuple[str, str, FileTensor, _Stored]],
+        found: Mapping[_Place, memoryview],
+    ) -> Weights:
+        """The units' parameters of their tensors' bytes. Raises CheckpointError."""
         pieces: dict[tuple[str, str], list[np.ndarray]] = {}
         for unit, name, tensor, (place, *scales) in wanted:
             if scales:
                 array = _from_mxfp4(found[place], found[scales[0]], place.shape)
             else:
                 array = _float32(found[place], place)
-            if not np.isfinite(array).all():
-                count = array.size - np.count_nonzero(np.isfinite(array))
+            finite = np.isfinite(array)
+            if not finite.all():
+                count = array.size - np.count_nonzero(finite)
                 raise CheckpointError(
                     f"{self._files.where}/{place.file}: tensor {place.tensor} holds {count:,} infinities or "
                     f"NaNs among {array.size:,} values: copy the file again, or take another checkpoint"
@@ -335,23 +347,24 @@ class Checkpoint:
                 )
         return first + text, places
 
-    async def _read_places(self, places: set[_Place]) -> dict[_Place, bytes]:
+    async def _read_places(self, places: set[_Place]) -> dict[_Place, memoryview]:
         """Every tensor's bytes, file by file in ascending order; neighbours are read together."""
-        found: dict[_Place, bytes] = {}
+        found: dict[_Place, memoryview] = {}
         ordered = sorted(places, key=lambda place: (place.file, place.start))
         for name in dict.fromkeys(place.file for place in ordered):
             own = [place for place in ordered if place.file == name]
             head, every = await self._header(name)
+            expected = self._files.digest(name)
             digest = sha256(head)
             for run in _runs(own):
                 data = bytearray()
                 for start in range(run[0].start, run[-1].end, PIECE_BYTES):
                     data += await self._files.read(name, start, min(run[-1].end, start + PIECE_BYTES))
-                digest.update(data)
+                if expected:
+                    await asyncio.to_thread(digest.update, data)
                 for place in run:
                     first = place.start - run[0].start
-                    found[place] = bytes(memoryview(data)[first : first + place.end - place.start])
-            expected = self._files.digest(name)
+                    found[place] = memoryview(data)[first : first + place.end - place.start]
             if expected and set(own) == set(every.values()) and digest.hexdigest() != expected:
                 raise CheckpointError(
                     f"{self._files.where}/{name} is damaged: its SHA-256 is {digest.hexdigest()}, "
@@ -377,7 +390,7 @@ def _runs(places: Sequence[_Place]) -> list[list[_Place]]:
     return runs
 
 
-def _float32(data: bytes, place: _Place) -> np.ndarray:
+def _float32(data: memoryview, place: _Place) -> np.ndarray:
     if place.dtype == "BF16":
         values = (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     else:
@@ -385,7 +398,7 @@ def _float32(data: bytes, place: _Place) -> np.ndarray:
     return values.reshape(place.shape)
 
 
-def _from_mxfp4(codes: bytes, scales: bytes, shape: tuple[int, ...]) -> np.ndarray:
+def _from_mxfp4(codes: memoryview, scales: memoryview, shape: tuple[int, ...]) -> np.ndarray:
     """float32 [..., inputs, outputs] from codes [..., outputs, blocks, 16], two in a byte and the lower half
     first, and from exponents of 2 with a bias of 127 (OCP Microscaling Formats 1.0, section 5.3).
 

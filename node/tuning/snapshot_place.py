@@ -7,7 +7,9 @@ from statistics import median
 
 from node.config.schema import RunConfig
 from node.model.optimizers import state_bytes
+from node.model.units import unit_names
 from node.schedule.placement import stage_units
+from node.state.unit_state import WEIGHTS
 
 COORDINATOR = "coordinator"
 AUTO = "auto"
@@ -21,6 +23,12 @@ MOST_SECONDS = 60.0
 def snapshot_bytes(config: RunConfig) -> int:
     """Bytes of weights and optimizer state of the whole model: a snapshot, but for its files' headers."""
     return sum(stage_state_bytes(config, 1))
+
+
+def last_snapshot_bytes(config: RunConfig) -> int:
+    """The same of the snapshot of the last step, which `snapshots.last` may make smaller."""
+    alone = config.snapshots.last == WEIGHTS
+    return sum(state_bytes(config, unit, weights_alone=alone) for unit in unit_names(config.model))
 
 
 def stage_state_bytes(config: RunConfig, stages: int) -> list[int]:

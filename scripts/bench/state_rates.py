@@ -3,8 +3,11 @@
     python -m scripts.bench.state_rates [--device cuda] [--layers 16] [--hidden 2048] [--vocab 50304]
 
 A coordinator and four nodes on this machine, over loopback, start from a checkpoint of random weights on its
-disk. One snapshot is taken beside the steps, and one at the end. Memory is that of the nodes' processes, in
-what is no file's. Writes scripts/results/state_rates.json, or FILE.
+disk. One snapshot is taken beside the steps, and one at the end. What nodes do before the first step's end is
+as they say it. Memory is that of the nodes' processes, in what is no file's; processor seconds are those of
+all processes. Writes scripts/results/state_rates.json, or FILE.
+
+`--before TREE` runs the same with the program of another tree first, under "before".
 """
 
 import argparse
@@ -31,6 +34,7 @@ from scripts.report import RESULTS, write
 NODES = 4
 LOOK_SECONDS = 0.1
 MOST_SECONDS = 600.0
+COMMAND = program("cli.main")
 SHOWN = ("node-joined", "placement", "step", "step-aborted", "snapshot", "notice", "run-finished")
 
 
@@ -45,13 +49,17 @@ def main() -> int:
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--keep", default="coordinator", help="as snapshots.keep")
+    parser.add_argument("--batch", type=int, default=16, help="samples of a step")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="another tree to measure first")
     parser.add_argument("--out", type=Path, default=RESULTS / "state_rates.json", metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="thinwire-state-") as folder:
         root = Path(folder)
         write_checkpoint(root / "model", args)
         print("the checkpoint is written", flush=True)
-        found = run(root, args)
+        trees = {"before": args.before.absolute()} if args.before else {}
+        before = {name: run(root / name, root / "model", args, tree) for name, tree in trees.items()}
+        found = run(root / "run", root / "model", args, Path.cwd())
     report = {
         "bench": "state_rates",
         "commit": commit(),
@@ -66,6 +74,7 @@ def main() -> int:
         "vocab": args.vocab,
         "keep": args.keep,
         **found,
+        **before,
     }
     write(args.out, report)
     print(json.dumps(report, indent=1))
@@ -124,13 +133,13 @@ name = "state"
 steps = {steps}
 snapshot_every = {every}
 [model]
-from = "{root}/model"
+from = "{model}"
 sequence = {sequence}
 [data]
 path = "{root}/text.txt"
 tokenizer = "bytes"
 [training]
-global_batch = 16
+global_batch = {batch}
 microbatch = 2
 precision = "{precision}"
 [pipeline]
@@ -142,22 +151,26 @@ listen = "127.0.0.1:0"
 """
 
 
-def run(root: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """What the run's events and its nodes' memory show."""
+def run(root: Path, model: Path, args: argparse.Namespace, tree: Path) -> dict[str, Any]:
+    """What the run's events and its nodes' memory show, with the program of this tree."""
+    root.mkdir()
     (root / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20000, encoding="utf-8")
     values = {"steps": args.steps, "every": args.steps // 2, "sequence": args.sequence, "keep": args.keep}
+    values |= {"model": model, "batch": args.batch}
     precision = "float32" if args.device == "cpu" else "bfloat16"
     text = RUN_FILE.format(root=root, nodes=NODES, precision=precision, **values)
     (root / "run.toml").write_text(text, encoding="utf-8")
     events: Queue[tuple[float, dict[str, Any]]] = Queue()
-    command = program("cli.main")
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
     log = (root / "log").open("wb")
     children = [
         subprocess.Popen(
-            [*command, "coordinator", str(root / "run.toml"), "--run-dir", str(root / "run"), "--json"],
+            [*COMMAND, "coordinator", str(root / "run.toml"), "--run-dir", str(root / "run"), "--json"],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            cwd=tree,
+            env=environment,
         )
     ]
 
@@ -168,6 +181,7 @@ def run(root: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     threading.Thread(target=listen, daemon=True).start()
     memory: dict[int, list[tuple[float, int]]] = {}
+    spent: list[tuple[float, float]] = []
     seen: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     began = time.monotonic()
     ends = began + MOST_SECONDS
@@ -185,27 +199,51 @@ def run(root: Path, args: argparse.Namespace) -> dict[str, Any]:
                     print(f"{at - began:.1f} s: {event['event']} {event.get('step', '')}", flush=True)
                 if event["event"] == "join-line":
                     children += [
-                        _join(root, event["line"].split()[-1], args, number) for number in range(NODES)
+                        _join(root, event["line"].split()[-1], args, number, environment)
+                        for number in range(NODES)
                     ]
             for child in children[1:]:
                 memory.setdefault(child.pid, []).append((time.monotonic(), _anonymous_bytes(child.pid)))
+            spent.append((time.monotonic(), sum(_processor_seconds(child.pid) for child in children)))
     finally:
         for child in children:
             child.terminate()
         for child in children:
             child.wait(30)
         log.close()
-    return _found(seen, list(memory.values()), args.steps)
+    return _found(seen, list(memory.values()), spent, args.steps) | {"waits": _waits(root)}
 
 
-def _join(root: Path, token: str, args: argparse.Namespace, number: int) -> "subprocess.Popen[str]":
+def _join(
+    root: Path, token: str, args: argparse.Namespace, number: int, environment: dict[str, str]
+) -> "subprocess.Popen[str]":
     threads = max(1, (os.cpu_count() or 1) // NODES)
     options = ["--listen", "127.0.0.1:0", "--device", args.device, "--wait", "0", "--threads", str(threads)]
     state = ["--state-dir", str(root / f"node-{number}")]
     with (root / f"node-{number}.log").open("wb") as log:
         return subprocess.Popen(
-            [*program("cli.main"), "join", token, *options, *state], stdout=log, stderr=log, text=True
+            [*COMMAND, "join", token, *options, *state],
+            stdout=log,
+            stderr=log,
+            text=True,
+            cwd=environment["PYTHONPATH"],
+            env=environment,
         )
+
+
+def _waits(root: Path) -> list[str]:
+    """What each node said of the time before its first step's end."""
+    logs = [root / f"node-{number}.log" for number in range(NODES)]
+    lines = [line for log in logs for line in log.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if "the first step was over" in line]
+
+
+def _processor_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _anonymous_bytes(pid: int) -> int:
@@ -217,7 +255,10 @@ def _anonymous_bytes(pid: int) -> int:
 
 
 def _found(
-    seen: dict[str, list[tuple[float, dict[str, Any]]]], memory: list[list[tuple[float, int]]], steps: int
+    seen: dict[str, list[tuple[float, dict[str, Any]]]],
+    memory: list[list[tuple[float, int]]],
+    spent: list[tuple[float, float]],
+    steps: int,
 ) -> dict[str, Any]:
     joined, placed = seen["node-joined"][-1][0], seen["placement"][0][0]
     done = {event["step"]: (at, event["seconds"]) for at, event in seen["step"]}
@@ -236,8 +277,16 @@ def _found(
             grown.append(max(within, default=0) - max(before, default=0))
         return max(grown)
 
+    def processor(first: float, end: float) -> float:
+        """Seconds of all processes."""
+        return max(total for at, total in spent if at <= end) - max(
+            (total for at, total in spent if at <= first), default=0.0
+        )
+
     return {
         "join_to_placement_seconds": placed - joined,
+        "join_to_placement_processor_seconds": processor(joined, placed),
+        "last_snapshot_processor_seconds": processor(last_step, last),
         "join_to_first_step_end_seconds": done[1][0] - joined,
         "join_to_first_step_seconds": done[1][0] - done[1][1] - joined,
         "first_step_seconds": done[1][1],

@@ -5,11 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import TypeVar, cast
 
+from torch import Tensor
+
 from node.schedule.routing import Peer
 from node.stage.coordinator_client import Batches
 from node.stage.epoch_task import LinkEvents
 from node.stage.executor import StageExecutor
-from node.stage.following import State
 from node.stage.inbox import Inbox, TensorLink
 from node.stage.progress import Progress
 from node.stage.state_copy import StateCopy
@@ -63,7 +64,7 @@ class FakeServices:
         self.fetched.append((step, unit))
         return serialize_unit({}) if self._files is None else self._files[unit]
 
-    async def fetch_weights(self, units: tuple[str, ...]) -> State:
+    async def fetch_weights(self, unit: str) -> Mapping[str, Tensor]:
         raise AssertionError("there is no checkpoint")
 
     def state_bytes(self, units: Collection[str]) -> int:

@@ -16,10 +16,9 @@ import pytest
 from node.coordinator import sessions
 from node.coordinator.control_service import ControlService
 from node.coordinator.sessions import ControlSession
-from node.coordinator.snapshot_handler import UploadPermit
+from node.coordinator.snapshot_handler import ServedLayer, UploadPermit
 from node.model.labels import BatchPart
 from node.stage.coordinator_client import CoordinatorClient
-from node.state.manifest import UnitEntry
 from tests.support.pki import hello, new_authority, new_node
 from wire.channels import make_server, open_channel
 from wire.errors import ProtocolViolationError, RunError, ThinwireError
@@ -83,10 +82,7 @@ class FakeHandler:
     ) -> bytes:
         return b"12345678"
 
-    async def layer(self, node_id: str, step: int, unit: str) -> bytes:
-        raise AssertionError("nobody asks")
-
-    async def layer_entry(self, step: int, unit: str) -> UnitEntry:
+    async def layer(self, step: int, unit: str) -> ServedLayer:
         raise AssertionError("nobody asks")
 
     def upload_permit(self, node_id: str, step: int, unit: str) -> UploadPermit:

@@ -26,7 +26,7 @@ from node.coordinator.control_service import (
     zeros_sha256,
 )
 from node.coordinator.sessions import CALLS, LAYERS_A_SECOND, LAYERS_AT_ONCE, MessageLimits
-from node.coordinator.snapshot_handler import Agreement, NotDueError, UploadPermit
+from node.coordinator.snapshot_handler import Agreement, NotDueError, ServedLayer, UploadPermit
 from node.model.labels import BatchPart
 from node.run_file.loader import default_config
 from node.stage.coordinator_client import CoordinatorClient
@@ -97,10 +97,10 @@ class Handler:
     ) -> list[tuple[int, str]]:
         return [(layer.step, layer.unit) for layer in layers]
 
-    async def layer_entry(self, step: int, unit: str) -> UnitEntry:
-        return UnitEntry(unit, "file", len(LAYER), sha256(LAYER).hexdigest(), "")
+    async def layer(self, step: int, unit: str) -> ServedLayer:
+        return ServedLayer(UnitEntry(unit, "file", len(LAYER), sha256(LAYER).hexdigest(), ""), self._read)
 
-    async def layer(self, node_id: str, step: int, unit: str) -> bytes:
+    async def _read(self) -> bytes:
         self.asked += 1
         return LAYER
 

@@ -256,7 +256,7 @@ async def test_a_damaged_checkpoint_ends_the_run_by_its_name(tmp_path: Path) -> 
     save_file(arrays, tmp_path / "model" / "model.safetensors")
     async with scene(tmp_path, replace(CONFIG, model=model)) as run:
         with pytest.raises(CheckpointError):
-            await run.coordinator.layer_entry(0, "block.0001")
+            await run.coordinator.layer(0, "block.0001")
         outcome = await run.end()
         assert outcome.failed and run.coordinator.exit_code == 2
         place = f"{tmp_path}/model/model.safetensors: tensor model.layers.1.mlp.up_proj.weight holds 1 "

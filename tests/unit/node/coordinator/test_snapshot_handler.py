@@ -32,7 +32,7 @@ from node.model.chunk import build_chunk
 from node.model.units import unit_names
 from node.schedule.placement import split_units, stage_units
 from node.state.manifest import Manifest, UnitEntry
-from node.state.serialization import serialize_unit
+from node.state.serialization import deserialize_unit, serialize_unit
 from node.state.snapshot import Checked, SnapshotFolder, list_snapshots
 from node.state.unit_state import unit_hash
 from node.training.optimizer import StageOptimizer
@@ -488,6 +488,10 @@ async def stored(handler: SnapshotHandler, told: Told, step: int) -> None:
     assert (await told.stored.get()).step == step
 
 
+async def served(handler: SnapshotHandler, step: int, unit: str) -> bytes:
+    return await (await handler.layer(step, unit)).read()
+
+
 async def test_a_damaged_layer_is_reported_and_an_older_snapshot_is_used(
     tmp_path: Path,
 ) -> None:
@@ -498,14 +502,14 @@ async def test_a_damaged_layer_is_reported_and_an_older_snapshot_is_used(
         path.write_bytes(path.read_bytes()[:-1])
         for _ in range(2):
             with pytest.raises(RunError):
-                await handler.layer(7, "head")
+                await served(handler, 7, "head")
         assert told.damaged == [(7, 5)] and told.failed == []
         assert list_snapshots(tmp_path / "snapshots") == (5,)
-        assert await handler.layer(5, "head")
+        assert await served(handler, 5, "head")
         # The run comes to steps again that were stored: they are stored again, not let pass.
         await stored(handler, told, 6)
         await stored(handler, told, 7)
-        assert await handler.layer(7, "head")
+        assert await served(handler, 7, "head")
 
 
 async def test_a_damaged_layer_of_an_older_snapshot_does_not_matter(tmp_path: Path) -> None:
@@ -514,7 +518,7 @@ async def test_a_damaged_layer_of_an_older_snapshot_does_not_matter(tmp_path: Pa
         await stored(handler, told, 7)
         (handler.path(5) / "head.safetensors").unlink()
         with pytest.raises(RunError):
-            await handler.layer(5, "head")
+            await served(handler, 5, "head")
         assert told.damaged == [] and list_snapshots(tmp_path / "snapshots") == (7,)
 
 
@@ -523,7 +527,7 @@ async def test_a_damaged_layer_with_nothing_to_go_back_to(tmp_path: Path) -> Non
         await stored(handler, told, 7)
         (handler.path(7) / "manifest.json").write_text("{")
         with pytest.raises(RunError):
-            await handler.layer_entry(7, "head")
+            await handler.layer(7, "head")
         assert told.damaged == [(7, 0)] and list_snapshots(tmp_path / "snapshots") == (7,)
 
 
@@ -543,7 +547,7 @@ async def test_a_damaged_layer_is_reported_even_if_its_node_has_left(
         await stored(handler, told, 5)
         await stored(handler, told, 7)
         (handler.path(7) / "head.safetensors").unlink()
-        asking = asyncio.create_task(handler.layer(7, "head"))
+        asking = asyncio.create_task(served(handler, 7, "head"))
         await asyncio.to_thread(began.wait, SECONDS)
         asking.cancel()
         await asyncio.wait([asking])
@@ -558,7 +562,7 @@ async def test_the_weights_of_the_checkpoint_that_the_run_starts_from_are_served
 ) -> None:
     async with desk_at(tmp_path) as (handler, _):
         with pytest.raises(RunError, match="the run starts from its seed"):
-            await handler.layer_entry(0, "head")
+            await handler.layer(0, "head")
         monkeypatch.setattr(handler, "_config", replace(CONFIG, model=replace(MODEL, from_="somewhere")))
         reads: list[str] = []
 
@@ -568,9 +572,10 @@ async def test_the_weights_of_the_checkpoint_that_the_run_starts_from_are_served
 
         monkeypatch.setattr(snapshot_handler, "read_units", read)
         for unit in ("head", "embed", "head"):
-            entry, data = await handler.layer_entry(0, unit), await handler.layer(0, unit)
+            layer = await handler.layer(0, unit)
+            entry, data = layer.entry, await layer.read()
             assert entry.bytes == len(data) and entry.sha256 == hashlib.sha256(data).hexdigest()
-            assert load(data)["parameter.norm.weight"].tolist() == 3 * [len(unit)]
+            assert deserialize_unit(data)["parameter.norm.weight"].tolist() == 3 * [len(unit)]
         assert reads == ["head", "embed", "head"], "each is read once for its entry and its bytes"
 
 

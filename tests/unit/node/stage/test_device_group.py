@@ -378,7 +378,7 @@ from node.stage import worker
 from node.stage.stage_model import StageCompute, StageModel
 from node.stage.watchdog import StuckError
 
-def {method}(*_):
+def {method}(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 StageModel.{method} = {method}

@@ -93,7 +93,7 @@ class Stage:
         self.log.append(("place", stage, stages))
         return self.state_step
 
-    def begin_restore(self) -> None:
+    def begin_restore(self, *, is_drawn: bool) -> None:
         self.state_step = -1
 
     def restore_unit(self, unit: str, state: Mapping[str, torch.Tensor]) -> None:

@@ -239,7 +239,7 @@ async def test_a_gpu_without_products_in_fp8_refuses_a_run_that_has_them(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: named)
     async with asyncio.TaskGroup() as group:
         with pytest.raises(RunError, match=r"multiplies in FP8 .* this node's NVIDIA A100 cannot: join with"):
-            await runtime._join(group, welcome)
+            await runtime._welcomed(group, welcome)
 
 
 async def test_a_node_of_two_devices_refuses_a_run_of_local_steps(runtime: NodeRuntime) -> None:
@@ -247,7 +247,7 @@ async def test_a_node_of_two_devices_refuses_a_run_of_local_steps(runtime: NodeR
     runtime._settings = replace(runtime._settings, hardware=replace(runtime._settings.hardware, devices=2))
     async with asyncio.TaskGroup() as group:
         with pytest.raises(RunError, match=r"one device a node: .* `thinwire join --gpus 1`"):
-            await runtime._join(group, replace(WELCOME, config_json=to_json(config)))
+            await runtime._welcomed(group, replace(WELCOME, config_json=to_json(config)))
 
 
 async def test_devices_that_never_start_end_the_node(

@@ -112,3 +112,27 @@ def test_the_page_is_named_as_this_machine_reaches_it(
         dashboard=DashboardSection(listen=dashboard),
     )
     assert page_address(config, "203.0.113.7:7700") == expected
+
+
+def test_what_came_before_the_first_step_is_told_once_it_is_over() -> None:
+    clock, told = Clock(), list[str]()
+    progress = Progress(clock, told.append)
+    waits = (
+        (lambda: progress.doing("compiling codecs"), 1.0),
+        (lambda: progress.idle("waiting for a stage"), 2.0),
+        (lambda: progress.placed("stage 0 of 2"), 0.5),
+        (lambda: progress.fetching(100), 4.0),
+        (progress.step_begins, 3.0),
+    )
+    for begin, seconds in waits:
+        begin()
+        clock.now += seconds
+    progress.step_done(1)
+    progress.step_begins()
+    progress.step_done(2)
+    (line,) = told
+    assert "10.5 s after" in line
+    assert line.endswith(
+        "compiling codecs 1.0 s, waiting for a stage 2.0 s, taking its stage 0.5 s, "
+        f"fetching its state 4.0 s, {FIRST_STEP} 3.0 s"
+    )

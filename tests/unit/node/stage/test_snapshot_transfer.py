@@ -231,9 +231,8 @@ async def test_weights_come_from_the_own_disk_or_the_hub_before_the_coordinator(
     monkeypatch.setattr(snapshot_transfer, "read_units", read)
     async with scene(tmp_path, ModelSection(layers=1, from_=from_), allows) as here:
         here.coordinator.files[0, "head"] = weights_file(weights)
-        state = await here.transfer.fetch_weights(("head",))
-        assert list(state) == ["head"]
-        assert state["head"]["parameter.weight"].tolist() == [1.0, 1.0]
+        state = await here.transfer.fetch_weights("head")
+        assert state["parameter.weight"].tolist() == [1.0, 1.0]
         assert len(here.coordinator.asked) - here.coordinator.kept == sent
         assert (not here.coordinator.asked) == ("hub" in source and "away" not in source)
 
@@ -291,9 +290,9 @@ async def test_weights_that_were_fetched_while_waiting_are_not_sent_again(
         async with asyncio.timeout(SECONDS):
             if is_done:
                 await here.told.get()
-            state = await here.transfer.fetch_weights(UNITS)
-    assert [list(state[unit]) for unit in UNITS] == [["parameter.weight"]] * len(UNITS)
-    assert here.coordinator.kept == (len(UNITS) if is_done else 0)
+            states = [await here.transfer.fetch_weights(unit) for unit in UNITS]
+    assert [list(state) for state in states] == [["parameter.weight"]] * len(UNITS)
+    assert here.coordinator.kept == len(UNITS) == len(here.coordinator.asked) / 2
 
 
 async def test_a_node_that_cannot_prefetch_announces_nothing(

@@ -24,7 +24,7 @@ from node.model.chunk import build_chunk, weight_dtype
 from node.model.optimizers import unit_layout
 from node.model.units import unit_names
 from node.schedule.placement import split_units
-from node.state.serialization import CACHE_PREFIX, serialize_unit
+from node.state.serialization import CACHE_PREFIX, deserialize_unit, serialize_unit
 from node.state.snapshot import SnapshotFolder
 from node.state.unit_state import (
     PARAMETER_PREFIX,
@@ -33,6 +33,7 @@ from node.state.unit_state import (
     read_tensors,
     state_sums,
     unit_hash,
+    weights_file,
 )
 from node.training.optimizer import StageOptimizer
 from wire.codecs.sample_cache import SampleCache
@@ -210,3 +211,18 @@ def test_an_unusable_state_is_not_stored(
     assert list(tmp_path.iterdir()) == []
     assert writer.put(1, BLOCK, good) is None
     assert writer.missing(1) == ("embed", "head")
+
+
+def test_a_checkpoints_weights_travel_in_bfloat16_where_that_holds_them() -> None:
+    halves = torch.randn(3, 5).to(torch.bfloat16)
+    halves[0, 0], halves[0, 1] = -0.0, torch.finfo(torch.bfloat16).max
+    weights = {"a": halves.float().numpy(), "b": np.float32([1.0, 1.0 + 2**-8, 0.0]), "c": np.float32([2.0])}
+    found = deserialize_unit(weights_file(weights))
+    dtypes = {name: tensor.dtype for name, tensor in found.items()}
+    assert dtypes == {
+        "parameter.a": torch.bfloat16,
+        "parameter.b": torch.float32,
+        "parameter.c": torch.bfloat16,
+    }
+    for name, array in weights.items():
+        assert found[f"parameter.{name}"].float().numpy().tobytes() == array.tobytes()

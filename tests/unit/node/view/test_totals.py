@@ -8,10 +8,20 @@ from pathlib import Path
 import pytest
 
 from node.cli.main import main
-from node.config.schema import DataSection, ModelSection, PipelineSection, RunConfig, TrainingSection
+from node.config.schema import (
+    DataSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    SnapshotsSection,
+    TrainingSection,
+)
+from node.display.explain import explanation_text
 from node.run_file.loader import load_config, recipe, recipes
+from node.telemetry.format import bytes_text
 from node.tuning.block_times import BlockTimes
 from node.tuning.memory import COMPILED_CODEC_BYTES, expected_bytes, stage_memory
+from node.tuning.snapshot_place import last_snapshot_bytes
 from node.view.explain import explain, text_plan
 from node.view.first_run import MUON_RATE, MUON_WIDTHS, RATES, TOKENS_A_PARAMETER, Text, first_run, run_file
 from node.view.machine_speed import measured_machine
@@ -147,6 +157,12 @@ def test_disk_that_snapshots_take() -> None:
     assert most == (CONFIG.run.keep_snapshots + 1) * one
     measured = replace(CONFIG, data=DataSection(valid_every=10))
     assert snapshots_need(measured) == (one, most + one)
+    assert last_snapshot_bytes(CONFIG) == one
+    without_moments = replace(CONFIG, snapshots=SnapshotsSection(last="weights"))
+    assert last_snapshot_bytes(without_moments) * 3 == pytest.approx(one, rel=1e-3)
+    text = explanation_text(explain(without_moments))
+    assert f"weights alone: {bytes_text(last_snapshot_bytes(without_moments))}" in text
+    assert "weights alone" not in explanation_text(explain(CONFIG))
 
 
 @pytest.mark.parametrize(
