@@ -5,8 +5,9 @@ its layers first; other nodes are asked to fetch copies from it. Who holds what 
 about their disks when they connect and whenever that changes; what counts is the SHA-256.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from node.state.manifest import UnitEntry, unit_file
 from wire.messages import HeldLayer
@@ -29,7 +30,10 @@ class _Layer:
     said: dict[str, HeldLayer] = field(default_factory=dict)
     """What makers have said of it before that."""
     entry: UnitEntry | None = None
+    files: dict[str, HeldLayer] = field(default_factory=dict)
+    """By node that has the file agreed on: what it says of its own."""
     holders: set[str] = field(default_factory=set)
+    """Those of which the entry is true."""
     asked: dict[str, float] = field(default_factory=dict)
     """Nodes that were asked for a copy, and when."""
     refused: dict[str, float] = field(default_factory=dict)
@@ -55,6 +59,32 @@ class _Layer:
             return node in self.asked, load[node], (here.index(node) - first) % len(here)
 
         return min(candidates, key=order, default=None)
+
+    def forget(self, node_id: str) -> None:
+        """The node holds no file."""
+        self.holders.discard(node_id)
+        if self.files.pop(node_id, None) is not None and self.files:
+            self._weigh()
+
+    def note(self, node_id: str, file: HeldLayer) -> None:
+        """The node has the file agreed on."""
+        self.files.pop(node_id, None)
+        self.files[node_id] = file
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """What most say of the file counts: whoever was first may lie. Of as many, makers, then the first."""
+        files = [file for _, file in sorted(self.files.items(), key=lambda said: said[0] not in self.makers)]
+        size = Counter(file.bytes for file in files).most_common(1)[0][0]
+        weights = Counter(file.weights_sha256 for file in files if file.bytes == size and file.weights_sha256)
+        self.holders = {node for node, file in self.files.items() if file.bytes == size}
+        self.entry = UnitEntry(
+            unit=files[0].unit,
+            file=unit_file(files[0].unit),
+            bytes=size,
+            sha256=files[0].sha256,
+            weights_sha256=next((digest for digest, _ in weights.most_common(1)), ""),
+        )
 
     @property
     def _patience(self) -> float:
@@ -181,20 +211,16 @@ class LayerPlaces:
                 return True
             if file.sha256 != layer.agreed:
                 return False
-            layer.entry = UnitEntry(
-                unit=file.unit,
-                file=unit_file(file.unit),
-                bytes=file.bytes,
-                sha256=file.sha256,
-                weights_sha256=file.weights_sha256,
-            )
         entry = layer.entry
-        if (entry.sha256, entry.bytes) != (file.sha256, file.bytes):
-            layer.holders.discard(node_id)
+        if entry is not None and entry.sha256 != file.sha256:
+            layer.forget(node_id)
             return False
-        if not entry.weights_sha256:
-            layer.entry = replace(entry, weights_sha256=file.weights_sha256)
-        layer.holders.add(node_id)
+        if not snapshot.complete:
+            layer.note(node_id, file)
+        elif entry is not None and entry.bytes == file.bytes:
+            layer.holders.add(node_id)
+        if node_id not in layer.holders:
+            return node_id in layer.makers and not snapshot.complete
         layer.asked.pop(node_id, None)
         layer.refused.pop(node_id, None)
         return True
@@ -227,7 +253,7 @@ class LayerPlaces:
         """The node's copy is damaged or missing, or it has no room for one: for a while others are asked."""
         snapshot = self._snapshots.get(step)
         if snapshot is not None and (layer := snapshot.layers.get(unit)) is not None:
-            layer.holders.discard(node_id)
+            layer.forget(node_id)
             layer.asked.pop(node_id, None)
             layer.refused[node_id] = now
 
@@ -236,7 +262,7 @@ class LayerPlaces:
         snapshot = self._snapshots.get(step)
         if snapshot is None or node_id not in snapshot.layers[unit].holders:
             return False
-        snapshot.layers[unit].holders.discard(node_id)
+        snapshot.layers[unit].forget(node_id)
         return True
 
     def completed(self, step: int) -> None:

@@ -3,6 +3,7 @@
 from hashlib import sha256
 
 from node.run_state.layer_places import PATIENCE, Ask, LayerPlaces
+from node.state.manifest import UnitEntry, unit_file
 from wire.messages import HeldLayer
 
 UNITS = ("embed", "block.0000", "head")
@@ -69,6 +70,21 @@ def test_rows_that_save_the_same_state_need_no_copies() -> None:
     for node, unit in zip("ABC", UNITS, strict=True):
         assert places.held(node, file(unit))
     assert places.is_whole(4, here, 1.0)
+
+
+def test_who_lies_about_a_right_file_does_not_keep_others_from_it() -> None:
+    """Its SHA-256 is agreed on; a maker that says another size first, or as often as others, is found out by
+    who fetches from it."""
+    places = LayerPlaces(UNITS)
+    places.expect(4, {unit: (node, node.upper()) for unit, (node,) in MAKERS.items()}, 0.0)
+    places.agreed(4, agreed())
+    lie, right = file("embed", size=SIZE - 1, weights="lie"), file("embed")
+    assert places.held("a", lie) and places.held("A", right)
+    assert places.holders(4, "embed") == ("a",)
+    assert places.doubted("c", 4, "embed") is False and places.doubted("a", 4, "embed")
+    assert places.entry(4, "embed") == UnitEntry("embed", unit_file("embed"), SIZE, right.sha256, "w")
+    assert places.held("a", lie) and places.holders(4, "embed") == ("A",)
+    assert places.held("b", right) and places.holders(4, "embed") == ("A", "b")
 
 
 def test_uploads_of_another_attempt_do_not_count() -> None:
