@@ -9,8 +9,7 @@ kept.
 Forward computes the same as the plain block, with one exception: if queries, keys and values are kept packed
 and attention's output is kept too, attention runs on the packed values. Backward's weights, exp(q k - sums),
 add up to 1 only if the log-sum-exp is that of these queries and keys: else 4 bits put the gradients' error at
-0.4 to 0.8, and 8 bits at twice or more of that with consistent sums
-(scripts/experiments/stored_activations.py).
+0.4 to 0.8, and 8 bits at twice or more of that with consistent sums (scripts/results/memory.md).
 
 Between T tensor-parallel ranks, x and what is kept of it are a rank's S / T positions; backward gathers the
 norm's output again. Attention and the feed-forward see all positions, with H / T heads and width F / T.

@@ -142,7 +142,7 @@ def stored_activations() -> str:
 
 
 def stored_gradients() -> str:
-    """Errors of gradients by bits, from scripts/experiments/stored_activations.py."""
+    """Errors of gradients by bits."""
     report = read_report(STORED_LOSS)
     found = {(row["gradient"], row["bits"]): row["normalised_l2"] for row in report["gradients"]}
     widths = sorted({bits for _, bits in found})
@@ -171,7 +171,7 @@ def stored_gradients() -> str:
 
 
 def stored_gradients_by_width() -> str:
-    """Errors at 4 bits by the model's width, from scripts/experiments/stored_gradients.py."""
+    """Errors at 4 bits by the model's width."""
     report = read_report(STORED_GRADIENTS)
     found = {row["width"]: row["normalised_l2"] for row in report["widths"]}
     rows = [

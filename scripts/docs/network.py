@@ -167,7 +167,7 @@ def _share(row: dict[str, Any]) -> str:
 
 
 def all_reduce() -> str:
-    """Results of scripts/bench/all_reduce.py: FP8 beside NCCL's own sums and torchft's, by size."""
+    """FP8 beside NCCL's own sums and torchft's, by size."""
     report = read_report(ALL_REDUCE)
     ways = {"fp8": "e4m3", "bf16": "bf16", "fp32": "fp32"}
     rival = any("torchft" in row["milliseconds"] for row in report["rows"])
@@ -202,7 +202,7 @@ def all_reduce() -> str:
 
 
 def all_reduce_links() -> str:
-    """Results of scripts/bench/all_reduce.py on throttled links: FP8 beside gloo's own sums."""
+    """FP8 beside gloo's own sums, on throttled links."""
     return _links(read_report(ALL_REDUCE_LINKS), "gloo")
 
 

@@ -93,7 +93,7 @@ second captures graphs. {report["hardware"]}, median of {report["rows"][0]["runs
 
 
 def captured_passes() -> str:
-    """A middle stage's passes, through autograd and by graphs: scripts/bench/captured_passes.py."""
+    """A middle stage's passes, through autograd and by graphs."""
     report = read_report(CAPTURED_PASSES)
     rows = []
     for row in report["rows"]:

@@ -56,7 +56,7 @@ def largest_model() -> str:
 
 
 def llama_7b() -> str:
-    """Peak memory of Llama 2 7B's shape beside COAT's (scripts/bench/llama_7b.py)."""
+    """Peak memory of Llama 2 7B's shape beside COAT's."""
     report = read_report(LLAMA_7B)
     rows = []
     for given, row in zip(report["coat"], report["rows"], strict=False):
