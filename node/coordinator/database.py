@@ -68,8 +68,3 @@ def explained(path: Path, error: sqlite3.DatabaseError) -> RunError:
         f"the run's database {path} cannot be used ({error}): free the disk or end the process that holds "
         "it; all that was acknowledged is intact"
     )
-
-
-def has_table(db: sqlite3.Connection, name: str) -> bool:
-    """Runs of an earlier version lack some."""
-    return db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from node.coordinator.database import connect, explained, has_table, rebuilds
+from node.coordinator.database import connect, explained, rebuilds
 from node.state.manifest import Manifest, UnitEntry
 from wire.errors import RefusalCode, UserError
 from wire.identity.enrolment import Hardware, Refusal
@@ -36,55 +36,55 @@ EVICTED_WORDS = (
     "evicted from this run by its operator; to come back, ask for a new join line and give a new --state-dir"
 )
 _CLOSED = 2
-"""In the column `revoked`: closed. A coordinator of an earlier version takes it for revoked."""
+"""In the column `revoked`: closed."""
 DATABASE_FILE = "run.db"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Schema 1 is the same without the tables that a run had no use for yet."""
 
 _SCHEMA = """
-CREATE TABLE run (
+CREATE TABLE IF NOT EXISTS run (
     one INTEGER PRIMARY KEY CHECK (one = 1),
     run_id TEXT NOT NULL, config_json TEXT NOT NULL, pin BLOB NOT NULL, version TEXT NOT NULL,
     protocol INTEGER NOT NULL, created REAL NOT NULL, addresses TEXT NOT NULL);
-CREATE TABLE tokens (
+CREATE TABLE IF NOT EXISTS tokens (
     token_id TEXT PRIMARY KEY, secret_hash BLOB NOT NULL, created REAL NOT NULL, expires REAL NOT NULL,
     uses_allowed INTEGER NOT NULL, revoked INTEGER NOT NULL);
-CREATE TABLE token_bindings (
+CREATE TABLE IF NOT EXISTS token_bindings (
     token_id TEXT NOT NULL, public_key_hash BLOB NOT NULL, PRIMARY KEY (token_id, public_key_hash));
-CREATE TABLE members (
+CREATE TABLE IF NOT EXISTS members (
     node_id TEXT PRIMARY KEY, public_key_hash BLOB NOT NULL UNIQUE, device TEXT NOT NULL,
     cores INTEGER NOT NULL, memory_bytes INTEGER NOT NULL, joined REAL NOT NULL, evicted REAL);
-CREATE TABLE placements (
+-- Members that have not come since they were admitted.
+CREATE TABLE IF NOT EXISTS unclaimed (public_key_hash BLOB PRIMARY KEY, since REAL NOT NULL);
+-- Placements of the first row, and of the others.
+CREATE TABLE IF NOT EXISTS placements (
     epoch INTEGER NOT NULL, stage INTEGER NOT NULL, node_id TEXT NOT NULL, address TEXT NOT NULL,
     PRIMARY KEY (epoch, stage));
-CREATE TABLE steps (
+CREATE TABLE IF NOT EXISTS placed_rows (
+    epoch INTEGER NOT NULL, replica INTEGER NOT NULL, stage INTEGER NOT NULL, node_id TEXT NOT NULL,
+    address TEXT NOT NULL, PRIMARY KEY (epoch, replica, stage));
+CREATE TABLE IF NOT EXISTS steps (
     step INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, loss REAL, grad_norm REAL, lr REAL, clip REAL,
     tokens INTEGER NOT NULL, seconds REAL NOT NULL, committed_at REAL NOT NULL);
-CREATE TABLE snapshots (
+-- Squared gradient norms of the newest steps' layer units.
+CREATE TABLE IF NOT EXISTS unit_norms (
+    step INTEGER NOT NULL, unit INTEGER NOT NULL, squared_norm REAL NOT NULL,
+    PRIMARY KEY (step, unit)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS held_out (
+    step INTEGER PRIMARY KEY, loss REAL, uncompressed REAL, samples INTEGER NOT NULL,
+    measured_at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS snapshots (
     step INTEGER PRIMARY KEY, manifest_sha256 TEXT NOT NULL, bytes INTEGER NOT NULL,
     complete INTEGER NOT NULL, created REAL NOT NULL);
+-- What the layers of complete snapshots are, as their holders agreed.
+CREATE TABLE IF NOT EXISTS snapshot_layers (
+    step INTEGER NOT NULL, unit TEXT NOT NULL, sha256 TEXT NOT NULL,
+    PRIMARY KEY (step, unit)) WITHOUT ROWID;
+-- See node/coordinator/decisions.py.
+CREATE TABLE IF NOT EXISTS decisions (
+    kind TEXT NOT NULL, at INTEGER NOT NULL, decision TEXT NOT NULL, PRIMARY KEY (kind, at));
 """
 
-_ROWS = """CREATE TABLE IF NOT EXISTS placed_rows (
-    epoch INTEGER NOT NULL, replica INTEGER NOT NULL, stage INTEGER NOT NULL, node_id TEXT NOT NULL,
-    address TEXT NOT NULL, PRIMARY KEY (epoch, replica, stage))"""
-"""Placements of the rows after the first."""
-
-_UNCLAIMED = "CREATE TABLE IF NOT EXISTS unclaimed (public_key_hash BLOB PRIMARY KEY, since REAL NOT NULL)"
-"""Members that have not come since they were admitted."""
-
-_HELD_OUT = """CREATE TABLE IF NOT EXISTS held_out (
-    step INTEGER PRIMARY KEY, loss REAL, uncompressed REAL, samples INTEGER NOT NULL,
-    measured_at REAL NOT NULL)"""
-
-
-_NORMS = """CREATE TABLE IF NOT EXISTS unit_norms (
-    step INTEGER NOT NULL, unit INTEGER NOT NULL, squared_norm REAL NOT NULL,
-    PRIMARY KEY (step, unit)) WITHOUT ROWID"""
-"""Squared gradient norms of the newest steps' layer units."""
-_LAYERS = """CREATE TABLE IF NOT EXISTS snapshot_layers (
-    step INTEGER NOT NULL, unit TEXT NOT NULL, sha256 TEXT NOT NULL,
-    PRIMARY KEY (step, unit)) WITHOUT ROWID"""
-"""What the layers of complete snapshots are, as their holders agreed."""
 NORMS_KEPT = 4096
 """Steps. A run that goes back further judges its first steps by norms of the whole model."""
 
@@ -233,13 +233,11 @@ class Store:
             with store.writing() as db:
                 if db.execute("PRAGMA user_version").fetchone()[0]:
                     raise UserError(f"{directory} holds a run already: resume it, or choose another")
-                for statement in _SCHEMA.split(";"):
-                    db.execute(statement)
+                _create_tables(db)
                 db.execute(
                     "INSERT INTO run VALUES (1, ?, ?, ?, ?, ?, ?, '[]')",
                     (run_id, config_json, pin, VERSION, PROTOCOL, now),
                 )
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         except BaseException:
             store.close()
             raise
@@ -255,6 +253,10 @@ class Store:
         try:
             with store.reading() as db:
                 version: int = db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 1:
+                with store.writing() as db:
+                    _create_tables(db)
+                return store
         except BaseException:
             store.close()
             raise
@@ -356,7 +358,6 @@ class Store:
             if decision.refusal is None and decision.new_use:
                 key = member.public_key_hash
                 db.execute("INSERT INTO token_bindings VALUES (?, ?)", (token_id, key))
-                db.execute(_UNCLAIMED)
                 db.execute("INSERT OR REPLACE INTO unclaimed VALUES (?, ?)", (key, member.joined))
             return decision
 
@@ -368,12 +369,11 @@ class Store:
     def claim(self, node_ids: Collection[str]) -> None:
         """These nodes have come: the uses by which they were admitted are spent."""
         with self.writing() as db:
-            if has_table(db, "unclaimed"):
-                db.executemany(
-                    "DELETE FROM unclaimed WHERE public_key_hash = "
-                    "(SELECT public_key_hash FROM members WHERE node_id = ?)",
-                    [(node_id,) for node_id in node_ids],
-                )
+            db.executemany(
+                "DELETE FROM unclaimed WHERE public_key_hash = "
+                "(SELECT public_key_hash FROM members WHERE node_id = ?)",
+                [(node_id,) for node_id in node_ids],
+            )
 
     # ---- members and their places
 
@@ -433,9 +433,6 @@ class Store:
             first = [(epoch, node.stage, node.node_id, node.address) for node in nodes if not node.replica]
             db.executemany("INSERT INTO placements VALUES (?, ?, ?, ?)", first)
             others = [(epoch, n.replica, n.stage, n.node_id, n.address) for n in nodes if n.replica]
-            if not others and not has_table(db, "placed_rows"):
-                return
-            db.execute(_ROWS)
             db.execute("DELETE FROM placed_rows WHERE epoch = ?", (epoch,))
             db.executemany("INSERT INTO placed_rows VALUES (?, ?, ?, ?, ?)", others)
 
@@ -448,9 +445,7 @@ class Store:
                 "SELECT stage, node_id, address, replica FROM placed_rows WHERE epoch = ? "
                 "ORDER BY replica, stage"
             )
-            if has_table(db, "placed_rows"):
-                nodes += [PlacedNode(*row) for row in db.execute(query, (epoch,))]
-            return nodes
+            return nodes + [PlacedNode(*row) for row in db.execute(query, (epoch,))]
 
     def last_epoch(self) -> int:
         """The highest epoch that was recorded; 0 before the first."""
@@ -498,8 +493,6 @@ class Store:
         """Squared gradient norms of the committed steps above `after`, by step and layer unit."""
         found: dict[int, dict[int, float]] = {}
         with self.reading() as db:
-            if not has_table(db, "unit_norms"):
-                return found
             query = "SELECT step, unit, squared_norm FROM unit_norms WHERE step > ? ORDER BY step, unit"
             for step, unit, norm in db.execute(query, (after,)):
                 found.setdefault(step, {})[unit] = norm
@@ -514,8 +507,6 @@ class Store:
     def record_snapshot(self, snapshot: SnapshotRecord, layers: Iterable[UnitEntry] = ()) -> None:
         """Record a snapshot with its layers, replacing an earlier record of the same step."""
         with self.writing() as db:
-            # Runs of an earlier version have no such table.
-            db.execute(_LAYERS)
             db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?)", astuple(snapshot))
             db.execute("DELETE FROM snapshot_layers WHERE step = ?", (snapshot.step,))
             values = [(snapshot.step, layer.unit, layer.sha256) for layer in layers]
@@ -524,8 +515,6 @@ class Store:
     def is_on_record(self, manifest: Manifest) -> bool:
         """Whether a snapshot's layers are those on record; True if none of its step are."""
         with self.reading() as db:
-            if not has_table(db, "snapshot_layers"):
-                return True
             query = "SELECT unit, sha256 FROM snapshot_layers WHERE step = ?"
             known = dict(db.execute(query, (manifest.step,)).fetchall())
         return not known or known == {layer.unit: layer.sha256 for layer in manifest.units}
@@ -539,15 +528,11 @@ class Store:
     def record_held_out(self, record: HeldOutRecord) -> None:
         """Insert or replace the held-out loss of a step."""
         with self.writing() as db:
-            # Runs of an earlier version have no such table.
-            db.execute(_HELD_OUT)
             db.execute("INSERT OR REPLACE INTO held_out VALUES (?, ?, ?, ?, ?)", astuple(record))
 
     def held_out(self) -> list[HeldOutRecord]:
         """Recorded held-out losses in order of steps."""
         with self.reading() as db:
-            if not has_table(db, "held_out"):
-                return []
             rows = db.execute("SELECT * FROM held_out ORDER BY step").fetchall()
         return [HeldOutRecord(row[0], row[1], _float(row[2]), *row[3:]) for row in rows]
 
@@ -559,8 +544,7 @@ class Store:
     def delete_snapshot(self, step: int) -> bool:
         """Delete a snapshot's record (its files are the caller's). False when there was none."""
         with self.writing() as db:
-            if has_table(db, "snapshot_layers"):
-                db.execute("DELETE FROM snapshot_layers WHERE step = ?", (step,))
+            db.execute("DELETE FROM snapshot_layers WHERE step = ?", (step,))
             return db.execute("DELETE FROM snapshots WHERE step = ?", (step,)).rowcount == 1
 
     # ---- transactions
@@ -586,6 +570,12 @@ class Store:
                 raise explained(self.path, error) from error
 
 
+def _create_tables(db: sqlite3.Connection) -> None:
+    for statement in _SCHEMA.split(";"):
+        db.execute(statement)
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
 def _run(db: sqlite3.Connection) -> RunRecord:
     columns = "run_id, config_json, pin, version, protocol, created, addresses"
     row = db.execute(f"SELECT {columns} FROM run").fetchone()
@@ -596,7 +586,7 @@ def _run(db: sqlite3.Connection) -> RunRecord:
 def _tokens(db: sqlite3.Connection, where: str, *values: str | bytes) -> list[TokenRecord]:
     rows = db.execute(f"SELECT * FROM tokens WHERE {where} ORDER BY created, token_id", values).fetchall()
     bindings = "SELECT public_key_hash FROM token_bindings WHERE token_id = ?"
-    since = dict(db.execute("SELECT * FROM unclaimed")) if has_table(db, "unclaimed") else {}
+    since = dict(db.execute("SELECT * FROM unclaimed"))
     records = []
     for token_id, secret_hash, created, expires, uses, revoked in rows:
         bound = frozenset(key for (key,) in db.execute(bindings, (token_id,)))
@@ -620,8 +610,6 @@ def _tokens(db: sqlite3.Connection, where: str, *values: str | bytes) -> list[To
 
 def _withdraw(db: sqlite3.Connection, token_id: str, public_key_hash: bytes) -> bool:
     """Forget a member that has never come, and free its use. One that was evicted stays shut out."""
-    if not has_table(db, "unclaimed"):
-        return False
     key = (public_key_hash,)
     bound = "SELECT 1 FROM token_bindings WHERE token_id = ? AND public_key_hash = ?"
     if db.execute(bound, (token_id, *key)).fetchone() is None:
@@ -665,8 +653,6 @@ def _put_member(db: sqlite3.Connection, member: Member) -> None:
 
 
 def _put_norms(db: sqlite3.Connection, step: int, norms: Mapping[int, float]) -> None:
-    # Runs of an earlier version have no such table.
-    db.execute(_NORMS)
     db.execute("DELETE FROM unit_norms WHERE step = ? OR step < ?", (step, step - NORMS_KEPT))
     values = [(step, unit, norm) for unit, norm in norms.items()]
     db.executemany("INSERT INTO unit_norms VALUES (?, ?, ?)", values)

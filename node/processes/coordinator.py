@@ -75,8 +75,8 @@ from node.telemetry import events
 from node.telemetry.history import highest_step, history_size
 from node.training.loss_scale import SKIPPED, LossScales, loss_scales
 from node.training.schedule import learning_rate
+from node.tuning.decisions import StepHistory
 from node.tuning.device_memory import devices_of
-from node.tuning.places import SplitHistory
 from node.tuning.storage_choice import narrowest, remedies
 from node.view.view_builder import RunViewBuilder
 from wire import event_loop
@@ -291,17 +291,17 @@ def _scales(
     return loss_scales(config.training, skipped, (newest, found[0]) if found else None)
 
 
-def _splits(store: Store, before: RunConfig, config: RunConfig, step: int) -> SplitHistory:
+def _splits(store: Store, before: RunConfig, config: RunConfig, step: int) -> StepHistory[tuple[int, ...]]:
     """The splits of the run's steps, of which `step` is the next, where they are kept: a change counts from
     there on. After a return to an older snapshot steps have the split that they had."""
     history, stages = recorded_splits(store), config.pipeline.stages
     if not config.pipeline.measures_places or before.pipeline.stages != stages:
-        return SplitHistory()
+        return StepHistory()
     old, new = (block_counts(one, stages) for one in (before, config))
     usable = history.changes and all(len(split) == stages for _, split in history.changes)
-    found = history if usable else SplitHistory().changed(0, old)
-    if new != old:
-        found = found.changed(step, new)
+    found = history if usable else StepHistory(((0, old),))
+    if new not in (old, found.at(step)):
+        found = found.instead(step, new)
     if found != history:
         record_splits(store, found)
     return found

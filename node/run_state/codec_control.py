@@ -12,7 +12,8 @@ from node.run_state.actions import Action, RecordCodecs
 from node.run_state.epoch import Epoch
 from node.schedule.placement import boundaries
 from node.tuning.codec_plan import CodecPlan, Lines
-from node.tuning.rate_control import RateControl, RateHistory
+from node.tuning.decisions import StepHistory
+from node.tuning.rate_control import RateControl
 from wire.codecs.formats import ladder
 
 
@@ -24,7 +25,7 @@ class CodecControl:
         rungs: Sequence[str],
         first: Callable[[int], CodecPlan],
         boundaries: Callable[[int], int],
-        history: RateHistory,
+        history: StepHistory[CodecPlan],
         newest: int,
     ) -> None:
         """
@@ -57,7 +58,7 @@ class CodecControl:
             self.history = self.history.instead(step, plan)
         elif wanted is not None and wanted.boundaries == boundaries and not self._repeats(step):
             plan = wanted
-            self.history = self.history.changed(step, plan)
+            self.history = self.history.instead(step, plan)
         else:
             epoch.use_codecs(plan)
             return []
@@ -92,7 +93,7 @@ class CodecControl:
         return step < max(self._newest, self.history.newest)
 
 
-def codec_control(config: RunConfig, history: RateHistory, newest: int) -> CodecControl:
+def codec_control(config: RunConfig, history: StepHistory[CodecPlan], newest: int) -> CodecControl:
     """Of a run; arguments as for `CodecControl`."""
     pipeline = config.pipeline
     rungs = ladder(pipeline.min_bits) if pipeline.plans_codecs else ()
@@ -100,7 +101,7 @@ def codec_control(config: RunConfig, history: RateHistory, newest: int) -> Codec
     return CodecControl(rungs, first, functools.partial(boundaries, config), history, newest)
 
 
-def no_codecs(history: RateHistory, newest: int) -> CodecControl:
+def no_codecs(history: StepHistory[CodecPlan], newest: int) -> CodecControl:
     """Of a run whose codecs are its run file's."""
     nothing = CodecPlan(activations=(), gradients=())
     return CodecControl((), lambda count: nothing, lambda stages: 0, history, newest)

@@ -22,10 +22,10 @@ from node.state.unit_state import has_weights_alone
 from node.telemetry.format import parse_duration
 from node.training.loss_scale import LossScale, LossScales
 from node.training.schedule import clip_coefficient, learning_rate
-from node.tuning.places import SplitHistory
-from node.tuning.rate_control import RateHistory
+from node.tuning.codec_plan import CodecPlan
+from node.tuning.decisions import StepHistory
 from node.tuning.snapshot_place import stage_state_bytes
-from node.tuning.storage_choice import StorageHistory, remedies
+from node.tuning.storage_choice import StoragePlan, remedies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,9 @@ class RunPlan:
     stage_bytes: StageBytes
     sharing: Sharing = lambda _: None
     remedies: Remedies = lambda *_: ()
-    codecs: Callable[[RateHistory, int], CodecControl] = no_codecs
+    codecs: Callable[[StepHistory[CodecPlan], int], CodecControl] = no_codecs
     """(plans on record, the first step never committed) -> what plans the codecs of links."""
-    storages: Callable[[StorageHistory, StageBytes], StorageControl] = no_choice
+    storages: Callable[[StepHistory[StoragePlan], StageBytes], StorageControl] = no_choice
     """(plans on record, what stages need where nothing is chosen) -> what chooses stages' storages."""
     audit_rate: float = 0.0
     """Share of steps in which a gradient group is computed by two rows."""
@@ -106,11 +106,11 @@ class Past:
     """Steps whose held-out loss is recorded."""
     best: float = math.inf
     """The least of these losses."""
-    codecs: RateHistory = field(default_factory=RateHistory)
+    codecs: StepHistory[CodecPlan] = field(default_factory=StepHistory)
     """The plans of codecs on record."""
-    storages: StorageHistory = field(default_factory=StorageHistory)
+    storages: StepHistory[StoragePlan] = field(default_factory=StepHistory)
     """The plans of storages on record."""
-    splits: SplitHistory = field(default_factory=SplitHistory)
+    splits: StepHistory[tuple[int, ...]] = field(default_factory=StepHistory)
     """The splits on record."""
     shown: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a block on nodes that earlier steps have shown."""

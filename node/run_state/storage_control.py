@@ -11,10 +11,10 @@ from node.config.schema import RunConfig
 from node.run_state.actions import Action, RecordStorages
 from node.run_state.epoch import Epoch
 from node.run_state.stage_assignment import StageBytes
+from node.tuning.decisions import StepHistory
 from node.tuning.device_memory import Devices
 from node.tuning.memory_plan import least_stage_bytes
 from node.tuning.storage_choice import (
-    StorageHistory,
     StoragePlan,
     chosen_config,
     narrowest,
@@ -31,7 +31,7 @@ NeedsOf = Callable[[int, Devices, StoragePlan | None], Sequence[int]]
 class StorageControl:
     """The storages of a run's steps: those on record, and what stages need with them."""
 
-    def __init__(self, choose: Choose | None, needs: NeedsOf, history: StorageHistory) -> None:
+    def __init__(self, choose: Choose | None, needs: NeedsOf, history: StepHistory[StoragePlan]) -> None:
         """`choose` is None if the run file leaves nothing to choose."""
         self._choose = choose
         self._needs = needs
@@ -59,13 +59,13 @@ class StorageControl:
         return self._needs(stages, devices, plan if known else None)
 
 
-def no_choice(history: StorageHistory, plain: StageBytes) -> StorageControl:
+def no_choice(history: StepHistory[StoragePlan], plain: StageBytes) -> StorageControl:
     """Of a run whose storage is its run file's. `plain`: what its stages need."""
     return StorageControl(None, lambda stages, devices, plan: plain(stages, devices), history)
 
 
 def storage_control(
-    config: RunConfig, windows: int, history: StorageHistory, plain: StageBytes
+    config: RunConfig, windows: int, history: StepHistory[StoragePlan], plain: StageBytes
 ) -> StorageControl:
     """Of a run.
 

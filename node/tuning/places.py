@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from node.tuning.decisions import StepHistory, pays
+from node.tuning.decisions import pays
 from node.tuning.speeds import Speeds
 from node.tuning.stage_order import (
     Machines,
@@ -105,14 +105,6 @@ class PlacePlan:
             f"{' and '.join(what)}: by what was measured a step takes {self.then_seconds:.2f} s instead of "
             f"{self.now_seconds:.2f} s"
         )
-
-
-class SplitHistory(StepHistory[tuple[int, ...]]):
-    """Which split each step has: the blocks of each stage."""
-
-    def changed(self, step: int, split: tuple[int, ...]) -> "SplitHistory":
-        """From `step` on it is this one, in place of what was on record for later steps."""
-        return self if self.at(step) == split else self.instead(step, split)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 `RateControl` decides when another plan is worth an epoch, from times that the coordinator itself measures:
 what a volunteer reports of its compute, its packing or its line can choose a worse plan only for as many
-steps as `RateControl` watches. `RateHistory` is the record that a replay follows, whatever is measured then.
+steps as `RateControl` watches. A replay follows the plans on record, whatever is measured then.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from node.tuning.codec_plan import FREE, CodecPlan, Lines, Way, plan_codecs, seconds_of
 from node.tuning.codec_times import of_gradients
-from node.tuning.decisions import WORSE, StepHistory, Trial, pays
+from node.tuning.decisions import WORSE, Trial, pays
 from wire.codecs.formats import codec_format
-from wire.errors import ConfigError
 from wire.spec import Direction
 
 RISE = 1.5
@@ -102,16 +101,3 @@ class RateControl:
     def _bits(self, lines: Lines, plan: CodecPlan) -> float:
         """Of precision, over all tensors of a microbatch."""
         return sum(codec_format(self._rungs[self._rung(plan, way)]).precision for way in lines.ways())
-
-
-class RateHistory(StepHistory[CodecPlan]):
-    """Which plan each step has. With other stages there is no step to repeat bit for bit: then `instead`."""
-
-    def changed(self, step: int, plan: CodecPlan) -> "RateHistory":
-        """With another plan from `step` on, the first that no node has begun.
-
-        Raises ConfigError for a step that has a later plan: a replay must not rewrite what has run.
-        """
-        if step < self.newest:
-            raise ConfigError(f"step {step} is before the newest plan on record, of step {self.newest}")
-        return self.instead(step, plan)

@@ -16,7 +16,6 @@ from itertools import product
 from node.config.schema import RunConfig, StorageSection
 from node.model.storage import AS_COMPUTED, KINDS, Storage, configured
 from node.tuning.block_times import allowed_forms
-from node.tuning.decisions import StepHistory
 from node.tuning.device_memory import Devices, Share
 from node.tuning.memory import MEMORY_SHARE, block_bytes, stage_memory
 from node.tuning.memory_plan import Room, least_stage_bytes
@@ -225,10 +224,6 @@ class StoragePlan:
 
     def to_json(self) -> str:
         return json.dumps(self.names)
-
-
-class StorageHistory(StepHistory[StoragePlan]):
-    """Which plan each step has."""
 
 
 def plan_storages(config: RunConfig, stages: Sequence[Sequence[Mapping[str, float]]]) -> StoragePlan:

@@ -15,8 +15,9 @@ from node.run_state.run_plan import Past, RunPlan
 from node.run_state.stage_assignment import Candidate, StageBytes
 from node.run_state.storage_control import StorageControl, no_choice
 from node.schedule.routing import neighbours
-from node.tuning.rate_control import RateHistory
-from node.tuning.storage_choice import StorageHistory
+from node.tuning.codec_plan import CodecPlan
+from node.tuning.decisions import StepHistory
+from node.tuning.storage_choice import StoragePlan
 from wire.messages import (
     Abort,
     Applied,
@@ -88,8 +89,8 @@ class Driver:
         memory: dict[str, int] | None = None,
         fits: Mapping[str, Mapping[str, float]] | None = None,
         groups: int = 1,
-        codecs: Callable[[RateHistory, int], CodecControl] = no_codecs,
-        storages: Callable[[StorageHistory, StageBytes], StorageControl] = no_choice,
+        codecs: Callable[[StepHistory[CodecPlan], int], CodecControl] = no_codecs,
+        storages: Callable[[StepHistory[StoragePlan], StageBytes], StorageControl] = no_choice,
         follows: bool = False,
         first_weights: bool = False,
     ) -> None:

@@ -13,7 +13,8 @@ from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import Candidate
 from node.run_state.votes import VoteHistory
 from node.telemetry.events import StageCost, StepCosts
-from node.tuning.places import PlacePlan, SplitHistory
+from node.tuning.decisions import StepHistory
+from node.tuning.places import PlacePlan
 from node.tuning.speeds import LEAST_STEPS
 from tests.support.machine_driver import step_plan
 from wire.messages import BlockTime, CoordinatorMessage, PeerRate, ProbePeer
@@ -136,7 +137,7 @@ async def test_steps_that_run_again_are_not_planned_anew() -> None:
     """They have the splits that they had, however fast nodes are now."""
     past = Past(
         committed=Committed(step=30, clip_coefficient=1.0, lr=0.1),
-        splits=SplitHistory(((0, (3, 3)), (25, (2, 4)))),
+        splits=StepHistory(((0, (3, 3)), (25, (2, 4)))),
         hosts=tuple(SPEED),
     )
     async with scene(past) as here:

@@ -12,22 +12,16 @@ from hypothesis import strategies as st
 from node.coordinator.decisions import (
     record_plan,
     recorded_codecs,
-    recorded_places,
-    recorded_splits,
-    recorded_storages,
 )
 from node.coordinator.store import Store
-from node.run_state.actions import Action, RecordCodecs, RecordPlacement, RecordStorages, Released, Send
+from node.run_state.actions import Action, RecordCodecs, RecordPlacement, Released, Send
 from node.run_state.codec_control import CodecControl
 from node.run_state.epoch import Committed
 from node.run_state.run_plan import Past
 from node.schedule.floor import LinkRate
 from node.tuning.codec_plan import CodecPlan, Lines
 from node.tuning.codec_times import PackingTimes, of_gradients
-from node.tuning.decisions import WATCHED
-from node.tuning.places import Grid, PlacePlan
-from node.tuning.rate_control import RateHistory
-from node.tuning.storage_choice import StoragePlan
+from node.tuning.decisions import WATCHED, StepHistory
 from node.tuning.window_plan import StepMeasures
 from tests.support.examples import examples
 from tests.support.machine_driver import Driver, of_kind, restore_of, sent
@@ -45,7 +39,7 @@ def same(codec: str, boundaries: int) -> CodecPlan:
     return CodecPlan(activations=(codec,) * boundaries, gradients=(of_gradients(codec),) * boundaries)
 
 
-def control(history: RateHistory, newest: int) -> CodecControl:
+def control(history: StepHistory[CodecPlan], newest: int) -> CodecControl:
     return CodecControl(RUNGS, lambda count: same(FIRST, count), lambda stages: stages - 1, history, newest)
 
 
@@ -133,7 +127,7 @@ def test_a_replay_has_the_recorded_codecs_whatever_is_measured_then() -> None:
         newest_snapshot=change - 3,
         committed=Committed(step=29, clip_coefficient=1.0, lr=0.1),
         hosts=("a", "b", "c"),
-        codecs=RateHistory(tuple(history)),
+        codecs=StepHistory(tuple(history)),
     )
     again = Driver(stages=3, steps=100, every=200, codecs=control, past=past)
     again.join("abc")
@@ -146,7 +140,7 @@ def test_a_replay_has_the_recorded_codecs_whatever_is_measured_then() -> None:
         assert again.epoch.codecs is not None
         used[step] = again.epoch.codecs
         assert recorded(steps(again, 1, lines(math.inf, math.inf), 0.001)) == []
-    assert used == {step: RateHistory(tuple(history)).at(step) for step in used}
+    assert used == {step: StepHistory(tuple(history)).at(step) for step in used}
     assert used[change - 1] == first and used[change] == second
     # From the first step that is new, what is measured counts again.
     found = recorded(steps(again, 3 * WATCHED, lines(math.inf, math.inf), 0.001))
@@ -213,40 +207,18 @@ def test_a_run_whose_codecs_are_set_has_no_plan() -> None:
 
 def test_plans_are_in_the_database_and_a_new_one_replaces_later_ones(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run", run_id="r", config_json="{}", pin=b"", now=0.0) as store:
-        assert recorded_codecs(store) == RateHistory()
+        assert recorded_codecs(store) == StepHistory()
         one, two, three = (same(codec, 2) for codec in ("trellis-3", "trellis-4", "trellis-5"))
         for step, plan in ((0, one), (10, two), (20, three)):
             record_plan(store, RecordCodecs(epoch=step + 1, step=step, plan=plan))
     with Store.open(tmp_path / "run") as store:
-        assert recorded_codecs(store) == RateHistory(((0, one), (10, two), (20, three)))
+        assert recorded_codecs(store) == StepHistory(((0, one), (10, two), (20, three)))
         record_plan(store, RecordCodecs(epoch=40, step=10, plan=three))
-        assert recorded_codecs(store) == RateHistory(((0, one), (10, three)))
+        assert recorded_codecs(store) == StepHistory(((0, one), (10, three)))
         with store.writing() as db:
             db.execute('UPDATE decisions SET decision = \'{"activations": ["nothing"]}\' WHERE at = 10')
         with pytest.raises(UserError, match="a recorded plan of codecs cannot be read"):
             recorded_codecs(store)
-
-
-def test_decisions_of_a_run_that_began_with_other_tables_are_read_and_kept(tmp_path: Path) -> None:
-    plan, storages = same("trellis-3", 2), StoragePlan(())
-    places = Grid(hosts=("a", "b"), split=(1, 2))
-    tables = {
-        "codec_plans (step, epoch, plan)": (0, 1, plan.to_json()),
-        "place_plans (epoch, plan)": (3, PlacePlan(grid=places, now_seconds=2.0, then_seconds=1.0).to_json()),
-        "splits (step, split)": (4, "[1, 2]"),
-    }
-    with Store.create(tmp_path / "run", run_id="r", config_json="{}", pin=b"", now=0.0) as store:
-        with store.writing() as db:
-            for table, row in tables.items():
-                db.execute(f"CREATE TABLE {table}")
-                db.execute(f"INSERT INTO {table.split()[0]} VALUES ({','.join('?' * len(row))})", row)
-        for _ in range(2):  # before a decision is added, and after
-            assert recorded_codecs(store) == RateHistory(((0, plan),))
-            assert recorded_splits(store).changes == ((4, (1, 2)),)
-            found = recorded_places(store)
-            assert found is not None and (found[0], found[1].grid, found[2]) == (3, places, 1)
-            record_plan(store, RecordStorages(epoch=2, step=1, plan=storages))
-        assert recorded_storages(store).at(1) == storages
 
 
 def test_a_slow_row_sets_the_rates_of_all() -> None:

@@ -13,10 +13,10 @@ from node.run_state.actions import Action, RecordStorages, Send
 from node.run_state.run_plan import Past
 from node.run_state.stage_assignment import StageBytes
 from node.run_state.storage_control import StorageControl, no_choice, storage_control
+from node.tuning.decisions import StepHistory
 from node.tuning.device_memory import Devices
 from node.tuning.memory_plan import least_stage_bytes
 from node.tuning.storage_choice import (
-    StorageHistory,
     StoragePlan,
     allowed_storages,
     chosen_config,
@@ -36,7 +36,7 @@ def choose(stages: Sequence[Sequence[Mapping[str, float]]]) -> StoragePlan:
     return StoragePlan(tuple(WIDE if all(WIDE in node for node in own) else NARROW for own in stages))
 
 
-def control(history: StorageHistory, plain: StageBytes) -> StorageControl:
+def control(history: StepHistory[StoragePlan], plain: StageBytes) -> StorageControl:
     return StorageControl(choose, lambda stages, devices, plan: plain(stages, devices), history)
 
 
@@ -67,7 +67,7 @@ def test_a_node_that_takes_a_stage_over_stores_as_the_one_before_did() -> None:
 
 
 def test_a_resumed_run_has_what_is_on_record_whatever_its_nodes_offer_now() -> None:
-    history = StorageHistory(((0, StoragePlan((NARROW, WIDE, NARROW))),))
+    history = StepHistory(((0, StoragePlan((NARROW, WIDE, NARROW))),))
     machine = Driver(stages=3, past=Past(storages=history), storages=control)
     machine.join("abc")
     actions = machine.all_placed()
@@ -76,7 +76,7 @@ def test_a_resumed_run_has_what_is_on_record_whatever_its_nodes_offer_now() -> N
 
 
 def test_another_number_of_stages_is_chosen_for_anew() -> None:
-    history = StorageHistory(((0, StoragePlan((NARROW, NARROW))),))
+    history = StepHistory(((0, StoragePlan((NARROW, NARROW))),))
     machine = Driver(stages=3, fits={"b": LITTLE}, past=Past(storages=history), storages=control)
     machine.join("abc")
     actions = machine.all_placed()
@@ -101,7 +101,7 @@ def test_a_stage_needs_the_fewest_bits_until_they_are_chosen_and_then_what_was_c
     plain = least_stage_bytes(config, 2, devices)
 
     def bytes_with(*history: tuple[int, StoragePlan]) -> tuple[int, ...]:
-        one = storage_control(config, 0, StorageHistory(history), lambda stages, kind: plain)
+        one = storage_control(config, 0, StepHistory(history), lambda stages, kind: plain)
         return tuple(one.stage_bytes(2, devices))
 
     assert bytes_with() == least_stage_bytes(narrowest(config), 2, devices)
@@ -109,16 +109,16 @@ def test_a_stage_needs_the_fewest_bits_until_they_are_chosen_and_then_what_was_c
     assert bytes_with((0, mixed)) == (needs[0][0], needs[-1][1])
     # One of other stages says nothing of these.
     assert bytes_with((0, StoragePlan((NARROW,)))) == bytes_with()
-    nothing = storage_control(replace(config, storage=StorageSection()), 0, StorageHistory(), lambda *_: (7,))
+    nothing = storage_control(replace(config, storage=StorageSection()), 0, StepHistory(), lambda *_: (7,))
     assert nothing.stage_bytes(2, devices) == (7,)
 
 
 def test_the_record_is_in_the_runs_database_and_damage_is_named(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run", run_id="r", config_json="{}", pin=b"", now=0.0) as store:
-        assert recorded_storages(store) == StorageHistory()
+        assert recorded_storages(store) == StepHistory()
         for step, names in ((0, (WIDE,)), (8, (NARROW,)), (5, (NARROW, WIDE))):
             record_plan(store, RecordStorages(epoch=1, step=step, plan=StoragePlan(names)))
-        assert recorded_storages(store) == StorageHistory(
+        assert recorded_storages(store) == StepHistory(
             ((0, StoragePlan((WIDE,))), (5, StoragePlan((NARROW, WIDE))))
         )
         with store.writing() as db:

@@ -21,8 +21,8 @@ from node.tuning.codec_plan import (
     seconds_of,
 )
 from node.tuning.codec_times import PackingTimes, of_gradients
-from node.tuning.decisions import WATCHED
-from node.tuning.rate_control import MORE_BITS, RISE, RateControl, RateHistory
+from node.tuning.decisions import WATCHED, StepHistory
+from node.tuning.rate_control import MORE_BITS, RISE, RateControl
 from node.tuning.window_plan import StepMeasures
 from tests.support.examples import examples
 from wire.codecs.formats import codec_format, ladder
@@ -308,15 +308,13 @@ def test_what_a_node_says_of_its_packing_is_believed_up_to_the_measured_step() -
 def test_a_replay_has_the_codecs_that_the_steps_first_had() -> None:
     given = lines(100)
     first, second = same(given, "trellis-4"), same(given, "trellis-3")
-    history = RateHistory().changed(0, first).changed(40, second)
+    history = StepHistory().instead(0, first).instead(40, second)
     assert [history.at(step) for step in (0, 39, 40, 99)] == [first, first, second, second]
-    assert RateHistory().at(3) is None
-    with pytest.raises(ConfigError, match="before the newest plan"):
-        history.changed(39, first)
+    assert StepHistory().at(3) is None
     # An epoch that ended before its first step leaves no trace.
-    assert history.changed(40, first).at(40) == first
+    assert history.instead(40, first).at(40) == first
     with pytest.raises(ConfigError, match="ascending"):
-        RateHistory(((4, first), (4, second)))
+        StepHistory(((4, first), (4, second)))
 
 
 def test_a_little_more_precision_is_not_worth_an_epoch() -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from node.tuning.places import Grid, PlacePlan, SplitHistory, Volunteer, plan_places
+from node.tuning.places import Grid, PlacePlan, Volunteer, plan_places
 from node.tuning.speeds import LEAST_STEPS, Line, Speeds
 from node.tuning.stage_order import StageOrder, Work, step_seconds
 from wire.errors import ConfigError
@@ -249,20 +249,3 @@ def test_a_plan_is_the_same_after_it_was_on_record() -> None:
     for damaged in ("", "{}", '{"hosts": 3}', made.to_json().replace("2.0", '"x"')):
         with pytest.raises(ConfigError, match="damaged"):
             PlacePlan.from_json(damaged)
-
-
-def test_steps_have_the_split_that_is_on_record() -> None:
-    history = SplitHistory().changed(0, (2, 2)).changed(5, (1, 3)).changed(9, (3, 1))
-    assert [history.at(step) for step in (0, 4, 5, 8, 9, 50)] == [
-        (2, 2),
-        (2, 2),
-        (1, 3),
-        (1, 3),
-        (3, 1),
-        (3, 1),
-    ]
-    assert history.newest == 9
-    again = history.changed(7, (2, 2))
-    assert again.at(9) == (2, 2), "a new decision takes the place of what was on record for later steps"
-    assert history.changed(6, (1, 3)).changes == history.changes, "nothing changes"
-    assert SplitHistory().at(3) is None

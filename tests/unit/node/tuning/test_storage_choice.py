@@ -11,12 +11,12 @@ from node.model.storage import KINDS, Storage, configured
 from node.run_file.loader import load_config, to_toml
 from node.run_file.validate import problems
 from node.tuning.block_times import BlockTimes, assumed_times
+from node.tuning.decisions import StepHistory
 from node.tuning.device_memory import Devices
 from node.tuning.memory import MEMORY_SHARE, most_held
 from node.tuning.memory_plan import Room, least_stage_bytes, plan_stage
 from node.tuning.storage_choice import (
     MOST_PLANNED,
-    StorageHistory,
     StoragePlan,
     allowed_storages,
     choose,
@@ -182,7 +182,7 @@ def test_a_damaged_record_is_an_error_for_users(text: str) -> None:
     with pytest.raises(ConfigError, match="storage plan on record is damaged"):
         StoragePlan.from_json(text)
     with pytest.raises(ConfigError, match="ascending"):
-        StorageHistory(((3, StoragePlan(())), (3, StoragePlan(()))))
+        StepHistory(((3, StoragePlan(())), (3, StoragePlan(()))))
 
 
 @pytest.mark.parametrize(
