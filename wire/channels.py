@@ -99,8 +99,10 @@ class BulkChannel:
     Call it on the event loop; `channel` may be used from any thread.
     """
 
-    def __init__(self, address: str, *, identity: LinkIdentity, server_name: str, unread_bytes: int) -> None:
-        """As `open_channel`; the neighbour's door tells bulk streams by `bulk_name`."""
+    def __init__(
+        self, address: str, *, identity: LinkIdentity, server_name: str, unread_bytes: int | None = None
+    ) -> None:
+        """As `open_channel`; the other end's door tells bulk streams by `bulk_name`."""
         credentials, options = _to(address, identity, bulk_name(server_name))
         limits = (*_messages(BULK_MESSAGE_BYTES), *_flow_control(unread_bytes))
         self.channel = grpc.secure_channel(address, credentials, options=(*options, *limits))

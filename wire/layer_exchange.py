@@ -9,7 +9,7 @@ norms with those that the run's nodes voted.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,15 +101,10 @@ class LayerServer:
                 raise AssertionError("abort raises")
             if not self._may_send(peer, request, 1 - request.offset / max(1, len(data)), time.monotonic()):
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "it was sent to you too often")
-            view, start, size = memoryview(data), request.offset, CHUNK_BYTES
-            while start < len(data):
-                piece = view[start : start + size]
-                await self._source.pass_through(len(piece))
-                began = time.monotonic()
-                await context.write(bytes(piece))
-                start += len(piece)
-                is_quick = time.monotonic() - began < QUICK_SECONDS
-                size = MOST_CHUNK_BYTES if is_quick else CHUNK_BYTES
+            view = memoryview(data)
+            for start, end in growing_pieces(request.offset, len(data), CHUNK_BYTES, MOST_CHUNK_BYTES):
+                await self._source.pass_through(end - start)
+                await context.write(bytes(view[start:end]))
 
     def _may_send(self, peer: str, request: LayerRequest, share: float, now: float) -> bool:
         """Whether this share of the file may be sent now; it counts then."""
@@ -121,6 +116,18 @@ class LayerServer:
         if len(self._sent) > MOST_COUNTED:
             del self._sent[next(iter(self._sent))]
         return may
+
+
+def growing_pieces(first: int, end: int, least: int, most: int) -> Iterator[tuple[int, int]]:
+    """Where to cut the bytes from `first` to `end`: at least one piece, of `most` bytes after one that went
+    within `QUICK_SECONDS`, else of `least`."""
+    size = least
+    while True:
+        until, began = min(end, first + size), time.monotonic()
+        yield first, until
+        if until >= end:
+            return
+        first, size = until, most if time.monotonic() - began < QUICK_SECONDS else least
 
 
 async def get_layer(channel: grpc.aio.Channel, request: LayerRequest) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""The mutual-TLS port: control sessions, and the bulk calls that move batches and layers.
+"""The mutual-TLS port: control sessions, and the calls that move batches. Layers have `layer_service`.
 
 Decodes, asks the `Coordinator`, encodes. Who calls is known from the certificate alone.
 """
@@ -27,15 +27,11 @@ from node.coordinator.sessions import (
     SessionHandler,
     hello_from,
 )
-from node.coordinator.snapshot_handler import NotDueError, ServedLayer, UploadPermit
+from node.coordinator.snapshot_handler import ServedLayer, UploadPermit
 from node.model.labels import SMALL_BYTES, BatchPart
 from node.state.manifest import UnitEntry
-from wire.channels import NOT_YET
 from wire.errors import (
-    NotYetError,
     ProtocolViolationError,
-    RefusalCode,
-    RunError,
     ThinwireError,
     without_folders,
 )
@@ -98,7 +94,9 @@ class Handler(SessionHandler, Protocol):
         """Raises NotDueError if this node is not to upload it now, ProtocolViolationError if never."""
         ...
 
-    async def store_layer(self, permit: UploadPermit, data: bytes) -> None: ...
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+        """`digest`: the data's SHA-256, in hex."""
+        ...
 
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         """A node that was asked for a layer handed in what cannot be it."""
@@ -120,7 +118,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             front: what the port is behind, if it is.
             limits: makes the bounds of what one member may send; None: there are none.
         """
-        self._handler = handler
+        self.handler = handler
         self._front = front
         self._calls = CallLimit()
         self.desk = SessionDesk(handler, limits, relays=relays)
@@ -142,11 +140,11 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         if isinstance(session, Refusal):
             await context.write(coordinator_message_to_proto(session))
             return
-        self._handler.opened(session)
+        self.handler.opened(session)
         try:
             await self._serve(session, requests, context)
         finally:
-            self._handler.closed(session)
+            self.handler.closed(session)
 
     async def _serve(
         self, session: ControlSession, requests: AsyncIterator[control_pb2.NodeMessage], context: Context
@@ -168,7 +166,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
     async def Renew(self, request: control_pb2.RenewRequest, context: Context) -> control_pb2.RenewReply:
         node_id = await self._member(context)
         async with self._turn(node_id, "renew"):
-            outcome = await self._handler.renew(node_id, request.csr_der)
+            outcome = await self.handler.renew(node_id, request.csr_der)
         if isinstance(outcome, Refusal):
             refused = enrolment_pb2.Refusal(code=outcome.code.value, message=outcome.message)
             return control_pb2.RenewReply(refusal=refused)
@@ -192,7 +190,7 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         async with self._turn(node_id, "batch"):
             try:
                 part = BatchPart.LABELS if request.labels else BatchPart.INPUTS
-                data = await self._handler.batch(
+                data = await self.handler.batch(
                     node_id,
                     request.step,
                     part=BatchPart.DOCUMENTS if request.documents else part,
@@ -207,34 +205,13 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
             digest = hashlib.sha256(data) if small else await asyncio.to_thread(hashlib.sha256, data)
             await _write(context, len(data), digest.hexdigest(), chunks(data))
 
-    async def GetLayer(self, request: control_pb2.GetLayerRequest, context: Context) -> None:
-        node_id = await self._member(context)
-        async with self._turn(node_id, "get layer"):
-            try:
-                placed = self._handler.layer_holders(node_id, request.step, request.unit, request.bad_holders)
-                if placed is not None:
-                    await context.write(_place_chunk(*placed))
-                    return
-                layer = await self._handler.layer(request.step, request.unit)
-                entry = layer.entry
-                if request.held_sha256 == entry.sha256:
-                    await context.write(control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256))
-                    return
-                await self._when_served(node_id, f"layer {request.unit} of {request.step}")
-                data = await layer.read()
-            except NotYetError as error:
-                await _abort(context, NOT_YET, str(error))
-            except ThinwireError as error:
-                await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-            await _write(context, len(data), entry.sha256, chunks(data))
-
     async def HoldLayers(
         self, request: control_pb2.HoldLayersRequest, context: Context
     ) -> control_pb2.HoldLayersReply:
         node_id = await self._member(context)
         if (count := len(request.layers) + len(request.missing)) > MOST_HELD:
             why = f"a report of {count} layers, more than {MOST_HELD}"
-            self._handler.refused(node_id, why)
+            self.handler.refused(node_id, why)
             await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
         layers = [
             HeldLayer(
@@ -249,85 +226,21 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
         missing = [(one.step, one.unit) for one in request.missing]
         try:
             async with self._turn(node_id, "hold layers"):
-                unknown = self._handler.hold_layers(node_id, layers, missing)
+                unknown = self.handler.hold_layers(node_id, layers, missing)
         except ThinwireError as error:
             if isinstance(error, ProtocolViolationError):
-                self._handler.refused(node_id, str(error))
+                self.handler.refused(node_id, str(error))
             await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return control_pb2.HoldLayersReply(
             unknown=[control_pb2.LayerName(step=step, unit=unit) for step, unit in unknown]
         )
 
-    async def PutLayer(
-        self, requests: AsyncIterator[control_pb2.PutLayerChunk], context: Context
-    ) -> control_pb2.PutLayerReply:
-        node_id = await self._member(context)
-        try:
-            async with self._turn(node_id, "put layer"):
-                await self._receive(node_id, _parsed(requests))
-        except RunError as error:
-            return control_pb2.PutLayerReply(stored=False, message=without_folders(str(error)))
-        except ThinwireError as error:
-            if isinstance(error, NotDueError):
-                self._not_due(node_id, str(error))
-            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return control_pb2.PutLayerReply(stored=True)
-
-    def _not_due(self, node_id: str, why: str) -> None:
-        """Correct nodes send a few layers that are not due; who goes on with it does nothing else."""
-        limits = self.desk.limits_of(node_id)
-        if limits is not None and not limits.serves("not due", 1, time.monotonic()):
-            self._handler.refused(node_id, why)
-
-    async def _receive(self, node_id: str, uploaded: AsyncIterator[control_pb2.PutLayerChunk]) -> None:
-        """Receive one upload. Nothing is read of one that is not due, or larger than its layer can be."""
-        first = await anext(uploaded, None)
-        if first is None:
-            raise NotDueError("the upload is incomplete")
-        try:
-            permit = self._handler.upload_permit(node_id, first.step, first.unit)
-        except NotDueError:
-            raise
-        except ProtocolViolationError as error:
-            self._handler.refused(node_id, str(error))
-            raise
-        what = f"layer {first.unit} of step {first.step}"
-        try:
-            size, came = first.total_bytes, 0
-            if size > permit.most_bytes:
-                raise ProtocolViolationError(f"{what} has at most {permit.most_bytes} bytes, not {size}")
-            data = bytearray()
-            chunk: control_pb2.PutLayerChunk | None = first
-            while chunk is not None:
-                came += len(chunk.data)
-                if came > size:
-                    raise ProtocolViolationError(f"of {what} came more than the {size} bytes announced")
-                # Read and drop a layer that is stored already: a client may take an early reply for a lost
-                # link.
-                if not permit.is_stored:
-                    data += chunk.data
-                chunk = await anext(uploaded, None)
-            if came != size:
-                raise NotDueError(f"{what} ended after {came} of {size} bytes")
-            await self._handler.store_layer(permit, await asyncio.to_thread(bytes, data))
-        except NotDueError:
-            raise
-        except ProtocolViolationError as error:
-            await self._handler.layer_refused(permit, str(error))
-            raise
-
     @asynccontextmanager
     async def _turn(self, node_id: str, kind: str, size: int = 1) -> AsyncIterator[None]:
         """Hold one of the node's places for calls of this kind inside the block; who asks too much waits."""
         async with self._calls.turn(node_id, kind):
-            await self._when_served(node_id, kind, size)
+            await when_served(self.desk, node_id, kind, size)
             yield
-
-    async def _when_served(self, node_id: str, kind: str, size: int = 1) -> None:
-        """Wait until the node's limits let a call of this kind be answered."""
-        limits = self.desk.limits_of(node_id)
-        while limits is not None and not limits.serves(kind, size, time.monotonic()):  # noqa: ASYNC110
-            await asyncio.sleep(TURN_SECONDS)
 
     def _source(self, context: Context) -> str:
         """The IP address that a call comes from."""
@@ -336,21 +249,42 @@ class ControlService(control_pb2_grpc.CoordinatorServicer):
 
     async def _member(self, context: Context) -> str:
         """The caller's node id, if it may take part in the run; ends the call otherwise."""
-        node_id = peer_node_id(context)
-        if node_id is not None and self._front is not None:
-            self._front.prove(context.peer(), node_id)
-        refusal = (
-            Refusal(RefusalCode.NOT_A_MEMBER, "the certificate names no node")
-            if node_id is None
-            else await self._handler.refusal_for(node_id)
-        )
-        if node_id is None or refusal is not None:
-            assert refusal is not None
-            await _abort(context, grpc.StatusCode.PERMISSION_DENIED, refusal.message)
-        return node_id
+        try:
+            return await admitted(context, self.handler, self._front)
+        except NodeRefusedError as error:
+            await _abort(context, grpc.StatusCode.PERMISSION_DENIED, str(error))
 
 
-def _place_chunk(entry: UnitEntry, holders: Sequence[PlacedStage], url: str) -> control_pb2.DataChunk:
+class NodeRefusedError(ThinwireError):
+    """The caller may not take part in the run."""
+
+
+async def admitted(
+    context: Context | grpc.ServicerContext, handler: SessionHandler, front: Front | None
+) -> str:
+    """The caller's node id. Raises NodeRefusedError.
+
+    Args:
+        front: the one that the called service is behind, if there is one.
+    """
+    node_id = peer_node_id(context)
+    if node_id is None:
+        raise NodeRefusedError("the certificate names no node")
+    if front is not None:
+        front.prove(context.peer(), node_id)
+    if (refusal := await handler.refusal_for(node_id)) is not None:
+        raise NodeRefusedError(refusal.message)
+    return node_id
+
+
+async def when_served(desk: SessionDesk, node_id: str, kind: str, size: int = 1) -> None:
+    """Wait until the node's limits let a call of this kind be answered."""
+    limits = desk.limits_of(node_id)
+    while limits is not None and not limits.serves(kind, size, time.monotonic()):  # noqa: ASYNC110
+        await asyncio.sleep(TURN_SECONDS)
+
+
+def place_chunk(entry: UnitEntry, holders: Sequence[PlacedStage], url: str) -> control_pb2.DataChunk:
     placed = [control_pb2.PlacedStage(**vars(holder)) for holder in holders]
     place = control_pb2.LayerPlace(holders=placed, url=url)
     return control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256, place=place)

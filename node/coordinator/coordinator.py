@@ -72,7 +72,7 @@ from node.run_state.held_out import LOSSLESS
 from node.run_state.machine import RunMachine
 from node.run_state.run_plan import Past, as_told, run_plan, step_plan
 from node.schedule.placement import slices_of
-from node.state.manifest import MANIFEST_NAME, Manifest, UnitEntry
+from node.state.manifest import MANIFEST_NAME, LayerFile, Manifest, UnitEntry
 from node.state.snapshot import list_snapshots
 from node.state.weights import CheckpointError
 from node.telemetry import events, points
@@ -681,9 +681,9 @@ class Coordinator:
             raise NotDueError(f"{node_id} is not in the run at present")
         return self._snapshots.permit(node_id, step, unit)
 
-    async def store_layer(self, permit: UploadPermit, data: bytes) -> None:
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
         try:
-            await self._snapshots.put(permit, data)
+            await self._snapshots.put(permit, LayerFile(data, digest))
         except WrongLayerError as error:
             self._wrong_layer(error)
             raise

@@ -23,14 +23,16 @@ from node.coordinator.control_service import ControlService
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.enrolment_service import JoinPort
 from node.coordinator.gateways import Credentials, Gateways
+from node.coordinator.layer_service import THREADS, LayerService
 from node.coordinator.look_service import Looks
 from node.coordinator.sessions import SessionDesk
 from node.run_file.addresses import parse_listen
 from wire.admission import Limits
-from wire.channels import NOT_YET, make_server, make_threaded_server
+from wire.channels import BULK_MESSAGE_BYTES, NOT_YET, bulk_name, make_server, make_threaded_server
 from wire.descriptors import raise_limit
 from wire.door import Door
 from wire.errors import UserError
+from wire.event_loop import on_thread
 from wire.front import Front, listen_or_advise, start_behind
 from wire.identity.authority import CertificateAuthority
 from wire.identity.credentials import mutual_tls
@@ -94,6 +96,9 @@ async def open_ports(
     control, front = make_server([]), Front(Limits.of_members(raise_limit()))
     service = control_service(front)
     service.add_to(control)
+    layers = make_threaded_server([], THREADS, message_bytes=BULK_MESSAGE_BYTES)
+    layers_front = Front(Limits.of_members(raise_limit()))
+    LayerService(service.handler, service.desk, layers_front).add_to(layers)
     gateways = make_gateways(service.desk, front)
     join = JoinPort(enrolment)
     door = Door(Limits.of_members(raise_limit()))
@@ -104,7 +109,9 @@ async def open_ports(
     door.serve_mirror(mirror)
     host, port = split_listen(settings.listen)
     try:
-        await start_behind(front, control, mutual_tls(lambda: credentials, authority.certificate_pem))
+        for own, server in ((front, control), (layers_front, layers)):
+            await start_behind(own, server, mutual_tls(lambda: credentials, authority.certificate_pem))
+        door.serve_name(bulk_name(control_server_name(authority.run_id)), layers_front)
         await join.start(credentials)
         if gateways is not None:
             key, certificate = credentials
@@ -138,7 +145,10 @@ async def open_ports(
             await relay.close()
         await join.stop(STOP_SECONDS)
         await control.stop(STOP_SECONDS)
+        stopping = layers.stop(0.0)
+        await on_thread(lambda: stopping.wait(STOP_SECONDS), "layers-stop")
         await front.close()
+        await layers_front.close()
 
 
 def _make_relay(credentials: tuple[bytes, bytes], authority: CertificateAuthority) -> Relay:

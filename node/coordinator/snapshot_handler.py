@@ -286,7 +286,7 @@ class SnapshotHandler:
             is_stored=step < self._newest,
         )
 
-    async def put(self, permit: UploadPermit, data: bytes) -> None:
+    async def put(self, permit: UploadPermit, file: LayerFile) -> None:
         """Wait until it is agreed what the unit is, pass its file to `run`, and wait until it is stored. Of a
         step that is, it is dropped.
 
@@ -302,11 +302,11 @@ class SnapshotHandler:
         if (agreement := await self._agreement(permit)) is None:
             return
         try:
-            entry = await asyncio.to_thread(self._examined, permit, data, agreement)
+            entry = await asyncio.to_thread(self._examined, permit, file, agreement)
         except Exception as error:  # the sender gets it, whatever it is
             raise self._error_for(error, permit) from None
         done = asyncio.get_running_loop().create_future()
-        self._uploads.put_nowait(_Upload(permit=permit, data=data, entry=entry, done=done))
+        self._uploads.put_nowait(_Upload(permit=permit, data=file.data, entry=entry, done=done))
         # On a full disk the call would time out. Nobody counts on the layer before it is stored.
         full = asyncio.create_task(self._book.disk.full())
         try:
@@ -328,12 +328,12 @@ class SnapshotHandler:
             self._check_current(permit)
         return agreement
 
-    def _examined(self, permit: UploadPermit, data: bytes, agreement: Agreement) -> UnitEntry:
+    def _examined(self, permit: UploadPermit, file: LayerFile, agreement: Agreement) -> UnitEntry:
         """What this file is, once it is known to be the one that was agreed on. On a thread, beside others.
 
         Raises WrongLayerError, or ProtocolViolationError if nobody can go on from it.
         """
-        file, said = LayerFile.of(data), agreement.units[permit.unit]
+        said = agreement.units[permit.unit]
         wrong = WrongLayerError(permit.node_id, permit.step, permit.unit)
         if file.sha256 != said.sha256:
             raise wrong

@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import hashlib
 import math
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -17,7 +17,7 @@ from node.config.schema import RunConfig
 from node.model.labels import IGNORED, SMALL_BYTES, BatchPart, bytes_of, from_bytes, steps_at_once
 from node.stage.layer_peers import LayerPlace
 from node.state.manifest import LayerFile, LayerSource
-from wire.channels import NOT_YET, open_channel
+from wire.channels import NOT_YET, BulkChannel, open_channel
 from wire.errors import (
     LinkError,
     LinkLostError,
@@ -29,16 +29,19 @@ from wire.errors import (
     ThinwireError,
     first_error,
 )
+from wire.event_loop import on_thread
 from wire.identity.credentials import NodeIdentity
 from wire.identity.enrolment import Refusal
+from wire.layer_exchange import growing_pieces
 from wire.messages import CoordinatorMessage, HeldLayer, Hello, NodeMessage, PlacedStage
 from wire.messages_proto import coordinator_message_from_proto, node_message_to_proto, refusal_from_proto
 from wire.pacing import RECONNECT_SECONDS, Backoff, Pacer
 from wire.v1 import control_pb2, control_pb2_grpc
 
-CHUNK_BYTES = 256 * 1024
-READ_BYTES = 16 * CHUNK_BYTES
-"""Of a file on the disk, at a time."""
+PIECE_BYTES = 256 * 1024, 1024 * 1024
+"""Least and most of a layer that is sent at a time."""
+MOST_LAYERS = 2
+"""That are fetched at a time, and that are sent: the coordinator serves no more of one node."""
 TOGETHER_BYTES = 16 * 1024
 """Messages for the coordinator go together until they have so many bytes: one has up to 200 kB, and gRPC's
 limit is 260 kB."""
@@ -61,12 +64,68 @@ _FATAL = {
 Result = TypeVar("Result")
 
 
+class _Channel(Protocol):
+    async def close(self) -> None: ...
+
+
 @dataclass
 class _Shared:
     """A channel, and how many calls are on it."""
 
-    channel: grpc.aio.Channel
+    channel: _Channel
+    stub: control_pb2_grpc.CoordinatorStub
     users: int = 0
+
+
+class _Calls:
+    """Calls on one channel, which is dialled again where it broke."""
+
+    def __init__(self, dial: Callable[[], _Shared]) -> None:
+        self._dial = dial
+        self._shared: _Shared | None = None
+
+    async def close(self) -> None:
+        if self._shared is not None:
+            await self._shared.channel.close()
+            self._shared = None
+
+    async def retry(
+        self,
+        call: Callable[[control_pb2_grpc.CoordinatorStub], Awaitable[Result]],
+        outage_seconds: float,
+        address: str,
+    ) -> Result:
+        """Run one call; repeat it after a lost connection, within the outage limit.
+
+        The limit counts from the first loss. A coordinator that answers "not yet" is no outage.
+        """
+        deadline = math.inf
+        backoff = Backoff(0.2, RECONNECT_SECONDS)
+        while True:
+            shared = self._shared = self._shared or self._dial()
+            shared.users += 1
+            try:
+                return await call(shared.stub)
+            except grpc.RpcError as error:
+                failure = _as_error(error)
+                if isinstance(failure, Refused | RunError):
+                    raise failure from None
+                if isinstance(failure, NotYetError):
+                    deadline = math.inf
+                else:
+                    deadline = min(deadline, time.monotonic() + outage_seconds)
+                if time.monotonic() + backoff.seconds > deadline:
+                    raise LinkLostError(
+                        f"the coordinator at {address} did not answer for {outage_seconds:g} s"
+                    ) from None
+                if self._shared is shared:
+                    self._shared = None
+            finally:
+                shared.users -= 1
+                # Closing a shared channel would cancel the calls of other tasks.
+                if shared.users == 0 and self._shared is not shared:
+                    await shared.channel.close()
+            await asyncio.sleep(backoff.advance())
 
 
 class CoordinatorClient:
@@ -85,12 +144,23 @@ class CoordinatorClient:
         self._pacer = pacer
         self.outage_seconds = outage_seconds
         self._identity = identity
-        self._bulk: _Shared | None = None
+        self._calls, self._layers = _Calls(self._dial_calls), _Calls(self._dial_layers)
+        self._turns = {"get": asyncio.Semaphore(MOST_LAYERS), "put": asyncio.Semaphore(MOST_LAYERS)}
 
     def _dial(self, *, session: bool = False) -> grpc.aio.Channel:
         identity = self._identity()
         name = identity.session_name if session else identity.coordinator_name
         return open_channel(self.address, identity=identity, server_name=name)
+
+    def _dial_calls(self) -> _Shared:
+        channel = self._dial()
+        return _Shared(channel, control_pb2_grpc.CoordinatorStub(channel))
+
+    def _dial_layers(self) -> _Shared:
+        """On gRPC's synchronous stack: layers pass no event loop."""
+        identity = self._identity()
+        channel = BulkChannel(self.address, identity=identity, server_name=identity.coordinator_name)
+        return _Shared(channel, control_pb2_grpc.CoordinatorStub(channel.channel))
 
     # ---- control
 
@@ -190,7 +260,7 @@ class CoordinatorClient:
 
     async def layer(
         self, step: int, unit: str, limit: int, kept: LayerFile | None = None, bad: Collection[str] = ()
-    ) -> bytes | LayerPlace:
+    ) -> LayerFile | LayerPlace:
         """One layer unit's snapshot file, at most `limit` bytes, its SHA-256 checked; or where it is.
 
         Args:
@@ -199,20 +269,29 @@ class CoordinatorClient:
         """
         held = kept.sha256 if kept is not None else ""
         request = control_pb2.GetLayerRequest(step=step, unit=unit, held_sha256=held, bad_holders=sorted(bad))
-        places: list[control_pb2.DataChunk] = []
-        data = await self._retry(
-            lambda stub: _collect(
-                _places_apart(stub.GetLayer(request, timeout=_call_seconds(limit)), places),
-                limit,
-                f"layer {unit} of step {step}",
-                exact=False,
-                kept=kept,
-                came=self.layer_bytes_came,
-            )
-        )
-        if not places:
-            return data
-        told = places[-1]
+        what, loop = f"layer {unit} of step {step}", asyncio.get_running_loop()
+
+        async def call(stub: control_pb2_grpc.CoordinatorStub) -> LayerFile | control_pb2.DataChunk:
+            download = _Download(limit, what, exact=False, kept=kept)
+            asked = stub.GetLayer(request, timeout=_call_seconds(limit))
+
+            def receive() -> LayerFile | control_pb2.DataChunk:
+                for maybe in asked:
+                    chunk = _parsed(maybe)
+                    if chunk.HasField("place"):
+                        asked.cancel()
+                        return chunk
+                    download.take(chunk)
+                    with contextlib.suppress(RuntimeError):  # the loop is over
+                        loop.call_soon_threadsafe(self.layer_bytes_came, len(chunk.data))
+                return download.file()
+
+            return await _on_thread(receive, asked)
+
+        async with self._turns["get"]:
+            told = await self._retry(call, self._layers)
+        if isinstance(told, LayerFile):
+            return told
         return LayerPlace(
             step=step,
             unit=unit,
@@ -243,25 +322,43 @@ class CoordinatorClient:
         return await self._retry(call)
 
     async def put_layer(self, step: int, unit: str, file: LayerSource) -> None:
-        """Upload one layer unit's snapshot file; returns when the coordinator has it on disk."""
+        """Upload one layer unit's snapshot file; returns when the coordinator has it on disk. Raises RunError
+        if one of the two disks fails."""
+        failed: list[RunError] = []
+        over = threading.Event()
 
-        async def chunks() -> AsyncIterator[control_pb2.PutLayerChunk]:
+        def chunks() -> Iterator[control_pb2.PutLayerChunk]:
+            """On a thread of gRPC's, which only logs what is raised here."""
             first = control_pb2.PutLayerChunk(step=step, unit=unit, total_bytes=file.size, sha256=file.sha256)
-            for start in range(0, max(1, file.size), READ_BYTES):
-                read = await asyncio.to_thread(file.read, start, READ_BYTES)
-                for offset in range(0, max(1, len(read)), CHUNK_BYTES):
-                    if self._pacer is not None and (start or offset):
-                        await self._pacer.pass_through(CHUNK_BYTES)
-                    chunk = first if not start and not offset else control_pb2.PutLayerChunk()
-                    chunk.data = read[offset : offset + CHUNK_BYTES]
-                    yield chunk
+            for start, end in growing_pieces(0, file.size, *PIECE_BYTES):
+                if self._pacer is not None and start:
+                    over.wait(self._pacer.reserve(end - start, time.monotonic()))
+                if over.is_set():
+                    return
+                chunk = control_pb2.PutLayerChunk() if start else first
+                try:
+                    chunk.data = file.read(start, end - start)
+                except RunError as error:
+                    failed.append(error)
+                    return
+                yield chunk
 
         async def call(stub: control_pb2_grpc.CoordinatorStub) -> None:
-            reply = _parsed(await stub.PutLayer(chunks(), timeout=_call_seconds(file.size)))
+            sent = stub.PutLayer.future(chunks(), timeout=_call_seconds(file.size))
+            try:
+                reply = _parsed(await _on_thread(sent.result, sent))
+            except grpc.RpcError:
+                if failed:
+                    raise failed[0] from None
+                raise
             if not reply.stored:
                 raise RunError(reply.message)
 
-        await self._retry(call)
+        try:
+            async with self._turns["put"]:
+                await self._retry(call, self._layers)
+        finally:
+            over.set()
 
     async def renew(self, csr_der: bytes) -> bytes:
         """A new certificate (PEM) for this node."""
@@ -276,42 +373,16 @@ class CoordinatorClient:
         return await self._retry(call)
 
     async def close(self) -> None:
-        if self._bulk is not None:
-            await self._bulk.channel.close()
-            self._bulk = None
+        await self._calls.close()
+        await self._layers.close()
 
-    async def _retry(self, call: Callable[[control_pb2_grpc.CoordinatorStub], Awaitable[Result]]) -> Result:
-        """Run one bulk call; repeat it after a lost connection, within the outage limit.
-
-        The limit counts from the first loss. A coordinator that answers "not yet" is no outage.
-        """
-        deadline = math.inf
-        backoff = Backoff(0.2, RECONNECT_SECONDS)
-        while True:
-            bulk = self._bulk = self._bulk or _Shared(self._dial())
-            bulk.users += 1
-            try:
-                return await call(control_pb2_grpc.CoordinatorStub(bulk.channel))
-            except grpc.aio.AioRpcError as error:
-                failure = _as_error(error)
-                if isinstance(failure, Refused | RunError):
-                    raise failure from None
-                if isinstance(failure, NotYetError):
-                    deadline = math.inf
-                else:
-                    deadline = min(deadline, time.monotonic() + self.outage_seconds)
-                if time.monotonic() + backoff.seconds > deadline:
-                    raise LinkLostError(
-                        f"the coordinator at {self.address} did not answer for {self.outage_seconds:g} s"
-                    ) from None
-                if self._bulk is bulk:
-                    self._bulk = None
-            finally:
-                bulk.users -= 1
-                # Closing a shared channel would cancel the calls of other tasks.
-                if bulk.users == 0 and self._bulk is not bulk:
-                    await bulk.channel.close()
-            await asyncio.sleep(backoff.advance())
+    async def _retry(
+        self,
+        call: Callable[[control_pb2_grpc.CoordinatorStub], Awaitable[Result]],
+        calls: _Calls | None = None,
+    ) -> Result:
+        """Run one call; repeat it after a lost connection, within the outage limit."""
+        return await (calls or self._calls).retry(call, self.outage_seconds, self.address)
 
 
 @dataclass(frozen=True)
@@ -455,63 +526,65 @@ def _batch_name(step: int, held_out: bool) -> str:
     return f"held-out batch {step}" if held_out else f"the batch of step {step}"
 
 
-async def _places_apart(
-    stream: AsyncIterator[control_pb2.DataChunk], places: list[control_pb2.DataChunk]
-) -> AsyncIterator[control_pb2.DataChunk]:
-    """The same chunks; an answer that is a place goes to `places` and counts as an empty download."""
-    places.clear()
-    async for maybe in stream:
-        chunk = _parsed(maybe)
-        if chunk.HasField("place"):
-            places.append(chunk)
-            yield control_pb2.DataChunk(total_bytes=0, sha256=hashlib.sha256(b"").hexdigest())
-        else:
-            yield chunk
-
-
 async def _probe(stub: control_pb2_grpc.CoordinatorStub, size: int, seconds: float = CALL_SECONDS) -> None:
     request = control_pb2.ProbeRequest(bytes=size)
     await _collect(stub.Probe(request, timeout=seconds), size, "the probe")
 
 
-async def _collect(
-    stream: AsyncIterator[control_pb2.DataChunk],
-    size: int,
-    what: str,
-    *,
-    exact: bool = True,
-    kept: LayerFile | None = None,
-    came: Callable[[int], None] = lambda count: None,
-) -> bytes:
-    """Join a download; check the announced size first and the SHA-256 at the end.
-
-    A download without data means that the file is the same as `kept`. `came`: called with each part's size.
-    """
-    data = bytearray()
-    total = -1
-    digest = ""
+async def _collect(stream: AsyncIterator[control_pb2.DataChunk], size: int, what: str) -> bytes:
+    """Join a download of exactly `size` bytes."""
+    download = _Download(size, what)
     async for maybe in stream:
-        chunk = _parsed(maybe)
-        if total < 0:
-            total, digest = chunk.total_bytes, chunk.sha256
-            if total > size or (exact and total != size):
-                raise ProtocolViolationError(f"{what} has {total} bytes, expected {size}")
-        if len(data) + len(chunk.data) > total:
-            raise ProtocolViolationError(f"{what} is longer than the {total} bytes that were announced")
-        data += chunk.data
-        came(len(chunk.data))
-    if not data and kept is not None and kept.sha256 == digest:
-        return kept.data
-    if len(data) == total and total <= SMALL_BYTES and _sha256(data) == digest:
-        return bytes(data)
-    # Hash and copy on threads: layers may have gigabytes.
-    if len(data) != total or await asyncio.to_thread(_sha256, data) != digest:
-        raise PackedMismatchError(f"{what} arrived damaged: {len(data)} of {total} bytes")
-    return await asyncio.to_thread(bytes, data)
+        download.take(_parsed(maybe))
+    if size <= SMALL_BYTES:
+        return download.file().data
+    # Hash and copy on a thread: it may have gigabytes.
+    return (await asyncio.to_thread(download.file)).data
 
 
-def _sha256(data: bytes | bytearray) -> str:
-    return hashlib.sha256(data).hexdigest()
+class _Download:
+    """Joins a download; checks the announced size first and the SHA-256 at the end."""
+
+    def __init__(self, size: int, what: str, *, exact: bool = True, kept: LayerFile | None = None) -> None:
+        """
+        Args:
+            size: in bytes; without `exact` the most.
+            kept: a download without data means that the file is the same as this one.
+        """
+        self._size, self._what, self._exact, self._kept = size, what, exact, kept
+        self._parts: list[bytes] = []
+        self._came, self._total, self._digest = 0, -1, ""
+
+    def take(self, chunk: control_pb2.DataChunk) -> None:
+        """The next part. Raises ProtocolViolationError."""
+        if self._total < 0:
+            self._total, self._digest = chunk.total_bytes, chunk.sha256
+            if self._total > self._size or (self._exact and self._total != self._size):
+                raise ProtocolViolationError(f"{self._what} has {self._total} bytes, expected {self._size}")
+        self._came += len(chunk.data)
+        if self._came > self._total:
+            raise ProtocolViolationError(
+                f"{self._what} is longer than the {self._total} bytes that were announced"
+            )
+        self._parts.append(chunk.data)
+
+    def file(self) -> LayerFile:
+        """All of it. Raises PackedMismatchError if it is damaged."""
+        kept = self._kept
+        if not self._came and kept is not None and kept.sha256 == self._digest:
+            return kept
+        file = LayerFile.of(b"".join(self._parts))
+        if file.size != self._total or file.sha256 != self._digest:
+            raise PackedMismatchError(f"{self._what} arrived damaged: {self._came} of {self._total} bytes")
+        return file
+
+
+async def _on_thread(work: Callable[[], Result], call: grpc.Future | grpc.Call) -> Result:
+    """What `work` gives, which waits for a call: that ends with the wait."""
+    try:
+        return await on_thread(work, "layer")
+    finally:
+        call.cancel()
 
 
 def _call_seconds(size: int) -> float:
@@ -529,10 +602,11 @@ def _parsed(message: Result | None) -> Result:
 def _as_error(error: Exception) -> Exception:
     if isinstance(error, asyncio.InvalidStateError):
         return LinkError("the control connection closed while a message was being written")
-    if not isinstance(error, grpc.aio.AioRpcError):
+    if not isinstance(error, grpc.RpcError):
         return error
-    details = error.details() or error.code().name
-    if error.code() is NOT_YET:
+    call = cast(grpc.Call, error)  # an error of either stack has its code and details
+    details = call.details() or call.code().name
+    if call.code() is NOT_YET:
         return NotYetError(details)
     if error.code() in _FATAL:
         return RunError(f"the coordinator refused: {details}")

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -263,10 +264,10 @@ class SnapshotTransfer:
         bad, trouble = set[str](), ""
         for _ in range(MOST_ASKED):
             answer = await self._client.layer(step, unit, limit, kept, bad)
-            if isinstance(answer, bytes):
-                if kept is None or answer is not kept.data:
+            if isinstance(answer, LayerFile):
+                if answer is not kept:
                     await self._keep_copy(step, unit, answer)
-                return answer, False
+                return answer.data, False
             if kept is not None and kept.sha256 == answer.sha256:
                 data = kept.data
             else:
@@ -278,7 +279,7 @@ class SnapshotTransfer:
                     if answer.url:
                         await asyncio.sleep(STORE_SECONDS)
                     continue
-                await self._keep_copy(step, unit, data)
+                await self._keep_copy(step, unit, LayerFile(data, answer.sha256))
             if bad:
                 await self._client.layer(step, unit, limit, None, bad)  # so that they look at their copies
             return data, not answer.url
@@ -375,10 +376,11 @@ class SnapshotTransfer:
         )
         await self._client.hold_layers([held])
 
-    async def _keep_copy(self, step: int, unit: str, data: bytes) -> None:
+    async def _keep_copy(self, step: int, unit: str, file: LayerFile) -> None:
         """Keep a file on this node's disk, if there is room."""
+        put = partial(self._cache.put, step, unit, file.data, sha256=file.sha256, durable=False)
         with contextlib.suppress(RunError):
-            await asyncio.to_thread(self._cache.put, step, unit, data, durable=False)
+            await asyncio.to_thread(put)
 
     async def _put(self, url: str, step: int, unit: str, data: bytes) -> None:
         """Store a layer in the run's object store; a store that fails has a minute to come back."""

@@ -65,11 +65,12 @@ class SnapshotCache:
             path.unlink(missing_ok=True)
         return None
 
-    def put(self, step: int, unit: str, data: bytes, *, durable: bool = True) -> None:
-        """As of every store. Not `durable`: a machine that stops at once may find the file damaged."""
+    def put(self, step: int, unit: str, data: bytes, *, sha256: str = "", durable: bool = True) -> None:
+        """As of every store; with the data's SHA-256 if it is known. Not `durable`: a machine that stops at
+        once may find the file damaged."""
         with self.writing(step, unit, len(data)) as file:
             file.write(data)
-            file.keep(hashlib.sha256(data).hexdigest(), durable=durable).close()
+            file.keep(sha256 or hashlib.sha256(data).hexdigest(), durable=durable).close()
 
     @contextlib.contextmanager
     def writing(self, step: int, unit: str, size: int) -> Iterator["LayerWriter"]:

@@ -33,6 +33,8 @@ from scripts.report import RESULTS, write
 
 NODES = 4
 LOOK_SECONDS = 0.1
+LEAST_STEPS = 6
+"""Three of them beside a snapshot, and three before it."""
 MOST_SECONDS = 600.0
 COMMAND = program("cli.main")
 SHOWN = ("node-joined", "placement", "step", "step-aborted", "snapshot", "notice", "run-finished")
@@ -53,6 +55,8 @@ def main() -> int:
     parser.add_argument("--before", type=Path, metavar="TREE", help="another tree to measure first")
     parser.add_argument("--out", type=Path, default=RESULTS / "state_rates.json", metavar="FILE")
     args = parser.parse_args()
+    if args.steps < LEAST_STEPS:
+        parser.error(f"--steps must be at least {LEAST_STEPS}")
     with tempfile.TemporaryDirectory(prefix="thinwire-state-") as folder:
         root = Path(folder)
         write_checkpoint(root / "model", args)

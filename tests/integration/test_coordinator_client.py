@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator
 from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc.aio
 import pytest
 
 from node.model.labels import BatchPart
-from node.stage.coordinator_client import CoordinatorClient
+from node.stage.coordinator_client import CoordinatorClient, _Shared
 from node.state.manifest import LayerFile
 from wire.channels import NOT_YET
 from wire.errors import LinkLostError
@@ -29,6 +31,11 @@ class Plain(CoordinatorClient):
 
     def _dial(self, *, session: bool = False) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(self.address)
+
+    def _dial_layers(self) -> _Shared:
+        channel = grpc.insecure_channel(self.address)
+        closes = SimpleNamespace(close=AsyncMock(side_effect=channel.close))
+        return _Shared(closes, control_pb2_grpc.CoordinatorStub(channel))
 
 
 def _no_identity() -> Any:
@@ -77,9 +84,9 @@ async def test_a_local_layer_is_not_sent() -> None:
     try:
         async with asyncio.timeout(SECONDS):
             right = LayerFile(bytes(BATCH), sha256(BATCH).hexdigest())
-            assert await client.layer(2, "embed", len(BATCH), right) is right.data
+            assert await client.layer(2, "embed", len(BATCH), right) is right
             for other in (None, LayerFile(b"other", sha256(b"other").hexdigest())):
-                assert await client.layer(2, "embed", len(BATCH), other) == BATCH
+                assert await client.layer(2, "embed", len(BATCH), other) == right
     finally:
         await client.close()
         await server.stop(None)

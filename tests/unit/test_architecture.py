@@ -45,6 +45,7 @@ EDGE = {
     for module in (
         "node/coordinator/control_service.py",
         "node/coordinator/enrolment_service.py",
+        "node/coordinator/layer_service.py",
         "node/coordinator/look_service.py",
         "node/coordinator/sessions.py",
         "node/processes/enrol.py",

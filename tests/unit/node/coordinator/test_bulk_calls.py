@@ -3,20 +3,19 @@
 import asyncio
 import contextlib
 import itertools
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from hashlib import sha256
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import grpc.aio
 import pytest
 
+from node.config.schema import CoordinatorSection
 from node.coordinator import control_service
 from node.coordinator.control_service import (
     CHUNK_BYTES,
-    MOST_CALLS,
     MOST_PROBE_BYTES,
     CallLimit,
     ControlService,
@@ -25,6 +24,9 @@ from node.coordinator.control_service import (
     zeros,
     zeros_sha256,
 )
+from node.coordinator.control_service import MOST_CALLS as MOST_TURNS
+from node.coordinator.layer_service import MOST_CALLS
+from node.coordinator.ports import open_ports
 from node.coordinator.sessions import CALLS, LAYERS_A_SECOND, LAYERS_AT_ONCE, MessageLimits
 from node.coordinator.snapshot_handler import Agreement, NotDueError, ServedLayer, UploadPermit
 from node.model.labels import BatchPart
@@ -32,9 +34,10 @@ from node.run_file.loader import default_config
 from node.stage.coordinator_client import CoordinatorClient
 from node.state.manifest import LayerFile, UnitEntry
 from tests.support.pki import new_authority, new_node
-from wire.channels import make_server, open_channel
+from wire.channels import NOT_YET, bulk_name, open_channel
 from wire.errors import RunError
-from wire.identity.credentials import NodeIdentity, mutual_tls
+from wire.front import Front
+from wire.identity.credentials import NodeIdentity
 from wire.identity.enrolment import Refusal
 from wire.messages import MOST_HELD, HeldLayer, NodeMessage, PlacedStage
 from wire.v1 import control_pb2, control_pb2_grpc
@@ -42,7 +45,9 @@ from wire.v1 import control_pb2, control_pb2_grpc
 AUTHORITY = new_authority()
 NODE, OTHER = new_node(AUTHORITY), new_node(AUTHORITY)
 SECONDS = 20.0
+LAYERS = bulk_name(NODE.coordinator_name)
 LAYER = bytes(range(256)) * (40 * CHUNK_BYTES // 256) + b"tail"
+FILE = LayerFile.of(LAYER)
 
 
 class Handler:
@@ -112,7 +117,8 @@ class Handler:
     async def layer_refused(self, permit: UploadPermit, why: str) -> None:
         self.layers_refused.append((permit.unit, why))
 
-    async def store_layer(self, permit: UploadPermit, data: bytes) -> None:
+    async def store_layer(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+        assert digest == sha256(data).hexdigest()
         self.stored.append(data)
 
 
@@ -120,22 +126,23 @@ class Handler:
 async def coordinator(
     handler: Handler, limits: Callable[[], MessageLimits] | None = None
 ) -> AsyncIterator[tuple[int, ControlService]]:
-    server, service = make_server([]), ControlService(handler, limits=limits)
-    control_pb2_grpc.add_CoordinatorServicer_to_server(service, server)
-    credentials = AUTHORITY.coordinator_credentials(timedelta(hours=1), time.time())
-    port = server.add_secure_port("127.0.0.1:0", mutual_tls(lambda: credentials, AUTHORITY.certificate_pem))
-    await server.start()
-    try:
-        async with asyncio.timeout(SECONDS):
-            yield port, service
-    finally:
-        await server.stop(0)
+    service: list[ControlService] = []
+
+    def make(front: Front) -> ControlService:
+        service.append(ControlService(handler, front, limits))
+        return service[0]
+
+    settings = CoordinatorSection(listen="127.0.0.1:0")
+    nobody_joins = Mock()
+    async with asyncio.timeout(SECONDS), open_ports(settings, AUTHORITY, nobody_joins, make) as ports:
+        yield ports.port, service[0]
 
 
 @contextlib.asynccontextmanager
-async def deaf(port: int, node: NodeIdentity) -> AsyncIterator[control_pb2_grpc.CoordinatorStub]:
+async def deaf(
+    port: int, node: NodeIdentity, name: str = NODE.coordinator_name
+) -> AsyncIterator[control_pb2_grpc.CoordinatorStub]:
     """A client that receives a little and does not read the rest."""
-    name = node.coordinator_name
     channel = open_channel(f"127.0.0.1:{port}", identity=node, server_name=name, unread_bytes=65536)
     yield control_pb2_grpc.CoordinatorStub(channel)
     await channel.close()
@@ -187,19 +194,19 @@ async def test_answers_that_nobody_reads_are_made_as_far_as_they_travel(
 async def test_one_node_waits_for_itself_alone() -> None:
     handler = Handler()
     async with coordinator(handler) as (port, _):
-        async with deaf(port, NODE) as stub:
+        async with deaf(port, NODE, LAYERS) as stub:
             asked = [stub.GetLayer(control_pb2.GetLayerRequest(step=4, unit="embed")) for _ in range(8)]
             begun = [asyncio.ensure_future(call.read()) for call in asked]
-            for first in itertools.islice(asyncio.as_completed(begun), MOST_CALLS):
-                assert (await first).total_bytes == len(LAYER)
+            answers = await asyncio.gather(*begun, return_exceptions=True)
+            sizes = [one.total_bytes for one in answers if not isinstance(one, BaseException)]
+            refused = [one.code() for one in answers if isinstance(one, grpc.aio.AioRpcError)]
+            assert sizes == [len(LAYER)] * MOST_CALLS and refused == [NOT_YET] * (8 - MOST_CALLS)
             one, other = client(port, NODE), client(port, OTHER)
-            assert await other.layer(4, "embed", len(LAYER)) == LAYER
+            assert (await other.layer(4, "embed", len(LAYER))) == FILE
             assert await one.batch(4, part=BatchPart.INPUTS, size=1000) == LAYER[:1000]
             assert handler.asked == MOST_CALLS + 1
-            for waiting in begun:
-                waiting.cancel()
         # What it left behind is over, and frees its places.
-        assert await one.layer(4, "embed", len(LAYER)) == LAYER
+        assert (await one.layer(4, "embed", len(LAYER))) == FILE
         await one.close()
         await other.close()
 
@@ -283,7 +290,7 @@ async def test_what_cannot_be_the_layer_is_refused_as_it_comes(name: str, is_sto
             read += len(piece)
             yield control_pb2.PutLayerChunk(data=piece)
 
-    async with coordinator(handler) as (port, _), deaf(port, NODE) as stub:
+    async with coordinator(handler) as (port, _), deaf(port, NODE, LAYERS) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.PutLayer(chunks())
     # The answer is lost if gRPC ends the call while the client still sends.
@@ -306,7 +313,7 @@ async def test_who_goes_on_uploading_what_nobody_asked_for_is_named(announced: i
 
     free, strikes = int(CALLS["not due"][1]), 3
     limits = MessageLimits(default_config())
-    async with coordinator(handler, lambda: limits) as (port, _), deaf(port, NODE) as stub:
+    async with coordinator(handler, lambda: limits) as (port, _), deaf(port, NODE, LAYERS) as stub:
         for _ in range(free + strikes):
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.PutLayer(chunks())
@@ -324,13 +331,13 @@ async def test_a_layer_is_sent_to_a_node_a_few_times_and_to_others_all_the_same(
     async with coordinator(handler, lambda: MessageLimits(default_config())) as (port, _):
         one, other = client(port, NODE), client(port, OTHER)
         for _ in range(int(LAYERS_AT_ONCE)):
-            assert await one.layer(4, "embed", len(LAYER)) == LAYER
+            assert (await one.layer(4, "embed", len(LAYER))) == FILE
         more = asyncio.create_task(one.layer(4, "embed", len(LAYER)))
-        assert await other.layer(4, "embed", len(LAYER)) == LAYER
-        assert await one.layer(4, "head", len(LAYER)) == LAYER, "others are not counted with it"
+        assert (await other.layer(4, "embed", len(LAYER))) == FILE
+        assert (await one.layer(4, "head", len(LAYER))) == FILE, "others are not counted with it"
         assert handler.asked == LAYERS_AT_ONCE + 2 and not more.done()
         clock[0] += 1.01 / LAYERS_A_SECOND
-        assert await more == LAYER
+        assert await more == FILE
         await one.close()
         await other.close()
 
@@ -345,11 +352,11 @@ async def test_a_call_too_many_waits_its_turn_and_idle_nodes_are_forgotten() -> 
             await go_on.wait()
 
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-        calls = [group.create_task(call("a", "get")) for _ in range(MOST_CALLS + 2)]
+        calls = [group.create_task(call("a", "get")) for _ in range(MOST_TURNS + 2)]
         group.create_task(call("b", "get"))
         group.create_task(call("a", "put"))
-        heard = sorted([await began.get() for _ in range(MOST_CALLS + 2)])
-        assert heard == [*["a get"] * MOST_CALLS, "a put", "b get"] and began.empty()
+        heard = sorted([await began.get() for _ in range(MOST_TURNS + 2)])
+        assert heard == [*["a get"] * MOST_TURNS, "a put", "b get"] and began.empty()
         # One that ends while it runs makes room, one that ends while it waits does not.
         calls[-1].cancel()
         calls[0].cancel()

@@ -31,7 +31,7 @@ from node.coordinator.store import Store
 from node.model.chunk import build_chunk
 from node.model.units import unit_names
 from node.schedule.placement import split_units, stage_units
-from node.state.manifest import Manifest, UnitEntry
+from node.state.manifest import LayerFile, Manifest, UnitEntry
 from node.state.serialization import deserialize_unit, serialize_unit
 from node.state.snapshot import Checked, SnapshotFolder, list_snapshots
 from node.state.unit_state import unit_hash
@@ -110,7 +110,7 @@ async def asked(handler: SnapshotHandler, step: int, made: Mapping[str, bytes], 
 
 
 async def hand_in(handler: SnapshotHandler, step: int, unit: str, data: bytes, node: str = SEATS[0]) -> None:
-    await handler.put(handler.permit(node, step, unit), data)
+    await handler.put(handler.permit(node, step, unit), LayerFile.of(data))
 
 
 async def test_a_snapshot_that_is_complete_is_told_of_though_its_sender_died(
@@ -170,7 +170,7 @@ async def test_a_refusal_is_its_senders_and_the_next_upload_is_stored(
         await asked(handler, 4, made)
         with pytest.raises(WrongLayerError):
             permit = handler.permit(SEATS[0], 4, UNITS[0])
-            await handler.put(permit, b"another file")
+            await handler.put(permit, LayerFile.of(b"another file"))
         assert told.failed == []
 
         def full(*_: object) -> Manifest | None:
@@ -290,7 +290,7 @@ async def test_a_layer_that_nobody_agreed_on_replaces_nothing(tmp_path: Path, *,
             permit = handler.permit(SEATS[0], 4, unit)
             assert permit is not None
             with pytest.raises(WrongLayerError) as error:
-                await handler.put(permit, data)
+                await handler.put(permit, LayerFile.of(data))
             assert (error.value.node_id, error.value.step, error.value.unit) == (SEATS[0], 4, unit)
         said = {name: unit_hash(load(data)) for name, data in made.items()}
         lie = {**said, unit: said[unit]._replace(weights=2 * said[unit].weights)}
@@ -386,7 +386,7 @@ async def test_a_layer_is_its_hosts_to_hand_in(tmp_path: Path) -> None:
         await asked(handler, 4, made, ("node-b", "node-c"))
         with pytest.raises(NotDueError, match="requested again"):
             data = made[last[0]]
-            await handler.put(begun, data)
+            await handler.put(begun, LayerFile.of(data))
         with pytest.raises(ProtocolViolationError, match="another node's to hand in"):
             await hand_in(handler, 4, first[0], made[first[0]], "node-a")
         for node, units in (("node-c", last), ("node-b", first)):
@@ -409,7 +409,7 @@ async def test_what_came_of_a_refused_attempt_is_removed(tmp_path: Path) -> None
         await handler.refused(begun)
         assert list((tmp_path / "snapshots").iterdir()) == []
         with pytest.raises(NotDueError, match="requested again"):
-            await handler.put(begun, made[UNITS[1]])
+            await handler.put(begun, LayerFile.of(made[UNITS[1]]))
         await stored(handler, told, 4)
         await handler.refused(begun)  # a later attempt, or a snapshot that is complete, stays
         assert list_snapshots(tmp_path / "snapshots") == (4,)
@@ -473,7 +473,7 @@ async def test_remains_of_older_snapshots_are_removed_with_the_next_complete_one
         # What still comes of older ones is of no use, and no error: that would end its node's epoch.
         assert handler.permit(SEATS[0], 5, UNITS[1]).is_stored
         data = made[UNITS[1]]
-        await handler.put(begun, data)
+        await handler.put(begun, LayerFile.of(data))
         assert on_disk() == ["step-00000007", "step-00000009"]
         for unit in UNITS[1:]:
             await hand_in(handler, 9, unit, made[unit])

@@ -66,7 +66,7 @@ class Coordinator:
 
     async def layer(
         self, step: int, unit: str, limit: int, kept: LayerFile | None = None, bad: Collection[str] = ()
-    ) -> bytes:
+    ) -> LayerFile:
         self.asked.append((step, unit))
         self.begun.put_nowait((step, unit))
         if self.lost:
@@ -75,8 +75,8 @@ class Coordinator:
         data = self.files.get((step, unit), f"{step} {unit}".encode())
         if kept is not None and kept.sha256 == sha256(data).hexdigest():
             self.kept += 1
-            return kept.data
-        return data
+            return kept
+        return LayerFile.of(data)
 
     async def put_layer(self, step: int, unit: str, file: LayerSource) -> None:
         self.begun.put_nowait((step, unit))

@@ -1,0 +1,211 @@
+"""Layers of snapshots in and out, on gRPC's synchronous stack: a thread a call, so that no byte of a state
+passes the event loop, which decides who may send and fetch what.
+
+Decodes, asks the `Coordinator`, encodes, as `node.coordinator.control_service` does for everything else.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import CancelledError
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from node.coordinator.control_service import Handler, NodeRefusedError, admitted, place_chunk, when_served
+from node.coordinator.sessions import SessionDesk
+from node.coordinator.snapshot_handler import NotDueError, UploadPermit
+from wire.channels import NOT_YET
+from wire.errors import NotYetError, ProtocolViolationError, RunError, ThinwireError, without_folders
+from wire.front import Front
+from wire.layer_exchange import growing_pieces
+from wire.v1 import control_pb2, control_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 256 * 1024, 1024 * 1024
+"""Least and most of a layer that is sent at a time."""
+MOST_CALLS = 2
+"""Of a kind and node at a time; correct nodes keep to it, and more are refused."""
+CALLS, THREADS = 256, 272
+"""Calls that are served at a time; nodes ask again for what is refused beyond, on the threads left."""
+
+Result = TypeVar("Result")
+
+
+class LayerService(control_pb2_grpc.CoordinatorServicer):
+    """`GetLayer` and `PutLayer`. Create it on the event loop."""
+
+    def __init__(self, handler: Handler, desk: SessionDesk, front: Front | None = None) -> None:
+        """`front`: the one that this service is behind, if there is one."""
+        self._handler = handler
+        self._desk = desk
+        self._front = front
+        self._loop = asyncio.get_running_loop()
+        self._calls = Counter[tuple[str, str]]()
+        """By node and kind. On the event loop alone."""
+
+    def add_to(self, server: grpc.Server) -> None:
+        """Have `server` answer with this service."""
+        control_pb2_grpc.add_CoordinatorServicer_to_server(self, server)
+
+    def GetLayer(
+        self, request: control_pb2.GetLayerRequest, context: grpc.ServicerContext
+    ) -> Iterator[control_pb2.DataChunk]:
+        with self._errors(context), self._place(context, "get layer") as node_id:
+            answer = self._decided(context, self._answer(node_id, request))
+            if isinstance(answer, control_pb2.DataChunk):
+                yield answer
+                return
+            digest, data = answer
+            view = memoryview(data)
+            for start, end in growing_pieces(0, len(data), *PIECE_BYTES):
+                chunk = control_pb2.DataChunk(data=bytes(view[start:end]))
+                if not start:
+                    chunk.total_bytes, chunk.sha256 = len(data), digest
+                yield chunk
+
+    def PutLayer(
+        self, requests: Iterator[control_pb2.PutLayerChunk], context: grpc.ServicerContext
+    ) -> control_pb2.PutLayerReply:
+        with self._errors(context), self._place(context, "put layer") as node_id:
+            try:
+                self._receive(node_id, requests, context)
+            except RunError as error:
+                return control_pb2.PutLayerReply(stored=False, message=without_folders(str(error)))
+            except NotDueError as error:
+                self._loop.call_soon_threadsafe(self._not_due, node_id, str(error))
+                raise
+            return control_pb2.PutLayerReply(stored=True)
+
+    # ---- on the call's thread
+
+    def _receive(
+        self, node_id: str, uploaded: Iterator[control_pb2.PutLayerChunk], context: grpc.ServicerContext
+    ) -> None:
+        """Receive one upload. Nothing is kept of one that is not due, or larger than its layer can be."""
+        first = next(uploaded, None)
+        if first is None:
+            raise NotDueError("the upload is incomplete")
+        permit = self._decided(context, self._permit(node_id, first.step, first.unit))
+        what = f"layer {first.unit} of step {first.step}"
+        size, came, parts, digest = first.total_bytes, 0, list[bytes](), hashlib.sha256()
+        try:
+            if size > permit.most_bytes:
+                raise ProtocolViolationError(f"{what} has at most {permit.most_bytes} bytes, not {size}")
+            chunk: control_pb2.PutLayerChunk | None = first
+            while chunk is not None:
+                came += len(chunk.data)
+                if came > size:
+                    raise ProtocolViolationError(f"of {what} came more than the {size} bytes announced")
+                # Read and drop a layer that is stored already: a client may take an early reply for a lost
+                # link.
+                if not permit.is_stored:
+                    parts.append(chunk.data)
+                    digest.update(chunk.data)
+                chunk = next(uploaded, None)
+            if came != size:
+                raise NotDueError(f"{what} ended after {came} of {size} bytes")
+        except NotDueError:
+            raise
+        except ProtocolViolationError as error:
+            self._decided(context, self._handler.layer_refused(permit, str(error)))
+            raise
+        data = b"".join(parts)
+        parts.clear()
+        self._decided(context, self._store(permit, data, digest.hexdigest()))
+
+    def _decided(self, context: grpc.ServicerContext, work: Coroutine[Any, Any, Result]) -> Result:
+        """What `work` gives on the event loop. It is cancelled with the call."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if not context.add_callback(future.cancel):
+            future.cancel()
+        return future.result()
+
+    @contextlib.contextmanager
+    def _place(self, context: grpc.ServicerContext, kind: str) -> Iterator[str]:
+        """The calling node, which has one of its places for calls of this kind inside the block."""
+        node_id = self._decided(context, self._enter(context, kind))
+        try:
+            yield node_id
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                self._loop.call_soon_threadsafe(self._leave, node_id, kind)
+
+    @contextlib.contextmanager
+    def _errors(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """End the call with the status of an error inside the block."""
+        try:
+            yield
+        except CancelledError:
+            context.abort(grpc.StatusCode.CANCELLED, "the call is over")
+        except NodeRefusedError as error:
+            _abort(context, grpc.StatusCode.PERMISSION_DENIED, error)
+        except NotYetError as error:
+            _abort(context, NOT_YET, error)
+        except ThinwireError as error:
+            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, error)
+
+    # ---- on the event loop
+
+    async def _enter(self, context: grpc.ServicerContext, kind: str) -> str:
+        node_id = await admitted(context, self._handler, self._front)
+        if self._calls[node_id, kind] >= MOST_CALLS or self._calls.total() >= CALLS:
+            raise NotYetError("as many layers as can be served are on their way")
+        self._calls[node_id, kind] += 1
+        return node_id
+
+    def _leave(self, node_id: str, kind: str) -> None:
+        self._calls[node_id, kind] -= 1
+        if not self._calls[node_id, kind]:
+            del self._calls[node_id, kind]
+
+    async def _answer(
+        self, node_id: str, request: control_pb2.GetLayerRequest
+    ) -> control_pb2.DataChunk | tuple[str, bytes]:
+        """Where the layer is, or that it is the file which the node holds; else its SHA-256 and bytes."""
+        await when_served(self._desk, node_id, "get layer")
+        handler = self._handler
+        placed = handler.layer_holders(node_id, request.step, request.unit, request.bad_holders)
+        if placed is not None:
+            return place_chunk(*placed)
+        layer = await handler.layer(request.step, request.unit)
+        entry = layer.entry
+        if request.held_sha256 == entry.sha256:
+            return control_pb2.DataChunk(total_bytes=entry.bytes, sha256=entry.sha256)
+        await when_served(self._desk, node_id, f"layer {request.unit} of {request.step}")
+        return entry.sha256, await layer.read()
+
+    async def _permit(self, node_id: str, step: int, unit: str) -> UploadPermit:
+        await when_served(self._desk, node_id, "put layer")
+        try:
+            return self._handler.upload_permit(node_id, step, unit)
+        except NotDueError:
+            raise
+        except ProtocolViolationError as error:
+            self._handler.refused(node_id, str(error))
+            raise
+
+    async def _store(self, permit: UploadPermit, data: bytes, digest: str) -> None:
+        try:
+            await self._handler.store_layer(permit, data, digest)
+        except NotDueError:
+            raise
+        except ProtocolViolationError as error:
+            await self._handler.layer_refused(permit, str(error))
+            raise
+
+    def _not_due(self, node_id: str, why: str) -> None:
+        """Correct nodes send a few layers that are not due; who goes on with it does nothing else."""
+        limits = self._desk.limits_of(node_id)
+        if limits is not None and not limits.serves("not due", 1, time.monotonic()):
+            self._handler.refused(node_id, why)
+
+
+def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, error: ThinwireError) -> NoReturn:
+    context.abort(code, without_folders(str(error)))
+    raise AssertionError("abort raises")
