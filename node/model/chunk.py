@@ -185,6 +185,7 @@ class Chunk(nn.Module):
         found = {name: tuple(value.shape) for name, value in weights.items()}
         if self.lora.rank == 0 or found != expected:
             raise RunError(f"weights of unit {unit} do not fit this run's model; start from its checkpoint")
+        self.streaming.replace_frozen(unit)
         load_frozen(self.layers[self.units.index(unit)], weights)
 
     def tied_parameter(self, unit: str) -> nn.Parameter | None:

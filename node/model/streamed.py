@@ -1,4 +1,5 @@
-"""Weights and main gradients of blocks in host memory, on the device while their block is at work.
+"""Weights, frozen ones too, and main gradients of blocks in host memory, on the device while their block is
+at work.
 
 The device holds those of two blocks: the block at work, and the next one's, which are copied in meanwhile.
 Changed ones of a third block stay until they are copied out (double buffering: LLMQ, section 3.1). Forward
@@ -17,6 +18,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from node.model.blocks import Block
 from node.model.host_memory import HostMemory
+from node.model.lora import FrozenWeight
 from node.model.page_locked import pieces_of
 
 AT_ONCE = 2
@@ -254,6 +256,8 @@ class Streaming:
     def __init__(self) -> None:
         self.weights: Streamed | None = None
         """Of blocks' matrices; None while all are on the device."""
+        self._frozen = False
+        """These are frozen ones, which the optimizer neither reads nor changes."""
         self.gradients: Streamed | None = None
         """The main gradients of these."""
         self.codes: Streamed | None = None
@@ -269,20 +273,26 @@ class Streaming:
         """A unit's weights are on the device: those of a block that is to stream leave."""
         if unit in self._to_come and self.weights is not None:
             self._to_come.remove(unit)
-            matrices = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
-            self.weights.add(unit, partial(list, matrices))
+            self._add_weights(self.weights, unit, module)
+
+    def _add_weights(self, weights: Streamed, unit: str, module: nn.Module) -> None:
+        frozen = [part.kept for part in module.modules() if isinstance(part, FrozenWeight)]
+        trained = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
+        self._frozen = bool(frozen)
+        weights.add(unit, partial(list[Tensor], frozen or trained))
 
     def move_weights(
         self,
         memory: HostMemory,
         units: Collection[str],
-        matrices: Mapping[str, Sequence[nn.Parameter]] | None = None,
+        blocks: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """Keep the weights of these units' matrices in host memory, and those of others on the device.
+        """Keep the weights of these units' matrices in host memory, and those of others on the device. Where
+        blocks have adapters, these stay, and the frozen matrices move.
 
         Args:
             units: in model order.
-            matrices: of all units; None before they are built, for `built` to take.
+            blocks: of all units; None before they are built, for `built` to take.
         """
         if self.weights is not None and (*self.weights.names, *self._to_come) != (*units,):
             self.weights.home()
@@ -290,11 +300,11 @@ class Streaming:
         if not units or self.weights is not None:
             return
         self.weights = Streamed(memory)
-        if matrices is None:
+        if blocks is None:
             self._to_come = list(units)
             return
         for unit in units:
-            self.weights.add(unit, partial(list, matrices[unit]))
+            self._add_weights(self.weights, unit, blocks[unit])
 
     def move_codes(self, memory: HostMemory, units: Collection[str], blocks: Mapping[str, Block]) -> None:
         """As `move_weights`, of the codes of these units' blocks. Those that have none get them by `code`."""
@@ -373,11 +383,17 @@ class Streaming:
             self.codes.add(unit, block.codes)
 
     def use_weights(self, unit: str, *, changed: bool = False) -> None:
-        """They are on the device, where the caller reads them, or changes them."""
-        if self.weights is not None:
+        """Trained ones are on the device, where the caller reads them, or changes them."""
+        if self.weights is not None and not self._frozen:
             self.weights.use(unit)
             if changed:
                 self.weights.changed(unit)
+
+    def replace_frozen(self, unit: str) -> None:
+        """The unit's frozen weights are on the device, where the caller writes to them."""
+        if self.weights is not None:
+            self.weights.use(unit)
+            self.weights.changed(unit)
 
     def use_gradients(self, unit: str, *, changed: bool = False) -> None:
         """As `use_weights`."""

@@ -97,14 +97,16 @@ class StageOptimizer:
         self._rank = rank or TensorRank()
         self._dropouts: list[DropoutSource] = []
         self._shards: dict[nn.Parameter, Shard] = {}
-        blocks_by_unit: dict[str, Block] = {}
+        self._blocks: dict[str, Block] = {}
+        trained_whole: dict[str, Block] = {}
         experts: dict[tuple[str, str], int] = {}
         for chunk in chunks:
             if chunk.dropout is not None:
                 self._dropouts.append(chunk.dropout)
-            if chunk.lora.rank == 0:
-                named = zip(chunk.units, chunk.layers, strict=True)
-                blocks_by_unit |= {unit: layer for unit, layer in named if isinstance(layer, Block)}
+            layers = zip(chunk.units, chunk.layers, strict=True)
+            blocks = {unit: layer for unit, layer in layers if isinstance(layer, Block)}
+            self._blocks |= blocks
+            trained_whole |= {} if chunk.lora.rank else blocks
             for unit, parameters in chunk.named_units():
                 copy = tied_parameter(chunk.model, unit)
                 self._units[unit] = parameters
@@ -134,9 +136,9 @@ class StageOptimizer:
         self.streaming = streaming or Streaming()
         self._in_blocks = {
             unit: [parameter for parameter in self._units[unit].values() if parameter.ndim >= 2]
-            for unit in blocks_by_unit
+            for unit in self._blocks
         }
-        """Matrices of blocks by unit, in model order."""
+        """Trained matrices of blocks by unit, in model order."""
         self.gradients: Gradients
         if training.gradients == "fp8":
             salts = self._gradient_salts() if self._rounds_stochastically else None
@@ -145,13 +147,13 @@ class StageOptimizer:
         else:
             self.gradients = PlainGradients(everything, in_place=gradients_in_place)
         if training.precision != "float32" and any(dispatch.has_kernels(p.device.type) for p in everything):
-            for block in blocks_by_unit.values():
+            for block in trained_whole.values():
                 block.add_weight_gradients(self._adding_to)
-        for block in blocks_by_unit.values():
+        for block in self._blocks.values():
             block.fixed_order = training.deterministic
             if training.weight_gradients == "fp8":
                 block.code_weight_gradients()
-        self._coded = blocks_by_unit if training.compute == "fp8" else {}
+        self._coded = self._blocks if training.compute == "fp8" else {}
         """Blocks whose products are in FP8."""
         self.streaming.coded = bool(self._coded)
         if host is not None:
@@ -197,8 +199,9 @@ class StageOptimizer:
             self.put_moments(parameter, moments)
 
     def move_weights(self, host: HostMemory, blocks: Collection[str]) -> None:
-        """Have the weights of these blocks' matrices in `host`, and those of others on the device."""
-        self.streaming.move_weights(host, blocks, self._in_blocks)
+        """Have the weights of these blocks' matrices in `host`, and those of others on the device; with
+        adapters, the frozen ones."""
+        self.streaming.move_weights(host, blocks, self._blocks)
 
     def move_codes(self, host: HostMemory, blocks: Collection[str]) -> None:
         """As `move_weights`, of their codes for products in FP8."""

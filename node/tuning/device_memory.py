@@ -13,6 +13,7 @@ tensors; `scripts/checks/memory_settings.py` compares them with what torch count
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from kernels.blockfloat.layout import BLOCK as PACKED_BLOCK
 from kernels.blockfloat.layout import packed_bytes
@@ -24,7 +25,7 @@ from node.model.optimizers import UpdateRule, update_rules
 from node.model.page_locked import GRADIENT_PIECE, STATE_PIECE, in_pieces, page_locked
 from node.model.shard_shapes import frozen_bytes, trained_parameters
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage, head_piece, stored_bytes
-from node.model.units import EMBED, HEAD, block_name, is_block
+from node.model.units import EMBED, HEAD, block_name, is_block, parameter_specs
 from node.schedule.placement import longest_slice, slices_of
 from wire.identity.enrolment import CPU, Hardware
 
@@ -180,7 +181,12 @@ class Share:
         return total
 
     def block_weights(self, block: str) -> int:
-        """Those of a block's matrices, which may be in host memory instead."""
+        """Those of a block's matrices, which may be in host memory instead; with adapters the frozen ones."""
+        if self._lora.rank:
+            ranks = self._devices.tensor_parallel
+            vectors = [spec for spec in parameter_specs(self._model, block) if len(spec.shape) == 1]
+            kept = frozen_bytes(self._model, self._lora, block, ranks)
+            return kept - sum(4 * prod(spec.shard_shape(ranks)) for spec in vectors)
         return (2 if self._training.weights == "bfloat16" else 4) * sum(self._matrices(block))
 
     def block_gradients(self, block: str) -> int:
@@ -194,13 +200,15 @@ class Share:
 
     def in_host_pieces(self, size: int, block: str) -> int:
         """What `size` bytes of a block's matrices take in host memory, at most."""
+        matrices = [spec for spec in parameter_specs(self._model, block) if len(spec.shape) >= 2]
         # Codes of a weight, with their scales, are four tensors.
-        return size + 4 * len(self._matrices(block)) * in_pieces(0)
+        return size + 4 * len(matrices) * in_pieces(0)
 
     @property
     def holds_copies(self) -> bool:
         """Whether autocast holds a copy of every weight in half precision while a forward runs."""
-        return self.plain and self._half and self._training.weights != "bfloat16"
+        in_half = self._half and self._training.weights != "bfloat16"
+        return self.plain and in_half and self._lora.rank == 0
 
     def gradients(self, units: Sequence[str]) -> int:
         """A copy of these units' main gradients."""

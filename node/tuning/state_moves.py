@@ -3,7 +3,8 @@
 As in LLMQ (papers/llmq.txt, sections 3.1 and A.1) the optimizer's moments leave first, which only its step
 reads (`node.training.host_moments`). Then the weights of blocks, which every pass fetches, and their main
 gradients, which backward fetches and sends back (`node.model.streamed`): of as many blocks as need to,
-whichever takes less time. Where products are in FP8, passes fetch the weights' codes, if these move, and the
+whichever takes less time. With adapters they are frozen weights, which come for passes alone and never go
+back. Where products are in FP8, passes fetch the weights' codes, if these move, and the
 masters come for the step alone. Embedding and head keep theirs: they are as large as several blocks.
 """
 
@@ -50,7 +51,7 @@ def state_moves(
     """Of a stage with these units, in the order of `Moved`, as far as it may move; none without host memory.
 
     Weights and gradients move where a device computes a stage alone and operation by operation. Adapters and
-    what they train are small. Autocast holds copies of all weights in a forward
+    their gradients are small, and stay. Autocast holds copies of all weights in a forward
     (`Share.holds_copies`), so that moving these frees little.
     """
     if devices.on_cpu or devices.host_bytes == 0:
@@ -68,9 +69,24 @@ def state_moves(
     ]
     blocks = [unit for unit in units if is_block(unit)]
     alone = devices.count == 1 and not share.captures
-    if not alone or config.lora.rank or share.holds_copies or not blocks:
+    if not alone or share.holds_copies or not blocks:
         return tuple(found)
-    weights, gradients = share.block_weights(blocks[0]), share.block_gradients(blocks[0])
+    weights = share.block_weights(blocks[0])
+    if config.lora.rank:
+        found.append(
+            StateMove(
+                most=len(blocks),
+                freed=weights,
+                there=_THERE * weights,
+                host=share.in_host_pieces(weights, blocks[0]),
+                seconds=0.0,
+                forward_in=weights,
+                backward_in=weights,
+                slowing=2 * weights * times.slowing,
+            )
+        )
+        return tuple(found)
+    gradients = share.block_gradients(blocks[0])
     # Passes whose products are in FP8 read codes, which each step makes anew; weights come for that alone.
     codes = share.block_codes(blocks[0])
     in_passes = 0 if codes else weights

@@ -7,11 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.config.schema import ModelSection, PipelineSection, RunConfig, SyncSection, TrainingSection
+from node.config.schema import (
+    LoraSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+    SyncSection,
+    TrainingSection,
+)
 from node.model import offload
 from node.model.host_memory import Copy
+from node.model.lora import FrozenWeight
 from node.model.page_locked import in_pieces, page_locked, pieces_of
+from node.model.storage import Storage
+from node.model.units import parameter_specs
 from node.stage.stage_model import StageModel
+from node.state.unit_state import FROZEN_PREFIX
+from node.tuning.device_memory import Devices, Share
 from node.tuning.memory_plan import Choice
 from node.tuning.state_moves import STAYS, Moved, moved_blocks
 from tests.support.host_memory import LateHostMemory
@@ -77,6 +89,63 @@ def test_state_moves_out_and_back_between_steps(case: str) -> None:
         states = (*states, CODES, Moved(moments=1, codes=2), CODES)
     found = steps(run, KEPT3, LateHostMemory(), count=len(states), states=states)
     assert same(found, steps(run, KEPT3, count=len(states)))
+
+
+FROZEN = Moved(moments=1, weights=3)
+
+
+def adapted(case: str) -> RunConfig:
+    if case != "mixture":
+        return config(case)
+    run = config("lora", family="mixture", experts=5, experts_per_token=2, qk_norm="head", ffn=32)
+    return replace(run, lora=LoraSection(rank=4, base="4"))
+
+
+@pytest.mark.parametrize(("case", "stage"), [("lora", 0), ("lora, 4 bits, dropout", 1), ("mixture", 1)])
+def test_frozen_weights_come_from_host_memory_with_the_same_bits(case: str, stage: int) -> None:
+    """They go there once, and adapters stay; some of them, all and none between steps."""
+    run, host = adapted(case), LateHostMemory()
+    kept_or_again = KEPT3 if run.lora.dropout else (AGAIN, ALL, Choice.KEPT)
+    states = (FROZEN, FROZEN, STAYS, STATES["some blocks"]._replace(gradients=0))
+    found = steps(run, kept_or_again, host, stage=stage, count=4, states=states)
+    assert same(found, steps(run, KEPT3, stage=stage, count=4))
+
+
+def test_frozen_weights_of_two_blocks_are_on_the_device_and_a_checkpoints_replace_them() -> None:
+    run, host = adapted("mixture"), LateHostMemory()
+    hidden, tokens = torch.ones(*SHAPE, HIDDEN), torch.zeros(SHAPE, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(3)
+    units = [f"block.{number:04d}" for number in range(3, 6)]
+    checkpoint = {
+        unit: {
+            f"{FROZEN_PREFIX}{spec.name}": 0.1 * torch.randn(spec.shape, generator=generator)
+            for spec in parameter_specs(run.model, unit)
+        }
+        for unit in units
+    }
+    found: list[list[Tensor]] = []
+    for state in (STAYS, FROZEN):
+        model = StageModel(run, CPU, room=Forced(KEPT3, state), host=host)
+        model.build(1, 2)
+        for unit, weights in checkpoint.items():
+            model.load_unit_state(unit, weights)
+        model.begin_step()
+        with torch.no_grad():
+            loss = model.forward(0, 0, hidden.clone(), tokens)
+        model.forward(0, 0, hidden.clone(), tokens)
+        model.backward(0, 0, None)
+        found.append([loss, torch.tensor(list(model.squared_norms().values()))])
+    assert same(*found)
+    (chunk,) = model._chunks
+    each = [
+        sum(
+            part.kept.untyped_storage().nbytes() for part in layer.modules() if isinstance(part, FrozenWeight)
+        )
+        for layer in chunk.layers[:3]
+    ]
+    size = Share(run, Devices(), Storage()).block_weights(units[0])
+    # One had gone there before the checkpoint's came.
+    assert sorted(each) == [0, size, size] and host.copied_out == 4 * size
 
 
 @pytest.mark.parametrize("case", ["float32", "fp8"])
