@@ -42,7 +42,9 @@ class MixtureBlock(LlamaBlock):
         """int64 [E]: how many tokens each expert got; None before the first."""
 
     def _layer(self, model: ModelSection, spec: ParameterSpec, *, bias: bool) -> nn.Module:
-        return Sinks(*spec.shape) if spec.layer == SINKS else super()._layer(model, spec, bias=bias)
+        if spec.layer == SINKS:
+            return Sinks(*spec.shard_shape(self.rank.count))
+        return super()._layer(model, spec, bias=bias)
 
     def sinks_h(self) -> Tensor | None:
         return cast(Tensor, getattr(self, SINKS).weight) if hasattr(self, SINKS) else None
@@ -51,15 +53,18 @@ class MixtureBlock(LlamaBlock):
         model = self._model
         if self.load is None:
             self.load = torch.zeros(model.experts, dtype=torch.int64, device=x_bsc.device)
+        # The loss of one of several ranks is the mean over its own positions.
+        share = self.share * self.rank.count
         parts = RoutedParts(
             storage=self.storage,
+            rank=self.rank,
             experts=model.experts,
             choices=model.experts_per_token,
             normalize=model.normalized_routing,
             limit=model.swiglu_limit,
             tokens=len(x_bsc) * model.sequence,
-            balance=model.balance_loss * self.share,
-            z=model.z_loss * self.share,
+            balance=model.balance_loss * share,
+            z=model.z_loss * share,
             at=at,
         )
         (router,) = self._projections((ROUTER,))

@@ -11,13 +11,18 @@ computed again.
 
 Each block adds its own terms to the loss, for balance between experts (Fedus et al. 2021, arXiv 2101.03961,
 equation 4) and against large logits (Zoph et al. 2022, arXiv 2202.08906, equation 5). They are no part of
-what the block returns: backward adds their gradients. Both are of a microbatch, also where it is cut
+what the block returns: backward adds their gradients. They are of a microbatch, also where it is cut
 along the sequence: all of its slices have gone forward before the first goes backward, so the load of all is
 known.
+
+Between tensor-parallel ranks every expert is cut by columns of its inner width, as a dense feed-forward is.
+Each rank routes its own positions, and has all logits by a gather. What ranks add up is each token's result,
+and in backward the gradients of its experts' weights and of its norm. Biases of what experts return count on
+the first rank alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -34,7 +39,7 @@ from node.model.past import BlockSlice
 from node.model.products import Linear, Projections
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage
 from node.model.stored_layers import NORMS, Layer, Norms, trained
-from node.model.tensor_rank import compute_dtype
+from node.model.tensor_rank import TensorRank, compute_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,7 @@ class RoutedParts:
     """The arguments of `routed_half` that are not tensors."""
 
     storage: Storage
+    rank: TensorRank
     experts: int
     choices: int
     """How many experts compute a token."""
@@ -57,6 +63,16 @@ class RoutedParts:
     """and its term against large logits."""
     at: BlockSlice | None = None
     """Of a microbatch that is cut into slices: the one that x is."""
+
+    def route(self, logits_te: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Weights and experts [T, k] of all ranks' positions, from the logits of the rank's own."""
+        everybodys = self.rank.gather(logits_te.view(batch, -1, self.experts)).flatten(0, -2)
+        return ops.route(everybodys, self.choices, self.normalize)
+
+    def own(self, x_tk: Tensor, batch: int) -> Tensor:
+        """What belongs to the rank's own positions, of all of them."""
+        positions = x_tk.view(batch, -1, x_tk.shape[-1]).chunk(self.rank.count, dim=1)
+        return positions[self.rank.index].flatten(0, -2)
 
 
 def routed_half(
@@ -88,6 +104,8 @@ class _Experts:
     second: Tensor | None
     """The biases [E N], or B, [E N, r]."""
     count: int
+    counts_bias: bool = True
+    """False where another tensor-parallel rank adds it."""
 
     @property
     def is_trained(self) -> bool:
@@ -101,7 +119,7 @@ class _Experts:
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """[E, N]."""
         bias = self.layer.bias if isinstance(self.layer, FrozenLinear) else self.second
-        return None if bias is None else bias.to(dtype).view(self.count, -1)
+        return None if bias is None or not self.counts_bias else bias.to(dtype).view(self.count, -1)
 
     def _each(self, stack: Tensor | None, dtype: torch.dtype) -> Tensor:
         """[E, ...] of matrices under one another."""
@@ -168,11 +186,11 @@ class _RoutedHalf(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             norms = Norms.again(tensors[:NORMS], eps)
             assert norms.first is not None, "a mixture has its norms at the input"
-            router, gate_of, up_of, down = _projections(projecting, tensors[NORMS:], parts.experts)
+            router, gate_of, up_of, down = _projections(projecting, tensors[NORMS:], parts)
             normed, kept_x = norms.first.store(x, storage.norm_input, dtype)
-            tokens = normed.flatten(0, -2)
-            (logits,) = router(tokens.float())
-            weights, chosen = ops.route(logits, parts.choices, parts.normalize)
+            (logits,) = router(normed.flatten(0, -2).float())
+            tokens = parts.rank.gather(normed).flatten(0, -2)
+            weights, chosen = parts.route(logits, len(x))
             order = ops.group(chosen, parts.experts)
             own_load = order.offsets.diff()
             load += own_load
@@ -187,7 +205,7 @@ class _RoutedHalf(torch.autograd.Function):
             del gate, up
             made = ops.combine(down(inner, order), weights, order)
             del inner
-            result = layers.residual(x, made.view(x.shape))
+            result = layers.residual(x, parts.rank.reduce_scatter(made.view(len(x), -1, x.shape[-1])))
         ctx.parts, ctx.eps, ctx.dtype, ctx.projecting = parts, eps, dtype, projecting
         mark("norm_input", [kept_x])
         mark("ffn_input", [logits, *kept])
@@ -204,15 +222,17 @@ class _RoutedHalf(torch.autograd.Function):
         tensors, (kept_x, logits, *kept) = saved[:count], saved[count:]
         norms = Norms.again(tensors[:NORMS], ctx.eps)
         assert norms.first is not None
-        router, gate_of, up_of, down = _projections(ctx.projecting, tensors[NORMS:], parts.experts)
-        weights, chosen = ops.route(logits, parts.choices, parts.normalize)
+        router, gate_of, up_of, down = _projections(ctx.projecting, tensors[NORMS:], parts)
+        weights, chosen = parts.route(logits, len(grad))
         order = ops.group(chosen, parts.experts)
         normed = norms.first.again(kept_x, storage.norm_input, grad.shape, dtype)
-        tokens = normed.flatten(0, -2)
+        tokens = parts.rank.gather(normed).flatten(0, -2)
         if storage.ffn_input == RECOMPUTE:
             kept = [into(tokens, order, gathers=True) for into in (gate_of, up_of)]
         # Every row gets the gradient of its token's result, without the expert's weight.
-        rows = grad.flatten(0, -2).to(dtype).index_select(0, order.slots // parts.choices)
+        of_made = parts.rank.gather(grad.to(dtype)).flatten(0, -2)
+        rows = of_made.index_select(0, order.slots // parts.choices)
+        del of_made
         by_row = weights.reshape(-1).index_select(0, order.slots)[:, None]
         of_inner = down.backward(rows, order)
         unweighted = of_inner.float()
@@ -227,13 +247,14 @@ class _RoutedHalf(torch.autograd.Function):
             numbers = torch.arange(len(rows), dtype=order.offsets.dtype, device=rows.device)
             expert = torch.searchsorted(order.offsets, numbers, right=True) - 1
             of_rows += (rows.float() * bias.index_select(0, expert)).sum(1)
-        of_weights = of_rows.index_select(0, order.places.flatten()).view(weights.shape)
+        of_all = of_rows.index_select(0, order.places.flatten()).view(len(grad), -1, parts.choices)
+        of_weights = parts.rank.reduce_scatter(of_all).flatten(0, -2)
         of_down: list[Tensor | None] = [None, None]
         if down.is_trained:
             of_down = down.gradients(rows, inner * by_row.to(dtype), order)
             if of_down[1] is not None and not isinstance(down.layer, FrozenLinear):
                 of_bias = ops.bias_gradient(rows * by_row.to(dtype), order, of_down[1].dtype)
-                of_down[1] = of_bias.flatten()
+                of_down[1] = of_bias.flatten() if down.counts_bias else torch.zeros_like(of_down[1])
         del rows, inner
         of_tokens = gate_of.backward(of_gate, order).add_(up_of.backward(of_up, order))
         of_projections = [
@@ -241,20 +262,21 @@ class _RoutedHalf(torch.autograd.Function):
             *up_of.gradients(of_up, tokens, order, gathers=True),
         ]
         del of_gate, of_up
-        ones = torch.ones_like(of_weights)
-        of_normed = ops.combine(of_tokens, ones, order)
+        of_normed = ops.combine(of_tokens, torch.ones_like(weights), order)
         del of_tokens
-        of_logits = ops.route_backward(of_weights, logits, weights, chosen, parts.normalize)
+        of_normed = parts.rank.reduce_scatter(of_normed.view(len(grad), -1, grad.shape[-1])).to(dtype)
+        own_weights, own_chosen = (parts.own(part, len(grad)) for part in (weights, chosen))
+        of_logits = ops.route_backward(of_weights, logits, own_weights, own_chosen, parts.normalize)
         _add_auxiliary(of_logits, logits, order, parts)
-        of_router = router.gradients([of_logits], tokens.float())
-        of_normed = of_normed.add_(router.backward([of_logits]).to(dtype)).view(grad.shape)
+        of_router = router.gradients([of_logits], normed.flatten(0, -2).float())
+        of_normed = of_normed.add_(router.backward([of_logits]).to(dtype).view(grad.shape))
         of_x, of_weight, _ = norms.first.backward(of_normed, kept_x, storage.norm_input, grad)
         of_vectors = of_weight, None, None, None, None
         return of_x, None, None, None, None, *of_vectors, *of_router, *of_projections, *of_down
 
 
 def _projections(
-    projecting: Sequence[Layer], tensors: Sequence[Tensor | None], experts: int
+    projecting: Sequence[Layer], tensors: Sequence[Tensor | None], parts: RoutedParts
 ) -> tuple[Projections | AdaptedProjections, _Experts, _Experts, _Experts]:
     """The router; gate, up and down; from what `trained` gives."""
     router, first, second = projecting[0], tensors[0], tensors[1]
@@ -264,9 +286,10 @@ def _projections(
     else:
         routing = Projections(linears=[Linear(weight=cast(Tensor, first), bias=second)])
     gate, up, down = (
-        _Experts(layer=layer, first=one, second=other, count=experts)
+        _Experts(layer=layer, first=one, second=other, count=parts.experts)
         for layer, one, other in zip(projecting[1:], tensors[2::2], tensors[3::2], strict=True)
     )
+    down = replace(down, counts_bias=parts.rank.index == 0)
     return routing, gate, up, down
 
 

@@ -72,11 +72,6 @@ def check_sizes(config: RunConfig, ranks: int, tensor_parallel: int = 1) -> None
 def check_shards(config: RunConfig, ranks: int) -> None:
     """Raise RunError if `ranks` cannot share this run's blocks: one line, which names the size in the way."""
     model = config.model
-    if ranks > 1 and model.experts:
-        raise RunError(
-            f"--tensor-parallel {ranks} cannot share a mixture's experts: join without; --gpus shares "
-            "microbatches"
-        )
     if ranks > 1 and model.qk_norm == "full":
         raise RunError(
             f"--tensor-parallel {ranks} cannot share model.qk_norm full, which spans all heads: join without"

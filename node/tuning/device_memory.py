@@ -525,11 +525,12 @@ class Share:
         model, element = self._model, self._element
         # On a CPU references compute in float32.
         wider = 4 * self._devices.on_cpu * (3 * (self._storage.ffn_input in PACKED) + 6 * self._half)
-        row = 2 * element * model.hidden + (7 * element + 4 + wider) * model.ffn
+        width = model.ffn // self._devices.tensor_parallel
+        row = 2 * element * model.hidden + (7 * element + 4 + wider) * width
         token = model.experts_per_token * row + 6 * 4 * model.experts + 4 * element * model.hidden
         whole = self._training.weights if self._lora.rank == 0 else self._lora.base
         casts = self._half and whole == WHOLE
-        return self._row_tokens * token + 2 * casts * model.experts * model.ffn * model.hidden
+        return self._row_tokens * token + 2 * casts * model.experts * width * model.hidden
 
     def feed_forward_at_work(self) -> int:
         """Plain: gradients of two tensors of its width. Packed: they and their inputs, unpacked.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from node.config.schema import MOST_EXPERTS, MOST_LAYERS, ModelSection
 from node.model.families.config_json import ConfigReader
-from node.model.families.family import FileTensor, Initial, ParameterSpec
+from node.model.families.family import Cut, FileTensor, Initial, ParameterSpec
 from node.model.families.llama import FULL, SLIDING, Llama, positions, rope_of, windows
 from wire.errors import ConfigError
 
@@ -64,10 +64,11 @@ class Mixture(Llama):
         router = ParameterSpec(
             f"{ROUTER}.weight", (model.experts, model.hidden), Initial.NORMAL, precise=True
         )
+        sinks = ParameterSpec(f"{SINKS}.weight", (model.heads,), Initial.ZEROS, Cut.OUTPUTS)
         return (
             first,
             *attention,
-            *((ParameterSpec(f"{SINKS}.weight", (model.heads,), Initial.ZEROS),) if model.sinks else ()),
+            *((sinks,) if model.sinks else ()),
             *self.norm("ffn_norm", model),
             router,
             *((ParameterSpec(f"{ROUTER}.bias", (model.experts,), Initial.ZEROS),) if bias else ()),

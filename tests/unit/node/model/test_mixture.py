@@ -243,8 +243,10 @@ def test_sizes_are_those_of_all_experts_and_costs_those_of_a_tokens_own() -> Non
     assert 315e6 < frozen_bytes(qwen30b, lora, block_name(0)) < 330e6
     kept = stored_bytes(qwen30b, TrainingSection(precision="bfloat16"), Storage(ffn_input="bf16"), 1)
     assert kept.ffn_input == 2048 * (2 * 2 * 8 * 768 + 4 * 128)
-    with pytest.raises(RunError, match="mixture's experts"):
-        check_shards(RunConfig(model=qwen30b), 2)
+    check_shards(RunConfig(model=qwen30b, lora=lora), 2)
+    assert frozen_bytes(qwen30b, lora, block_name(0), 2) < 0.51 * frozen_bytes(qwen30b, lora, block_name(0))
+    with pytest.raises(RunError, match=r"into 192, and lora\.base 4 needs multiples of 128"):
+        check_shards(RunConfig(model=qwen30b, lora=lora), 4)
 
 
 @pytest.mark.parametrize(

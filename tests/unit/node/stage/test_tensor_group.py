@@ -54,6 +54,21 @@ ADAPTED_LLAMA = replace(
     LLAMA, model=replace(LLAMA.model, tied=False), lora=LoraSection(rank=4, dropout=0.2, base="float32")
 )
 
+ADAPTED_MIXTURE = replace(
+    ADAPTED_LLAMA,
+    model=replace(
+        ADAPTED_LLAMA.model,
+        family="mixture",
+        head_width=64,
+        ffn=256,
+        experts=4,
+        experts_per_token=2,
+        qk_norm="head",
+        balance_loss=0.1,
+    ),
+    lora=LoraSection(rank=4, base="4"),
+)
+
 SLICED = replace(STORED, pipeline=PipelineSection(stages=1, sequence_chunks=2))
 
 State = dict[str, dict[str, Tensor]]
@@ -109,6 +124,7 @@ def equal(first: State, second: State) -> bool:
         (FP8_GRADIENTS, 4, 2),
         (ADAPTED, 4, 2),
         (ADAPTED_LLAMA, 2, 2),
+        (ADAPTED_MIXTURE, 2, 2),
         (SLICED, 4, 2),
     ],
     ids=[
@@ -118,6 +134,7 @@ def equal(first: State, second: State) -> bool:
         "gpt2 2 x 2, fp8 gradients",
         "adapters on stored gpt2 2 x 2",
         "adapters on llama 2",
+        "adapters on experts 2",
         "slices of stored llama 2 x 2",
     ],
 )

@@ -18,6 +18,20 @@ from tests.support.thread_ranks import thread_ranks
 CPU = torch.device("cpu")
 LLAMA = ModelSection(layers=2, hidden=48, heads=8, kv_heads=4, ffn=20, vocab=61, sequence=12)
 GPT2 = replace(LLAMA, family="gpt2")
+MIXTURE = replace(
+    LLAMA,
+    family="mixture",
+    experts=5,
+    experts_per_token=2,
+    qkv_bias=True,
+    all_biases=True,
+    sinks=True,
+    swiglu_limit=0.5,
+    balance_loss=0.3,
+    z_loss=0.1,
+    init_std=0.1,
+)
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "mixture": MIXTURE}
 RECOMPUTED = Storage(ffn_input="recompute", attention="recompute", attention_output="recompute")
 COMPUTED = Storage(attention_output="recompute")
 EIGHT = Storage(norm_input="8", ffn_input="8", attention="8", attention_output="8")
@@ -30,6 +44,7 @@ def backward(chunk: Chunk, tokens: Tensor, labels: Tensor, precision: str) -> fl
     rank = chunk.layers[0].rank
     assert isinstance(rank, TensorRank)
     mine = [part.chunk(rank.count, dim=1)[rank.index].contiguous() for part in (tokens, labels)]
+    chunk.share_loss(1 / rank.count)
     with compute_precision(precision, CPU):
         loss = chunk.loss(*mine) / rank.count
     loss.backward()
@@ -91,7 +106,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(
     "storage", [Storage(), RECOMPUTED, COMPUTED], ids=["plain", "recomputed", "computed"]
 )
@@ -122,7 +137,7 @@ def test_in_bfloat16_ranks_are_as_near_as_whole_blocks(model: ModelSection, stor
         assert error(shared[name], gradient) < 1.5 * error(whole[name], gradient) + 3e-3, name
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("preset", ["agoq", "compact"])
 def test_packed_activations_cost_no_more_between_ranks(model: ModelSection, preset: str) -> None:
     """Ranks pack other blocks of 128, so errors differ; they must not grow."""
