@@ -32,10 +32,6 @@ PACKING_CAUTION = 1.5
 """Count on packing this much longer than measured: it shares its node's cores with compute."""
 FREE = 0.02
 """A step may take this much longer for more precision."""
-SLOWER, PACES = 0.05, 21
-"""Paces that are tried: the least, and so much slower each, up to twice the least."""
-HALVINGS = 30
-"""Of the interval in which the pace is looked for."""
 
 Way = tuple[int, Direction]
 """A boundary's number, and the kind of tensor."""
@@ -251,7 +247,8 @@ def plan_codecs(
 
 
 class _Choice:
-    """A search for one plan. All tensors of a direction rise together, so that none pays for the others."""
+    """A search for one plan, one direction at a time. All tensors of a direction change together, so that
+    none pays for the others."""
 
     def __init__(self, lines: Lines, rungs: Sequence[str], may: Callable[[Way, int], bool]) -> None:
         self._lines = lines
@@ -263,58 +260,30 @@ class _Choice:
 
     def best(self) -> dict[Way, str]:
         """The codec of each tensor."""
-        allowed, chosen = self._shortest(*self._fastest())
-        chosen = self._covered(self._raised(chosen, allowed), allowed)
+        chosen = self._shortest()
+        pace = self._lines.pace(self._names(chosen))
+        chosen = self._covered(self._raised(chosen, pace), pace)
         return {way: self._rungs[chosen[way]] for way in self._allowed}
 
-    def _fastest(self) -> tuple[float, dict[Way, int]]:
-        """The pace, and a plan that has it."""
-        lines = self._lines
-        least = [min(self._wire(ways, rung) for rung in range(len(self._rungs))) for ways in self._ways()]
-        low = max((lines.compute_seconds, *least))
-        if (found := self._within(low)) is not None:
-            return low, found
-        # Packing binds: what packs fastest is a plan, and the pace lies between.
-        found = {way: rung for ways in self._ways() for way, rung in self._cheapest(ways, math.inf).items()}
-        high = lines.pace(self._names(found))
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            if (better := self._within(middle)) is None:
-                low = middle
-            else:
-                high, found = middle, better
-        return high, found
+    def _shortest(self) -> dict[Way, int]:
+        """The best single codec for all, then the best one of each direction in turn, until none gains."""
+        rungs = range(len(self._rungs))
+        chosen = min(({way: self._of(way, rung) for way in self._allowed} for rung in rungs), key=self._cost)
+        cost, before = self._cost(chosen), None
+        while cost != before:
+            before = cost
+            for ways in self._ways():
+                for rung in rungs:
+                    other = chosen | {way: self._of(way, rung) for way in ways}
+                    if (found := self._cost(other)) < cost:
+                        chosen, cost = other, found
+        return chosen
 
-    def _shortest(self, least: float, fastest: dict[Way, int]) -> tuple[float, dict[Way, int]]:
-        """The pace and the plan of the shortest step: at a slower pace than the least, codecs that pack in
-        less time may fit, and make its ramp shorter. With few microbatches the ramp is most of the step, and
-        one codec for all tensors may take less than a plan for any of these paces."""
-        lines, found = self._lines, [(least, fastest)]
-        if not math.isinf(lines.microbatches):
-            for slower in range(1, PACES):
-                pace = least * (1 + SLOWER * slower)
-                if (plan := self._within(pace)) is not None:
-                    found.append((pace, plan))
-            for rung in range(len(self._rungs)):
-                plan = {way: self._of(way, rung) for way in self._allowed}
-                found.append((lines.pace(self._names(plan)), plan))
-        return min(found, key=lambda one: one[0] + lines.ramp(self._names(one[1])))
-
-    def _within(self, seconds: float) -> dict[Way, int] | None:
-        """A plan that takes no longer, by what packs fastest of what the lines carry; None without one."""
-        found: dict[Way, int] = {}
-        for ways in self._ways():
-            found.update(self._cheapest(ways, seconds))
-        return found if len(found) == len(self._allowed) and self._packs(found, seconds) else None
-
-    def _cheapest(self, ways: Sequence[Way], seconds: float) -> dict[Way, int]:
-        """Of one direction, the rungs that take least to pack within `seconds` on the line; the fewest bytes
-        among equals."""
-        fitting = [rung for rung in range(len(self._rungs)) if self._wire(ways, rung) <= seconds]
-        if not fitting:
-            return {}
-        rung = min(fitting, key=lambda rung: (self._packing(ways, rung), self._wire(ways, rung)))
-        return {way: self._of(way, rung) for way in ways}
+    def _cost(self, chosen: Mapping[Way, int]) -> tuple[float, float]:
+        """Seconds of a microbatch, then all that lines and processors do in it: where two of them bind at
+        once, a change of one alone gains nothing yet."""
+        lines, names = self._lines, self._names(chosen)
+        return lines.seconds(names), sum((*lines.busy(names).values(), *lines.packs(names)))
 
     def _raised(self, chosen: dict[Way, int], allowed: float) -> dict[Way, int]:
         """As precise as costs at most `FREE` of a step, the least precise direction first."""
@@ -360,18 +329,6 @@ class _Choice:
 
     def _packs(self, chosen: Mapping[Way, int], allowed: float) -> bool:
         return max(self._lines.packs(self._names(chosen))) <= allowed
-
-    def _wire(self, ways: Sequence[Way], rung: int) -> float:
-        return sum(self._lines.transfer(way, self._rungs[self._of(way, rung)])[0] for way in ways)
-
-    def _packing(self, ways: Sequence[Way], rung: int) -> float:
-        """Seconds a microbatch, of both ends."""
-        source, target = self._lines.ends(ways[0])
-        codecs = [(way, self._rungs[self._of(way, rung)]) for way in ways]
-        return sum(
-            self._lines.packing_of(way, codec, source)[0] + self._lines.packing_of(way, codec, target)[1]
-            for way, codec in codecs
-        )
 
     def _of(self, way: Way, rung: int) -> int:
         """The rung of a tensor where its direction has this one: the highest up to it that it may have."""

@@ -13,7 +13,6 @@ from node.schedule.simulation import simulate
 from node.tuning.codec_plan import (
     FREE,
     PACKING_CAUTION,
-    SLOWER,
     CodecPlan,
     Lines,
     Way,
@@ -270,7 +269,7 @@ def test_no_single_codec_has_a_much_shorter_step_than_the_plan(
     given = replace(lines(*rates), microbatches=microbatches)
     given = replace(given, packing=(slow_packing(trellis, fixed),) * given.stages)
     found = seconds_of(given, plan_codecs(given, RUNGS))
-    assert found <= min(seconds_of(given, same(given, rung)) for rung in RUNGS) * (1 + SLOWER) * (1 + FREE)
+    assert found <= min(seconds_of(given, same(given, rung)) for rung in RUNGS) * (1 + FREE)
 
 
 def test_few_microbatches_get_codecs_that_pack_fast() -> None:
@@ -279,10 +278,13 @@ def test_few_microbatches_get_codecs_that_pack_fast() -> None:
     assert all(name.startswith("trellis") for name in plan_codecs(given, RUNGS).activations[:3])
     short = replace(given, microbatches=12)
     plan = plan_codecs(short, RUNGS)
-    assert {*plan.activations, *plan.gradients} <= {"fixed-6", "fixed-8"}
+    # The slowest line's tensors are most of the ramp: there fewer bytes count for more.
+    assert {*plan.activations[:3], *plan.gradients[:3]} == {"fixed-6", "fixed-8"}
+    assert all(seconds_of(short, plan) < 0.99 * seconds_of(short, same(short, rung)) for rung in RUNGS)
     control = RateControl(RUNGS, same(given, "trellis-4.41"))
     moved = run_steps(control, short, 0.3)
-    assert moved is not None and set(moved.activations) == {"fixed-6"}, "at most half as many bytes again"
+    assert moved is not None
+    assert set(moved.activations[:3]) == {"fixed-6"}, "at most half as many bytes again"
 
 
 def test_what_a_node_says_of_its_packing_is_believed_up_to_the_measured_step() -> None:
