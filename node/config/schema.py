@@ -279,8 +279,8 @@ class TrainingSection:
     gradients: str = "float32"
     """Accumulate gradients in `float32`, or in `fp8` (e4m3 in blocks of 128; matrices only)."""
     moments: str = "float32"
-    """Store the optimizer's moments in `float32`, or in `fp8` (e4m3 in blocks of 128 with range expansion;
-    matrices only)."""
+    """Store the optimizer's moments of matrices in `float32`, in `bfloat16` (but for squares of gradients,
+    which stay in float32), or in `fp8` (e4m3 in blocks of 128 with range expansion)."""
     export_every: int = 0
     """Write a Hugging Face folder at every n-th snapshot, in the run directory's `exports`; 0 writes none."""
     cuda_graphs: bool = True

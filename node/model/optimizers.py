@@ -50,6 +50,16 @@ class Part(NamedTuple):
     first: int = 0
     """Every number before the first step."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has a number for each element, and so the parameter's shape."""
+        return self.block == 1 and self.dtype != "uint8"
+
+    @property
+    def bytes_each(self) -> float:
+        """Bytes an element of the parameter."""
+        return _SIZES[self.dtype] / self.block
+
     def count(self, elements: int) -> int:
         """How many numbers so many elements have."""
         return -(-elements // self.block)
@@ -57,13 +67,15 @@ class Part(NamedTuple):
 
 FORMS = {
     "float32": (Part("", "float32", "float32"),),
+    "bfloat16": (Part("", "bfloat16", "float32"),),
     "fp8": (
         Part("", "uint8", "uint8"),
         Part("_scale", "bfloat16", "float32", BLOCK),
         Part("_power", "uint8", "uint8", BLOCK, POWER_UNIT),
     ),
 }
-"""How moments may be stored: values of `training.moments`. Those of vectors are always in float32."""
+"""How moments may be stored: values of `training.moments`. Those of vectors are always in float32. Beside
+means in bfloat16 squares are, too: they change by less in a step than bfloat16 tells apart."""
 
 
 class Moment(NamedTuple):
@@ -106,13 +118,13 @@ class UpdateRule(ABC):
 
     def stored_bytes(self, training: TrainingSection, *, is_matrix: bool) -> float:
         """Memory of the moments of one element."""
-        form = form_of(training, is_matrix=is_matrix)
-        return len(self.moments) * sum(_SIZES[part.dtype] / part.block for part in form)
+        forms = (form_of(training, moment, is_matrix=is_matrix) for moment in self.moments)
+        return sum(part.bytes_each for form in forms for part in form)
 
     def keys(self, training: TrainingSection, name: str, *, is_matrix: bool) -> dict[str, Part]:
         """The parts of a parameter's moments by their names in its unit's state."""
-        form = form_of(training, is_matrix=is_matrix)
-        return {f"{moment.name}{part.suffix}.{name}": part for moment in self.moments for part in form}
+        forms = {moment: form_of(training, moment, is_matrix=is_matrix) for moment in self.moments}
+        return {f"{moment.name}{part.suffix}.{name}": part for moment, form in forms.items() for part in form}
 
 
 @dataclass(frozen=True)
@@ -125,14 +137,15 @@ class AdamWRule(UpdateRule):
     def step_bytes(self, training: TrainingSection, sizes: Sequence[int], *, on_cpu: bool) -> int:
         *_, second, largest = 0, 0, *sorted(sizes)
         is_packed, unpacks = training.moments == "fp8", training.gradients == "fp8"
+        wide = 4 * largest if training.moments == "bfloat16" else 0
         if not on_cpu:
             # Kernels make nothing. With moments in float32 a gradient in e4m3 is unpacked for them.
-            return 4 * largest if unpacks and not is_packed else 0
+            return (4 * largest if unpacks and not is_packed else 0) + wide
         # Measured a matrix at a time: a root, twice, and the gradient unpacked or the last matrix's root; all
         # of it in float32; random bits in int64.
         if is_packed:
             return (58 if training.weights == "bfloat16" else 34) * largest
-        return 8 * largest + 4 * (largest if unpacks else second)
+        return 8 * largest + 4 * (largest if unpacks else second) + wide
 
     def round_means(self, shape: tuple[int, ...]) -> Mapping[str, RoundMean]:
         if len(shape) < 2:
@@ -205,9 +218,10 @@ def optimizer_words(training: TrainingSection, lora: LoraSection) -> str:
     return f"{muon if name == 'muon' else ''}{adamw}, weight decay {training.weight_decay:g}"
 
 
-def form_of(training: TrainingSection, *, is_matrix: bool) -> tuple[Part, ...]:
-    """How the moments of a parameter are stored."""
-    return FORMS[training.moments if is_matrix else "float32"]
+def form_of(training: TrainingSection, moment: Moment, *, is_matrix: bool) -> tuple[Part, ...]:
+    """How a moment of a parameter is stored."""
+    keeps = not is_matrix or (moment.is_never_negative and training.moments == "bfloat16")
+    return FORMS["float32" if keeps else training.moments]
 
 
 def update_rules(config: RunConfig, unit: str) -> tuple[UpdateRule, ...]:
@@ -246,7 +260,7 @@ def state_layout(
             layout[f"{OUTER_PREFIX}{name}"] = "float32", shape
         rule, is_matrix = update_rule(training, unit, name, shape), len(shape) >= 2
         for key, part in rule.keys(training, name, is_matrix=is_matrix).items():
-            layout[key] = part.saved, shape if part.dtype == "float32" else (part.count(prod(shape)),)
+            layout[key] = part.saved, shape if part.is_plain else (part.count(prod(shape)),)
     return layout
 
 

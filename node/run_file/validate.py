@@ -25,6 +25,7 @@ from node.config.schema import (
 )
 from node.model.families.known import FAMILIES, model_problems
 from node.model.lora_shapes import FORMS, projections, targets
+from node.model.optimizers import FORMS as MOMENT_FORMS
 from node.model.optimizers import OPTIMIZERS
 from node.run_file.addresses import coordinator_problems, dashboard_problems, positive
 from node.run_file.storage_rules import name_problem, storage_problems
@@ -296,7 +297,7 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
     yield from name_problem("training.weight_gradients", training.weight_gradients, COMPUTES)
     yield from name_problem("training.weights", training.weights, WEIGHTS)
     yield from name_problem("training.gradients", training.gradients, STORES)
-    yield from name_problem("training.moments", training.moments, STORES)
+    yield from name_problem("training.moments", training.moments, tuple(MOMENT_FORMS))
     if training.weights == "bfloat16" and (training.precision, training.moments) != ("bfloat16", "fp8"):
         yield (
             'training.weights = "bfloat16" needs training.precision = "bfloat16" and training.moments = '

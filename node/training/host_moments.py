@@ -44,14 +44,14 @@ class HostMoments:
         self._memory = memory
         self._pieces: dict[nn.Parameter, list[tuple[Tensor, ...]]] = {}
         for parameter, rule in rules.items():
-            elements, form = parameter.numel(), form_of(training, is_matrix=True)
+            elements = parameter.numel()
+            parts = [part for one in rule.moments for part in form_of(training, one, is_matrix=True)]
             piece = elements if rule.needs_whole else PIECE
             counts = [min(piece, elements - first) for first in range(0, elements, piece)]
             self._pieces[parameter] = [
                 tuple(
                     self._new(part.count(count), getattr(torch, part.dtype)).fill_(part.first)
-                    for _ in rule.moments
-                    for part in form
+                    for part in parts
                 )
                 for count in counts
             ]

@@ -70,7 +70,14 @@ class Muon(Updates):
         return [means[MEAN].view(parameter.shape)]
 
     def _mix(self, means: list[Tensor], gradients: list[Tensor]) -> None:
-        """Nesterov: add gradients to their means; they become the means that come next."""
+        """Nesterov: add gradients to their means; they become the means that come next, as they are before
+        they are rounded to bfloat16."""
+        if means[0].dtype != torch.float32:
+            for mean, gradient in zip(means, gradients, strict=True):
+                wide = mean.float()
+                self._mix([wide], [gradient])
+                mean.copy_(wide)
+            return
         torch._foreach_lerp_(means, gradients, 1 - self._momentum)
         torch._foreach_lerp_(gradients, means, self._momentum)
 

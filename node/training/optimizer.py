@@ -181,7 +181,7 @@ class StageOptimizer:
     def _zeros(parameter: nn.Parameter, part: Part) -> Tensor:
         dtype, device = getattr(torch, part.dtype), parameter.device
         flat = torch.full((part.count(parameter.numel()),), part.first, dtype=dtype, device=device)
-        return _shaped(flat, parameter)
+        return _shaped(flat, part, parameter)
 
     def _keys(self, parameter: nn.Parameter) -> dict[str, Part]:
         """The tensors of a parameter's moments by their names in its unit's state."""
@@ -396,12 +396,13 @@ class StageOptimizer:
         return self._updates[self._rules[parameter]]
 
     def moments_of(self, parameter: nn.Parameter) -> list[Tensor]:
-        """The tensors of its moments in the order of `UpdateRule.keys`, those in float32 of its shape. The
+        """The tensors of its moments in the order of `UpdateRule.keys`, plain ones of its shape. The
         optimizer's own, or copies on the CPU of those in host memory."""
         if parameter in self._moments:
             return self._moments[parameter]
         assert self._on_host is not None
-        return [_shaped(part, parameter) for part in self._on_host.whole(parameter)]
+        kept = zip(self._on_host.whole(parameter), self._keys(parameter).values(), strict=True)
+        return [_shaped(moment, part, parameter) for moment, part in kept]
 
     @torch.no_grad()
     def put_moments(self, parameter: nn.Parameter, moments: Sequence[Tensor]) -> None:
@@ -455,7 +456,10 @@ class StageOptimizer:
             gradient = self.gradients.part(parameter, piece.first, piece.count)
             if isinstance(gradient, Tensor):
                 gradient = gradient.view(shape)
-            of_piece = [_shaped(moment, weight) for moment in piece.moments]
+            parts = self._keys(parameter).values()
+            of_piece = [
+                _shaped(moment, part, weight) for moment, part in zip(piece.moments, parts, strict=True)
+            ]
             self.updates_of(parameter).step(weight, gradient, of_piece, step)
 
     def _decay(self, parameter: nn.Parameter) -> float:
@@ -558,6 +562,6 @@ def copy_to_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _shaped(moment: Tensor, parameter: Tensor) -> Tensor:
-    """A flat moment in the parameter's shape where it is stored as it is."""
-    return moment.view(parameter.shape) if moment.dtype == torch.float32 else moment
+def _shaped(moment: Tensor, part: Part, parameter: Tensor) -> Tensor:
+    """A flat moment in the parameter's shape where it has a number for each element."""
+    return moment.view(parameter.shape) if part.is_plain else moment

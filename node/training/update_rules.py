@@ -116,6 +116,12 @@ class AdamW(Updates):
         moments: Sequence[Sequence[Tensor]],
         step: Step,
     ) -> None:
+        if any(mean.dtype != torch.float32 for mean, _ in moments):
+            for weight, gradient, (mean, square) in zip(weights, gradients, moments, strict=True):
+                wide = mean.float()
+                self.step_together([weight], [gradient], [(wide, square)], step)
+                mean.copy_(wide)
+            return
         means, squares = zip(*moments, strict=True)
         # The function counts them up. On a GPU the step reads them there.
         device = weights[0].device

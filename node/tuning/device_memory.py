@@ -21,7 +21,7 @@ from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
 from node.model.families.known import family_of
 from node.model.lora_shapes import WHOLE, largest_projection, targets
-from node.model.optimizers import UpdateRule, update_rules
+from node.model.optimizers import UpdateRule, form_of, update_rules
 from node.model.page_locked import GRADIENT_PIECE, STATE_PIECE, in_pieces, page_locked
 from node.model.shard_shapes import frozen_bytes, trained_parameters
 from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage, head_piece, stored_bytes
@@ -171,13 +171,15 @@ class Share:
 
     def moments_on_host(self, units: Sequence[str]) -> int:
         """What they take there."""
-        whole = 1 if self._training.moments == "fp8" else 4
-        small = 3 / BLOCK if self._training.moments == "fp8" else 0
         total = 0
         for n, rule in self._stepped(units):
             in_pieces = 0 if rule.needs_whole else n // STATE_PIECE * STATE_PIECE
-            last = page_locked((n - in_pieces) * whole)
-            total += len(rule.moments) * (in_pieces * whole + last + 2 * int(n * small))
+            for moment in rule.moments:
+                first, *rest = form_of(self._training, moment, is_matrix=True)
+                whole = int(first.bytes_each)
+                last = page_locked((n - in_pieces) * whole)
+                small = sum(part.bytes_each for part in rest)
+                total += in_pieces * whole + last + 2 * int(n * small)
         return total
 
     def block_weights(self, block: str) -> int:

@@ -53,6 +53,7 @@ FORMS = {
     "compact, fp8 gradients": (replace(FP8, moments="float32"), StorageSection(preset="compact")),
     "agoq, fp8, bf16": (HALF, StorageSection(preset="agoq")),
     "float32 gradients, bf16": (replace(HALF, gradients="float32"), StorageSection()),
+    "bf16 moments": (replace(TRAINING, moments="bfloat16"), StorageSection()),
     "fp8, long steps": (replace(FP8, global_batch=64), StorageSection(preset="compact")),
 }
 
@@ -172,7 +173,7 @@ def test_attention_is_counted_where_the_feed_forward_is_narrow(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("form", ["plain", "agoq", "compact, fp8 gradients"])
+@pytest.mark.parametrize("form", ["plain", "bf16 moments", "agoq", "compact, fp8 gradients"])
 def test_wide_matrices_are_counted_where_tokens_are_few(form: str, family: str) -> None:
     """Half a block that packs gives the gradients of all its matrices at once; AdamW holds two roots."""
     config = run(form, family)
