@@ -42,6 +42,15 @@ def shortened(text: str, most: int = MOST_SHOWN) -> str:
     return f"{text[: most - most // 3]}... ({len(text):,} characters) ...{text[-(most // 3) :]}"
 
 
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys, but for line ends and tabs; those that turn the direction of text too."""
+
+
+def escaped(text: str) -> str:
+    """`text` as it may be shown on a terminal: names and texts of strangers may hold commands for it."""
+    return _COMMANDS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
 class ThinwireError(Exception):
     """Base of all errors that are shown to a user as one line."""
 
@@ -170,13 +179,13 @@ def without_folders(text: str) -> str:
 
 def close_to(name: str, known: Iterable[str]) -> list[str]:
     """Known names that an unknown one may mean, the likeliest first."""
-    return get_close_matches(name[:MOST_SHOWN], list(known), cutoff=0.5)
+    return get_close_matches(name, list(known), cutoff=0.5) if len(name) <= MOST_SHOWN else []
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: `; did you mean 'X'?`, or all known names."""
     known = list(known)
-    match = get_close_matches(name[:MOST_SHOWN], known, n=1, cutoff=0.5)
+    match = close_to(name, known)
     return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known)}"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from node.cli.parser import add_run_file
+from wire.errors import escaped
 
 if TYPE_CHECKING:
     from node.data.preview import Preview
@@ -87,5 +88,5 @@ def _text(found: "Preview") -> str:
             else f"{source.tokens:,} tokens to train on"
         )
         lines += [f"dropped {count:,}: {reason}" for reason, count in source.dropped.items()]
-        lines.append(source.text)
+        lines.append(escaped(source.text))
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from node.config.join_options import MOST_DEVICES
 from node.display.terminal import LIVE_LINE
-from wire.errors import UserError, nearest
+from wire.errors import UserError, escaped, nearest
 
 
 class UsageError(UserError):
@@ -85,6 +85,9 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not su
         LIVE_LINE.end()
         self.stream = sys.stderr
         super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
 
 
 def set_up_logging() -> None:

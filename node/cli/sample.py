@@ -7,6 +7,7 @@ from typing import Any
 
 from node.cli.parser import UsageError
 from node.cli.snapshot_model import add_arguments, load_model, open_snapshot
+from wire.errors import escaped
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -79,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
         text = tokenizer.decode(np.array(ids))
         # A character may take several tokens: wait until it is whole.
         if not text.endswith(UNFINISHED):
-            sys.stdout.write(text[shown:])
+            sys.stdout.write(escaped(text[shown:]))
             sys.stdout.flush()
             shown = len(text)
-    sys.stdout.write(tokenizer.decode(np.array(ids))[shown:] + "\n")
+    sys.stdout.write(escaped(tokenizer.decode(np.array(ids))[shown:]) + "\n")
     return 0

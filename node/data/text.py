@@ -198,7 +198,8 @@ def read_file(path: Path, most: int = MOST_FILE_BYTES) -> bytes:
     """
     if (size := check_regular(path)) > most:
         raise DataError(f"{path} has {size:,} bytes; at most {most:,} are expected: is it the right file?")
-    content = path.read_bytes()
+    with path.open("rb") as file:
+        content = file.read(size)
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(f"{path} is UTF-16: save it as UTF-8")
     return content.removeprefix(codecs.BOM_UTF8)
@@ -311,6 +312,8 @@ def open_content(path: Path) -> IO[bytes]:
     than `MOST_EXPANSION` times its size.
     """
     size = check_regular(path)
+    if not size:
+        return io.BytesIO()  # nor is a file read that has a kernel behind it, and may never end
     match suffix_of(path):
         case ".xz":
             content: Any = _Decompressed(path, lambda: lzma.LZMADecompressor(memlimit=_XZ_BYTES))

@@ -8,9 +8,10 @@ coordinator needs.
 
 import json
 import logging
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
@@ -31,11 +32,17 @@ logger = logging.getLogger(__name__)
 BYTES = "bytes"
 PIECE_BYTES = 128 * 1024
 """Documents are encoded in pieces of about this size, each ending at a word's end."""
+MOST_WORD_BYTES = 4 << 20
+"""Without a break for so long a piece ends anyway: merging one takes a hundred times its memory."""
 END_OF_TEXT = "<|endoftext|>"
 """Stands between documents, if the vocabulary has it."""
 
 MOST_TABLES_BYTES = 128 << 20
 """Of one file: the largest that are published have a third of it."""
+MOST_ENDS = 1000
+"""Tokens that may end a text."""
+MOST_GROWTH = 1000
+"""Characters that a tokenizer's rules may make of one."""
 
 _BREAK = re.compile(rb"[ \n]")
 _FAST = "tokenizer.json"
@@ -202,11 +209,21 @@ def parsed_tokenizer(files: Sequence[Path], tables: Sequence[bytes]) -> "tokeniz
         if files[0].suffix == ".model":
             return sentencepiece_tokenizer(tables[0], _added_tokens(files[0].parent))
         if len(files) == 1:
-            return tokenizers.Tokenizer.from_str(tables[0].decode())
+            made = tokenizers.Tokenizer.from_str(tables[0].decode())
+            for rules in filter(None, (made.normalizer, made.decoder)):
+                if (growth := _growth(json.loads(rules.__getstate__()))) > MOST_GROWTH:
+                    raise DataError(f"{files[0]} makes {growth:.3g} characters of one, as no tokenizer does")
+            return made
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(files[0]), str(files[1])))
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = tokenizers.decoders.ByteLevel()
         return bpe
+
+
+def _growth(rules: Mapping[str, Any]) -> float:
+    """The most characters that a normalizer or a decoder makes of one by what it puts in their place."""
+    parts = rules.get("normalizers") or rules.get("decoders") or ()
+    return max(1, len(rules.get("content") or "")) * math.prod(map(_growth, parts), start=1.0)
 
 
 @contextmanager
@@ -286,7 +303,8 @@ def _known_ends(bpe: "tokenizers.Tokenizer", folder: Path) -> list[int]:
         inner = values.get("text_config")
         for level in (values, inner if isinstance(inner, dict) else {}):
             ids = level.get("eos_token_id")
-            found += [end for end in (ids if isinstance(ids, list) else [ids]) if type(end) is int]
+            listed = ids[:MOST_ENDS] if isinstance(ids, list) else [ids]
+            found += [end for end in listed if type(end) is int]
     return [end for end in dict.fromkeys(found) if 0 <= end < 1 << 32 and bpe.id_to_token(end) is not None]
 
 
@@ -331,7 +349,8 @@ def pieces_of(text: bytes) -> Iterator[bytes]:
 
     Where a piece ends depends on the text alone: behind at least `PIECE_BYTES`, before a space or a line's
     end that stands between two characters which are no white space. GPT-2's rules break there anyway, so the
-    tokens are those of the whole document; with other rules a token begins there all the same.
+    tokens are those of the whole document; with other rules a token begins there all the same, and one does
+    in the midst of a word without end.
     """
     start = 0
     while True:
@@ -348,14 +367,17 @@ def pieces_of(text: bytes) -> Iterator[bytes]:
 
 
 def _cut(text: bytes, start: int, stop: int) -> int:
-    for found in _BREAK.finditer(text, start, stop):
+    most = min(stop, start + MOST_WORD_BYTES)
+    for found in _BREAK.finditer(text, start, most):
         position = found.start()
         # Four bytes hold any character.
         before = text[max(0, position - 4) : position].decode(errors="ignore")[-1:]
         after = text[position + 1 : min(stop, position + 5)].decode(errors="ignore")[:1]
         if before and after and not before.isspace() and not after.isspace():
             return position
-    return stop
+    while most < stop and text[most] & 0xC0 == 0x80:
+        most -= 1  # at the first byte of a character
+    return most
 
 
 def tokenizer_files(path: Path) -> list[Path]:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO, cast
 
+from wire.errors import escaped
+
 
 def ending_signals() -> tuple[signal.Signals, ...]:
     """Signals that ask for an orderly end: Ctrl-C, a service manager, a closed terminal.
@@ -76,7 +78,7 @@ def say(line: str) -> None:
     """Write a line to stderr if possible, below a live line."""
     LIVE_LINE.end()
     try:
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(escaped(line) + "\n")
         sys.stderr.flush()
     except OSError:
         discard(sys.stderr)

@@ -53,6 +53,8 @@ HUB = "hf://"
 """Begins a `model.from` that names a repository of the hub."""
 
 MOST_TOML_BYTES = 1 << 20
+MOST_WRONG = 1000
+"""Faults of a file after which no more are looked for."""
 INTEGER_BITS = 64
 """TOML's whole numbers fit; Python's have any length."""
 
@@ -85,7 +87,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     samples = f"thinwire config init {path} --recipe NAME (one of {', '.join(recipes())})"
     read = _read_sections(read_toml(path, "run file", samples))
     if read.wrong:
-        raise ConfigError(f"{path}: {together([*read.wrong, *_further_problems(read, overrides)])}")
+        more = _further_problems(read, overrides) if len(read.wrong) < MOST_WRONG else []
+        raise ConfigError(f"{path}: {together([*read.wrong, *more])}")
     return _overridden(read.values, overrides, where=str(path))
 
 
@@ -382,6 +385,8 @@ def _with_checkpoint(values: Values) -> Values:
 def _read_sections(raw: Mapping[str, Any]) -> _Read:
     read = _Read()
     for section, table in raw.items():
+        if len(read.wrong) >= MOST_WRONG:
+            break
         if section not in section_types():
             # A key outside its section is the likeliest mistake.
             owners = [full for full in full_keys() if full.endswith(f".{section}")]
@@ -400,6 +405,8 @@ def _read_sections(raw: Mapping[str, Any]) -> _Read:
         else:
             values = read.values[section] = {}
             for key, value in table.items():
+                if len(read.wrong) >= MOST_WRONG:
+                    break
                 try:
                     kind = _field_type(section, key, "")
                     values[key] = convert(value, kind, where="", name=f"{section}.{key}")

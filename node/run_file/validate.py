@@ -143,7 +143,7 @@ def _run(run: RunSection) -> Iterator[str]:
 def _snapshots(snapshots: SnapshotsSection, training: TrainingSection) -> Iterator[str]:
     if is_url(snapshots.keep):
         if (why := wrong_url(snapshots.keep)) is not None:
-            yield f"snapshots.keep = {snapshots.keep} cannot hold snapshots: {why}"
+            yield f"snapshots.keep = {shortened(snapshots.keep)} cannot hold snapshots: {why}"
     else:
         yield from name_problem("snapshots.keep", snapshots.keep, KEEPS)
     yield from name_problem("snapshots.last", snapshots.last, LASTS)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from wire.errors import ConfigError, DataError
+from wire.errors import ConfigError, DataError, shortened
 from wire.pacing import Backoff
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ ATTEMPTS = 6
 """Attempts without progress before a request fails."""
 MOST_PAUSE_SECONDS = 60.0
 """The longest `Retry-After` that is obeyed."""
-_NAME = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+_NAME = re.compile(r"hf://(?!.*\.\.)(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@(\w[\w./-]{0,199}))?")
 _CACHED = re.compile(r"/models--([\w.-]+--[\w.-]+)/snapshots/([0-9a-f]{40})/?$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -51,7 +51,9 @@ class Repository:
         """Read `hf://owner/name@revision`. Raises ConfigError."""
         match = _NAME.fullmatch(text)
         if match is None:
-            raise ConfigError(f"model.from {text!r}: expected a folder or hf://owner/name@revision")
+            raise ConfigError(
+                f"model.from {shortened(text)!r}: expected a folder or hf://owner/name@revision"
+            )
         return cls(match[1], match[2] or "main", token)
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from node.state.manifest import MANIFEST_NAME, LayerFile, Manifest, unit_file
-from wire.errors import RunError, UserError
+from wire.errors import RunError, UserError, shortened
 
 RECORD_FILE = "run.json"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -28,6 +28,8 @@ _FOLDERS = ("file", "local")
 """Schemes of a folder on this machine."""
 _PORTS = {"http": 80, "https": 443, "webdav": 443, "ftp": 21, "sftp": 22, "ssh": 22, "smb": 445}
 """By scheme whose addresses begin with a host, which has no case, its usual port."""
+MOST_URL = 1000
+"""Characters of an address."""
 _NOT_PLAIN = frozenset("%\\*[]#~")
 """What a store's library may read as another character, a pattern or a home directory."""
 
@@ -41,6 +43,8 @@ def wrong_url(url: str) -> str | None:
     scheme, _, rest = url.partition("://")
     if not rest.strip("/") or "?" in url or "@" in rest:
         return "expected SCHEME://BUCKET/FOLDER, without credentials"
+    if len(url) > MOST_URL:
+        return f"expected at most {MOST_URL:,} characters"
     dots = any(part and not part.strip(" .") for part in rest.split("/"))
     if dots or "::" in url or not url.isprintable() or not _NOT_PLAIN.isdisjoint(url):
         return "expected a plain path: no . or .. as a folder, no backslash, ::, %, *, [, ], # or ~"
@@ -86,7 +90,7 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         """`url` is the run's own folder, as `run_folder` gives it. Raises UserError if it cannot be one."""
         if (why := wrong_url(url)) is not None:
-            raise UserError(f"{url} cannot hold snapshots: {why}")
+            raise UserError(f"{shortened(url)} cannot hold snapshots: {why}")
         self.url = url.rstrip("/")
         self._is_folder = url.partition("://")[0] in _FOLDERS
         fsspec: Any = importlib.import_module("fsspec")

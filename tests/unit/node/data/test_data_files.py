@@ -26,7 +26,7 @@ from node.data.chat import Dropped
 from node.data.documents import list_source, read_rows, read_text, text_of
 from node.data.samples import packed_parts
 from node.data.shards import ShardedCorpus, in_shards, load_data
-from node.data.text import read_file
+from node.data.text import open_content, read_file
 from node.model.labels import BatchPart
 from tests.support.chat_data import write_tokenizer
 from wire.errors import DataError
@@ -196,6 +196,8 @@ def test_links_and_special_files_of_a_folder(tmp_path: Path, caplog: pytest.LogC
                 load_data(config_of(path, order=order))
         with pytest.raises((DataError, OSError)):
             read_file(path)
+    # The kernel's files have no size, and some never end.
+    assert read_file(Path("/proc/self/status")) == b"" == open_content(Path("/proc/self/status")).read()
 
 
 def test_a_snapshot_in_the_hub_s_cache_links_to_its_files(tmp_path: Path) -> None:

@@ -133,6 +133,25 @@ def test_pieces_are_cut() -> None:
     assert all(tokenizer.PIECE_BYTES <= len(piece) < tokenizer.PIECE_BYTES + 200 for piece in pieces[:-1])
 
 
+def test_a_word_without_end_is_cut_between_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "PIECE_BYTES", 10)
+    monkeypatch.setattr(tokenizer, "MOST_WORD_BYTES", 21)
+    text = "\u4e2d".encode() * 50
+    pieces = list(pieces_of(text))
+    assert b"".join(pieces) == text and all(piece.decode() for piece in pieces)
+    assert max(map(len, pieces)) <= 31
+
+
+@pytest.mark.parametrize("place", ["normalizer", "decoder"])
+def test_rules_that_let_text_grow_without_bound_are_refused(tables: Path, tmp_path: Path, place: str) -> None:
+    rules = json.loads((tables / "hugging-face" / "tokenizer.json").read_bytes())
+    grows = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 50}
+    rules[place] = {"type": "Sequence", f"{place}s": [grows] * 6}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    with pytest.raises(DataError, match=r"makes 1.56e\+10 characters of one"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_text_that_looks_like_a_special_token_stays_text(tables: Path) -> None:
     for form in ("hugging-face", "gpt2"):
         found = load_tokenizer(str(tables / form))

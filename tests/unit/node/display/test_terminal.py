@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from node.display.terminal import ending_signals
+from node.display.terminal import ending_signals, say
 
 FULL = "/dev/full"
 
@@ -114,3 +114,8 @@ async def test_repeated_hangups_still_make_a_node_leave_cleanly(
     runtime.done.set()
     assert await asyncio.wait_for(task, 20) == ("left", True)
     assert runtime.asked == ["the volunteer asked to leave"]
+
+
+def test_a_stranger_s_name_gives_a_terminal_no_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    say("no file \x1b]0;x\x07 \u202egpj.\u2028 caf\u00e9 \u4e2d\ta\xa0b")
+    assert capsys.readouterr().err == "no file \\x1b]0;x\\x07 \\u202egpj.\u2028 caf\u00e9 \u4e2d\ta\xa0b\n"

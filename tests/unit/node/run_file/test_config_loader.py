@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from node.config.schema import ModelSection, PipelineSection, RunConfig, TrainingSection
 from node.run_file.loader import (
+    MOST_WRONG,
     change_config,
     default_config,
     from_json,
@@ -119,6 +120,14 @@ def test_a_long_value_is_cut_short(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"xxx\.\.\. \(a string\)") as caught:
         load_config(write(tmp_path, f"[run]\nsteps = '{'x' * 5000}'"))
     assert len(str(caught.value)) < 300
+
+
+def test_no_more_faults_are_looked_for_than_anybody_reads(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\n" + "\n".join(f"name{n} = 1" for n in range(30_000)))
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).endswith(f"(and {MOST_WRONG - 8} more)")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -328,3 +328,11 @@ async def test_a_revision_that_is_not_there_is_named(hub: Hub, monkeypatch: pyte
 def test_a_name_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected a folder or hf://owner/name@revision"):
         Repository.parse("hf://model")
+
+
+@pytest.mark.parametrize(
+    "name", ["../..", "a/..", "owner/model@..", "owner/model@a/../b", "a/" + 99 * "b", "a/b@" + 999 * "c"]
+)
+def test_what_names_no_repository_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        Repository.parse(f"hf://{name}")

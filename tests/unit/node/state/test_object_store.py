@@ -54,6 +54,7 @@ def test_a_layer_comes_back_and_a_snapshot_can_be_removed(url: str) -> None:
         ("s3://key:secret@host/bucket", "without credentials"),
         ("s3://bucket/a?token=1", "without credentials"),
         ("ftpx://bucket/a", "fsspec knows no 'ftpx'"),
+        (f"s3://bucket{1000 * '/x'}", "at most 1,000 characters"),
     ],
 )
 def test_what_cannot_be_a_store_is_refused_in_a_run_file(url: str, why: str) -> None:
