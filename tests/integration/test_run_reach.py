@@ -10,9 +10,9 @@ import pytest
 
 from node.display.watch import HistoryWatch
 from node.processes import reach_check
-from node.telemetry.events import NodeJoined, PageServed, StepAborted, StepCosts
+from node.telemetry.events import NodeJoined, Notice, PageServed, StepAborted, StepCosts
 from tests.support.fault_prefork import Prefork
-from tests.support.faulty_relay import faulty_port
+from tests.support.faulty_relay import PIECES, faulty_port
 from tests.support.memory_pipeline import reference_run
 from tests.support.ports import free_port, listening
 from tests.support.run_harness import SMALL, TINY, Run, Still
@@ -57,11 +57,12 @@ def test_nodes_that_open_no_port_train_the_same_weights(prefork: Prefork, tmp_pa
         }
 
 
-def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(
-    prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["dies", *PIECES])
+def test_a_volunteer_relays_and_when_it_fails_the_link_goes_on(
+    prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """It joins in mid-run and carries the link from then on; after its death the coordinator's relay does.
-    No step is lost or run again."""
+    """It joins in mid-run and carries the link from then on. After its death, or once it holds up or loses
+    what it is to carry, the coordinator's relay does. No step is lost or run again."""
     monkeypatch.setattr(reach_check, "CONTACT_SECONDS", 60.0)
     config = replace(
         CONFIG,
@@ -75,16 +76,23 @@ def test_a_volunteer_relays_and_when_it_dies_the_link_goes_on(
         for _ in range(2):
             run.add_node(options=("--no-listen",))
         still = run.wait_still()
+        if fault != "dies":
+            run.program = ("tests.support.faulty_relay", fault)
         relay = run.add_node(run.new_token(), options=("--relay", "200"))
         coordinator.wait_event(NodeJoined, lambda event: event.listens)
         still.go_on()
         path = f"relay {run.node_id(2)}"
         by_relay = coordinator.wait_event(StepCosts, lambda costs: path in paths(costs))
-        doctor = asyncio.run(reach_check._find_by(JoinToken.parse(coordinator.token)))
-        assert doctor is not None
-        (sentence,) = doctor.links
-        assert re.match(r"0 and 1 \(\d+\.\d Mbit/s\): relay \(.+\), as the node of stage 0 opens", sentence)
-        relay.kill()
+        if fault == "dies":
+            doctor = asyncio.run(reach_check._find_by(JoinToken.parse(coordinator.token)))
+            assert doctor is not None
+            (sentence,) = doctor.links
+            by = r"0 and 1 \(\d+\.\d Mbit/s\): relay \(.+\), as the node of stage 0 opens"
+            assert re.match(by, sentence)
+            relay.kill()
+        elif fault != "drops":  # what is lost shows at once, and the relay may not be whom to blame
+            left = f" left the relay of node {run.node_id(2)}: "
+            coordinator.wait_event(Notice, lambda notice: left in notice.text)
         coordinator.wait_event(
             StepCosts, lambda costs: costs.step > by_relay.step and paths(costs) == {"relay"}
         )

@@ -29,6 +29,7 @@ from node.telemetry.events import (
 )
 from tests.support.fault_run import FaultRun, small
 from tests.support.faults import Fault, Kind, Phase
+from tests.support.liar import LATE
 from tests.support.process import Process, StuckError
 from tests.support.run_harness import Launch, undisturbed
 
@@ -66,6 +67,8 @@ class Attack:
     """The run's."""
     comes_back: bool = False
     """Its process is started again each time that it is killed."""
+    saves: bool = False
+    """Every snapshot that is due is taken all the same."""
     is_exact: bool = True
     """It changes no bit. Else what it says counts until it is found: norms within bounds scale clipping."""
 
@@ -95,13 +98,14 @@ class Seen:
     is_exact: bool = True
     """Whether the bits have to be equal."""
     missed: tuple[int, ...] = ()
-    """Steps whose snapshots were due, and were not taken."""
+    """Steps whose snapshots should have been taken, and were not."""
 
     @property
     def good(self) -> bool:
         """The run ends as an undisturbed one, no honest member is harmed, the liar has lost its stage, and a
         line names it, then and in the run's status."""
-        unharmed = self.ended and (self.bits_equal or not self.is_exact) and not self.honest_harmed
+        unharmed = self.ended and (self.bits_equal or not self.is_exact)
+        unharmed = unharmed and not self.honest_harmed and not self.missed
         return unharmed and self.replaced and bool(self.line) and bool(self.status)
 
 
@@ -160,10 +164,10 @@ STATES = tuple(
         ("layer-of-another", 0, "nodes", "saves other layers than it says"),
     )
 ) + tuple(
-    Attack(name=f"{lie}-of-rows", what=what, lie=lie, rows=3, spares=0, audits=False, keep="coordinator")
+    Attack(name=f"late-{lie}", what=what, lie=f"{lie}{LATE}", rows=3, spares=0, audits=False, saves=True)
     for lie, what in (
-        ("layer-of-another", "hands in other layers than it says"),
-        ("huge-layers", "hands in layers of 64 MB, in a run of three rows"),
+        ("layer-of-another", "hands in other layers than it says, when steps have gone on"),
+        ("huge-layers", "hands in layers of 64 MB, when steps have gone on"),
     )
 )
 SLOWLY = (
@@ -340,13 +344,13 @@ def _seen(run: LyingRun, chosen: Attack, code: int | None, *, stuck: bool) -> Se
         line=_line(run, liar_id, stuck=stuck),
         status=() if stuck else _status(run, liar_id),
         is_exact=chosen.is_exact,
-        missed=tuple(
-            sorted(
-                {*range(SNAPSHOT_EVERY, chosen.steps, SNAPSHOT_EVERY)}
-                - {event.step for event in run.all(SnapshotStored)}
-            )
-        ),
+        missed=_missed(run) if chosen.saves else (),
     )
+
+
+def _missed(run: LyingRun) -> tuple[int, ...]:
+    due = range(SNAPSHOT_EVERY, run.config.run.steps, SNAPSHOT_EVERY)
+    return tuple(sorted({*due} - {event.step for event in run.all(SnapshotStored)}))
 
 
 def _status(run: LyingRun, liar_id: str) -> tuple[str, ...]:

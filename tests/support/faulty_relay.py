@@ -1,13 +1,20 @@
-"""Relays that spoil what passes: in front of one relay, or of a coordinator's one port."""
+"""Relays that spoil what passes: in front of one relay, or of a coordinator's one port, or as a volunteer's
+process:
+
+python -m tests.support.faulty_relay FAULT join TOKEN --relay 200 ...
+"""
 
 import asyncio
 import contextlib
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from node.cli.main import main as thinwire
 from tests.support.relay import Relay as Forwarder
 from tests.support.relay import Relayed
+from wire import splice
 from wire.client_hello import read_client_hello
 from wire.relay import PROTOCOL_NAME
 
@@ -181,3 +188,52 @@ def faulty_port(target: int) -> Iterator[Spoilt]:
     finally:
         loop.call_soon_threadsafe(over.set)
         thread.join()
+
+
+# ---- a volunteer's process
+
+PIECES = {"delays": (READ_BYTES, VERY_SLOW_SECONDS), "trickles": (TRICKLE, 1.0), "drops": (READ_BYTES, 0.0)}
+"""By fault: the most bytes that a relay reads at a time, and how long it holds them."""
+CARRIED = 20_000
+"""Bytes that a pair's connection carries well, both ways together."""
+
+
+def spoil_pipes(fault: str) -> None:
+    """This process's relay joins connections, and from `CARRIED` bytes on it carries them as `fault` says."""
+    most, seconds = PIECES[fault]
+    readable: Callable[[splice._Way], None] = splice._Way._readable
+    send: Callable[[splice._Way], bool] = splice._Way._send
+
+    def late(way: splice._Way) -> None:
+        if way._pipe.carried < CARRIED:
+            readable(way)
+            return
+        way._most = most
+        way._loop.remove_reader(way.source)
+        way._loop.call_later(seconds, pass_on, way)
+
+    def pass_on(way: splice._Way) -> None:
+        if not way._over:
+            readable(way)
+        if not way._over and not way.held:
+            way.read()
+
+    def drop(way: splice._Way) -> bool:
+        if way._pipe.carried < CARRIED or way._pipe.carried % 2:
+            return send(way)
+        way._put_back()
+        return True
+
+    splice._TURNS = 1
+    splice._Way._readable = late  # type: ignore[method-assign]
+    if fault == "drops":
+        splice._Way._send = drop  # type: ignore[method-assign]
+
+
+def main() -> int:
+    spoil_pipes(sys.argv.pop(1))
+    return thinwire()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -56,6 +56,8 @@ SLOW_SECONDS = 3.0
 """By how much a vote comes too late: in time for every deadline."""
 FLOOD_SECONDS = 0.01
 """Seconds between two messages of a flood, which makes several megabytes a second."""
+LATE = ", late"
+"""Behind the name of a lie in layers: they are handed in when steps have gone on."""
 UNASKED = 40
 """Uploads that nobody asked for before the liar's next vote: a fast run would be over before them."""
 
@@ -64,6 +66,8 @@ class Liar:
     """What one node lies about. One instance a process; it outlives sessions."""
 
     def __init__(self, lie: str, step: int, marker: Path) -> None:
+        self.hands_in_late = lie.endswith(LATE)
+        lie = lie.removesuffix(LATE)
         self.alter = LIES.get(lie, _honest)
         self.flaw = lie if lie in FLAWS else ""
         self.withholds_layers = lie == "withhold-layers"
@@ -149,6 +153,8 @@ class Liar:
         async def no_layer(client: CoordinatorClient, step: int, unit: str, file: LayerSource) -> None:
             if self.withholds_layers and self.lying:
                 await asyncio.Event().wait()
+            if self.hands_in_late and self.lying:
+                await self._goes_on(step)
             if self.alter_layer is not None and self.lying:
                 file = LayerFile.of(self.alter_layer(file.read(0, file.size)))
             await put_layer(client, step, unit, file)
@@ -163,6 +169,13 @@ class Liar:
         CoordinatorClient.hold_layers = no_layers  # type: ignore[method-assign]
         if self.flaw:
             FLAWS[self.flaw](self)
+
+    async def _goes_on(self, step: int) -> None:
+        """Until nobody holds the state of `step` any more, if the run does not end before that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SLOW_SECONDS):
+                while self.begin is not None and self.begin.step <= step:  # noqa: ASYNC110
+                    await asyncio.sleep(FLOOD_SECONDS)
 
     async def _flood(self, outbox: "asyncio.Queue[NodeMessage]") -> None:
         while self.flood is not None:
