@@ -13,6 +13,10 @@ The formats are e2m(b - 3): sign, two exponent bits, b - 3 mantissa bits, gradua
 those are OCP's E2M1 and E2M3 (Microscaling Formats 1.0, section 5.3), with a bf16 scale in place of E8M0. Two
 exponent bits for all widths, because the scale already gives the range: at 8 bits e2m5 has a quarter of
 e4m3's error. 3 bits have four magnitudes, 1, 4, 8 and 14, and no zero. 16 bits are bf16 itself, unscaled.
+
+With `APART` added to the bits, one channel of 64, those with the largest sums of magnitudes, is kept apart in
+bf16 and is 0 in the blocks (`kernels.blockfloat.outliers`). Behind the shards follow, each from a multiple of
+16 bytes, the numbers of these channels, int32, ascending, and their values, row by row.
 """
 
 from collections.abc import Sequence
@@ -23,6 +27,10 @@ WIDTHS = (3, 4, 5, 6, 8, 16)
 """Bits of a code, its sign included."""
 SHARDS = {3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,), 16: (16,)}
 """Widths of each format's shards, low bits first."""
+APART = 64
+"""Added to the bits of a format: some channels are apart."""
+OF_CHANNELS = 64
+"""One of so many is."""
 SMALL_MAGNITUDES = (1.0, 4.0, 8.0, 14.0)
 """What the codes of 3 bits stand for, in scales: of those tried the least error on blocks of normal, Laplace
 and Student (4 degrees) numbers alike (0.207, 0.242 and 0.272 relative; e2m0 has 0.239, 0.293 and 0.336)."""
@@ -58,5 +66,21 @@ def payload_offset(blocks: int, bits: int) -> int:
 
 def packed_bytes(shape: Sequence[int], bits: int) -> int:
     """Bytes of a tensor of this shape, stored in `bits`."""
+    if bits >= APART:
+        return values_apart_offset(shape, bits) + _aligned(2 * prod(shape[:-1]) * channels_apart(shape[-1]))
     blocks = blocks_of(shape)
     return payload_offset(blocks, bits) + blocks * BLOCK * bits // 8
+
+
+def channels_apart(width: int) -> int:
+    """How many of a tensor's channels are kept apart."""
+    return -(-width // OF_CHANNELS)
+
+
+def values_apart_offset(shape: Sequence[int], bits: int) -> int:
+    """Where the values of the channels apart start; their numbers end there."""
+    return packed_bytes(shape, bits - APART) + _aligned(4 * channels_apart(shape[-1]))
+
+
+def _aligned(size: int) -> int:
+    return (size + 15) // 16 * 16

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.blockfloat import ops
+from kernels.blockfloat.layout import APART
 from kernels.common import dispatch
 from kernels.common import layers as reference
 from kernels.fp8.products import code_rows
@@ -28,7 +29,7 @@ def coded_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, bits: int, dtype: torch.dtype
 ) -> tuple[Coded, Tensor]:
     """The codes of the rows of `norm` (`kernels.fp8.rows`), and x stored in `bits`, or as it is with 0."""
-    if dispatch.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device.type) and bits < APART:
         from kernels.blockfloat.triton import norm as triton_norm
 
         coded, stored = triton_norm.coded_norm(x, weight, bias, eps, bits, dtype)

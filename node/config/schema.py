@@ -295,8 +295,9 @@ class StorageSection:
     """`off` (as autograd does), `agoq` (the paper's: 4 bits, attention in BF16) or `compact` (attention in 8
     bits too). The keys below override the preset for one kind of tensor."""
     norm_input: str = "preset"
-    """Both norms' input: `none` (as computed), `bf16`, or `8`, `6`, `5` or `4` bits in blocks of 128.
-    Everything recomputed starts from it, so it cannot be recomputed."""
+    """Both norms' input: `none` (as computed), `bf16`, or `8`, `6`, `5` or `4` bits in blocks of 128;
+    `4+outliers` keeps one channel of 64, those with the largest magnitudes, in bf16 beside 4 bits, for
+    pretrained models. Everything recomputed starts from it, so it cannot be recomputed."""
     ffn_input: str = "preset"
     """The inputs of SwiGLU or GELU: the same forms, `3`, or `recompute` (from the norm's input)."""
     attention: str = "preset"

@@ -8,22 +8,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from kernels.blockfloat.layout import packed_bytes
+from kernels.blockfloat.layout import APART, packed_bytes
 from node.config.schema import ModelSection, StorageSection, TrainingSection
 from node.model.families.known import family_of
 
 AS_COMPUTED = "none"
 RECOMPUTE = "recompute"
 FROM_PRESET = "preset"
-PACKED = {"bf16": 16, "8": 8, "6": 6, "5": 5, "4": 4, "3": 3}
-"""Bits an element of the forms that are packed."""
+OUTLIERS_APART = "4+outliers"
+PACKED = {"bf16": 16, "8": 8, "6": 6, "5": 5, OUTLIERS_APART: 4 + APART, "4": 4, "3": 3}
+"""Bits an element of the forms that are packed, as `kernels.blockfloat.layout` has them."""
 KINDS = {
-    "norm_input": (AS_COMPUTED, "bf16", "8", "6", "5", "4"),
+    "norm_input": (AS_COMPUTED, "bf16", "8", "6", "5", OUTLIERS_APART, "4"),
     "ffn_input": (AS_COMPUTED, "bf16", "8", "6", "5", "4", "3", RECOMPUTE),
     "attention": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
     "attention_output": (AS_COMPUTED, "bf16", "8", "6", "5", "4", RECOMPUTE),
 }
-"""The forms that each kind may be kept in. Norm inputs cannot be recomputed."""
+"""The forms that each kind may be kept in. Norm inputs cannot be recomputed, and have a model's outlier
+channels."""
 STAGE_BITS = (4, 5, 6, 8, 16)
 """The choices of bits by stage."""
 

@@ -24,7 +24,15 @@ from node.model.lora_shapes import WHOLE, largest_projection, targets
 from node.model.optimizers import UpdateRule, form_of, update_rules
 from node.model.page_locked import GRADIENT_PIECE, STATE_PIECE, in_pieces, page_locked
 from node.model.shard_shapes import frozen_bytes, trained_parameters
-from node.model.storage import AS_COMPUTED, PACKED, RECOMPUTE, Storage, head_piece, stored_bytes
+from node.model.storage import (
+    AS_COMPUTED,
+    OUTLIERS_APART,
+    PACKED,
+    RECOMPUTE,
+    Storage,
+    head_piece,
+    stored_bytes,
+)
 from node.model.units import EMBED, HEAD, block_name, is_block, parameter_specs
 from node.schedule.placement import longest_slice, slices_of
 from wire.identity.enrolment import CPU, Hardware
@@ -442,7 +450,7 @@ class Share:
         """Whether one device runs fused halves in bfloat16: shapes say what each of their operators has."""
         alone = self._devices.tensor_parallel == 1 and not (self._devices.on_cpu or self.captures)
         plain = self._model.is_plain and self._lora.rank == 0 and not self.plain
-        coded = self._coded or self._training.weight_gradients == "fp8"
+        coded = self._coded or self._training.weight_gradients == "fp8" or self._restored() > 0
         return alone and plain and not coded and self._half and self._training.weights == "bfloat16"
 
     def block_work(self, units: Sequence[str], *, last: bool = True) -> int:
@@ -498,7 +506,11 @@ class Share:
         made = max(self.feed_forward_at_work(), self._attention_at_work())
         # Between ranks, what one sends and receives, and both in another order.
         exchanged = 6 * 4 * self._row_tokens * self._model.hidden if self._devices.tensor_parallel > 1 else 0
-        return made + exchanged + self._adapting()
+        return made + exchanged + self._adapting() + self._restored()
+
+    def _restored(self) -> int:
+        """A norm's input as it was, which kernels do not read where channels are apart."""
+        return self.residual if self._storage.norm_input == OUTLIERS_APART else 0
 
     def _adapting(self) -> int:
         """A frozen matrix as it is multiplied, and dropout's result; where autograd keeps the inputs, it is

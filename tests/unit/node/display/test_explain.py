@@ -212,6 +212,15 @@ def test_what_a_stage_may_store_is_said_with_the_memory_that_keeps_everything() 
     assert not any("storage.allow: " in line for line in explanation_text(explain(SMALL)).splitlines())
 
 
+def test_outliers_apart_are_named_where_a_pretrained_models_norms_are_in_four_bits() -> None:
+    agoq = replace(SMALL, storage=StorageSection(preset="agoq"))
+    pretrained = replace(agoq, model=replace(SMALL.model, from_="folder"))
+    apart = replace(pretrained, storage=StorageSection(preset="agoq", norm_input="4+outliers"))
+    named = ["4+outliers" in explanation_text(explain(one)) for one in (agoq, pretrained)]
+    assert named == [False, True]
+    assert 'storage.norm_input = "4+outliers"' not in explanation_text(explain(apart))
+
+
 @pytest.mark.parametrize("storage", ["off", "agoq"])
 def test_the_coordinator_uses_the_memory_of_stages(storage: str) -> None:
     config = replace(SMALL, storage=StorageSection(preset=storage))
