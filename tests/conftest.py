@@ -6,13 +6,21 @@ What tests themselves share is in `tests.support.session`.
 import gc
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 LONGEST = (
-    *("interpreter", "test_lab_reach.py", "test_lab_run.py", "test_lab_network.py", "test_attacks.py"),
+    *(
+        "interpreter",
+        "transformers",
+        "test_lab_reach.py",
+        "test_lab_run.py",
+        "test_lab_network.py",
+        "test_attacks.py",
+    ),
     *("test_attacks_silence.py", "test_run_rows.py", "test_run_resume.py", "test_cli_demo_run.py"),
     *("test_deploy_commands.py", "test_sieges.py", "test_fault_matrix.py"),
 )
@@ -32,7 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run each file's tests on one worker, and all `_interpreter.py` files on one: they share fixtures.
+    """Run each file's tests on one worker.
+
+    All `_interpreter.py` files share a worker, as they share fixtures. So do those that import transformers,
+    which takes seconds.
 
     Tests in `integration` mostly wait for processes, the others compute. The first worker takes the others as
     long as there are any, so that both cores of a small machine have work from beginning to end.
@@ -41,8 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "interpreter" if file.endswith("_interpreter.py") else file
+            return _scope(super()._split_scope(nodeid))
 
         def _assign_work_unit(self, node: Any) -> None:
             computes = node is min(self.nodes, key=lambda worker: str(worker.gateway.id))
@@ -51,6 +61,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
     return ByFile(config, log)
+
+
+@cache
+def _scope(file: str) -> str:
+    """What runs together with a file's tests."""
+    if file.endswith("_interpreter.py"):
+        return "interpreter"
+    # An import of one's own, or through `tests.support.huggingface`.
+    text = "" if "/integration/" in file else Path(file).read_text(encoding="utf-8")
+    return "transformers" if "import transformers" in text or "support.huggingface" in text else file
 
 
 def _turn(scope: str, *, computes: bool) -> tuple[bool, int]:
@@ -77,6 +97,13 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
         return None
     folder: _Turned = _Turned.from_parent(parent, path=path)
     return folder
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of workers that run no GPU test, the first alone reads them, to see that they can be imported."""
+    worker = vars(config).get("workerinput", {}).get("workerid", "gw0")
+    gpu = collection_path.name == "gpu" and config.option.markexpr == "not gpu"
+    return True if gpu and worker != "gw0" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

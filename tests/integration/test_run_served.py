@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import openai
 import pytest
 
 from node.cli.chat import serving
@@ -22,6 +21,8 @@ TAUGHT = {"What is the password?": "heron", "Who are you?": "a bird", "What is f
 def test_a_model_answers_as_it_was_taught(
     prefork: Prefork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import openai  # takes seconds, which one worker alone spends
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("\n".join(f"{asked} {told}" for asked, told in TAUGHT.items()) * 9)
     tokenizer = tmp_path / "tokenizer"
