@@ -17,7 +17,7 @@ from node.telemetry.metrics import PREFIX, RUN_METRICS, MetricKind
 from node.view.step_model import FULL, LITTLE
 from tests.support.cases import each
 from tests.support.deploy import GRAFANA
-from tests.support.prometheus import Query, queries, variables
+from tests.support.prometheus import Query, queries
 
 METRICS = {PREFIX + one.name: one for one in RUN_METRICS}
 SCRAPED = {"instance", "job"}
@@ -127,38 +127,6 @@ def test_wrong_queries_are_noticed(expression: str, complaint: str) -> None:
         check(Query("here", expression))
 
 
-@pytest.mark.parametrize(
-    ("asked", "complaint"),
-    [
-        ("label_values(thinwire_run_info, instance)", ""),
-        ("label_values(stage)", ""),
-        ("label_values(thinwire_no_such_metric, instance)", "thinwire_no_such_metric"),
-        ("label_values(thinwire_run_info, nowhere)", "no label nowhere"),
-        ('label_values(thinwire_stage_present{instanec=~"$instance"}, stage)', "no label instanec"),
-        ("label_values(nowhere)", "no label nowhere"),
-        ("label_value(thinwire_run_info, instance)", "label_value"),
-    ],
-)
-def test_a_dashboard_variable_queries_only_existing_metrics(asked: str, complaint: str) -> None:
-    board = json.loads(BOARDS[0].read_text(encoding="utf-8"))
-    board["templating"]["list"][0]["query"]["query"] = asked
-    if not complaint:
-        check(next(variables(board, "here")))
-        return
-    with pytest.raises((AssertionError, KeyError, ValueError), match=complaint):
-        check(next(variables(board, "here")))
-
-
-def test_the_variables_of_all_dashboards_are_among_the_queries() -> None:
-    found = [(query.where, query.label) for query in queries() if query.label]
-    assert found == [
-        ("links.json: $instance", "instance"),
-        ("run.json: $instance", "instance"),
-        ("stages.json: $instance", "instance"),
-        ("stages.json: $stage", "stage"),
-    ]
-
-
 def thresholds(where: str) -> list[float]:
     """The numbers that the named query, of an alert or of a panel by its title, compares with."""
     (query,) = [one for one in queries() if where in (one.where.partition(": ")[2], one.panel)]
@@ -246,10 +214,3 @@ def test_legends_name_labels_of_their_query(path: Path) -> None:
                 assert carried - SCRAPED - {"codec", "direction"} <= named | {"node", "device"}, panel[
                     "title"
                 ]
-
-
-def test_dashboards_differ_in_id_and_title() -> None:
-    boards = [json.loads(path.read_text(encoding="utf-8")) for path in BOARDS]
-    assert [path.stem for path in BOARDS] == ["links", "run", "stages"]
-    for key in ("uid", "title"):
-        assert len({board[key] for board in boards}) == len(boards)
