@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts.docs import markdown as markdown_of
-from scripts.docs import program, tables
-from scripts.report import markdown
+from scripts.docs import tables
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -39,33 +38,6 @@ def test_a_changed_table_is_found_and_rewritten(
         "<!-- /table -->\nafter\n"
     )
     assert tables.main(["--check"]) == 0
-
-
-def test_a_table_that_nothing_makes_is_refused() -> None:
-    with pytest.raises(SystemExit, match="no table is called 'speed'; known: a"):
-        tables.with_tables("<!-- table:speed -->\n<!-- /table -->", {"a": lambda: ""})
-
-
-def test_every_table_stands_in_a_document() -> None:
-    marks = [name for path in tables.documents() for _, name, _ in tables.BLOCK.findall(path.read_text())]
-    assert sorted(marks) == sorted(tables.TABLES)
-
-
-def test_cells_cannot_break_a_row() -> None:
-    made = markdown([("a", "left"), ("b", "right")], [["x|y", "1"]])
-    assert made == "| a | b |\n|---|--:|\n| x\\|y | 1 |"
-
-
-def test_a_fields_docstring_is_its_meaning() -> None:
-    fields = ("x: int = 1", '"""Two', 'lines."""', "y: int = 2", "z: int = 3")
-    source = "\n    ".join(("class A:", '"""Of A."""', *fields))
-    assert program.field_words(source) == {"A": {"x": "Two lines."}}
-
-
-def test_every_key_of_a_run_file_has_a_row() -> None:
-    rows = program.run_file().splitlines()
-    assert any(row.startswith("| `run.seed` | `0` |") for row in rows)
-    assert any(row.startswith('| `pipeline.forward_codec` | `"tah"` |') for row in rows)
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:
