@@ -24,8 +24,6 @@ HEARS_HANGUPS = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
 STAND_IN = textwrap.dedent(
     """
     import os, pathlib, signal, sys, threading
-    sys.path[:0] = {path!r}
-    from node.telemetry.events import JoinLine, Notice, RunFinished, RunStarted
 
     role, plan = sys.argv[1], {plan!r}
     directory = pathlib.Path({directory!r})
@@ -57,6 +55,9 @@ STAND_IN = textwrap.dedent(
         if "refuse" in plan:
             sys.stderr.write("thinwire: error: run.toml: no good\\n")
             sys.exit(2)
+        sys.path[:0] = {path!r}
+        from node.telemetry.events import JoinLine, Notice, RunFinished, RunStarted
+
         say(RunStarted(run_id="r", name="demo", directory="d", stages=2, steps=1, first_step=0,
                        tokens_per_step=1, forward_codec="tah", backward_codec="fixed-8"))
         say(JoinLine(line="thinwire join tw1_secret"))
