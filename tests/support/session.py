@@ -27,7 +27,7 @@ settings.register_profile(
     "thinwire",
     deadline=None,
     derandomize=not FUZZ,
-    max_examples=examples(100),
+    max_examples=examples(50),
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("thinwire")
