@@ -357,22 +357,6 @@ async def start_behind(
         await started
 
 
-async def serve_behind(
-    front: Front, server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials, advice: str
-) -> int:
-    """Start `server` behind `front`, and accept connections at `listen` (host:port); returns the port.
-
-    Raises UserError, which ends in `advice`, when the address cannot be bound.
-    """
-    await start_behind(front, server, credentials)
-    try:
-        return listen_or_advise(front, listen, advice)
-    except UserError:
-        await server.stop(None)
-        await front.close()
-        raise
-
-
 def listen_or_advise(front: Front, listen: str, advice: str) -> int:
     """`front.listen`, with UserError, which ends in `advice`, when the address cannot be bound."""
     try:

@@ -36,6 +36,8 @@ longer checked for repeats.
 MAX_DAMAGED_IN_A_ROW = 64
 SMALL_BYTES = 64 * 1024
 """Smaller tensors are acknowledged together: a message costs both ends more than the tensor."""
+ACK_SECONDS = 0.02
+"""For so long acknowledgements of frames and of small tensors are collected."""
 MOST_SPARE = 8
 """Released buffers to keep for reuse, so that a busy link with tensors of several sizes allocates nothing."""
 
@@ -87,7 +89,8 @@ class StreamReceiver:
     """Receives the tensors of one link.
 
     After every call, `poll` returns the messages that are due, and `deadline` says when the next one will be.
-    Acknowledgements of frames and of small tensors are collected for `ack_seconds`, and repeated every
+    Acknowledgements of frames and of small tensors are collected for
+    `ACK_SECONDS`, and repeated every
     `repeat_seconds` so that a lost one cannot hang the link.
 
     The link sets `session` before the first frame arrives.
@@ -100,7 +103,6 @@ class StreamReceiver:
         expect: Expect,
         window_bytes: int,
         resend_seconds: float,
-        ack_seconds: float = 0.02,
         repeat_seconds: float = 2.0,
         payload_bytes: int = PAYLOAD_BYTES,
     ) -> None:
@@ -116,7 +118,6 @@ class StreamReceiver:
         self._payload_bytes = payload_bytes
         self._window = max(1, window_bytes // payload_bytes)  # frames
         self._resend_seconds = resend_seconds
-        self._ack_seconds = ack_seconds
         self._repeat_seconds = repeat_seconds
 
         self._next = 0  # every frame below has arrived
@@ -359,4 +360,4 @@ class StreamReceiver:
         urgent = low or large or max(arrived, credit) >= many
         if not arrived and not urgent:
             return  # the sender has credit for a while; more goes with the next arrival
-        self._ack_at = min(self._ack_at, now if urgent else now + self._ack_seconds)
+        self._ack_at = min(self._ack_at, now if urgent else now + ACK_SECONDS)

@@ -14,8 +14,8 @@ from node.coordinator.enrolment import EnrolmentHandler, KnownTokens
 from node.coordinator.look_service import Looks
 from wire.admission import Limits, address_group
 from wire.descriptors import raise_limit
-from wire.errors import RunError, UserError
-from wire.front import Front, listen_or_advise, start_behind
+from wire.errors import RunError
+from wire.front import Front, start_behind
 from wire.identity.enrolment import Granted, Hardware, JoinRequest, Refusal
 from wire.pacing import Pacer
 from wire.v1 import enrolment_pb2 as pb
@@ -268,27 +268,3 @@ class JoinPort:
         """Stop serving; calls under way get `grace` seconds."""
         await self._server.stop(grace)
         await self.front.close()
-
-
-async def open_join_port(
-    handler: EnrolmentHandler, listen: str, credentials: tuple[bytes, bytes], control_port: int
-) -> tuple[JoinPort, int]:
-    """Start serving joins at `listen` (host:port, port 0 for any free one); returns the server and its port.
-
-    Args:
-        credentials: as for `JoinPort.start`.
-        control_port: as in `EnrolmentService`.
-
-    The caller stops the server. Raises UserError when the port is taken.
-    """
-    join = JoinPort(handler)
-    join.service.control_port = control_port
-    await join.start(credentials)
-    try:
-        port = listen_or_advise(
-            join.front, listen, "choose an address of this machine and a port that is free"
-        )
-    except UserError:
-        await join.stop(None)
-        raise
-    return join, port

@@ -17,17 +17,14 @@ Show = Callable[[str, float], None]
 class Patience:
     """Counts down from when it is made."""
 
-    def __init__(
-        self, seconds: float = 0.0, show: Show | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, seconds: float = 0.0, show: Show | None = None) -> None:
         self._show = show if seconds else None
-        self._clock = clock
-        self._until = clock() + seconds
+        self._until = time.monotonic() + seconds
 
     @property
     def left(self) -> float:
         """Seconds, 0 once it has ended."""
-        return max(0.0, self._until - self._clock())
+        return max(0.0, self._until - time.monotonic())
 
     @contextlib.asynccontextmanager
     async def shown(self, what: str) -> AsyncIterator[None]:

@@ -19,8 +19,6 @@ from node.state.serialization import load_unit
 from node.state.unit_state import PARAMETER_PREFIX
 from wire.errors import DataError, UserError
 
-MAX_SEED = 2**63 - 1
-
 
 class WholeModel:
     """The model of a run at one snapshot, without optimizer state."""

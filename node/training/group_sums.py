@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kernels.fp8.layout import BLOCK
 from kernels.fp8.reference import Fp8Gradient, unpack_gradient
-from node.config.schema import RunConfig
-from node.schedule.gradient_groups import ROOT, Fold, GroupTree, Piece, model_pieces, piece_format
+from node.schedule.gradient_groups import ROOT, Fold, Piece, piece_format
 from wire.codecs.base import Codec
 from wire.codecs.formats import TrellisFormat
 from wire.codecs.registry import codec
@@ -219,27 +218,3 @@ def gradient_part(gradient: Gradient, first: int, end: int) -> Tensor:
         exponents = gradient.exponents[first // BLOCK : -(-end // BLOCK)]
         return unpack_gradient(Fp8Gradient(gradient.codes[first:end], exponents))
     return gradient.flatten()[first:end].float()
-
-
-class GroupSums:
-    """Sums the gradient groups of a whole model in one process, as a run's stages do."""
-
-    def __init__(self, config: RunConfig, units: Sequence[str], packing: Packing, *, of_round: bool) -> None:
-        """`of_round`: what is summed is how local steps changed the weights, not gradients."""
-        pieces = model_pieces(config, of_round=of_round)
-        self._tree = GroupTree(config.pipeline.groups)
-        self._sums = PieceSums(packing)
-        self._pieces = {unit: pieces[unit] for unit in units}
-        self._folds = {piece.number: self._sums.fold(piece) for unit in units for piece in self._pieces[unit]}
-
-    def group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
-        """Take a group's, by layer unit and parameter."""
-        for unit, pieces in self._pieces.items():
-            for piece in pieces:
-                self._folds[piece.number].put(self._tree.leaf(group), self._sums.leaf(piece, gradients[unit]))
-
-    def finish(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """All groups are done: layer units and their sum over groups, flat by parameter."""
-        for unit, pieces in self._pieces.items():
-            roots = [self._folds[piece.number].nodes.pop(ROOT) for piece in pieces]
-            yield unit, self._sums.join(pieces, roots)

@@ -124,10 +124,6 @@ class Speeds:
         """What steps have shown, for the record."""
         return {node: median(one.shown) for node, one in self._nodes.items() if one.is_known and one.shown}
 
-    def pair_is_known(self, one: str, other: str) -> bool:
-        """Whether the line between two nodes was measured."""
-        return (one, other) in self._lines or (other, one) in self._lines
-
     def text(self, pairs: int) -> str:
         """What so many measured pairs are, for the operator."""
         rates = [8e-6 * line.rate for line in self._lines.values()]

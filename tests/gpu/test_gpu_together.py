@@ -7,8 +7,8 @@ from torch import Tensor
 from kernels.common.tiles import NON_FINITE
 from node.model.units import unit_names
 from node.stage.device_transfer import CudaTransfer
-from node.training.group_sums import CodecPacking, GroupSums
-from tests.support.device_sums import DeviceSums
+from node.training.group_sums import CodecPacking
+from tests.support.device_sums import DeviceSums, GroupSums
 from tests.support.grouped_gradients import Gradients, configured, gradients
 from wire.codecs.header import EXPONENT
 from wire.codecs.registry import codec

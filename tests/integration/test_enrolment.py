@@ -19,10 +19,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 import node.processes.enrol as enrol_module
 from node.coordinator import enrolment_service
 from node.coordinator.enrolment import EnrolmentHandler
-from node.coordinator.enrolment_service import RateLimits, open_join_port
+from node.coordinator.enrolment_service import RateLimits
 from node.coordinator.store import Member, Store
 from node.processes.enrol import enrol
 from node.processes.patience import Patience
+from tests.support.join_port import open_join_port
 from tests.support.ports import free_port
 from wire.bootstrap import fetch_authority
 from wire.errors import LinkError, RefusalCode, Refused, RunError, TokenError, UserError

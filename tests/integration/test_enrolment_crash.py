@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from node.coordinator.enrolment import EnrolmentHandler
-from node.coordinator.enrolment_service import open_join_port
 from node.coordinator.store import Store
 from node.processes.enrol import enrol
+from tests.support.join_port import open_join_port
 from tests.support.ports import free_port
 from wire.errors import Refused
 from wire.identity.authority import CertificateAuthority
@@ -25,7 +25,7 @@ DAY = timedelta(hours=24)
 COORDINATOR = """
 import asyncio, datetime, pathlib, sys, time
 from node.coordinator.enrolment import EnrolmentHandler
-from node.coordinator.enrolment_service import open_join_port
+from tests.support.join_port import open_join_port
 from node.coordinator.store import Store
 from wire.identity.authority import CertificateAuthority
 

@@ -1,6 +1,6 @@
 """Sum a whole model's gradient groups on their device, where the packed bytes are not needed.
 
-The values are those of `node.training.group_sums.GroupSums`: each node of the tree is what its packed form
+The values are those of `GroupSums`, which goes by bytes: each node of the tree is what its packed form
 says. But pieces of equal length go through their codec together, as rows of one tensor, and on a GPU nothing
 comes to the host, nor does the host wait before all groups are summed. A model of 124 million parameters has
 669 pieces of five lengths, and a step of four groups packs each seven times.
@@ -18,7 +18,7 @@ from kernels.common.random_bits import mixed
 from kernels.common.tiles import NON_FINITE
 from node.config.schema import RunConfig
 from node.schedule.gradient_groups import ROOT, Fold, GroupTree, Piece, model_pieces, piece_format
-from node.training.group_sums import CodecPacking, Gradient, GroupSums, gradient_part
+from node.training.group_sums import CodecPacking, Gradient, Packing, PieceSums, gradient_part
 from wire.codecs.header import refusal
 from wire.codecs.registry import codec
 from wire.errors import NonFiniteError
@@ -47,6 +47,30 @@ def model_sums(config: RunConfig, units: Sequence[str], device: torch.device, *,
     if device.type == "cpu":
         return GroupSums(config, units, CodecPacking(device), of_round=of_round)
     return DeviceSums(config, units, of_round=of_round)
+
+
+class GroupSums:
+    """Sums the gradient groups of a whole model in one process, as a run's stages do."""
+
+    def __init__(self, config: RunConfig, units: Sequence[str], packing: Packing, *, of_round: bool) -> None:
+        """`of_round`: what is summed is how local steps changed the weights, not gradients."""
+        pieces = model_pieces(config, of_round=of_round)
+        self._tree = GroupTree(config.pipeline.groups)
+        self._sums = PieceSums(packing)
+        self._pieces = {unit: pieces[unit] for unit in units}
+        self._folds = {piece.number: self._sums.fold(piece) for unit in units for piece in self._pieces[unit]}
+
+    def group_done(self, group: int, gradients: Mapping[str, Mapping[str, Gradient]]) -> None:
+        """Take a group's, by layer unit and parameter."""
+        for unit, pieces in self._pieces.items():
+            for piece in pieces:
+                self._folds[piece.number].put(self._tree.leaf(group), self._sums.leaf(piece, gradients[unit]))
+
+    def finish(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """All groups are done: layer units and their sum over groups, flat by parameter."""
+        for unit, pieces in self._pieces.items():
+            roots = [self._folds[piece.number].nodes.pop(ROOT) for piece in pieces]
+            yield unit, self._sums.join(pieces, roots)
 
 
 @dataclass(frozen=True)

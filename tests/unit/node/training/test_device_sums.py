@@ -5,10 +5,10 @@ import torch
 
 from node.model.units import unit_names
 from node.schedule.gradient_groups import model_pieces
-from node.training.group_sums import CodecPacking, GroupSums
+from node.training.group_sums import CodecPacking
 from tests.support import device_sums
 from tests.support.cases import each
-from tests.support.device_sums import DeviceSums, batches
+from tests.support.device_sums import DeviceSums, GroupSums, batches
 from tests.support.grouped_gradients import configured, gradients
 from wire.errors import NonFiniteError
 
