@@ -194,7 +194,8 @@ class Ledger:
             key, back = _keys(*link.ends)
             # The receiver counts damaged frames.
             sent = link if not link.rejects else replace(link, rejects=0)
-            links[key] = links[key] + sent if key in links else sent
+            known = links.get(key)
+            links[key] = sent if known is None or known is _unused(*key) else known + sent
             if back not in links:
                 links[back] = _unused(*back)
             if link.rejects:
