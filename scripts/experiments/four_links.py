@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.common.random_bits import mixed
 from node.config.schema import (
@@ -41,15 +42,17 @@ from node.config.schema import (
 )
 from node.data.data import Corpus
 from node.lab.results import commit, hardware
-from node.model.chunk import build_chunk
+from node.model.chunk import Chunk, build_chunk, compute_precision
+from node.model.head_loss import head_loss
 from node.model.units import unit_names
 from node.telemetry import events
 from node.tuning.codec_times import of_gradients
 from node.tuning.decisions import WATCHED
-from scripts.experiments.gradient_bias import Quantizer, Way, loss_of
 from scripts.experiments.paced_pipeline import PacedRun, paced_run
 from scripts.experiments.shaped_relay import ShapedRelay
 from scripts.report import RESULTS, write
+from wire.codecs import registry
+from wire.spec import TensorSpec
 
 OUT = RESULTS / "four_links.json"
 RATES = (1000, 300, 100, 30)
@@ -138,6 +141,47 @@ async def _watch(run: PacedRun, codec: str, steps: int, most_seconds: float) -> 
     }
 
 
+class Coded:
+    """Gives a boundary's tensors as their receiver gets them, each with a salt of its own."""
+
+    def __init__(self, name: str, salt: int) -> None:
+        self._codec = registry.codec(name)
+        self._salt = salt
+        self._calls = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        which = self._codec.salted(mixed(self._salt + 7919 * self._calls))
+        return which.decode(which.encode(x.contiguous()), TensorSpec(x.dtype, tuple(x.shape)))
+
+
+class _Crossing(torch.autograd.Function):
+    """A boundary: what one stage sends is not quite what the next one gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Coded, back: Coded) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        return ctx.back(gradient), None, None
+
+
+def loss_of(chunk: Chunk, rows: Tensor, crossings: Sequence[tuple[Coded, Coded]] | None) -> Tensor:
+    """Mean cross-entropy of windows [B, S + 1], through the boundaries if there are any."""
+    with compute_precision("bfloat16", rows.device):
+        x = chunk.layers[0](rows[:, :-1])
+        blocks = list(chunk.layers)[1:-1]
+        for number, block in enumerate(blocks):
+            x = block(x)
+            if crossings is not None and number < len(blocks) - 1:
+                x = _Crossing.apply(x, *crossings[number])
+        head = chunk.layers[-1]
+        return head_loss(head.norm(x).flatten(0, 1), head.output, rows[:, 1:].flatten())
+
+
 def held_out_loss(result: dict[str, Any] | None, seed: int, steps: int) -> float:
     """Of a small model that has trained with a result's codecs at its boundaries; None: without any."""
     torch.manual_seed(seed)
@@ -147,8 +191,8 @@ def held_out_loss(result: dict[str, Any] | None, seed: int, steps: int) -> float
         names = zip(result["activation_codecs"], result["gradient_codecs"], strict=True)
         crossings = [
             (
-                Quantizer(Way(f"codec:{there}", 0.0), mixed(4096 * seed + 2 * number)),
-                Quantizer(Way(f"codec:{back}", 0.0), mixed(4096 * seed + 2 * number + 1)),
+                Coded(there, mixed(4096 * seed + 2 * number)),
+                Coded(back, mixed(4096 * seed + 2 * number + 1)),
             )
             for number, (there, back) in enumerate(names)
         ]
