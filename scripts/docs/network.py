@@ -297,7 +297,7 @@ def planners() -> str:
 
 
 def stage_order() -> str:
-    """Planned orders of stages against every order (scripts/experiments/stage_order.py)."""
+    """Planned orders of stages against every order."""
     report = read_report(STAGE_ORDER)
     rows = [
         [
@@ -317,7 +317,7 @@ def stage_order() -> str:
 
 
 def stage_settings() -> str:
-    """Planned rows in DT-FM's five settings (scripts/experiments/stage_order.py)."""
+    """Planned rows in DT-FM's five settings."""
     report = read_report(STAGE_ORDER)
     rows = [
         [
