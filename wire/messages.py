@@ -229,11 +229,11 @@ class UnitHash(NamedTuple):
     sha256: Annotated[str, Size(32)]
     """Of its snapshot file, in hex."""
     weights: FiniteSquares = 0.0
-    """Sum of squares of its weights,"""
+    """Sum of squares of its weights."""
     moments: FiniteSquares = 0.0
-    """of the first moments of the optimizer,"""
+    """Sum of squares of the optimizer's first moments."""
     squares: FiniteSquares = 0.0
-    """and of the second ones. Of moments in 8 bits: of the scales of their blocks."""
+    """Sum of squares of the second moments. Of moments in 8 bits: of the scales of their blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,9 +275,9 @@ class PeerRate:
     round_trip: Seconds = 0.0
     """Seconds; 0: the node could not be reached."""
     up: Amount = 0.0
-    """Bytes a second to it,"""
+    """Bytes a second to it; 0 where nothing came."""
     down: Amount = 0.0
-    """and from it; 0 where nothing came."""
+    """Bytes a second from it; 0 where nothing came."""
 
 
 NodeMessage = (

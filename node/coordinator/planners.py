@@ -1,4 +1,4 @@
-"""From what steps cost: windows of each row's links, what codecs are planned by, places. On the event loop.
+"""Plans windows, codecs and placement again from the measured cost of steps. On the event loop.
 
 Only the newest step counts, and work of more than a moment has a thread.
 """
@@ -33,17 +33,18 @@ from wire.messages import BlockTime, CoordinatorMessage, PeerRate
 from wire.telemetry import CodecTimes
 
 BUSY = 0.5
-"""A link shows its rate if tensors keep it busy for this share of a step. Links that do not show it count as
-fast, and their tensors grow by `rate_control.RISE` at most from one plan to the next."""
+"""A link's measured rate counts if tensors keep the link busy for this share of a step. Other links count as
+fast; their tensors grow by `rate_control.RISE` at most from one plan to the next."""
 TELLS_SECONDS = 0.02
-"""A link shows its rate, too, if one tensor takes this long: late acknowledgements distort shorter
+"""A link's measured rate also counts if one tensor takes this long: late acknowledgements distort shorter
 transfers."""
 MOST_NODES = 4096
 """The newest nodes whose packing times are kept."""
 PLAN_SECONDS = 1.0
-"""Between two plans: a plan takes longer to make than a step of milliseconds."""
+"""Seconds between two plans: a plan takes longer to make than a step of milliseconds."""
 PAUSE_TIMES = 9.0
-"""And at least so many times what the newest took: a plan of many stages takes seconds of a core."""
+"""The pause after a plan is at least this many times as long as the plan took to make: a plan of many stages
+takes seconds of a core."""
 
 
 Changed = tuple[Windows, list[WindowsPlanned]]

@@ -1,8 +1,9 @@
-"""When Python looks for cycles in a coordinator's memory.
+"""Tunes Python's garbage collector for a coordinator of many members.
 
-A look at all objects of a run of a thousand members takes a tenth of a second, in which no heartbeat is
-answered, and Python takes one whenever a quarter more have come: every few steps. Nearly nothing that a step
-makes is in a cycle. So young objects are looked at often and a few at a time, and all of them rarely.
+A full collection in a run of a thousand members takes a tenth of a second, in which no heartbeat is answered.
+By default there is one whenever the number of objects has grown by a quarter, which is every few steps.
+Hardly anything that a step makes is in a reference cycle. So young objects are collected often, a few at a
+time, and all objects rarely.
 """
 
 import asyncio
@@ -11,20 +12,20 @@ import gc
 from collections.abc import AsyncIterator, Iterator
 
 YOUNG = 20_000
-"""New objects before the young are looked at: milliseconds."""
+"""New objects between two collections of the young generation, which take milliseconds."""
 MIDDLE = 2
-"""Looks at the young before those that outlived one are looked at: three times as many."""
+"""Collections of the young generation between two of the middle one, which is three times as large."""
 NEVER = 1 << 30
 FULL_SECONDS = 600.0
-"""Between two looks at all. Meanwhile connections that end leave what is in their cycles."""
+"""Between two full collections. Connections that end in between leave their cycles to the next one."""
 
 
 @contextlib.contextmanager
 def short_collections() -> Iterator[None]:
-    """No collection but those of young objects, until the end."""
+    """Collects only young objects until the block ends."""
     before = gc.get_threshold()
     gc.collect()
-    # What is there now stays: modules and classes.
+    # Modules and classes, which are there already, stay.
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, NEVER)
     try:
@@ -36,7 +37,7 @@ def short_collections() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def rare_full_collections(seconds: float = FULL_SECONDS) -> AsyncIterator[None]:
-    """The same, with a full collection after so many seconds, again and again."""
+    """As `short_collections`, with a full collection every `seconds`."""
 
     async def collect() -> None:
         while True:

@@ -27,13 +27,13 @@ class PackTime:
     """Seconds that storing a block's tensors of one kind in few bits adds, for one microbatch."""
 
     kind: str
-    """Of `node.model.storage.KINDS`,"""
+    """A kind of tensor, one of `node.model.storage.KINDS`."""
     form: str
-    """and of `PACKED`."""
+    """The form that it is stored in, one of `PACKED`."""
     pack: float
-    """To a forward,"""
+    """Added to a forward."""
     unpack: float
-    """and to a backward."""
+    """Added to a backward."""
 
 
 def stored_forms(config: RunConfig) -> list[tuple[str, str]]:

@@ -42,9 +42,9 @@ _GRADIENT_BYTES = 1 + 1 / BLOCK
 MULTIPROCESSORS = 192
 """No GPU has more."""
 OWN_ATTENTION = "sm_90"
-"""How `Hardware.arithmetic` of cards ends that have our own backward of attention,"""
+"""Cards whose `Hardware.arithmetic` ends with this have our own backward of attention."""
 OWN_ATTENTION_WIDTHS = (64, 128)
-"""for heads so wide."""
+"""Widths of heads that it supports."""
 WORKSPACES = 2 * (32 << 20) + (1 << 20)
 """Of cuBLAS on a GPU, one for the thread that goes forward and one for autograd's
 (`CUBLAS_WORKSPACE_CONFIG`, `node.stage.machine_info.fix_order`); and numbers and vectors."""
@@ -53,10 +53,10 @@ _PIECES_THERE = 3
 PAGE = 20 << 20
 """What torch maps of a GPU's memory at a time for tensors over 1 MiB, where its segments grow."""
 RUNS_KEPT = 2
-"""Stretches of memory without a gap in which a block's tensors lie: between them is what its forward had on
-the way, which other tensors take later."""
+"""How many contiguous regions of memory a block's kept tensors occupy; temporaries of its forward, freed
+since, separate them."""
 RUNS_AT_WORK = 8
-"""The same of a block at work, and of what comes back from host memory."""
+"""How many regions a block at work occupies, with what comes back from host memory."""
 _LOST_SHARE = 8
 """Gaps come from tensors that were there: no more than one part in so many of what is kept."""
 _HEAD_NUMBERS = 128

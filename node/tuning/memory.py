@@ -57,9 +57,9 @@ COMPILING_BYTES = 80 * 1024 * 1024
 """Added where codecs may have to be compiled first."""
 """These need nothing compiled."""
 CPU_PROCESS_BYTES = 400_000_000
-"""What is expected of a CPU's process with torch and its links, measured as above,"""
+"""What is expected of a CPU's process with torch and its links, measured as above."""
 COMPILED_CODEC_BYTES = 73_000_000
-"""with compiled codecs, found in their cache."""
+"""What compiled codecs, found in their cache, add to `CPU_PROCESS_BYTES`."""
 UNRETURNED_STATE, UNRETURNED_STEP = 0.3, 0.7
 """What malloc holds of a CPU's memory beside tensors, over those of the state and of a step: of processes
 with 40 to 930 MB of tensors, which took 37 to 376 MB more."""

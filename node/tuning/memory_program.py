@@ -43,18 +43,18 @@ class Waits:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyClock:
-    """What copies of one chunk run beside."""
+    """The compute that copies of one chunk run beside, and the rates of these copies."""
 
     forward: float
-    """Seconds of a block,"""
+    """Seconds of a block's forward."""
     backward: float
     head_forward: float = 0.0
-    """and of the head behind the last one."""
+    """Seconds of the head behind the last block."""
     head_backward: float = 0.0
     out_rate: float
-    """Bytes a second to host memory,"""
+    """Bytes a second to host memory."""
     in_rate: float
-    """and back."""
+    """Bytes a second from host memory."""
 
     def within(self, moved: int, window: int) -> Waits:
         """Of a block that moves so many bytes, with the compute of `window` blocks to hide them."""
@@ -131,9 +131,9 @@ class Column:
     pages: int = 0
     """What a GPU's allocator holds beside them."""
     moved: int
-    """Bytes that wait in host memory,"""
+    """Bytes that wait in host memory."""
     host: int
-    """and what they take there."""
+    """Bytes of host memory that they take."""
     seconds: float
     """That it adds to forward and backward."""
     slowing: float = 0.0
@@ -168,11 +168,11 @@ class StateMove:
     seconds: float
     """A microbatch's share of the copies of a part for norms and the optimizer's step; nothing hides them."""
     forward_in: int = 0
-    """Of a part, what a microbatch's forward brings in beside compute,"""
+    """Bytes of a part that a microbatch's forward brings in beside compute."""
     backward_in: int = 0
-    """and its backward,"""
+    """Bytes of a part that its backward brings in."""
     backward_out: int = 0
-    """and what backward sends out."""
+    """Bytes of a part that its backward sends out."""
     slowing: float = 0.0
     """That copies of a part add to a microbatch's passes."""
 
@@ -192,9 +192,9 @@ class Program:
     room_others: int
     """The same while one before it is at work."""
     room_again: int
-    """The same while a block runs again,"""
+    """The same while a block runs again."""
     room_alone: int
-    """and while one does that is its chunk's only one."""
+    """The same while a block runs again that is its chunk's only one."""
     room_head: int | None = None
     """For what blocks keep while the head is at work, if there is one."""
     room_casting: tuple[int, int] = (0, 0)

@@ -1,4 +1,4 @@
-"""When a run's epoch ends for other codecs. Pure.
+"""Decides when other codecs are worth a new epoch. Pure.
 
 `RateControl` decides when another plan is worth an epoch, from times that the coordinator itself measures:
 what a volunteer reports of its compute, its packing or its line can choose a worse plan only for as many

@@ -18,22 +18,22 @@ from node.tuning.device_memory import Devices, Share
 from node.tuning.memory_program import StateMove
 
 _THERE = 2
-"""Blocks whose weights or gradients are on the device (`node.model.streamed.AT_ONCE`),"""
+"""Blocks whose weights or gradients are on the device (`node.model.streamed.AT_ONCE`)."""
 _LEAVING = 1
-"""and one whose changes are on their way out."""
+"""Blocks whose changes are on their way to host memory."""
 
 
 class Moved(NamedTuple):
     """State of a stage that is in host memory."""
 
     moments: int = 0
-    """1 if those of all matrices are."""
+    """1 if the moments of all matrices are in host memory."""
     weights: int = 0
-    """Blocks whose matrices are,"""
+    """How many blocks have their matrices there."""
     gradients: int = 0
-    """blocks whose main gradients of these are,"""
+    """How many of these have their main gradients there."""
     codes: int = 0
-    """and blocks whose codes for products in FP8 are."""
+    """How many blocks have their codes for products in FP8 there."""
 
 
 STAYS = Moved()
