@@ -409,14 +409,7 @@ class SnapshotTransfer:
 
     async def _prefetch(self, wanted: Prefetch) -> None:
         if wanted.step == 0:
-            # From the hub into its cache, else to this node's disk.
-            try:
-                own_folder = self._allows.model is not None
-                await several(() if own_folder else wanted.units, self.fetch_weights)
-            except ThinwireError as error:
-                log.warning("the checkpoint's weights were not fetched ahead: %s", error)
-                return
-            self._tell("holding weights of the checkpoint, ready to take a stage")
+            await self._prefetch_weights(wanted.units)
             return
         for unit in wanted.units:
             try:
@@ -427,6 +420,24 @@ class SnapshotTransfer:
                 log.warning("layer %s of step %d was not fetched ahead: %s", unit, wanted.step, error)
                 return
         self._tell(f"holding the snapshot of step {wanted.step}, ready to take a stage")
+
+    async def _prefetch_weights(self, units: Sequence[str]) -> None:
+        """From the hub into its cache, else to this node's disk, unless they are in a folder here."""
+        model = self._config.model
+        if not model.from_.startswith(HUB):
+            most = 4 * sum(spec.elements for unit in units for spec in parameter_specs(model, unit))
+            if not await asyncio.to_thread(self._cache.has_room, most):
+                return  # a stage would fetch them again
+
+        async def fetch(unit: str) -> None:
+            await self.fetch_weights(unit)
+
+        try:
+            await several(() if self._allows.model is not None else units, fetch)
+        except ThinwireError as error:
+            log.warning("the checkpoint's weights were not fetched ahead: %s", error)
+            return
+        self._tell("holding weights of the checkpoint, ready to take a stage")
 
     async def _keep(self, step: int, units: list[str]) -> None:
         """Hold copies; report those that cannot be held, so that another node is asked."""

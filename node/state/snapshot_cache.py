@@ -94,6 +94,10 @@ class SnapshotCache:
         finally:
             self._coming.pop(path, None)
 
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes fit beside the files that are here."""
+        return sum(path.stat().st_size for path in self._files()) + size <= self._limit
+
     def drop(self, step: int, unit: str) -> None:
         """Remove a file that is of no snapshot."""
         if (path := self._path(step, unit)) is not None:

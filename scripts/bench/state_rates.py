@@ -34,7 +34,7 @@ from scripts.report import RESULTS, write
 NODES = 4
 LOOK_SECONDS = 0.1
 LEAST_STEPS = 6
-"""Three of them beside a snapshot, and three before it."""
+"""Three of them beside a snapshot, and three before it; of a shorter run only its begin and its end count."""
 MOST_SECONDS = 600.0
 COMMAND = program("cli.main")
 SHOWN = ("node-joined", "placement", "step", "step-aborted", "snapshot", "notice", "run-finished")
@@ -55,8 +55,6 @@ def main() -> int:
     parser.add_argument("--before", type=Path, metavar="TREE", help="another tree to measure first")
     parser.add_argument("--out", type=Path, default=RESULTS / "state_rates.json", metavar="FILE")
     args = parser.parse_args()
-    if args.steps < LEAST_STEPS:
-        parser.error(f"--steps must be at least {LEAST_STEPS}")
     with tempfile.TemporaryDirectory(prefix="thinwire-state-") as folder:
         root = Path(folder)
         write_checkpoint(root / "model", args)
@@ -159,7 +157,12 @@ def run(root: Path, model: Path, args: argparse.Namespace, tree: Path) -> dict[s
     """What the run's events and its nodes' memory show, with the program of this tree."""
     root.mkdir()
     (root / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20000, encoding="utf-8")
-    values = {"steps": args.steps, "every": args.steps // 2, "sequence": args.sequence, "keep": args.keep}
+    values = {
+        "steps": args.steps,
+        "every": max(1, args.steps // 2),
+        "sequence": args.sequence,
+        "keep": args.keep,
+    }
     values |= {"model": model, "batch": args.batch}
     precision = "float32" if args.device == "cpu" else "bfloat16"
     text = RUN_FILE.format(root=root, nodes=NODES, precision=precision, **values)
@@ -268,9 +271,6 @@ def _found(
     done = {event["step"]: (at, event["seconds"]) for at, event in seen["step"]}
     stored = {event["step"]: (at, event["bytes"]) for at, event in seen["snapshot"]}
     last_step, (last, size) = done[steps][0], stored[steps]
-    middle = steps // 2
-    beside = [done[step][1] for step in range(middle + 1, middle + 4)]
-    plain = [done[step][1] for step in range(middle - 2, middle + 1)]
 
     def most(first: float, end: float) -> int:
         """By how much a node's memory grew, at most."""
@@ -287,7 +287,7 @@ def _found(
             (total for at, total in spent if at <= first), default=0.0
         )
 
-    return {
+    found = {
         "join_to_placement_seconds": placed - joined,
         "join_to_placement_processor_seconds": processor(joined, placed),
         "last_snapshot_processor_seconds": processor(last_step, last),
@@ -297,11 +297,18 @@ def _found(
         "last_snapshot_seconds": last - last_step,
         "last_snapshot_bytes": size,
         "last_snapshot_mb_a_second": size / (last - last_step) / 1e6,
+        "grown_bytes_at_the_last_snapshot": most(last_step, last),
+    }
+    if steps < LEAST_STEPS:
+        return found
+    middle = steps // 2
+    beside = [done[step][1] for step in range(middle + 1, middle + 4)]
+    plain = [done[step][1] for step in range(middle - 2, middle + 1)]
+    return found | {
         "middle_snapshot_seconds": stored[middle][0] - done[middle][0] if middle in stored else 0.0,
         "step_seconds": sorted(plain)[1],
         "step_seconds_beside_a_snapshot": sorted(beside)[1],
         "grown_bytes_beside_a_snapshot": most(done[middle][0], done[middle + 3][0]),
-        "grown_bytes_at_the_last_snapshot": most(last_step, last),
     }
 
 

@@ -93,10 +93,11 @@ class Scene:
         group: asyncio.TaskGroup,
         model: ModelSection = MODEL,
         allows: OwnerAllows = NOTHING,
+        room: int = 10**9,
     ) -> None:
         self.coordinator = Coordinator()
         self.peers = None
-        self.cache = SnapshotCache(directory, 10**6)
+        self.cache = SnapshotCache(directory, room)
         self.posted: asyncio.Queue[NodeMessage] = asyncio.Queue()
         self.told: asyncio.Queue[str] = asyncio.Queue()
         self.transfer = SnapshotTransfer(
@@ -125,11 +126,11 @@ class Scene:
 
 @contextlib.asynccontextmanager
 async def scene(
-    directory: Path, model: ModelSection = MODEL, allows: OwnerAllows = NOTHING
+    directory: Path, model: ModelSection = MODEL, allows: OwnerAllows = NOTHING, room: int = 10**9
 ) -> AsyncIterator[Scene]:
     """Leaving it waits for all transfers, so that a test ends with what they have done."""
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-        yield Scene(directory, group, model, allows)
+        yield Scene(directory, group, model, allows, room)
 
 
 async def test_a_layer_is_fetched_once(tmp_path: Path) -> None:
@@ -293,6 +294,12 @@ async def test_weights_that_were_fetched_while_waiting_are_not_sent_again(
             states = [await here.transfer.fetch_weights(unit) for unit in UNITS]
     assert [list(state) for state in states] == [["parameter.weight"]] * len(UNITS)
     assert here.coordinator.kept == len(UNITS) == len(here.coordinator.asked) / 2
+
+
+async def test_weights_that_have_no_room_on_the_disk_are_not_fetched_ahead(tmp_path: Path) -> None:
+    async with scene(tmp_path, ModelSection(layers=1, from_="a folder there"), room=10**4) as here:
+        here.transfer.prefetch(Prefetch(step=0, units=UNITS))
+    assert here.coordinator.asked == [] and here.told.empty()
 
 
 async def test_a_node_that_cannot_prefetch_announces_nothing(
