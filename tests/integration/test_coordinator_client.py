@@ -19,7 +19,7 @@ from wire.v1 import control_pb2, control_pb2_grpc
 
 BATCH = bytes(range(16))
 SECONDS = 20.0
-OUTAGE = 0.5
+OUTAGE = 1.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 

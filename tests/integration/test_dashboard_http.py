@@ -266,15 +266,15 @@ async def test_a_connection_whose_requests_are_being_answered_keeps_its_place(
 async def test_a_connection_whose_first_request_does_not_come_is_closed(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.05)
     async with (
         serve_page(Page(feed=feed_of_a_run()), "127.0.0.1", 0) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
         session.get("/api/stream") as page,
-        connected(port, 1) as silent,
     ):
-        silent[0][1].write(sent)
-        await closed(silent[0])
+        monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.05)  # not before the page has asked
+        async with connected(port, 1) as silent:
+            silent[0][1].write(sent)
+            await closed(silent[0])
         await next_event(page)
         assert not page.content.at_eof()
 

@@ -144,7 +144,7 @@ async def test_rejoining_uses_no_token(coordinator: Coordinator, tmp_path: Path)
 async def test_without_patience_a_silent_address_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(enrol_module, "_CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(enrol_module, "_CONNECT_SECONDS", 1.0)
     asked: list[object] = []
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

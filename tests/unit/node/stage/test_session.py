@@ -168,7 +168,7 @@ async def test_an_unresponsive_coordinator_delays_nobody(
 
 async def test_a_node_that_never_had_a_session_says_nothing() -> None:
     session = a_session(Wire())
-    await asyncio.wait_for(session.farewell("out of memory"), 1.0)
+    await asyncio.wait_for(session.farewell("out of memory"), SECONDS)
     await session.close()
 
 
