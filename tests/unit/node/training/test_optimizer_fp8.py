@@ -35,7 +35,7 @@ PAIRED = [
 def run_config(changes: dict[str, str]) -> RunConfig:
     precision = "bfloat16" if changes["weights"] == "bfloat16" else "float32"
     training = TrainingSection(
-        global_batch=4, microbatch=1, lr=1e-2, warmup_steps=2, precision=precision, **changes
+        global_batch=4, microbatch=2, lr=1e-2, warmup_steps=2, precision=precision, **changes
     )
     return RunConfig(run=RunSection(steps=40, seed=3), model=MODEL, training=training)
 
@@ -67,7 +67,7 @@ def test_training_matches_float32(changes: dict[str, str]) -> None:
 @pytest.mark.parametrize("changes", PAIRED, ids=lambda c: "/".join(c.values()))
 def test_a_split_and_a_resumed_run_give_the_same_bits(changes: dict[str, str]) -> None:
     whole, split = trainer(changes), trainer(changes, chunks=3)
-    assert [whole.train_step() for _ in range(3)] == [split.train_step() for _ in range(3)]
+    assert [whole.train_step() for _ in range(2)] == [split.train_step() for _ in range(2)]
     assert whole.weights_sha256() == split.weights_sha256()
 
     again = trainer(changes)
@@ -76,7 +76,7 @@ def test_a_split_and_a_resumed_run_give_the_same_bits(changes: dict[str, str]) -
         again.optimizer.load_unit_state(unit, deserialize_unit(state))
         assert serialize_unit(again.optimizer.unit_state(unit)) == state
     again.step = whole.step
-    assert [again.train_step() for _ in range(3)] == [whole.train_step() for _ in range(3)]
+    assert [again.train_step() for _ in range(2)] == [whole.train_step() for _ in range(2)]
     assert again.weights_sha256() == whole.weights_sha256()
 
 
