@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -277,7 +277,7 @@ class CoordinatorClient:
 
             def receive() -> LayerFile | control_pb2.DataChunk:
                 for maybe in asked:
-                    chunk = _parsed(maybe)
+                    chunk: control_pb2.DataChunk = _parsed(maybe)
                     if chunk.HasField("place"):
                         asked.cancel()
                         return chunk
@@ -579,7 +579,7 @@ class _Download:
         return file
 
 
-async def _on_thread(work: Callable[[], Result], call: grpc.Future | grpc.Call) -> Result:
+async def _on_thread(work: Callable[[], Result], call: "grpc.Future[Any] | grpc.Call") -> Result:
     """What `work` gives, which waits for a call: that ends with the wait."""
     try:
         return await on_thread(work, "layer")
