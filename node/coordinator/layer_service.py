@@ -122,8 +122,12 @@ class LayerService(control_pb2_grpc.CoordinatorServicer):
     def _decided(self, context: grpc.ServicerContext, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` gives on the event loop. It is cancelled with the call."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        if not context.add_callback(future.cancel):
+
+        def cancel() -> None:
             future.cancel()
+
+        if not context.add_callback(cancel):
+            cancel()
         return future.result()
 
     @contextlib.contextmanager
