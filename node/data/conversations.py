@@ -7,6 +7,7 @@ Normalizing is pure: the same row and the same `Forms` give the same conversatio
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -321,9 +322,16 @@ def _listed(value: Any) -> Sequence[Any]:
 
 def _json(text: str, reason: str) -> Any:
     try:
-        return _texts(json.loads(text))
+        return _texts(json.loads(text, parse_float=_finite, parse_constant=_finite))
     except (ValueError, RecursionError) as error:
         raise Dropped(reason) from error
+
+
+def _finite(number: str) -> float:
+    """Python's JSON has NaN and infinities, which would be written out again and are no JSON."""
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is no number")
+    return value
 
 
 def _clean(value: Any) -> Any:

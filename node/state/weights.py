@@ -268,9 +268,7 @@ class Checkpoint:
             data = await files.read(INDEX, 0, size)
             self._count_tensors(data.count(b".safetensors"), where)
             values = _json(data, where).get("weight_map")
-            if not isinstance(values, dict) or not all(
-                isinstance(name, str) and PurePosixPath(name).name == name for name in values.values()
-            ):
+            if not isinstance(values, dict) or not all(map(_is_file_name, values.values())):
                 raise CheckpointError(f"{where} has no weight_map of tensors to files")
             return values
         for name in PICKLED:
@@ -371,6 +369,13 @@ class Checkpoint:
                     f"expected {expected}"
                 )
         return found
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether this names a file of a folder."""
+    if not isinstance(name, str) or len(name.encode(errors="replace")) > 255:
+        return False
+    return name.isprintable() and PurePosixPath(name).name == name
 
 
 def _present(weight_map: Mapping[str, str], name: str) -> str | None:

@@ -404,8 +404,8 @@ whether it hands the layer in or not. The run stores, spreads and offers a layer
 than half of the nodes of one kind report. Only nodes that held the state before are counted. The hashes are
 kept in the database and in the manifest, and `resume` and `recover` use no other layer. A node that hands in
 another layer than agreed, or reports another hash than the majority, is shut out at that snapshot; a line
-names it and the step. Nothing that it handed in has replaced anything, and the snapshot is taken from another
-row at the next step. The last rows of the table are such members, in three rows of two stages without audits.
+names it and the step. Nothing that it handed in has replaced anything, and another row hands in the layer.
+Such members are in the table, in three rows of two stages without audits.
 
 {_states()}
 
@@ -421,8 +421,11 @@ row at the next step. The last rows of the table are such members, in three rows
   {PROBATION} steps, with or without audits. If the results differ, that step runs again without the newcomer.
   Nothing is held against it, because the state that it was given may be wrong. If its hashes differ a second
   time, it is shut out. Until then its word decides nothing against nodes that held the state before.
-- *A refused layer* is not asked of another row: the snapshot is taken from another row at the next step. Rows
-  that hand in nothing keep only the hashes of their layers, not copies.
+- *A refused layer*, of another size, another hash or malformed, is asked of another row at once. One row of
+  the same kind keeps a copy of its layers on its disks, where there is room, so that snapshot is complete
+  all the same. Without such a row, and where layers go to an object store, the snapshot is taken at the next
+  step, from another row. A file in an object store is compared with its hash when a node loads it, not
+  before.
 - *Restarts and ends*: a coordinator that starts again has forgotten the hashes of an unfinished snapshot, and
   who was shut out; such a node is found again at its next lie. Hashes that arrive after the last agreed
   snapshot, or in an attempt that ends before all nodes have reported, name nobody and change nothing.
@@ -440,6 +443,12 @@ only holder; without an older one the run stops. Three lies are not found: anoth
 until it is loaded; one that gives about the same steps, as a slightly changed model does; and, where nothing
 was committed since the snapshot, one whose loss is near the newest ones. With one row and no spare nothing
 more can be checked.
+
+A volunteer's relay that holds each piece for 2 s, or passes on 2,000 bytes a second, is left once it has owed
+its links more than they get by another relay, after 2 s of that at the least; a line says `node ... left the
+relay of node ...`. One that loses bytes breaks the connection, and the link goes on by the next relay. No
+step is lost (`tests/integration/test_run_reach.py`). Without another relay a slow one stays: there is no
+other way.
 
 A member that does nothing holds up a step for 30 seconds beyond the usual time, or for three times the usual
 time, whichever is longer. One that says that it computes or waits holds it up for a minute, or for ten times

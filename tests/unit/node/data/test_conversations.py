@@ -196,9 +196,15 @@ def test_content_has_the_form_that_the_template_writes() -> None:
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, ANSWERED],
             "content other than text",
         ),
-        (
-            [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "arguments that are not JSON",
+        *(
+            (
+                [
+                    ASKED,
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]},
+                ],
+                "arguments that are not JSON",
+            )
+            for text in ("{", '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}')
         ),
         (
             [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}],

@@ -398,6 +398,8 @@ def index(folder: Path, file: str) -> None:
         (lambda folder: index(folder, "model-2.safetensors"), "model-2.safetensors is missing"),
         (lambda folder: index(folder, "model-1.safetensors"), "lacks tensor model.norm.weight, which"),
         (lambda folder: index(folder, "../model.safetensors"), "has no weight_map of tensors to files"),
+        (lambda folder: index(folder, "x" * 256), "has no weight_map of tensors to files"),
+        (lambda folder: index(folder, "x\x1b[31m"), "has no weight_map of tensors to files"),
         (pickled, r"only pickled weights .*save_pretrained"),
     ],
 )
