@@ -73,7 +73,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("llama", 0, "off", "float32", "precision"),
         ("llama", 1000, "agoq", "fp8", "precision"),
-        ("gpt2", 1000, "off", "fp8", "precision"),
         ("gpt2", 1000, "agoq", "fp8", "fp8"),
         ("llama", 1000, "off", "float32", "fp8, weights too"),
         ("gpt2", 0, "agoq", "fp8", "fp8, weights too"),
