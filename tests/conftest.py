@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 LONGEST = (
     *(
         "interpreter",
@@ -69,7 +70,7 @@ def _scope(file: str) -> str:
     if file.endswith("_interpreter.py"):
         return "interpreter"
     # An import of one's own, or through `tests.support.huggingface`.
-    text = "" if "/integration/" in file else Path(file).read_text(encoding="utf-8")
+    text = "" if "/integration/" in file else (ROOT / file).read_text(encoding="utf-8")
     return "transformers" if "import transformers" in text or "support.huggingface" in text else file
 
 
