@@ -192,8 +192,8 @@ def chunk_backward(
     """The gradient of a chunk's queries, in their dtype; those of keys and values are added to sums.
 
     Every element of the sums gets one addition in float32, so they depend on the order of calls alone: chunks
-    go backward from the last to the first. There is no `fixed_order` to give up: each program of the kernels owns
-    the elements that it sums.
+    go backward from the last to the first. There is no `fixed_order` to give up: each program of the kernels
+    owns the elements that it sums.
 
     Args:
         of_key_bksd, of_value_bksd: float32 [B, K, S, D], like keys and values of all positions so far.
