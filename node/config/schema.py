@@ -271,8 +271,9 @@ class TrainingSection:
     third of all products, faster, but their errors add up in the weights."""
     deterministic: bool = True
     """Sum in a fixed order, so that a step has the same bits however often it runs. `false` lets attention's
-    backward on GPUs add in any order, which is faster; a run that loses a node still goes on, but not with
-    the bits that it would have had, and no run repeats another's."""
+    backward on GPUs add in any order, which is faster (of slices, by `pipeline.sequence_chunks`, in a
+    sample's first alone); a run that loses a node still goes on, but not with the bits that it would have
+    had, and no run repeats another's."""
     weights: str = "float32"
     """Store weights in `float32`, or in `bfloat16` with stochastic rounding (needs `precision` bfloat16 and
     `moments` fp8)."""
