@@ -68,8 +68,8 @@ class PlacePlanner:
             members: who is in the run.
             move: carries out a plan, once, and tells the operator this line.
             tell: shows the operator a line.
-            look: seconds between two looks at who is to measure a line,
-            pause: and between two plans.
+            look: seconds between two looks at who is to measure a line.
+            pause: seconds between two plans, at least.
         """
         self._config = config
         self._samples = samples

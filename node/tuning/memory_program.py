@@ -206,7 +206,7 @@ class Program:
     apart: bool
     """Nothing that later blocks of a chunk kept is free when an earlier one runs again (CUDA graphs)."""
     forward: float
-    """Seconds of the stage's blocks for one microbatch,"""
+    """Seconds of the forward of the stage's blocks for one microbatch."""
     backward: float
     clocks: tuple[CopyClock, ...]
     """Of each chunk."""
