@@ -1,4 +1,5 @@
-"""`thinwire eval RUN_DIR`: held-out loss and perplexity of a snapshot, on this machine."""
+"""`thinwire eval RUN_DIR`: a snapshot's held-out loss and perplexity, or what lm-eval says of it, on this
+machine."""
 
 import argparse
 import json
@@ -7,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from node.cli.parser import UsageError
 from node.cli.snapshot_model import add_arguments, load_model, open_snapshot
+from node.cli.task_scores import score
 
 
 def add_parser(commands: Any) -> None:
@@ -23,11 +26,22 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="samples to measure on (default: data.valid_samples; with --text all)",
     )
+    parser.add_argument(
+        "--tasks", metavar="A,B", help="tasks of lm-eval, which downloads what they need; recorded in the run"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: at most N questions of each")
+    parser.add_argument("--shots", type=int, metavar="N", help="with --tasks: examples before each question")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.tasks is not None:
+        if args.text is not None or args.samples:
+            raise UsageError("--text and --samples are for the held-out loss: leave them out with --tasks")
+        return score(args)
+    if args.limit is not None or args.shots is not None:
+        raise UsageError("--limit and --shots are for lm-eval: name its tasks by --tasks")
     from node.data.samples import samples_of
     from node.data.shards import load_data
     from node.telemetry.format import NO_LABELS

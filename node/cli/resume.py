@@ -15,6 +15,7 @@ from typing import Any
 CHANGEABLE = (
     *("pipeline", "snapshots", "coordinator", "dashboard", "telemetry"),
     *("data.path", "data.valid", "data.valid_every", "data.valid_samples"),
+    *("data.prompts", "data.prompts_every"),
     *("run.steps", "run.tokens", "run.snapshot_every", "run.keep_snapshots", "run.keep_best"),
     *("training.lr", "training.min_lr_ratio", "training.clip"),
     *("training.schedule", "training.decay_steps", "training.decay_tokens"),

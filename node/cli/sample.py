@@ -1,13 +1,18 @@
-"""`thinwire sample RUN_DIR PROMPT`: generate text from a snapshot, on this machine."""
+"""`thinwire sample RUN_DIR PROMPT...`: generate text from a snapshot, on this machine."""
 
 import argparse
+import json
 import math
 import sys
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from node.cli.parser import UsageError
 from node.cli.snapshot_model import add_arguments, load_model, open_snapshot
 from wire.errors import escaped
+
+if TYPE_CHECKING:
+    from node.data.tokenizer import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -15,9 +20,9 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("sample", help="generate text from a snapshot")
     add_arguments(parser)
-    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="text to continue; several one by one")
     parser.add_argument(
-        "--chat", action="store_true", help="give PROMPT to the chat template as a user's message"
+        "--chat", action="store_true", help="give each PROMPT to the chat template as a user's message"
     )
     parser.add_argument(
         "--tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: 200)"
@@ -33,6 +38,7 @@ def add_parser(commands: Any) -> None:
         "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (default: all)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws (default: 0)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt instead of text")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -54,34 +60,48 @@ def run(args: argparse.Namespace) -> int:
         if config.data.tokenizer == BYTES:
             raise UsageError("--chat needs a tokenizer with a chat template; the run's tokens are bytes")
         chat = chat_encoder(config.data)
-        prompt = chat.question(args.prompt)
+        prompts = [chat.question(prompt) for prompt in args.prompts]
         ends |= chat.turn_ends
     else:
-        prompt = tokenizer.prompt(args.prompt)
-    if outside := [token for token in prompt if token >= config.model.vocab]:
+        prompts = [tokenizer.prompt(prompt) for prompt in args.prompts]
+    if outside := [token for prompt in prompts for token in prompt if token >= config.model.vocab]:
         raise UsageError(
             f"the prompt has the token {outside[0]} ({tokenizer.decode(np.array(outside[:1]))!r}), for which "
             "the model has no row: leave it out"
         )
-    _, model = load_model(args)
-    made = model.generate(
-        prompt,
-        tokens=args.tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=args.seed,
-        ends=ends,
-    )
-    sys.stdout.write("" if args.chat else args.prompt)
+    step, model = load_model(args)
+    for prompt, ids in zip(args.prompts, prompts, strict=True):
+        made = model.generate(
+            ids,
+            tokens=args.tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            seed=args.seed,
+            ends=ends,
+        )
+        if args.json:
+            text = "".join(_pieces(made, tokenizer))
+            sys.stdout.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+            sys.stdout.flush()
+            continue
+        sys.stdout.write("" if args.chat else prompt)
+        for piece in _pieces(made, tokenizer):
+            sys.stdout.write(escaped(piece))
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+    return 0
+
+
+def _pieces(made: Iterable[int], tokenizer: "Tokenizer") -> Iterator[str]:
+    """The text of token ids, piece by piece. A character may take several tokens: it comes whole."""
+    import numpy as np
+
     ids: list[int] = []
     shown = 0
     for token in made:
         ids.append(token)
         text = tokenizer.decode(np.array(ids))
-        # A character may take several tokens: wait until it is whole.
         if not text.endswith(UNFINISHED):
-            sys.stdout.write(escaped(text[shown:]))
-            sys.stdout.flush()
+            yield text[shown:]
             shown = len(text)
-    sys.stdout.write(escaped(tokenizer.decode(np.array(ids))[shown:]) + "\n")
-    return 0
+    yield tokenizer.decode(np.array(ids))[shown:]

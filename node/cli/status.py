@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from node.display.status import coordinator_alive, read_status
     from node.display.top import path_sentences
     from node.display.watch import HistoryWatch
-    from node.telemetry.format import dropped_text, duration_text, loss_text
+    from node.telemetry.format import dropped_text, duration_text, loss_text, printable
 
     directory = existing_run_directory(args.run_dir)
     now = time.time()
@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
             "bottleneck": bottleneck,
             "replaced": view.replaced,
             "dropped": view.dropped,
+            "scores": [vars(found) for found in view.scores],
+            "samples": [vars(sample) for sample in view.samples],
             "links": [{name: getattr(link, name) for name in _OF_A_LINK} for link in view.links],
             "status": json.loads(status.to_json()) if status else None,
         }
@@ -94,6 +96,13 @@ def run(args: argparse.Namespace) -> int:
     lines += [f"fault     {line}" for line in view.replaced]
     if view.dropped:
         lines.append(f"left out  {dropped_text(view.dropped)} of the documents read so far")
+    lines += [event.text for event in view.events if event.kind == "scores"][-1:]
+    newest_sampled = view.samples[-1].step if view.samples else 0
+    lines += [
+        printable(f"sample    step {sample.step}: {sample.prompt} | {sample.text}")
+        for sample in view.samples
+        if sample.step == newest_sampled
+    ]
     lines.append(f"nodes     {len(members)} admitted since the run began")
     newest = f", the newest {duration_text(age)} old" if age is not None else ""
     lines.append(f"snapshots {', '.join(map(str, snapshots)) or 'none yet'}{newest}")

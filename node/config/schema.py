@@ -206,6 +206,11 @@ class DataSection:
     tokenizer: str = "bytes"
     """`bytes` (a token per byte, vocabulary 256), or a folder or file with `tokenizer.json`, GPT-2 style
     BPE tables or `tokenizer.model`."""
+    prompts: tuple[str, ...] = ()
+    """Texts that the coordinator has the model continue from snapshots on its disk while the run is on, as
+    `thinwire sample` does: questions, with `format` chat. The page shows them to all who reach it."""
+    prompts_every: int = 1
+    """Continue them at every n-th snapshot, and at the last."""
 
     @property
     def masks_labels(self) -> bool:
@@ -502,7 +507,8 @@ class CoordinatorSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DashboardSection:
-    """`[dashboard]`: the run's page. It shows no address, token or text of the run to whoever reaches it."""
+    """`[dashboard]`: the run's page. It shows no address, token or text of the run to whoever reaches it,
+    except `data.prompts` and what the model makes of them."""
 
     listen: str = "auto"
     """host:port of the page and of `/metrics`; `auto` is the coordinator's own port, or with separate ports

@@ -1,6 +1,10 @@
-"""Changes to a run while it goes on: which, and how `thinwire set` hands them to its coordinator."""
+"""Changes to a run while it goes on: which, and how `thinwire set` hands them to its coordinator.
+
+`thinwire eval --tasks` hands it scores for the run's history in the same way, by a file.
+"""
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -9,18 +13,19 @@ from pathlib import Path
 from node.config.schema import RunConfig
 from node.run_file.loader import change_config, to_json
 from node.telemetry import events
-from wire.errors import UserError
+from wire.errors import ProtocolViolationError, UserError
 from wire.identity.files import write_private
 
 SETTABLE = (
     *("pipeline", "snapshots", "telemetry.trace", "telemetry.trace_mb"),
-    *("data.valid_every", "data.valid_samples"),
+    *("data.valid_every", "data.valid_samples", "data.prompts", "data.prompts_every"),
     *("run.steps", "run.tokens", "run.snapshot_every", "run.keep_snapshots", "run.keep_best"),
     *("training.lr", "training.min_lr_ratio", "training.clip"),
     *("training.schedule", "training.decay_steps", "training.decay_tokens"),
 )
 """What a run can go on with at once: all that `thinwire resume` changes, but for addresses and the text."""
 REQUEST_FILE = "change.json"
+SCORES_FILE = "scores-{}.json"
 MOST_BYTES = 65_536
 LOOK_SECONDS = 0.25
 
@@ -73,7 +78,7 @@ class Changes:
         return bool(self.applied)
 
     async def watch(self) -> None:
-        """Take requests of `thinwire set` until cancelled."""
+        """Take requests of `thinwire set`, and scores of `thinwire eval`, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
@@ -81,6 +86,8 @@ class Changes:
                     self._emit(events.Notice(text=self.ask(wanted)))
             except UserError as error:
                 self._emit(events.Notice(text=str(error)))
+            for scores in await asyncio.to_thread(take_scores, self._directory):
+                self._emit(scores)
 
 
 def check_change(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -119,3 +126,21 @@ def take_request(directory: Path) -> tuple[str, ...]:
     if not isinstance(wanted, list) or not all(isinstance(one, str) for one in wanted):
         raise UserError(f"{os.fspath(path)} holds no list of section.key=value: nothing was changed")
     return tuple(wanted)
+
+
+def leave_scores(directory: Path, scores: events.TaskScores) -> None:
+    """Leave scores for the coordinator of the run in `directory`, which keeps looking for them."""
+    write_private(directory / SCORES_FILE.format(os.getpid()), scores.to_json().encode())
+
+
+def take_scores(directory: Path) -> list[events.TaskScores]:
+    """The scores that were left, once. What cannot be read is removed."""
+    found = []
+    for path in sorted(directory.glob(SCORES_FILE.format("*"))):
+        with contextlib.suppress(OSError, ProtocolViolationError, UnicodeDecodeError):
+            with path.open("rb") as file:
+                raw = file.read(MOST_BYTES)
+            path.unlink()
+            if isinstance(scores := events.from_json(raw.decode()), events.TaskScores):
+                found.append(scores)
+    return found

@@ -29,11 +29,10 @@ from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import (
     Agreement,
     NotDueError,
-    ServedLayer,
-    SnapshotExports,
     SnapshotHandler,
     UploadPermit,
 )
+from node.coordinator.snapshot_uses import SnapshotExports, SnapshotSamples
 from node.coordinator.store import (
     EVICTED_WORDS,
     HeldOutRecord,
@@ -79,6 +78,7 @@ from node.telemetry import events, points
 from node.telemetry.costs import group_seconds
 from node.telemetry.history import EVICTED
 from node.tuning.codec_plan import Lines
+from node.tuning.device_memory import available_bytes
 from node.tuning.places import PlacePlan
 from node.tuning.snapshot_place import is_url, snapshot_place
 from wire.errors import ProtocolViolationError, RefusalCode, RunError, ThinwireError, WrongLayerError
@@ -163,6 +163,7 @@ class Coordinator:
         self._snapshots = SnapshotHandler(book, self)
         self._kept = KeptSnapshots(book, told_config, self)
         self._exports = SnapshotExports(config, directory)
+        self._samples = SnapshotSamples(config, directory, emit, available_bytes())
         self._planners = Planners(
             config,
             samples=corpus.windows,
@@ -206,7 +207,8 @@ class Coordinator:
         watching = self._tick(), self._watch_members(), self._watch_data(), self.changes.watch()
         writing = self._tracer.run(), self._snapshots.run(), self._exports.run(), self._kept.run()
         async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(one) for one in (*watching, *writing, self._planners.run())]
+            planning = self._planners.run(), self._samples.run()
+            beside = [group.create_task(one) for one in (*watching, *writing, *planning)]
             outcome = await self._act()
             await self._exports.finish()
             for task in beside:
@@ -217,6 +219,8 @@ class Coordinator:
         done = self._machine.newest_snapshot >= self.config.run.steps
         if self.changes.apply(over=done or outcome.failed):
             return outcome
+        if done:
+            await self._samples.finish()
         resume = "" if done else f"thinwire resume {shlex.quote(str(self._directory))}"
         self._reporter.finished(outcome.reason, failed=outcome.failed, resume=resume)
         return outcome
@@ -225,6 +229,7 @@ class Coordinator:
         """End the run after this step and a snapshot, however often this is called; `at_once`: now."""
         if at_once:
             self._disk.give_up()
+        self._samples.give_up()
         self.changes.drop()
         self._post(lambda _now: self._machine.stop(reason, at_once=at_once))
 
@@ -699,6 +704,7 @@ class Coordinator:
         self._reporter.snapshot_stored(manifest.step, manifest.total_bytes, where, manifest.weights_sha256)
         if is_here:
             self._exports.stored(manifest.step)
+        self._samples.stored(manifest.step, is_here=is_here)
         self._post(lambda now: self._machine.snapshot_stored(manifest.step, now))
 
     def snapshot_lost(self, step: int, whole: int, text: str) -> None:

@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from node.config.schema import RunConfig
 from node.coordinator.kept_snapshots import SnapshotBook, SnapshotRun
 from node.schedule.placement import stage_units
-from node.state.export import export
 from node.state.manifest import LayerFile, Manifest, SnapshotDamagedError, UnitEntry, unit_file
 from node.state.snapshot import (
     SnapshotFolder,
@@ -430,40 +428,3 @@ class SnapshotHandler:
             for step in {*complete}.difference(held):
                 self._store.delete_snapshot(step)
         return manifest
-
-
-class SnapshotExports:
-    """Writes every n-th snapshot as a Hugging Face folder, `exports/step-N` in the run directory."""
-
-    def __init__(self, config: RunConfig, run_directory: Path) -> None:
-        every = config.run.snapshot_every
-        self._every = config.training.export_every * (every if isinstance(every, int) else 1)
-        self._by_time = not isinstance(every, int)
-        self._count = 0
-        self._last = config.run.steps
-        self._run_directory = run_directory
-        self._due: asyncio.Queue[int] = asyncio.Queue()
-
-    def stored(self, step: int) -> None:
-        """A snapshot is complete."""
-        self._count += 1
-        number = self._count if self._by_time else step
-        if self._every and (number % self._every == 0 or step == self._last):
-            self._due.put_nowait(step)
-
-    async def run(self) -> None:
-        """Export until cancelled. A failed export is logged: the run does not depend on it."""
-        while True:
-            step = await self._due.get()
-            out = snapshot_directory(self._run_directory / "exports", step)
-            try:
-                if not out.exists():
-                    await asyncio.to_thread(export, self._run_directory, out, step=step)
-            except ThinwireError as error:
-                log.warning("the snapshot of step %d was not exported: %s", step, error)
-            finally:
-                self._due.task_done()
-
-    async def finish(self) -> None:
-        """Wait for the exports that are due."""
-        await self._due.join()

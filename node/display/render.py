@@ -28,9 +28,11 @@ from node.telemetry.events import (
     RunFinished,
     RunStarted,
     RunSummary,
+    SampleMade,
     SnapshotStored,
     StepAborted,
     StepDone,
+    TaskScores,
 )
 from node.telemetry.format import (
     NO_LABELS,
@@ -267,6 +269,8 @@ def event_lines(event: Event, names: Mapping[str, str] = MappingProxyType({})) -
             return [printable(f"snapshot of step {event.step}: {bytes_text(event.bytes)} in {event.path}")]
         case HeldOutLoss():
             return [event.line]
+        case SampleMade() | TaskScores():
+            return [printable(event.line)]
         case Notice():
             return [printable(event.text)]
         case RunFinished():

@@ -52,6 +52,9 @@ LOGGERS = ("tensorboard", "wandb")
 MOST_SHOWN = 8
 """Problems of a run file that are named at once."""
 MOST_VALID_SAMPLES = 65_536
+MOST_PROMPTS = 16
+MOST_PROMPT = 1000
+"""Characters: prompts stand in the page, which every reader gets."""
 MAX_NAME = 64
 BYTE_VOCABULARY = 256
 MAX_MICROBATCHES = 16_384
@@ -231,6 +234,15 @@ def _data(data: DataSection, pipeline: PipelineSection) -> Iterator[str]:
         yield 'data.response_marker is for data.format = "chat", and takes the place of data.chat_template'
     if data.order == "whole" and (data.sources or data.format == "chat"):
         yield 'data.order = "whole" takes one text source: use "shards" or "auto" for data.sources and chat'
+    yield from _at_least(1, {"data.prompts_every": data.prompts_every})
+    if len(data.prompts) > MOST_PROMPTS:
+        yield f"data.prompts has {len(data.prompts)} texts: give at most {MOST_PROMPTS}"
+    for prompt in data.prompts:
+        if not 0 < len(prompt) <= MOST_PROMPT or "\0" in prompt:
+            yield (
+                f"data.prompts must hold texts of 1 to {MOST_PROMPT} characters, none of them zero, "
+                f"got one of {len(prompt)}"
+            )
     if pipeline.remembers and (data.order == "shards" or data.sources or data.format == "chat"):
         yield (
             f"pipeline.forward_codec: {pipeline.forward_codec} needs every sample's number beforehand: "

@@ -202,7 +202,7 @@ def _neighbours(config: RunConfig, stage: int, stages: int) -> tuple[int, ...]:
 
 
 def as_told(config: RunConfig) -> RunConfig:
-    """The config that nodes get. Of where files are here they need to know nothing."""
+    """The config that nodes get. Of where files are here, and of its prompts, they need to know nothing."""
     data, model = config.data, config.model
     there = replace(
         data,
@@ -211,6 +211,7 @@ def as_told(config: RunConfig) -> RunConfig:
         valid=Path(data.valid).name,
         tokenizer=Path(data.tokenizer).name,
         chat_template=Path(data.chat_template).name,
+        prompts=(),
     )
     if not model.from_.startswith(HUB):
         model = replace(model, from_=Path(model.from_).name)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.utils.deterministic
 
 from kernels.fp8.products import lacks_products
 from node.config.schema import TrainingSection
+from node.tuning.device_memory import available_bytes
 from wire.errors import UserError
 from wire.identity.enrolment import CPU, Hardware
 
@@ -85,17 +85,6 @@ def describe(
         host_bytes=host,
         arithmetic=arithmetic(first),
     )
-
-
-def available_bytes() -> int:
-    """Main memory that programs may still take; 0 where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
-    kilobytes = sizes.get("MemAvailable", "0").split()
-    return 1024 * int(kilobytes[0])
 
 
 def arithmetic(device: torch.device) -> str:

@@ -215,6 +215,49 @@ class HeldOutLoss(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleMade(Event):
+    """What the model of a snapshot added to one of `data.prompts`."""
+
+    event: ClassVar[str] = "sample"
+    step: int
+    prompt: str
+    text: str
+    """Any text at all: escape it."""
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        return f"sample of step {self.step}: {self.prompt} | {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScores(Event):
+    """What lm-eval found of a snapshot's model."""
+
+    event: ClassVar[str] = "task-scores"
+    step: int
+    limit: int
+    """Most questions of each task; 0 for all."""
+    scores: Mapping[str, Mapping[str, float]]
+    """By task, what lm-eval calls its metrics; standard errors have `_stderr` in their names."""
+
+    @property
+    def line(self) -> str:
+        """For people: each task's metrics with their standard errors."""
+        tasks = []
+        for task, metrics in self.scores.items():
+            words = []
+            for name, value in metrics.items():
+                metric, comma, kind = name.partition(",")
+                error = metrics.get(f"{metric}_stderr{comma}{kind}")
+                if not metric.endswith("_stderr"):
+                    words.append(f"{name} {value:.4g}" + ("" if error is None else f" ± {error:.2g}"))
+            tasks.append(f"{task} {', '.join(words)}")
+        few = f" ({self.limit} questions each)" if self.limit else ""
+        return f"lm-eval at step {self.step}{few}: {'; '.join(tasks)}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageCost(StageFigures):
     """What one stage of a run took, and which node hosted it."""
 

@@ -112,7 +112,7 @@ class HistoryWriter:
 
     def __call__(self, event: events.Event) -> None:
         if isinstance(event, events.RunStarted):
-            self._begin(Path(event.directory))
+            self.begin(Path(event.directory))
         if self._path is None or isinstance(event, events.JoinLine):
             return
         now = self._clock()
@@ -136,8 +136,8 @@ class HistoryWriter:
             self._worker.join(CLOSE_SECONDS)
         self._closing.clear()
 
-    def _begin(self, directory: Path) -> None:
-        """Find the highest step of earlier coordinators, to recognise replays."""
+    def begin(self, directory: Path) -> None:
+        """Go on with a run's history: find the highest step of earlier coordinators, to recognise replays."""
         try:
             self._highest_step = highest_step(directory)
         except RunError as error:
@@ -220,6 +220,17 @@ class HistoryWriter:
         with contextlib.suppress(OSError):
             if file is not None:
                 file.close()
+
+
+def append_event(directory: Path, event: events.Event) -> None:
+    """Append an event to the history of a run whose coordinator does not run. Raises RunError."""
+    troubles: list[str] = []
+    writer = HistoryWriter(troubles.append)
+    writer.begin(directory)
+    writer(event)
+    writer.close()
+    if troubles:
+        raise RunError(troubles[0])
 
 
 def read_history(directory: Path, end: int | None = None) -> Iterator[Entry]:

@@ -14,6 +14,7 @@ tensors; `scripts/checks/memory_settings.py` compares them with what torch count
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 from kernels.blockfloat.layout import BLOCK as PACKED_BLOCK
 from kernels.blockfloat.layout import packed_bytes
@@ -64,6 +65,17 @@ _HEAD_NUMBERS = 128
 GIB = 1 << 30
 SNAPSHOTS_SENT = 2
 """Copies that a node may hold at a time: one being sent over a slow link, and the next."""
+
+
+def available_bytes() -> int:
+    """Main memory that programs may still take; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
+    kilobytes = sizes.get("MemAvailable", "0").split()
+    return 1024 * int(kilobytes[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -193,6 +193,27 @@ class HeldOutView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleView:
+    """What the model of a snapshot added to one of `data.prompts`. It is any text at all: escape it."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreView:
+    """What lm-eval found of a snapshot's model."""
+
+    at: float
+    step: int
+    limit: int
+    """Most questions of each task; 0 for all."""
+    scores: Mapping[str, Mapping[str, float]]
+    """Metrics by task."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunView:
     """The state of a run."""
 
@@ -251,6 +272,10 @@ class RunView:
     held_out: HeldOutView | None = None
     snapshot: SnapshotView | None = None
     """The newest one."""
+    samples: tuple[SampleView, ...] = ()
+    """Those of the newest sampled snapshots, oldest first."""
+    scores: tuple[ScoreView, ...] = ()
+    """Oldest first."""
     aborted: int
     """Steps aborted and run again; planned changes of placement are none."""
     recoveries: int

@@ -19,6 +19,8 @@ from node.view.run_view import (
     LinkView,
     MemberView,
     RunView,
+    SampleView,
+    ScoreView,
     Series,
     SnapshotView,
     StageView,
@@ -40,6 +42,10 @@ MOST_EVENTS = 200
 """Newest events kept in the view."""
 MOST_REPLACED = 16
 """Nodes kept that lost their stage or were shut out."""
+MOST_SAMPLES = 32
+"""Newest samples of text kept."""
+MOST_SCORES = 16
+"""Newest runs of lm-eval kept."""
 MOST_SNAPSHOTS = 1000
 """Newest snapshots remembered, pruned ones included."""
 
@@ -77,6 +83,8 @@ class RunViewBuilder:
     """By step, pruned ones included: the newest counts if later ones are damaged."""
     held_out: tuple[events.HeldOutLoss, ...] = ()
     """The newest of each step."""
+    samples: tuple[SampleView, ...] = ()
+    scores: tuple[ScoreView, ...] = ()
     finished: events.RunFinished | None = None
     token_uses: int | None = None
     loss: Series = field(default_factory=Series)
@@ -128,6 +136,12 @@ class RunViewBuilder:
                 self.held_out = (*others, event)
                 if math.isfinite(event.uncompressed):
                     self.held_out_loss = self.held_out_loss.plus(event.step, at, event.uncompressed)
+            case events.SampleMade():
+                sample = SampleView(step=event.step, prompt=event.prompt, text=event.text)
+                self.samples = (*self.samples, sample)[-MOST_SAMPLES:]
+            case events.TaskScores():
+                found = ScoreView(at=at, step=event.step, limit=event.limit, scores=event.scores)
+                self.scores = (*self.scores, found)[-MOST_SCORES:]
             case events.SnapshotStored():
                 self._forget_snapshots(event.step - 1)
                 snapshot = SnapshotView(step=event.step, bytes=event.bytes, at=at)
@@ -227,6 +241,8 @@ class RunViewBuilder:
             spares=0 if state == "waiting for nodes" else sum(member.stage is None for member in members),
             held_out=self._held_out_view(),
             snapshot=self.snapshots[-1] if self.snapshots else None,
+            samples=self.samples,
+            scores=self.scores,
             aborted=self.aborted,
             recoveries=self.recoveries,
             replaced=tuple(self.replaced.values()),
@@ -439,6 +455,8 @@ def _listed(event: events.Event, names: Mapping[str, str]) -> tuple[str, str, st
             return "recovered", "info", f"back at step {event.step} in {duration_text(event.seconds)}"
         case events.HeldOutLoss():
             return "held-out", "info", event.line
+        case events.TaskScores():
+            return "scores", "info", event.line
         case events.SnapshotStored():
             return "snapshot", "info", f"snapshot of step {event.step}: {bytes_text(event.bytes)}"
         case events.SnapshotSetAside():

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from node.telemetry.events import SnapshotStored
+from node.telemetry.events import SampleMade, SnapshotStored
 from tests.support.fault_prefork import Prefork
 from tests.support.run_harness import SMALL, Process, Run
 
 CONFIG = replace(
     SMALL,
     run=replace(SMALL.run, steps=100_000, snapshot_every="3s", keep_snapshots=2),
+    data=replace(SMALL.data, prompts=("def ", "--help")),
     pipeline=replace(SMALL.pipeline, stages=2),
 )
 
@@ -90,6 +91,10 @@ def test_commands_beside_a_live_run(prefork: Prefork, tmp_path: Path) -> None:
         assert "tokens/s" in shown
 
         read_snapshots(run)
+        coordinator.wait_event(SampleMade, lambda sample: sample.prompt == "--help")
+        first, second = status(run)["samples"][:2]
+        assert [one["prompt"] for one in (first, second)] == ["def ", "--help"]
+        assert first["step"] == second["step"] > 0 and "" not in (first["text"], second["text"])
 
         coordinator.interrupt()
         run.assert_quiet()

@@ -136,7 +136,7 @@ async def test_a_recorded_run_looks_right_on_every_screen_and_in_both_themes(tmp
             await shown(tab)
             await assert_sound(tab, url)
             await assert_shows(tab, (await feed.newest())[1])
-            assert HOSTILE in await tab.text("#nodes")
+            assert HOSTILE in await tab.text("#nodes") and HOSTILE in await tab.text("#samples")
             assert "owned" not in await tab.evaluate("document.title")
             assert await tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
             await assert_figures_are_whole(tab)
@@ -190,6 +190,8 @@ async def assert_shows(tab: Tab, view: dict[str, Any]) -> None:
     assert all(member["node_id"] in nodes for member in view["members"])
     newest = view["events"][-1]
     assert newest["text"] in await tab.text("#events li:first-child")
+    sampled = [one for one in view["samples"] if one["step"] == view["samples"][-1]["step"]]
+    assert await tab.texts("#samples li") == [f"{one['prompt']} {one['text']}" for one in sampled]
 
 
 async def assert_figures_are_whole(tab: Tab) -> None:

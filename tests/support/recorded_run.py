@@ -1,7 +1,7 @@
 """The history of an invented run on disk, as a coordinator would have left it: for tests of the page.
 
 Four stages, a slow link between 1 and 2, a node that dies and a spare that takes over, two snapshots. One
-node has given itself a device name that would be HTML if a page let it.
+node has given itself a device name that would be HTML if a page let it, and so has the model said.
 """
 
 import json
@@ -19,6 +19,10 @@ from wire.figures import FlowFigures, LinkFigures
 from wire.spec import Direction
 
 HOSTILE = '<img src=x onerror="document.title=`owned`"><script>document.title="owned"</script>'
+SAMPLES = (
+    ("Once upon a time", "there was a house by the sea, and nobody in it.\nThe door stood open."),
+    ("<b>The captain</b>", HOSTILE),
+)
 NODES = ("node-aaaaaaaaaa", "node-bbbbbbbbbb", "node-cccccccccc", "node-dddddddddd", "node-eeeeeeeeee")
 BEGAN = 1_763_700_000.0
 STEPS = 400
@@ -91,6 +95,8 @@ def _happenings(steps_done: int, stages: int, ended: bool) -> Iterator[tuple[flo
             yield at, _held_out(number, held_out, best=number <= 160)
         if number in (100, 200):
             yield at + 1, events.SnapshotStored(step=number, bytes=1_492_000_000, path="x")
+            for prompt, text in SAMPLES:
+                yield at + 2, events.SampleMade(step=number, prompt=prompt, text=f"{text} ({number})")
         if number == 140:
             reason = "its connection closed and did not come back"
             lost = min(2, stages - 1)

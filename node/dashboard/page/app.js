@@ -28,6 +28,7 @@ const lrChart = new Chart(byId("lr-chart"), { label: "learning rate", format: (v
 const gradNormChart = new Chart(byId("grad-norm-chart"), { label: "gradient norm", format: (value) => String(Number(value.toPrecision(3))), fromZero: true, now });
 
 byId("event-filter").addEventListener("change", () => drawEvents(stream.view));
+byId("sample-step").addEventListener("change", () => drawSamples(stream.view));
 byId("more-events").addEventListener("click", () => {
   allEvents = true;
   drawEvents(stream.view);
@@ -45,6 +46,7 @@ function changed(view, names) {
   if (any("lr_curve")) lrChart.set(view.lr_curve);
   if (any("grad_norm_curve")) gradNormChart.set(view.grad_norm_curve);
   if (any("speed_curve")) speedChart.set(view.speed_curve);
+  if (any("samples")) drawSamples(view);
   if (any("stages", "links", "state")) drawPipeline(view);
   if (any("members", "spares", "replaced")) drawNodes(view);
   if (any("dropped")) drawDropped(view.dropped || {});
@@ -193,6 +195,17 @@ function drawPipeline(view) {
   if (view.stages.length) place.replaceChildren(...pipeline(view));
   else place.replaceChildren(element("li", { class: "muted" }, view.state === "waiting for nodes" ? `No stage has a node yet: ${view.members.length} of ${view.stages_wanted} are here.` : "No stage has a node."));
   byId("legend").replaceChildren(...legend(view));
+}
+
+// What one snapshot's model added to each prompt: the newest one's, unless another step is chosen.
+function drawSamples(view) {
+  const samples = view.samples ?? [];
+  const steps = [...new Set(samples.map((sample) => sample.step))].sort((a, b) => b - a);
+  const select = byId("sample-step"), wanted = Number(select.value);
+  const chosen = steps.slice(1).includes(wanted) && select.selectedIndex > 0 ? wanted : steps[0];
+  select.replaceChildren(...steps.map((step) => element("option", { value: step, selected: step === chosen }, `step ${format.integer(step)}`)));
+  byId("samples").replaceChildren(...samples.filter((sample) => sample.step === chosen).map((sample) => element("li", { dir: "auto" }, element("strong", {}, sample.prompt), ` ${sample.text}`)));
+  byId("samples-panel").hidden = !samples.length;
 }
 
 function drawNodes(view) {

@@ -24,7 +24,6 @@ from node.coordinator.snapshot_handler import (
     MOST_REPEATS,
     Agreement,
     NotDueError,
-    SnapshotExports,
     SnapshotHandler,
 )
 from node.coordinator.store import Store
@@ -577,28 +576,3 @@ async def test_the_weights_of_the_checkpoint_that_the_run_starts_from_are_served
             assert entry.bytes == len(data) and entry.sha256 == hashlib.sha256(data).hexdigest()
             assert deserialize_unit(data)["parameter.norm.weight"].tolist() == 3 * [len(unit)]
         assert reads == ["head", "embed", "head"], "each is read once for its entry and its bytes"
-
-
-async def test_every_nth_snapshot_is_exported_and_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    made: list[str] = []
-
-    def export(run_directory: Path, out: Path, *, step: int) -> None:
-        made.append(f"{step} {out.relative_to(run_directory)}")
-        if step == 6:
-            raise RunError("the disk is full")
-
-    monkeypatch.setattr(snapshot_handler, "export", export)
-    run = replace(CONFIG.run, steps=7, snapshot_every=1)
-    exports = SnapshotExports(
-        replace(CONFIG, run=run, training=replace(CONFIG.training, export_every=3)), tmp_path
-    )
-    async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
-        running = group.create_task(exports.run())
-        for step in range(1, 8):
-            exports.stored(step)
-        await exports.finish()
-        running.cancel()
-    assert made == [f"{step} exports/step-{step:08d}" for step in (3, 6, 7)]
-    assert "step 6 was not exported: the disk is full" in caplog.text

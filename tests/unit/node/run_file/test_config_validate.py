@@ -302,6 +302,10 @@ def test_addresses_that_are_none(address: str) -> None:
         (["data.sources=a,b", "data.weights=1"], "data.weights has 1 numbers for 2 data.sources"),
         (["data.sources=a", "data.weights=0"], "data.weights must be finite numbers above 0"),
         (["data.format=chat"], "needs a tokenizer with a chat template"),
+        (["data.prompts_every=0"], "data.prompts_every must be at least 1, got 0"),
+        (['data.prompts=["a", ""]'], "data.prompts must hold texts of 1 to 1000 characters"),
+        ([f"data.prompts={'x' * 1001}"], "none of them zero, got one of 1001"),
+        ([f"data.prompts={','.join('x' * 17)}"], "data.prompts has 17 texts: give at most 16"),
         (["data.sources=a", "data.order=whole"], 'data.order = "whole" takes one text source'),
         (
             ["data.sources=a", "data.shift=false", "pipeline.forward_codec=aqsgd-4"],

@@ -22,7 +22,7 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
-from node.coordinator.snapshot_handler import SnapshotExports
+from node.coordinator.snapshot_uses import SnapshotExports
 from node.model.chunk import Chunk, build_chunk
 from node.model.units import unit_names
 from node.state.export import export

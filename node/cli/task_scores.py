@@ -1,0 +1,104 @@
+"""`thinwire eval RUN_DIR --tasks A,B`: hand a snapshot to lm-eval, and record what it says in the run.
+
+lm-eval is EleutherAI's harness, a package of its own. It gets the exported model and is not given the run.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from node.cli.parser import UsageError
+from node.cli.serve import exported
+from wire.errors import RunError
+
+if TYPE_CHECKING:
+    from node.telemetry.events import TaskScores
+
+PACKAGE = "lm_eval"
+INSTALL = "pip install 'lm_eval[hf]'"
+MOST_RESULTS = 64 << 20
+"""Bytes of lm-eval's file of results."""
+MOST_METRICS = 1000
+"""Figures that are recorded: a group of tasks may have hundreds."""
+
+
+def score(args: argparse.Namespace) -> int:
+    """Run lm-eval on the snapshot that the arguments of `eval` name. Raises UserError and RunError."""
+    tasks = [task.strip() for task in args.tasks.split(",")]
+    if not all(tasks) or any(task.startswith("-") for task in tasks):
+        raise UsageError(
+            "--tasks takes names of lm-eval's tasks with commas between them, as in arc_easy,piqa"
+        )
+    for name, value, least in (("limit", args.limit, 1), ("shots", args.shots, 0)):
+        if value is not None and value < least:
+            raise UsageError(f"--{name} must be at least {least}, got {value}")
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise UsageError(f"--tasks needs the lm-eval package, which is not installed here: {INSTALL}")
+    from node.cli.run_directory import existing_run_directory
+    from node.cli.snapshot_model import chosen_snapshot
+
+    directory = existing_run_directory(args.run_dir)
+    step = chosen_snapshot(directory, args.step)[1]
+    args.step = str(step)  # a run that is on may take another snapshot meanwhile
+    folder = exported(args)
+    with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as out:
+        command = [sys.executable, "-m", PACKAGE, "--model", "hf", "--device", args.device]
+        command += ["--model_args", f"pretrained={folder.name}", "--tasks", ",".join(tasks)]
+        command += ["--output_path", out]
+        command += [] if args.limit is None else ["--limit", str(args.limit)]
+        command += [] if args.shots is None else ["--num_fewshot", str(args.shots)]
+        # What it prints is for people; `--json` leaves standard output to the result.
+        code = subprocess.run(command, cwd=folder.parent, stdout=sys.stderr if args.json else None).returncode
+        if code:
+            raise RunError(f"lm-eval ended with exit code {code}; what it said is above")
+        found = read_results(Path(out), step, args.limit or 0)
+    record(directory, found)
+    if args.json:
+        sys.stdout.write(json.dumps({"step": step, "limit": found.limit, "scores": found.scores}) + "\n")
+    else:
+        sys.stdout.write(found.line + "\n")
+    return 0
+
+
+def read_results(out: Path, step: int, limit: int) -> "TaskScores":
+    """What lm-eval wrote below `out`. Raises RunError."""
+    from node.telemetry.events import TaskScores
+
+    files = sorted(out.rglob("results_*.json"))
+    if not files:
+        raise RunError("lm-eval wrote no results, so nothing is recorded; what it said is above")
+    try:
+        with files[-1].open("rb") as file:
+            results: Any = json.loads(file.read(MOST_RESULTS))["results"]
+        scores = {
+            str(task): {
+                name.removesuffix(",none"): float(value)
+                for name, value in metrics.items()
+                if isinstance(value, int | float) and math.isfinite(value)
+            }
+            for task, metrics in results.items()
+        }
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise RunError(f"{files[-1].name} of lm-eval cannot be read ({error}): nothing is recorded") from None
+    if sum(map(len, scores.values())) > MOST_METRICS:
+        raise RunError(f"lm-eval gave more than {MOST_METRICS} figures: name fewer tasks")
+    return TaskScores(step=step, limit=limit, scores=scores)
+
+
+def record(directory: Path, found: "TaskScores") -> None:
+    """Put the scores into the run's history, by its coordinator if that runs."""
+    from node.coordinator.changes import leave_scores
+    from node.display.status import coordinator_alive, read_status
+    from node.telemetry.history import append_event
+
+    status = read_status(directory)
+    if status is not None and not status.finished and coordinator_alive(status):
+        leave_scores(directory, found)
+    else:
+        append_event(directory, found)
