@@ -144,7 +144,7 @@ class SnapshotSamples:
             return
         try:
             async with asyncio.timeout(seconds):
-                made = await self._answers(step)
+                made = await self._answers()
         except TimeoutError:
             self._tell(f"data.prompts were not sampled within {seconds:.0f} s")
         except (OSError, ValueError, LookupError, ThinwireError) as error:  # what it printed may be no answer
@@ -155,12 +155,13 @@ class SnapshotSamples:
         if self._due == step:
             self._due = 0
 
-    async def _answers(self, step: int) -> list[events.SampleMade]:
-        """What the model of a snapshot makes of the prompts. Raises ThinwireError and OSError."""
+    async def _answers(self) -> list[events.SampleMade]:
+        """What the model of the newest snapshot makes of the prompts. Raises ThinwireError and OSError."""
         nice = ["nice", "-n", "10"] if shutil.which("nice") else []
         threads = max(1, (os.cpu_count() or 1) // 4)  # nodes may compute on this machine too
         self._process = process = await asyncio.create_subprocess_exec(
-            *(*nice, *self._command, "--step", str(step), "--", str(self._run_directory), *self._prompts),
+            # Maybe a later one by now: short steps remove old snapshots while torch is loaded.
+            *(*nice, *self._command, "--step", "last", "--", str(self._run_directory), *self._prompts),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

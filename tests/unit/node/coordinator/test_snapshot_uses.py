@@ -18,7 +18,8 @@ CONFIG = RunConfig()
 SAMPLER = """
 import json, pathlib, sys, time
 options, (directory, *prompts) = (sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :])
-step = int(options[options.index("--step") + 1])
+assert options[options.index("--step") + 1] == "last"
+step = int(pathlib.Path(directory, "newest").read_text())
 pathlib.Path(directory, f"sampled-{step}").touch()
 if step == 4:
     sys.exit("thinwire: error: the snapshot is gone\\x1b[2J")
@@ -50,6 +51,7 @@ async def test_every_nth_snapshot_that_is_here_continues_the_prompts(tmp_path: P
     samples, told = sampling(tmp_path, chat=chat)
     samples.stored(1, is_here=True)
     samples.stored(2, is_here=True)
+    (tmp_path / "newest").write_text("2")
     await samples.finish()
     text = f"{chat} {2000 * 'x'}"[:MOST_TEXT]
     assert told == [SampleMade(step=2, prompt=prompt, text=text) for prompt in ("a b", "--c")]
@@ -64,12 +66,14 @@ async def test_every_nth_snapshot_that_is_here_continues_the_prompts(tmp_path: P
 @pytest.mark.usefixtures("sampler")
 async def test_a_sampler_that_fails_or_hangs_does_not_concern_the_run(tmp_path: Path) -> None:
     samples, told = sampling(tmp_path)
+    (tmp_path / "newest").write_text("4")
     for _ in range(2):
         samples.stored(4, is_here=True)
         await samples.finish()
     (notice,) = told
     assert isinstance(notice, Notice) and "the snapshot is gone" in notice.text and "\x1b" not in notice.text
     samples.stored(6, is_here=True)
+    (tmp_path / "newest").write_text("6")
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
         running = group.create_task(samples.run())
         while not (tmp_path / "sampled-6").exists():  # noqa: ASYNC110 - the file comes from a process
