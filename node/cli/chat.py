@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if not has_chat_template(folder):
         raise UsageError(
             f"{args.run_dir} trains on plain text, without a chat template: use `thinwire sample`, or set "
-            "data.chat_template"
+            "data.chat_template or data.response_marker"
         )
     with serving(folder) as url:
         command = [sys.executable, "-m", "transformers.cli.transformers", "chat", folder.name, url]

@@ -42,6 +42,17 @@ MARKED_TEXT = (
 """The template of rows that are text already: it adds the end of the text alone."""
 
 
+def marker_template(marker: str) -> str:
+    """A chat template for a model that was trained with `data.response_marker`: a question ends with the
+    marker, as `Marker.question` has it, an answer with the end of the text."""
+    literal = json.dumps(marker)
+    return (
+        "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}"
+        "{{ eos_token or '' }}{% elif message['role'] == 'user' and "
+        f"{literal} not in message['content'] %}}{{{{ {literal} }}}}{{% endif %}}{{% endfor %}}"
+    )
+
+
 @dataclass(frozen=True)
 class Marker:
     """What tells the answer from the rest of a row's text (`[data] response_marker`)."""

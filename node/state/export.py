@@ -30,7 +30,7 @@ from node.config.schema import (
     RunSection,
     TrainingSection,
 )
-from node.data.chat import load_chat_encoder
+from node.data.chat import load_chat_encoder, marker_template
 from node.data.text import expanded
 from node.data.tokenizer import SENTENCEPIECE, json_object, load_tokenizer, of_tables, special_tokens
 from node.model.families.family import FileTensor
@@ -168,6 +168,9 @@ def _export(run_directory: Path, directory: Path, out: Path, dtype: str, merge: 
         template = expanded(config.data.chat_template, "data.chat_template")
         if config.data.chat_template and template.is_file():
             shutil.copyfile(template, partial / "chat_template.jinja")
+        elif config.data.response_marker:
+            made = marker_template(config.data.response_marker)
+            (partial / "chat_template.jinja").write_text(made, encoding="utf-8")
         if adapters and merge is None:
             entries = list(_adapter_entries(config, manifest))
             _write_file(partial / ADAPTER_WEIGHTS, entries, dtype, lambda unit: _parameters(directory, unit))

@@ -357,6 +357,26 @@ def test_tables_of_a_byte_pair_encoding_become_a_tokenizer_that_transformers_loa
     assert theirs.eos_token_id == 0 and theirs.decode(theirs(text)["input_ids"]) == text
 
 
+def test_a_model_trained_with_a_response_marker_has_a_chat_template(tmp_path: Path) -> None:
+    import transformers
+
+    folder, marker = write_tokenizer(tmp_path / "t"), '\n### "Answer":\n'
+    model = ModelSection(layers=1, hidden=16, heads=2, kv_heads=2, ffn=16, vocab=400)
+    data = DataSection(tokenizer=str(folder), format="chat", response_marker=marker)
+    snapshot(tmp_path / "run", replace(RunConfig(), model=model, data=data))
+    export(tmp_path / "run", tmp_path / "out")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "out" / "tokenizer.json"),
+        chat_template=(tmp_path / "out" / "chat_template.jinja").read_text(),
+        eos_token="<|endoftext|>",
+    )
+    turns = ["one?", "two.", f"three?{marker}"]
+    roles = ["user", "assistant", "user"]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    said = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert said == f"one?{marker}two.<|endoftext|>three?{marker}"
+
+
 @pytest.mark.parametrize("given", [None, 0, [0, 1]])
 def test_a_chat_models_text_ends_where_a_turn_ends(tmp_path: Path, given: object) -> None:
     """Whatever the tokenizer and its base model end a text with."""
