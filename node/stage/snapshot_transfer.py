@@ -222,12 +222,18 @@ class SnapshotTransfer:
             self._say_hashes(epoch, take.step, state.units, await asyncio.gather(*map(read, state.units)))
 
     def _hash_layer(self, take: TakeSnapshot, state: StateCopy, unit: str) -> UnitHash:
-        """What a layer is; where `take` says so, its file is kept on this node's disk. Blocks."""
-        if take.place != NODES:
-            return hash_layer(state, unit)
-        layer = self._read_layer(replace(take, place=""), state, unit)
-        layer.file.close()
-        return layer.hash
+        """What a layer is. If `take` says so and there is room, its file stays on the disk. Blocks."""
+        if take.place == NODES:
+            try:
+                with self._cache.writing(take.step, unit, state.digest(unit).bytes) as file:
+                    layer = read_layer(state, unit, file, None)
+            except RunError:
+                if state.is_done(unit):
+                    raise
+            else:
+                layer.file.close()
+                return layer.hash
+        return hash_layer(state, unit)
 
     def _say_hashes(self, epoch: int, step: int, units: Sequence[str], hashes: Sequence[UnitHash]) -> None:
         names = unit_names(self._config.model)

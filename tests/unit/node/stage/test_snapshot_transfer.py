@@ -93,7 +93,7 @@ class Scene:
         group: asyncio.TaskGroup,
         model: ModelSection = MODEL,
         allows: OwnerAllows = NOTHING,
-        room: int = 10**9,
+        room: int = 10**6,
     ) -> None:
         self.coordinator = Coordinator()
         self.peers = None
@@ -126,7 +126,7 @@ class Scene:
 
 @contextlib.asynccontextmanager
 async def scene(
-    directory: Path, model: ModelSection = MODEL, allows: OwnerAllows = NOTHING, room: int = 10**9
+    directory: Path, model: ModelSection = MODEL, allows: OwnerAllows = NOTHING, room: int = 10**6
 ) -> AsyncIterator[Scene]:
     """Leaving it waits for all transfers, so that a test ends with what they have done."""
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
@@ -249,9 +249,10 @@ async def test_a_row_that_only_says_what_it_holds_keeps_a_copy_for_a_layer_that_
     said = here.posted.get_nowait()
     assert isinstance(said, StateHashes) and len(said.units) == len(UNITS)
     assert here.coordinator.stored == [(3, "head")]
-    async with scene(tmp_path / "another") as here:
-        here.transfer.take(1, replace(copied, place=""), state(), stage=0)
-    assert here.posted.get_nowait() == said and here.cache.steps() == ()
+    for place, room in (("", 10**6), (NODES, 0)):
+        async with scene(tmp_path / "another", room=room) as here:
+            here.transfer.take(1, replace(copied, place=place), state(), stage=0)
+        assert here.posted.get_nowait() == said and here.cache.names() == []
 
 
 async def test_a_layer_that_is_not_stored_fails_the_epoch_once(tmp_path: Path) -> None:
