@@ -29,6 +29,7 @@ from node.coordinator.sessions import ControlSession, Sessions
 from node.coordinator.snapshot_handler import (
     Agreement,
     NotDueError,
+    ServedLayer,
     SnapshotHandler,
     UploadPermit,
 )
