@@ -33,21 +33,18 @@ _KERNEL_WIDTHS = (64, 128)
 """Head widths that `kernels.attention.triton` has block sizes for."""
 _WIDEST = 256
 """Head width up to which our own kernels compute chunks and sinks."""
-_WIDE_BACKWARD = ((8, 0), (9, 0))
-"""Capabilities that FlashAttention-2's backward has shared memory for with heads of 193 to 224."""
 
 
 def has_flash(query_bhsd: Tensor) -> bool:
     """Whether torch can run backward from the result and its log-sum-exp."""
     if query_bhsd.device.type == "cpu":
         return query_bhsd.dtype in (torch.float32, *_FLASH_DTYPES)
-    width = query_bhsd.shape[-1]
-    if query_bhsd.device.type != "cuda" or query_bhsd.dtype not in _FLASH_DTYPES:
+    width, kind = query_bhsd.shape[-1], dispatch.kind_of(query_bhsd.device)
+    if not kind.flash_attention or query_bhsd.dtype not in _FLASH_DTYPES:
         return False
-    capability = torch.cuda.get_device_capability(query_bhsd.device)
-    if 192 < width <= 224 and capability not in _WIDE_BACKWARD:
+    if 192 < width <= 224 and not kind.wide_flash_backward:
         return False
-    return width % 8 == 0 and width <= 256 and capability >= (8, 0)
+    return width % 8 == 0 and width <= 256
 
 
 def has_fixed_order_kernels(query_bhsd: Tensor) -> bool:
@@ -56,10 +53,10 @@ def has_fixed_order_kernels(query_bhsd: Tensor) -> bool:
     Measured on sm_90 (scripts/results/compute.json): elsewhere FlashAttention-2 runs.
     """
     return (
-        dispatch.has_kernels(query_bhsd.device.type)
+        dispatch.has_kernels(query_bhsd.device, "attention")
         and query_bhsd.dtype in _FLASH_DTYPES
         and query_bhsd.shape[-1] in _KERNEL_WIDTHS
-        and torch.cuda.get_device_capability(query_bhsd.device) == (9, 0)
+        and dispatch.kind_of(query_bhsd.device).own_attention
     )
 
 
@@ -265,7 +262,7 @@ def _is_general(query: Tensor, key: Tensor, reach: Reach, sinks: Tensor | None) 
 
 def _has_kernels(query: Tensor) -> bool:
     """Whether our own kernels take such heads."""
-    return dispatch.has_kernels(query.device.type) and query.shape[-1] <= _WIDEST
+    return dispatch.has_kernels(query.device, "attention") and query.shape[-1] <= _WIDEST
 
 
 def _general(

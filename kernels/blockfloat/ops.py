@@ -18,7 +18,7 @@ from kernels.common.operators import operator
 @operator("thinwire::store")
 def store(x: Tensor, bits: int) -> Tensor:
     """`kernels.blockfloat.reference.pack`."""
-    if dispatch.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device, "storage"):
         from kernels.blockfloat.triton import store as triton_store
 
         return triton_store.pack(x, bits)
@@ -28,7 +28,7 @@ def store(x: Tensor, bits: int) -> Tensor:
 @operator("thinwire::restore")
 def restore(packed: Tensor, shape: Sequence[int], bits: int, dtype: torch.dtype) -> Tensor:
     """`kernels.blockfloat.reference.unpack`."""
-    if dispatch.has_kernels(packed.device.type):
+    if dispatch.has_kernels(packed.device, "storage"):
         from kernels.blockfloat.triton import store as triton_store
 
         return triton_store.unpack(packed, torch.Size(shape), bits, dtype)
@@ -40,7 +40,7 @@ def norm_store(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, bits: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`kernels.blockfloat.layers.norm_store`."""
-    if dispatch.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device, "storage"):
         from kernels.blockfloat.triton import norm as triton_store_norm
 
         return triton_store_norm.norm_store(x, weight, bias, eps, bits, dtype)
@@ -58,7 +58,7 @@ def norm_from_stored(
     dtype: torch.dtype,
 ) -> Tensor:
     """`kernels.blockfloat.layers.norm_from_stored`."""
-    if dispatch.has_kernels(packed.device.type):
+    if dispatch.has_kernels(packed.device, "storage"):
         from kernels.blockfloat.triton import norm as triton_store_norm
 
         return triton_store_norm.norm_from_stored(packed, torch.Size(shape), weight, bias, eps, bits, dtype)
@@ -76,7 +76,7 @@ def norm_backward(
     bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.blockfloat.layers.norm_backward`."""
-    if dispatch.has_kernels(grad.device.type):
+    if dispatch.has_kernels(grad.device, "storage"):
         from kernels.blockfloat.triton import norm as triton_store_norm
 
         return triton_store_norm.norm_backward(grad, packed, residual, weight, bias, eps, bits)
@@ -88,7 +88,7 @@ def ffn_store(
     gate: Tensor, up: Tensor | None, bits: int, gelu: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.blockfloat.layers.ffn_store`."""
-    if dispatch.has_kernels(gate.device.type):
+    if dispatch.has_kernels(gate.device, "storage"):
         from kernels.blockfloat.triton import ffn as triton_store_ffn
 
         return triton_store_ffn.ffn_store(gate, up, bits, gelu)
@@ -100,7 +100,7 @@ def ffn_backward(
     grad: Tensor, packed_gate: Tensor, packed_up: Tensor | None, bits: int, gelu: bool = False
 ) -> Tensor:
     """`kernels.blockfloat.layers.ffn_backward`: `grad` becomes the inner activations."""
-    if dispatch.has_kernels(grad.device.type):
+    if dispatch.has_kernels(grad.device, "storage"):
         from kernels.blockfloat.triton import ffn as triton_store_ffn
 
         return triton_store_ffn.ffn_backward(grad, packed_gate, packed_up, bits, gelu)

@@ -4,11 +4,16 @@ Imports no Triton, which only machines with a GPU have.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 from importlib.util import find_spec
 
 import torch
+
+from kernels.common import devices
+from kernels.common.devices import Kind, Room
+
+PARTS = ("attention", "experts", "fixed", "fp8", "layers", "orthogonal", "storage", "tah", "trellis")
+"""Kernels that can be withdrawn together, by what they compute."""
 
 # What a decoder found wrong. Of several faults the largest number is reported.
 BAD_CODE = 1
@@ -16,28 +21,33 @@ BAD_SCALE = 2
 NON_FINITE = 4
 
 
+def kind_of(device: torch.device) -> Kind:
+    """What this device can do. Needs its driver for a GPU."""
+    if device.type != "cuda":
+        return devices.TABLE.get(device.type, devices.CPU)
+    if torch.version.hip is not None:
+        return devices.of_architecture(torch.cuda.get_device_properties(device).gcnArchName)
+    return devices.of_capability(*torch.cuda.get_device_capability(device))
+
+
+def has_kernels(device: torch.device, part: str = "") -> bool:
+    """Whether there are Triton kernels for tensors on such a device, and whether `part` of them has not been
+    withdrawn (`withdraw`). Without `part`, whether there are any."""
+    return part not in _withdrawn and _has_kernels(device)
+
+
 @cache
-def has_kernels(device_type: str) -> bool:
-    """Whether there are Triton kernels for tensors on such a device."""
-    return device_type == "cuda" and find_spec("triton") is not None
+def _has_kernels(device: torch.device) -> bool:
+    return kind_of(device).kernels and find_spec("triton") is not None
 
 
-class Room(Enum):
-    """How large the tiles of products may be on a device. The bits of their sums follow from it."""
-
-    LARGE = "200 KiB of shared memory a program, as H100, H200 and B200 have"
-    SMALL = "64 KiB and more"
-    NONE = "the same, and no tensor cores that Triton uses: GPUs before A100"
+_withdrawn: set[str] = set()
 
 
-@cache
-def room(device: torch.device) -> Room:
-    """Of a GPU; of the CPU, where the interpreter runs, that of the smallest."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return Room.NONE
-    properties = torch.cuda.get_device_properties(device)
-    large = getattr(properties, "shared_memory_per_block_optin", 0) >= 200 << 10
-    return Room.LARGE if large else Room.SMALL
+def withdraw(part: str) -> None:
+    """Compute without the Triton kernels of `part`, one of `PARTS`, in this process from now on."""
+    assert part in PARTS
+    _withdrawn.add(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,12 @@ TAH_SELECT = Launch(tiles=4096, warps=16)
 
 
 @cache
+def room(device: torch.device) -> Room:
+    """How large tiles of products may be; of the CPU, where the interpreter runs, as on the smallest GPU."""
+    return kind_of(device).room
+
+
+@cache
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel may start before the previous one has ended: CUDA's programmatic dependent launch."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether a kernel may start before the previous one has ended (`Kind.early_starts`)."""
+    return kind_of(device).early_starts

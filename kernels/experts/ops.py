@@ -29,7 +29,7 @@ from kernels.experts.reference import Weights as Weights
 
 def _kernels(like: Tensor) -> Any:
     """The module that computes on this tensor's device."""
-    if dispatch.has_kernels(like.device.type):
+    if dispatch.has_kernels(like.device, "experts"):
         from kernels.experts import triton
 
         return triton

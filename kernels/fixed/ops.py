@@ -18,7 +18,7 @@ def encode(
 ) -> None:
     """Run `kernels.fixed.reference.encode` into the sections; the exponent goes to `exponent` (int32, 1
     element)."""
-    if dispatch.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device, "fixed"):
         from kernels.fixed import triton
 
         triton.encode(x, scales, planes, exponent, constant=constant)
@@ -31,7 +31,7 @@ def decode(
     scales: torch.Tensor, planes: torch.Tensor, out: torch.Tensor, exponent: torch.Tensor, constant: float
 ) -> torch.Tensor:
     """`kernels.fixed.reference.decode` of the sections into `out`; faults as in `kernels.tah.ops.decode`."""
-    if dispatch.has_kernels(out.device.type):
+    if dispatch.has_kernels(out.device, "fixed"):
         from kernels.fixed import triton
 
         return triton.decode(scales, planes, out, exponent, constant=constant)

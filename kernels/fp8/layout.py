@@ -6,8 +6,6 @@ POWER_UNIT = 16
 """A moment's power is in parts of one in so many."""
 MULTIPLE = 16
 """What cuBLAS needs the inputs and outputs of a product in e4m3 to be a multiple of."""
-CAPABILITY = (8, 9)
-"""The first CUDA capability with such products."""
 
 
 def blocks(elements: int) -> int:

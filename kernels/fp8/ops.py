@@ -9,7 +9,7 @@ from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
 
 def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None = None) -> None:
     """`kernels.fp8.reference.accumulate_gradient`, the same bits."""
-    if dispatch.has_kernels(addend.device.type):
+    if dispatch.has_kernels(addend.device, "fp8"):
         from kernels.fp8 import triton
 
         triton.accumulate_gradient(gradient, addend, draw)
@@ -21,7 +21,7 @@ def accumulate_gradient(gradient: Fp8Gradient, addend: Tensor, draw: Draw | None
 
 def sum_gradients(codes: Tensor, exponents: Tensor, into: Fp8Gradient) -> None:
     """`kernels.fp8.reference.sum_gradients`, the same bits."""
-    if dispatch.has_kernels(codes.device.type):
+    if dispatch.has_kernels(codes.device, "fp8"):
         from kernels.fp8 import triton
 
         triton.sum_gradients(codes, exponents, into)
@@ -35,7 +35,7 @@ def momentum_step(
     gradient: Tensor | Fp8Gradient, mean: Moment, momentum: float, clip_coefficient: float
 ) -> Tensor:
     """`kernels.fp8.reference.momentum_step`; on a GPU, it may differ in the last bits of logarithms."""
-    if dispatch.has_kernels(mean.codes.device.type):
+    if dispatch.has_kernels(mean.codes.device, "fp8"):
         from kernels.fp8 import triton
 
         return triton.momentum_step(gradient, mean, momentum, clip_coefficient)
@@ -46,7 +46,7 @@ def adamw_step(
     parameter: Tensor, gradient: Tensor | Fp8Gradient, mean: Moment, square: Moment, step: AdamWStep
 ) -> None:
     """`kernels.fp8.reference.adamw_step`; on a GPU, moments may differ in the last bits of logarithms."""
-    if dispatch.has_kernels(parameter.device.type):
+    if dispatch.has_kernels(parameter.device, "fp8"):
         from kernels.fp8 import triton
 
         triton.adamw_step(parameter, gradient, mean, square, step)

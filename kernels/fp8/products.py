@@ -10,20 +10,15 @@ from torch import Tensor
 
 from kernels.common import dispatch
 from kernels.fp8 import rows
-from kernels.fp8.layout import CAPABILITY, MULTIPLE
+from kernels.fp8.layout import MULTIPLE
 from kernels.fp8.rows import Coded
-
-
-def lacks_products(device: torch.device) -> bool:
-    """Whether this is a GPU without products in e4m3. CPUs compute them by the reference, for tests."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY
 
 
 def code_rows(x: Tensor, into: Coded | None = None) -> Coded:
     """x [rows, columns] in e4m3 (`kernels.fp8.rows.code_rows`)."""
     if into is None:
         into = Coded.empty(x.shape[0], x.shape[1], x.device)
-    if dispatch.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device, "fp8"):
         from kernels.fp8 import triton
 
         triton.code_rows(x, into)
@@ -34,7 +29,7 @@ def code_rows(x: Tensor, into: Coded | None = None) -> Coded:
 
 def code_halved_rows(x: Tensor) -> tuple[Tensor, Coded]:
     """x [..., columns] in bf16, and the codes of its rows."""
-    if dispatch.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device, "fp8"):
         from kernels.fp8 import triton
 
         half = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
@@ -51,7 +46,7 @@ def code_columns(x: Tensor) -> Coded:
     (`kernels.fp8.rows.code_columns`)."""
     tokens, columns = x.shape
     into = Coded.empty(columns, -(-tokens // MULTIPLE) * MULTIPLE, x.device)
-    if dispatch.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device, "fp8"):
         from kernels.fp8 import triton
 
         triton.code_columns(x, into)
@@ -66,7 +61,7 @@ def product(a: Coded, b: Coded, dtype: torch.dtype, *, fast: bool = False) -> Te
     Args:
         fast: let the tensor cores sum with fewer digits, which Hopper's do faster.
     """
-    if a.codes.device.type != "cuda":
+    if a.codes.device.type != "cuda" or not dispatch.kind_of(a.codes.device).fp8_products:
         return rows.product(a, b, dtype)
     return torch._scaled_mm(
         a.codes, b.codes.t(), a.scales, b.scales.t(), out_dtype=dtype, use_fast_accum=fast

@@ -2,11 +2,9 @@
 the columns of a matrix.
 
 A program handles rows of 128 elements, one block of e4m3 numbers each, a whole row of a matrix, or a tile.
-GPUs that can convert to and from e4m3 themselves; for others, the interpreter and moments integers give the
-same bits.
+GPUs that can convert to and from e4m3 do so, in a third of the instructions; for others, the interpreter and
+moments integers give the same bits.
 """
-
-from functools import cache
 
 import torch
 import triton
@@ -15,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from kernels.common.triton.e4m3 import (
+    converts_e4m3,
     encode,
     exponent_of,
     magnitude_bits,
@@ -24,7 +23,7 @@ from kernels.common.triton.e4m3 import (
 )
 from kernels.common.triton.numbers import INTERPRETED, mixed, random_16, wrapped
 from kernels.common.triton.tiles import widened
-from kernels.fp8.layout import CAPABILITY, blocks
+from kernels.fp8.layout import blocks
 from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
 from kernels.fp8.rows import Coded
 
@@ -42,12 +41,6 @@ TILE = 64
 _INTERPRETED = tl.constexpr(INTERPRETED)
 # Triton compiles again for sizes that are 1 or multiples of 16. Only for the number of elements does that
 # help: Triton then knows that a thread may read several at once.
-
-
-@cache
-def _converts(device: torch.device) -> bool:
-    """Whether the device itself converts to and from e4m3: a third of the instructions, the same bits."""
-    return not INTERPRETED and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def accumulate_gradient(
@@ -69,7 +62,6 @@ def accumulate_gradient(
         n,
         count,
         STOCHASTIC=draw is not None,
-        HARDWARE=_converts(addend.device),
         ROWS=rows,
         num_warps=warps,
         enable_fp_fusion=False,
@@ -92,7 +84,6 @@ def sum_gradients(
         codes.stride(0),
         exponents.stride(0),
         MANY=len(codes),
-        HARDWARE=_converts(codes.device),
         ROWS=rows,
         num_warps=warps,
         enable_fp_fusion=False,
@@ -238,20 +229,19 @@ def _accumulate(
     n,
     count,
     STOCHASTIC: tl.constexpr,
-    HARDWARE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = place < n
-    value = _gradient(codes, exponents, row, place, inside, count, HARDWARE)
+    value = _gradient(codes, exponents, row, place, inside, count)
     value += tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
     noise = place
     if STOCHASTIC:
         # `Draw.salt`, read on the device: a captured graph is replayed with other salts.
         salt = mixed(tl.load(microbatch).to(tl.uint32) ^ parameter.to(tl.uint32))
         noise = (mixed(place.to(tl.uint32) ^ salt) & 0xFFFFF).to(tl.int32)
-    _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC, HARDWARE)
+    _store_gradient(codes, exponents, value, noise, row, place, inside, count, STOCHASTIC)
 
 
 @triton.jit(do_not_specialize=("count", "exponent_stride"))
@@ -265,13 +255,12 @@ def _sum(
     code_stride,
     exponent_stride,
     MANY: tl.constexpr,
-    HARDWARE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = place < n
-    value = _gradient(codes, exponents, row, place, inside, count, HARDWARE)
+    value = _gradient(codes, exponents, row, place, inside, count)
     for more in range(1, MANY):
         offset = tl.cast(more, tl.int64)
         value += _gradient(
@@ -281,9 +270,8 @@ def _sum(
             place,
             inside,
             count,
-            HARDWARE,
         )
-    _store_gradient(out_codes, out_exponents, value, place, row, place, inside, count, False, HARDWARE)
+    _store_gradient(out_codes, out_exponents, value, place, row, place, inside, count, False)
 
 
 @triton.jit
@@ -297,14 +285,13 @@ def _store_gradient(
     inside,
     count,
     STOCHASTIC: tl.constexpr,
-    HARDWARE: tl.constexpr,
 ):
     """To nearest, or by `noise`, 20 random bits an element, int32 [ROWS, 128]."""
     largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = exponent_of(largest)
     finite = largest < 0x7F800000
     scaled = value * power_of_two(-exponent[:, None])
-    if HARDWARE and not STOCHASTIC:
+    if converts_e4m3() and not STOCHASTIC:
         scaled = tl.where(finite[:, None], scaled, 0.0)
         code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -398,13 +385,16 @@ def _momentum(
 
 
 @triton.jit
-def _gradient(codes, exponents, row, place, inside, count, HARDWARE: tl.constexpr):
+def _gradient(codes, exponents, row, place, inside, count):
     """fp32 [ROWS, 128] of a gradient's codes; 0 outside, but of a block that is not finite."""
     code = tl.load(codes + place, mask=inside, other=0)
     exponent = tl.load(exponents + row, mask=row < count, other=0).to(tl.int32)
     scale = power_of_two(tl.maximum(exponent, -126))
     scale = tl.where(exponent == -128, float("nan"), scale)
-    number = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if HARDWARE else _decode(code.to(tl.int32))
+    if converts_e4m3():
+        number = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        number = _decode(code.to(tl.int32))
     return number * scale[:, None]
 
 

@@ -18,7 +18,7 @@ from kernels.fp8.rows import Coded
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
     """RMSNorm without a bias, LayerNorm with one, over the last dimension, in `dtype`."""
-    if dispatch.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device, "layers"):
         from kernels.blockfloat.triton import norm as triton_norm
 
         return triton_norm.norm(x, weight, bias, eps, dtype)
@@ -29,7 +29,7 @@ def coded_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, bits: int, dtype: torch.dtype
 ) -> tuple[Coded, Tensor]:
     """The codes of the rows of `norm` (`kernels.fp8.rows`), and x stored in `bits`, or as it is with 0."""
-    if dispatch.has_kernels(x.device.type) and bits < APART:
+    if dispatch.has_kernels(x.device, "layers") and bits < APART:
         from kernels.blockfloat.triton import norm as triton_norm
 
         coded, stored = triton_norm.coded_norm(x, weight, bias, eps, bits, dtype)
@@ -45,7 +45,7 @@ def norm_backward(
     grad: Tensor, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of `norm`: of x, plus the residual stream's, in its dtype; of weight and bias, float32."""
-    if dispatch.has_kernels(grad.device.type):
+    if dispatch.has_kernels(grad.device, "layers"):
         from kernels.blockfloat.triton import norm as triton_norm
 
         of_x, of_weight, of_bias = triton_norm.norm_backward(grad, x, residual, weight, bias, eps, 0)
@@ -56,7 +56,7 @@ def norm_backward(
 
 def activation(gate: Tensor, up: Tensor | None, gelu: bool = False) -> Tensor:
     """silu(gate) * up, with `gelu` gelu(gate) * up, or gelu(gate) without `up`."""
-    if dispatch.has_kernels(gate.device.type):
+    if dispatch.has_kernels(gate.device, "layers"):
         from kernels.blockfloat.triton import ffn
 
         return ffn.activation(gate, up, gelu)
@@ -70,7 +70,7 @@ def activation_backward(
 
     May overwrite `grad`, which is contiguous.
     """
-    if dispatch.has_kernels(grad.device.type):
+    if dispatch.has_kernels(grad.device, "layers"):
         from kernels.blockfloat.triton import ffn
 
         made = ffn.ffn_backward(grad, gate, up, 0, gelu)
@@ -83,7 +83,7 @@ def activation_backward(
 def coded_activation(gate: Tensor, up: Tensor | None, bits: int) -> tuple[Coded, list[Tensor]]:
     """The codes of `activation`'s rows (`kernels.fp8.rows`), which alone need no pass of their own, and its
     inputs stored in `bits`: none with 0, as many as there are otherwise."""
-    if dispatch.has_kernels(gate.device.type):
+    if dispatch.has_kernels(gate.device, "layers"):
         from kernels.blockfloat.triton import coded_ffn
 
         coded, *stored = coded_ffn.activation(gate, up, bits)
@@ -98,7 +98,7 @@ def coded_activation_backward(
 ) -> tuple[Tensor, list[Tensor], Coded]:
     """As `activation_backward`, of inputs stored in `bits` or with 0 as they were; and the codes of the rows
     of their gradients, side by side."""
-    if dispatch.has_kernels(grad.device.type):
+    if dispatch.has_kernels(grad.device, "layers"):
         from kernels.blockfloat.triton import coded_ffn
 
         made, coded = coded_ffn.activation_backward(grad, gate, up, bits)
@@ -115,7 +115,7 @@ def coded_activation_backward(
 def residual(x: Tensor, made: Tensor) -> Tensor:
     """x + made, of any float dtypes, in x's. On a GPU torch adds tensors of two dtypes at half of memory's
     speed."""
-    if dispatch.has_kernels(x.device.type) and x.is_contiguous() and made.is_contiguous():
+    if dispatch.has_kernels(x.device, "layers") and x.is_contiguous() and made.is_contiguous():
         from kernels.layers import triton
 
         return triton.add(x, made)
@@ -125,7 +125,7 @@ def residual(x: Tensor, made: Tensor) -> Tensor:
 def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int, scale: float | None) -> Tensor:
     """`reference.cross_entropy_`, on a GPU in one pass over the logits and one that writes, in a fixed order
     of sums."""
-    if dispatch.has_kernels(logits.device.type):
+    if dispatch.has_kernels(logits.device, "layers"):
         from kernels.layers import triton
 
         return triton.cross_entropy_(logits, labels, ignored, scale)
@@ -139,7 +139,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
         cos, sin: float32 tables [at least S, D].
     """
     length = x.shape[-2]
-    if not dispatch.has_kernels(x.device.type):
+    if not dispatch.has_kernels(x.device, "layers"):
         return reference.rotate(x, cos[:length], sin[:length], back=back)
     from kernels.layers import triton
 
@@ -151,7 +151,7 @@ def rotate_both(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`rotate` of queries and of keys; on a GPU one kernel where a projection's result has both in a row."""
-    if dispatch.has_kernels(query.device.type) and (whole := _in_a_row(query, key)) is not None:
+    if dispatch.has_kernels(query.device, "layers") and (whole := _in_a_row(query, key)) is not None:
         from kernels.layers import triton
 
         made = triton.rotate_(whole, cos, sin, back=back).transpose(1, 2)
@@ -177,7 +177,7 @@ def _in_a_row(first: Tensor, second: Tensor) -> Tensor | None:
 
 def drop(x: Tensor, salt: Tensor, share: float, *, first: int, stride: int) -> Tensor:
     """`reference.drop`. On a GPU in one pass, which draws the bits where it needs them."""
-    if dispatch.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device, "layers"):
         from kernels.layers import triton
 
         return triton.drop(x, salt, share, first=first, stride=stride)

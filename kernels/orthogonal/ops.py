@@ -13,7 +13,7 @@ def orthogonal(matrices: Sequence[Tensor]) -> Tensor:
 
     A matrix has the same bits whichever others come with it.
     """
-    if dispatch.has_kernels(matrices[0].device.type):
+    if dispatch.has_kernels(matrices[0].device, "orthogonal"):
         from kernels.orthogonal import triton
 
         return triton.orthogonal(matrices)

@@ -41,7 +41,7 @@ def encode(
 ) -> None:
     """`kernels.tah.reference.encode` of x into its sections, and the exponent into `exponent` (int32, 1
     element)."""
-    if dispatch.has_kernels(x.device.type):
+    if dispatch.has_kernels(x.device, "tah"):
         from kernels.tah.triton import encode as triton_encode
 
         triton_encode.encode(
@@ -81,7 +81,7 @@ def decode(
     Returns int32 `[k]`: the largest is the fault that Triton's kernels found (`kernels.common.dispatch`), or
     0. On a CPU the caller checks the sections first.
     """
-    if dispatch.has_kernels(out.device.type):
+    if dispatch.has_kernels(out.device, "tah"):
         from kernels.tah.triton import decode as triton_decode
 
         return triton_decode.decode(

@@ -22,7 +22,7 @@ def encode(
     salt: int | None = None,
 ) -> Coded:
     """`kernels.trellis.lanes.encode`, on the device of `residual`, without waiting for it."""
-    if dispatch.has_kernels(residual.device.type):
+    if dispatch.has_kernels(residual.device, "trellis"):
         from kernels.trellis.triton import lanes as triton_trellis
 
         return triton_trellis.encode(residual, classes, gain, where, family, salt)
@@ -39,7 +39,7 @@ def decode(
     family: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.trellis.lanes.decode`; on a GPU with kernels for any states and counts, without waiting."""
-    if dispatch.has_kernels(classes.device.type):
+    if dispatch.has_kernels(classes.device, "trellis"):
         from kernels.trellis.triton import decode as triton_trellis_decode
 
         return triton_trellis_decode.decode(states, counts, words, classes, where, family)
@@ -49,7 +49,7 @@ def decode(
 
 def join(coded: Coded, out: torch.Tensor) -> None:
     """Write the words of all groups one after the other to int16 `out`, which has exactly their length."""
-    if dispatch.has_kernels(out.device.type):
+    if dispatch.has_kernels(out.device, "trellis"):
         from kernels.trellis.triton import lanes as triton_trellis
 
         triton_trellis.join(coded, out)
@@ -67,7 +67,7 @@ def join(coded: Coded, out: torch.Tensor) -> None:
 
 def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """`kernels.trellis.reference.classes` of int32 `[R]` and `[C]`."""
-    if dispatch.has_kernels(row.device.type):
+    if dispatch.has_kernels(row.device, "trellis"):
         from kernels.trellis.triton import restore as triton_trellis_restore
 
         return triton_trellis_restore.classes(row, column)
@@ -84,7 +84,7 @@ def restore(
 ) -> None:
     """Fill contiguous `out` `[..., C]`: reconstruct n, int32 `[E]`, by a step's code and a prediction, less a
     salt's dither, times 2**exponent. Overwrites n."""
-    if dispatch.has_kernels(n.device.type):
+    if dispatch.has_kernels(n.device, "trellis"):
         from kernels.trellis.triton import restore as triton_trellis_restore
 
         triton_trellis_restore.restore(n, code, factors, exponent, out, salt)

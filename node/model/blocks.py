@@ -304,7 +304,7 @@ class Block(nn.Module, ABC):
     def _is_fused(self, x_bsc: Tensor) -> bool:
         """Whether the fused halves run although nothing is packed: on GPUs in half precision."""
         half = compute_dtype(x_bsc) != torch.float32
-        return self.fuses and half and dispatch.has_kernels(x_bsc.device.type)
+        return self.fuses and half and dispatch.has_kernels(x_bsc.device)
 
     def _plain(self, x_bsc: Tensor, reach: Reach, at: BlockSlice | None) -> Tensor:
         """Through plain autograd."""

@@ -279,7 +279,7 @@ def build_chunk(
             freeze(module, unit, model, lora, adapters, source, rank)
             if isinstance(module, Block):
                 module.fuses = False  # a fused half calls no projection, so it would miss the adapters
-        elif isinstance(module, Block) and dispatch.has_kernels(device.type) and weights_in != torch.float32:
+        elif isinstance(module, Block) and dispatch.has_kernels(device) and weights_in != torch.float32:
             module.lay_weights_together()
         if built is not None:
             built(unit, module)

@@ -44,7 +44,7 @@ def head_loss(x_tc: Tensor, output: nn.Module, labels_t: Tensor) -> Tensor:
 
 def is_fused(device: torch.device) -> bool:
     """Whether a kernel makes the loss there, of a piece of any size."""
-    return dispatch.has_kernels(device.type)
+    return dispatch.has_kernels(device)
 
 
 def _gradient_factor(tokens: int, dtype: torch.dtype) -> float:

@@ -158,7 +158,7 @@ class Projections:
 
     def _are_one(self, x: Tensor) -> bool:
         """Whether they are one product, of x or of gradients of as many tokens."""
-        if len(self.linears) == 1 or x.dtype == torch.float32 or not dispatch.has_kernels(x.device.type):
+        if len(self.linears) == 1 or x.dtype == torch.float32 or not dispatch.has_kernels(x.device):
             return False
         return x[..., 0].numel() * max(len(one.weight) for one in self.linears) <= FILLED
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from kernels.common.devices import Kind
 from node.telemetry.format import bytes_text, printable
 from wire import descriptors, event_loop
 from wire.errors import LinkError, TokenError, UserError
@@ -165,6 +166,8 @@ def check_device() -> Iterator[Check]:
     """The processor, and each GPU with its free memory."""
     import torch
 
+    from kernels.common.dispatch import kind_of
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     small = memory < MIN_MEMORY_BYTES
     yield Check(
@@ -180,16 +183,14 @@ def check_device() -> Iterator[Check]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        yield judge_gpu(index, name, free, total, torch.cuda.get_device_capability(index))
+        yield judge_gpu(index, name, free, total, kind_of(torch.device("cuda", index)))
 
 
-def judge_gpu(index: int, name: str, free: int, total: int, capability: tuple[int, int]) -> Check:
-    """A GPU with so many bytes free, of this compute capability."""
-    from node.stage.machine_info import BFLOAT16_CAPABILITY
-
+def judge_gpu(index: int, name: str, free: int, total: int, kind: Kind) -> Check:
+    """A GPU with so many bytes free."""
     fixes = ["end what else uses this GPU"] * (free < total / 2)
     detail = f"{name}, {bytes_text(free)} of {bytes_text(total)} free"
-    if capability < BFLOAT16_CAPABILITY:
+    if not kind.bfloat16:
         detail += ", no bfloat16"
         fixes.append(
             'join runs with training.precision = "float16", where the loss is scaled, or "float32": runs in '

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
-from kernels.fp8.products import lacks_products
+from kernels.common.dispatch import kind_of
 from node.config.schema import TrainingSection
 from node.tuning.device_memory import available_bytes
 from wire.errors import UserError
 from wire.identity.enrolment import CPU, Hardware
 
 MATRIX = 1024
-BFLOAT16_CAPABILITY = (8, 0)
-"""GPUs before it have no products in bfloat16, and torch's are many times slower there than in float32."""
 MEASURE_SECONDS = 0.2
 HOST_SHARE = 0.5
 """Of the free main memory, for what does not fit on the GPUs."""
@@ -93,8 +91,7 @@ def arithmetic(device: torch.device) -> str:
     Sums on a CPU also depend on how many threads share them.
     """
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"torch {torch.__version__}, sm_{major}{minor}"
+        return f"torch {torch.__version__}, {kind_of(device).name}"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
 
@@ -104,12 +101,12 @@ def cannot_compute(training: TrainingSection, device: torch.device) -> str | Non
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_properties(device).name
-    if training.compute == "fp8" and lacks_products(device):
+    if training.compute == "fp8" and not kind_of(device).fp8_products:
         return (
             f"this run multiplies in FP8 ([training] compute), which this node's {name} cannot: join with a "
             "GPU of compute capability 8.9 or later"
         )
-    if training.precision == "bfloat16" and torch.cuda.get_device_capability(device) < BFLOAT16_CAPABILITY:
+    if training.precision == "bfloat16" and not kind_of(device).bfloat16:
         return (
             f"this run computes in bfloat16 ([training] precision), which this node's {name} cannot: join "
             "with a GPU of compute capability 8.0 or later, or a CPU, or let the run have training.precision "

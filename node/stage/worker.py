@@ -17,14 +17,15 @@ from pathlib import Path
 
 import torch
 
+from kernels.common.dispatch import kind_of
 from node.config.schema import RunConfig
 from node.run_file.loader import from_json
 from node.stage.allocator import grow_segments
 from node.stage.group import Follower
-from node.stage.machine_info import arithmetic, fix_order, limit_memory
+from node.stage.machine_info import fix_order, limit_memory
 from node.stage.out_of_memory import device_memory_text, ran_out
 from node.stage.ranks import Ranks, arrival, farewell
-from node.tuning.device_memory import Devices, has_own_attention
+from node.tuning.device_memory import Devices
 from node.tuning.memory_plan import Room
 from wire.errors import DeviceLostError
 from wire.identity.enrolment import CPU
@@ -80,7 +81,7 @@ def _serve(
             tensor_parallel=arguments.tensor_parallel,
             on_cpu=device.type == CPU,
             host_bytes=arguments.host_bytes,
-            has_own_attention=has_own_attention(arithmetic(device)),
+            has_own_attention=kind_of(device).own_attention,
         ),
         memory_bytes=arguments.memory_bytes,
         windows=arguments.windows,

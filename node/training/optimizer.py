@@ -146,7 +146,7 @@ class StageOptimizer:
             self.gradients = Fp8Gradients(everything, in_place=gradients_in_place, salts=salts, away=away)
         else:
             self.gradients = PlainGradients(everything, in_place=gradients_in_place)
-        if training.precision != "float32" and any(dispatch.has_kernels(p.device.type) for p in everything):
+        if training.precision != "float32" and any(dispatch.has_kernels(p.device) for p in everything):
             for block in trained_whole.values():
                 block.add_weight_gradients(self._adding_to)
         for block in self._blocks.values():

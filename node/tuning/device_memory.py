@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kernels.blockfloat.layout import BLOCK as PACKED_BLOCK
 from kernels.blockfloat.layout import packed_bytes
+from kernels.common.devices import of_arithmetic
 from kernels.fp8.layout import BLOCK
 from node.config.schema import LoraSection, ModelSection, RunConfig, TrainingSection
 from node.model.families.known import family_of
@@ -42,10 +43,8 @@ _GRADIENT_BYTES = 1 + 1 / BLOCK
 """e4m3 (`kernels.fp8.reference`): codes, plus a block's exponent."""
 MULTIPROCESSORS = 192
 """No GPU has more."""
-OWN_ATTENTION = "sm_90"
-"""Cards whose `Hardware.arithmetic` ends with this have our own backward of attention."""
 OWN_ATTENTION_WIDTHS = (64, 128)
-"""Widths of heads that it supports."""
+"""Of heads that our own backward of attention takes."""
 WORKSPACES = 2 * (32 << 20) + (1 << 20)
 """Of cuBLAS on a GPU, one for the thread that goes forward and one for autograd's
 (`CUBLAS_WORKSPACE_CONFIG`, `node.stage.machine_info.fix_order`); and numbers and vectors."""
@@ -115,13 +114,8 @@ def devices_of(hardware: Hardware) -> Devices:
         count=hardware.devices,
         tensor_parallel=hardware.tensor_parallel,
         on_cpu=hardware.device == CPU,
-        has_own_attention=has_own_attention(hardware.arithmetic),
+        has_own_attention=of_arithmetic(hardware.arithmetic).own_attention,
     )
-
-
-def has_own_attention(arithmetic: str) -> bool:
-    """`Devices.has_own_attention` of a node with this `Hardware.arithmetic`."""
-    return arithmetic.endswith(OWN_ATTENTION)
 
 
 class Share:

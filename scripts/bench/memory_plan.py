@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.utils import checkpoint
 
+from kernels.common.dispatch import kind_of
 from node.config.schema import ModelSection, PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.lab.results import commit
 from node.model import chunk
@@ -51,10 +52,10 @@ from node.model.blocks import Block
 from node.model.families.family import Initial, ParameterSpec
 from node.stage.allocator import VARIABLES, begin_peak, grow_segments, held
 from node.stage.block_measure import measured_times
-from node.stage.machine_info import arithmetic, fix_order
+from node.stage.machine_info import fix_order
 from node.stage.stage_model import StageModel
 from node.tuning.block_times import BlockTimes
-from node.tuning.device_memory import Devices, has_own_attention
+from node.tuning.device_memory import Devices
 from node.tuning.memory import FIXED_BYTES
 from node.tuning.memory_plan import Choice, MemoryPlan, Room
 from node.tuning.storage_choice import choose, chosen_config, words_of
@@ -251,7 +252,7 @@ class Bench:
 
     def __init__(self, device: torch.device, runs: int) -> None:
         self._device, self._runs = device, runs
-        own = has_own_attention(arithmetic(device))
+        own = kind_of(device).own_attention
         self._devices = Devices(on_cpu=False, host_bytes=HOST_GB * GB, has_own_attention=own)
         self._times: dict[RunConfig, BlockTimes | None] = {}
 

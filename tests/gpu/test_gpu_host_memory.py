@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.common.dispatch import kind_of
 from node.config.schema import ModelSection, RunConfig, TrainingSection
 from node.model import offload
 from node.model.chunk import build_chunk, weight_dtype
 from node.model.host_memory import CudaHostMemory
 from node.model.units import unit_names
-from node.stage.machine_info import arithmetic
 from node.stage.passes import AutogradPasses
 from node.stage.stage_model import StageModel
 from node.training import host_moments
 from node.training.optimizer import StageOptimizer
-from node.tuning.device_memory import Devices, has_own_attention
+from node.tuning.device_memory import Devices
 from node.tuning.memory_plan import Choice, Room, least_stage_bytes
 from node.tuning.state_moves import Moved
 from tests.gpu.test_gpu_passes import GPU, assert_same, run_file, steps
@@ -111,7 +111,7 @@ def test_a_plan_for_less_memory_takes_less_and_no_more_than_it_says() -> None:
         precision="bfloat16", microbatch=2, global_batch=4, warmup_steps=0, cuda_graphs=False
     )
     config = RunConfig(model=sizes, training=training)
-    own = has_own_attention(arithmetic(GPU))
+    own = kind_of(GPU).own_attention
     devices = Devices(on_cpu=False, host_bytes=1 << 38, has_own_attention=own)
     whole = Room(devices=devices).plan(config, 1, 0)
     gc.collect()

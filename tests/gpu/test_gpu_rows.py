@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from kernels.common.dispatch import kind_of
 from kernels.fp8 import rows
-from kernels.fp8.products import code_columns, code_rows, lacks_products, weight_gradient
+from kernels.fp8.products import code_columns, code_rows, weight_gradient
 from kernels.fp8.rows import Coded
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +29,7 @@ def test_codes_of_columns_and_rows_are_the_references(tokens: int, width: int, d
 
 @pytest.mark.parametrize("tokens", [16, 1000, 8192])
 def test_weight_gradients_are_those_of_bf16_within_the_codes_errors(tokens: int) -> None:
-    if lacks_products(CUDA):
+    if not kind_of(CUDA).fp8_products:
         pytest.skip("needs a GPU with products in e4m3")
     grads = torch.randn(tokens, 768, dtype=torch.bfloat16, device=CUDA)
     x = torch.randn(tokens, 512, dtype=torch.bfloat16, device=CUDA)

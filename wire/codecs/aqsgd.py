@@ -158,7 +158,7 @@ class AqsgdTensorCodec(Codec):
         sections = fixed.FixedSections(*self._fixed._layout(tuple(shape)).views(payload))
         change = torch.zeros(shape, dtype=torch.float32, device=payload.device)
         constant = self.parameters.constant
-        if dispatch.has_kernels(payload.device.type):
+        if dispatch.has_kernels(payload.device, "fixed"):
             ops.decode(*sections, change, exponent, constant)
         elif int(exponent) != NON_FINITE:
             fixed_loops.decode(sections, change, int(exponent), constant=constant)

@@ -54,7 +54,7 @@ class FixedCodec(Codec):
         layout = self._layout(tensor.shape)
         layout.clear_gaps(payload)
         sections = fixed.FixedSections(*layout.views(payload))
-        if dispatch.has_kernels(tensor.device.type):
+        if dispatch.has_kernels(tensor.device, "fixed"):
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
             ops.encode(tensor, *sections, exponent, self._constant)
             return exponent
@@ -62,7 +62,7 @@ class FixedCodec(Codec):
 
     def _unpack(self, payload: torch.Tensor, out: torch.Tensor, exponent: int) -> None:
         sections = fixed.FixedSections(*self._layout(out.shape).views(payload))
-        if dispatch.has_kernels(out.device.type):
+        if dispatch.has_kernels(out.device, "fixed"):
             device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
             status = ops.decode(*sections, out, device_exponent, self._constant)
             self._refuse(int(status.max()))
@@ -79,7 +79,7 @@ class FixedCodec(Codec):
             self._refuse(dispatch.BAD_CODE)
 
     def _pack_rows(self, x: torch.Tensor, records: torch.Tensor, size: int) -> torch.Tensor:
-        if not dispatch.has_kernels(x.device.type):
+        if not dispatch.has_kernels(x.device, "fixed"):
             return super()._pack_rows(x, records, size)
         from kernels.fixed import triton
 
@@ -106,7 +106,7 @@ class FixedCodec(Codec):
         headers: Sequence[Header],
         host: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        if not dispatch.has_kernels(out.device.type):
+        if not dispatch.has_kernels(out.device, "fixed"):
             super()._unpack_rows(records, out, headers, host)
             return
         exponents = records.view(torch.int32)[:, EXPONENT.start // 4].contiguous()
@@ -130,7 +130,7 @@ class FixedCodec(Codec):
         )
 
     def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not dispatch.has_kernels(x.device.type):
+        if not dispatch.has_kernels(x.device, "fixed"):
             return super()._round_trip(x)
         size = self.packed_bytes(TensorSpec(x.dtype, (x.shape[1],)))
         records = torch.empty(len(x), -(-size // ROW_BYTES) * ROW_BYTES, dtype=torch.uint8, device=x.device)

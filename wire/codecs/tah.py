@@ -74,7 +74,7 @@ class TahCodec(Codec):
                 tensor, layout.arrays(payload), samples=samples, four_bit=four, tau=TAU
             )
         sections = tah.TahSections(*layout.views(payload))
-        if dispatch.has_kernels(tensor.device.type):
+        if dispatch.has_kernels(tensor.device, "tah"):
             exponent = torch.empty((), dtype=torch.int32, device=tensor.device)
             ops.encode(tensor, *sections, exponent, samples, four, TAU)
             return exponent
@@ -89,7 +89,7 @@ class TahCodec(Codec):
             tah_loops_decode.decode_from(arrays, out, exponent)
             return
         sections = tah.TahSections(*_layout(out.shape).views(payload))
-        if dispatch.has_kernels(out.device.type):
+        if dispatch.has_kernels(out.device, "tah"):
             device_exponent = torch.full((), exponent, dtype=torch.int32, device=out.device)
             status = ops.decode(*sections, out, device_exponent, samples, four_bit_tiles(tiles))
             _refuse(int(status.max()), tiles)

@@ -62,7 +62,7 @@ class TrellisCodec(Codec):
     """With a salt, elements have its dither."""
 
     def _pack(self, tensor: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
-        if dispatch.has_kernels(tensor.device.type):
+        if dispatch.has_kernels(tensor.device, "trellis"):
             from kernels.trellis.triton import encode as triton_trellis_encode
 
             rows, columns = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
@@ -87,7 +87,7 @@ class TrellisCodec(Codec):
         trellis_ops.restore(decoded.n, decoded.step_code, decoded.factors, exponent, out, self._salt)
 
     def _pack_rows(self, x: torch.Tensor, records: torch.Tensor, size: int) -> torch.Tensor:
-        if not dispatch.has_kernels(x.device.type):
+        if not dispatch.has_kernels(x.device, "trellis"):
             return super()._pack_rows(x, records, size)
         from kernels.trellis.triton import encode as triton_trellis_encode
 
@@ -107,7 +107,7 @@ class TrellisCodec(Codec):
         headers: Sequence[Header],
         host: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        if host is None or not dispatch.has_kernels(out.device.type):
+        if host is None or not dispatch.has_kernels(out.device, "trellis"):
             super()._unpack_rows(records, out, headers, host)
             return
         where, size = grid(out.shape[1]), self.packed_bytes(headers[0].spec)
@@ -157,7 +157,7 @@ class TrellisCodec(Codec):
         )
 
     def _round_trip(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not dispatch.has_kernels(x.device.type):
+        if not dispatch.has_kernels(x.device, "trellis"):
             return super()._round_trip(x)
         from kernels.trellis.triton import encode as triton_trellis_encode
 

@@ -2,10 +2,18 @@
 
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
+from triton.runtime.jit import constexpr_function
 
+from kernels.common import devices
 from kernels.common.triton.numbers import INTERPRETED, MAGIC, MAGIC_BITS
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
+
+@constexpr_function
+def converts_e4m3():
+    """Whether the device that a kernel is compiled for converts to and from e4m3 itself."""
+    target = None if INTERPRETED else current_target()
+    return target is not None and devices.of_target(target.arch).fp8_conversions
 
 
 @triton.jit
@@ -43,10 +51,10 @@ def store_codes(pointers, value, peak, mask):
     """The codes, as bytes, of fp32 values of a row whose largest magnitude has the bits `peak`."""
     scaled = value * power_of_two(-exponent_of(peak))
     scaled = tl.where(peak < 0x7F800000, scaled, 0.0)
-    if _INTERPRETED:
-        code = encode(scaled).to(tl.uint8)
-    else:
+    if converts_e4m3():
         code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = encode(scaled).to(tl.uint8)
     tl.store(pointers, code, mask=mask)
 
 

@@ -49,7 +49,7 @@ def test_devices_in_separate_processes(interpreted: Interpreted) -> None:
 
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "has_kernels", lambda device_type: True)
+    monkeypatch.setattr(dispatch, "has_kernels", lambda *_: True)
 
 
 def poisoned(nbytes: int) -> torch.Tensor:
@@ -271,7 +271,7 @@ def test_impossible_payloads_are_refused_as_by_the_reference(
     target[: len(value)] = torch.tensor(list(value), dtype=torch.uint8)
     said = []
     for kernels in (False, True):
-        monkeypatch.setattr(dispatch, "has_kernels", lambda device_type, kernels=kernels: kernels)
+        monkeypatch.setattr(dispatch, "has_kernels", lambda *_, kernels=kernels: kernels)
         with pytest.raises(CodecError) as problem:
             which.unpack(packed, spec, header)
         said.append((problem.type, str(problem.value)))

@@ -9,7 +9,6 @@ from kernels.fp8.products import (
     CodedWeight,
     code_columns,
     code_rows,
-    lacks_products,
     product,
     weight_gradient,
 )
@@ -93,20 +92,6 @@ def test_torchs_product_of_codes_agrees(dtype: torch.dtype) -> None:
     found = torch._scaled_mm(a.codes, b.codes.t(), a.scales, b.scales.t(), out_dtype=dtype)
     wanted = product(a, b, dtype)
     assert (found.double() - wanted.double()).norm() < (1e-6 if dtype == torch.float32 else 3e-3) * 500
-
-
-@outside
-def test_gpus_before_ada_have_no_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    for capability, lacks in {
-        (8, 0): True,
-        (8, 6): True,
-        (8, 9): False,
-        (9, 0): False,
-        (12, 0): False,
-    }.items():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert lacks_products(torch.device("cuda", 0)) == lacks
-    assert not lacks_products(CPU)
 
 
 @inside

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.common.devices import of_capability
 from node.cli.main import main
 from node.display import volunteer
 from node.processes import doctor
@@ -387,10 +388,10 @@ def test_a_real_certificate_is_compared_with_the_pin(tmp_path: Path) -> None:
 
 
 def test_a_card_without_bfloat16_is_told_which_runs_it_computes() -> None:
-    old = judge_gpu(0, "Tesla T4", 15 << 30, 16 << 30, (7, 5))
+    old = judge_gpu(0, "Tesla T4", 15 << 30, 16 << 30, of_capability(7, 5))
     assert old.status is Status.WARN and "no bfloat16" in old.detail
     assert 'training.precision = "float16"' in old.fix and "end what else" not in old.fix
-    crowded = judge_gpu(1, "Tesla T4", 1 << 30, 16 << 30, (7, 5))
+    crowded = judge_gpu(1, "Tesla T4", 1 << 30, 16 << 30, of_capability(7, 5))
     assert "end what else uses this GPU" in crowded.fix and "float16" in crowded.fix
-    new = judge_gpu(0, "NVIDIA A100", 39 << 30, 40 << 30, (8, 0))
+    new = judge_gpu(0, "NVIDIA A100", 39 << 30, 40 << 30, of_capability(8, 0))
     assert new.status is Status.OK and new.fix == ""

@@ -1,0 +1,147 @@
+"""What each kind of device can do: one table, which the program asks wherever it depends on that.
+
+A kind is named as the last part of a node's `Hardware.arithmetic`: `sm_86` for an NVIDIA GPU of compute
+capability 8.6, `gfx942` for an AMD GPU, `mps`, `xpu` or `cpu`. Imports no torch: the coordinator asks too.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache, lru_cache
+
+KIB = 1 << 10
+LARGE_SHARED = 200 * KIB
+"""Shared memory from which kernels take their large tiles."""
+
+
+class Room(Enum):
+    """How large the tiles of products may be on a device. The bits of their sums follow from it."""
+
+    LARGE = "200 KiB of shared memory a program, as H100, H200 and B200 have"
+    SMALL = "64 KiB and more"
+    NONE = "the same, and no tensor cores that Triton uses: GPUs before A100"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of device."""
+
+    name: str
+    kernels: bool = True
+    """Triton compiles the program's kernels for it; elsewhere plain torch and the CPU's loops compute."""
+    bfloat16: bool = True
+    """It multiplies in bfloat16 at speed. GPUs that lack it are many times slower there than in float32."""
+    fp8_products: bool = False
+    """It multiplies in e4m3. CPUs emulate that, for tests."""
+    fp8_conversions: bool = False
+    """Triton converts to and from e4m3 in one instruction; elsewhere kernels write the conversion out."""
+    shared_bytes: int = 0
+    """Shared memory that one program of a kernel may have."""
+    lanes: int = 32
+    """Threads of a warp."""
+    early_starts: bool = False
+    """A kernel may start before the previous one has ended: CUDA's programmatic dependent launch."""
+    page_locked: bool = True
+    """Copies between page-locked main memory and the device run beside its work."""
+    graphs: bool = True
+    """Passes can be captured as graphs."""
+    flash_attention: bool = False
+    """Torch's FlashAttention operators run on it and sum in a fixed order."""
+    wide_flash_backward: bool = False
+    """FlashAttention's backward has shared memory for heads of 193 to 224."""
+    own_attention: bool = False
+    """cuDNN's forward with our own backward is the fastest attention in a fixed order, as measured."""
+    main_memory: bool = False
+    """Its memory is the machine's main memory."""
+
+    @property
+    def warps(self) -> int:
+        """The most warps that one program of a kernel may have: 1,024 threads."""
+        return 1024 // self.lanes
+
+    @property
+    def room(self) -> Room:
+        if self.shared_bytes >= LARGE_SHARED:
+            return Room.LARGE
+        return Room.SMALL if self.kernels and self.bfloat16 else Room.NONE
+
+
+_TURING = Kind(name="sm_75", bfloat16=False, shared_bytes=64 * KIB)
+_AMPERE = replace(
+    _TURING,
+    name="sm_80",
+    bfloat16=True,
+    shared_bytes=163 * KIB,
+    flash_attention=True,
+    wide_flash_backward=True,
+)
+_SMALL_AMPERE = replace(_AMPERE, name="sm_86", shared_bytes=99 * KIB, wide_flash_backward=False)
+_ADA = replace(_SMALL_AMPERE, name="sm_89", fp8_products=True, fp8_conversions=True)
+_HOPPER = replace(
+    _ADA,
+    name="sm_90",
+    shared_bytes=227 * KIB,
+    early_starts=True,
+    wide_flash_backward=True,
+    own_attention=True,
+)
+_BLACKWELL = replace(_HOPPER, name="sm_100", wide_flash_backward=False, own_attention=False)
+_SMALL_BLACKWELL = replace(_BLACKWELL, name="sm_120", shared_bytes=99 * KIB)
+_NVIDIA = {
+    (7, 5): _TURING,
+    (8, 0): _AMPERE,
+    (8, 6): _SMALL_AMPERE,
+    (8, 9): _ADA,
+    (9, 0): _HOPPER,
+    (10, 0): _BLACKWELL,
+    (12, 0): _SMALL_BLACKWELL,
+}
+
+# Graphs and the order of sums in FlashAttention are not measured on AMD GPUs.
+_INSTINCT = Kind(name="gfx942", shared_bytes=64 * KIB, lanes=64, graphs=False)
+_RADEON_7000 = replace(_INSTINCT, name="gfx1100", lanes=32)
+_RADEON_9000 = replace(_RADEON_7000, name="gfx1200")
+_AMD = {"gfx9": _INSTINCT, "gfx11": _RADEON_7000, "gfx12": _RADEON_9000}
+"""By what the architecture's name begins with."""
+
+_PLAIN = Kind(name="", kernels=False, page_locked=False, graphs=False)
+CPU = replace(_PLAIN, name="cpu", fp8_products=True, main_memory=True)
+MPS = replace(_PLAIN, name="mps", main_memory=True)
+XPU = replace(_PLAIN, name="xpu")
+
+TABLE = {kind.name: kind for kind in (*_NVIDIA.values(), *_AMD.values(), MPS, XPU, CPU)}
+
+
+@cache
+def of_capability(major: int, minor: int) -> Kind:
+    """An NVIDIA GPU. One that the table lacks is taken for the newest before it, and one before Turing runs
+    without kernels."""
+    earlier = [known for known in _NVIDIA if known <= (major, minor)]
+    if not earlier:
+        return replace(_TURING, name=f"sm_{major}{minor}", kernels=False, graphs=False)
+    return replace(_NVIDIA[max(earlier)], name=f"sm_{major}{minor}")
+
+
+def of_architecture(name: str) -> Kind:
+    """An AMD GPU, as torch names it: `gfx942:sramecc+:xnack-`. RDNA 2 and older run without kernels."""
+    short = name.partition(":")[0]
+    for begins, kind in _AMD.items():
+        # gfx90a is of gfx942's family, gfx906 and gfx900 have no products in bfloat16.
+        if short.startswith(begins) and short not in ("gfx900", "gfx906", "gfx908"):
+            return replace(kind, name=short)
+    return replace(_PLAIN, name=short, bfloat16=False, page_locked=True)
+
+
+def of_target(arch: int | str) -> Kind:
+    """The kind that Triton compiles for: 86 is compute capability 8.6, `gfx942` an AMD GPU."""
+    return of_capability(*divmod(arch, 10)) if isinstance(arch, int) else of_architecture(arch)
+
+
+@lru_cache(64)
+def of_arithmetic(arithmetic: str) -> Kind:
+    """The kind of a node's first device by its `Hardware.arithmetic`, a stranger's text; else a CPU."""
+    name = arithmetic.rpartition(", ")[2]
+    if name.startswith("sm_") and name[3:].isdecimal() and len(name) in (5, 6):
+        return of_target(int(name[3:]))
+    if name.startswith("gfx"):
+        return of_architecture(name)
+    return TABLE.get(name, CPU)
