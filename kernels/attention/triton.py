@@ -586,6 +586,7 @@ def forward(
         length, keys, limits.offset, limits.window, heads, kv_heads, width**-0.5, *strides, firsts.stride(0),
         SINKS=sinks_h is not None, **limits.flags(), D=wide, M=cut.rows, N=cut.columns,
         num_warps=cut.warps, num_stages=cut.stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out[..., :width].transpose(1, 2), sums
 
@@ -642,12 +643,14 @@ def backward(
         length, keys_length, limits.offset, limits.window, heads, kv_heads, scale, *strides, *into,
         firsts.stride(0), ADDS=onto is not None, **limits.flags(),
         D=wide, N=keys.rows, M=keys.columns, num_warps=keys.warps, num_stages=keys.stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
     _queries_kernel[(triton.cdiv(length, queries.rows), batch * heads)](
         query, key, value, grad, sums, inner, of_query, firsts, length, keys_length, limits.offset,
         limits.window, heads, kv_heads, scale, *strides, of_query.stride(1), firsts.stride(0),
         **limits.flags(),
         D=wide, M=queries.rows, N=queries.columns, num_warps=queries.warps, num_stages=queries.stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
     query_out, key_out, value_out = (
         part[..., :width].transpose(1, 2) for part in (of_query, of_key, of_value)
@@ -663,7 +666,16 @@ def inner_products(grad_bhqd: torch.Tensor, out_bhqd: torch.Tensor) -> torch.Ten
     batch, heads, length, wide = out.shape
     made = torch.empty(batch, heads, length, device=out.device)
     _inner_products[(triton.cdiv(length, 64), batch * heads)](
-        out, grad, made, length, heads, *out.stride()[:3], *grad.stride()[:3], D=wide, M=64
+        out,
+        grad,
+        made,
+        length,
+        heads,
+        *out.stride()[:3],
+        *grad.stride()[:3],
+        D=wide,
+        M=64,
+        enable_fp_fusion=True,
     )
     return made
 

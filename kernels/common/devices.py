@@ -38,6 +38,8 @@ class Kind:
     """Shared memory that one program of a kernel may have."""
     lanes: int = 32
     """Threads of a warp."""
+    limits_registers: bool = False
+    """A launch may limit the registers of a thread, which Triton takes for NVIDIA GPUs alone."""
     early_starts: bool = False
     """A kernel may start before the previous one has ended: CUDA's programmatic dependent launch."""
     page_locked: bool = True
@@ -65,7 +67,7 @@ class Kind:
         return Room.SMALL if self.kernels and self.bfloat16 else Room.NONE
 
 
-_TURING = Kind(name="sm_75", bfloat16=False, shared_bytes=64 * KIB)
+_TURING = Kind(name="sm_75", bfloat16=False, shared_bytes=64 * KIB, limits_registers=True)
 _AMPERE = replace(
     _TURING,
     name="sm_80",

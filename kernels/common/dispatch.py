@@ -83,3 +83,15 @@ def room(device: torch.device) -> Room:
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel may start before the previous one has ended (`Kind.early_starts`)."""
     return kind_of(device).early_starts
+
+
+@cache
+def most_warps(device: torch.device) -> int:
+    """Of a program that has as many as it may."""
+    return kind_of(device).warps
+
+
+@cache
+def limits_registers(device: torch.device) -> bool:
+    """Whether a launch may limit the registers of a thread (`Kind.limits_registers`)."""
+    return kind_of(device).limits_registers

@@ -207,6 +207,7 @@ def route(logits_te: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Ten
         _route[(triton.cdiv(tokens, ROUTED),)](
             logits, weights, chosen, tokens, experts, choices,
             NORMALIZE=normalize, R=ROUTED, E=_width(experts), C=_width(choices), num_warps=4,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return weights, chosen
 
@@ -222,6 +223,7 @@ def route_backward(
             grad_tk.contiguous(), logits_te.contiguous(), weights_tk, experts_tk, made,
             tokens, experts, weights_tk.shape[1],
             NORMALIZE=normalize, R=ROUTED, E=_width(experts), num_warps=4,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return made
 
@@ -234,7 +236,9 @@ def group(experts_tk: Tensor, experts: int) -> Order:
     slots = wide.int()
     places = torch.empty(experts_tk.shape, dtype=torch.int32, device=slots.device)
     if len(slots):
-        _reverse[(triton.cdiv(len(slots), COLUMNS),)](slots, places, len(slots), B=COLUMNS)
+        _reverse[(triton.cdiv(len(slots), COLUMNS),)](
+            slots, places, len(slots), B=COLUMNS, enable_fp_fusion=True
+        )
     numbers = torch.arange(experts + 1, dtype=narrow, device=slots.device)
     return Order(slots=slots, places=places, offsets=torch.searchsorted(ordered, numbers, out_int32=True))
 
@@ -467,6 +471,7 @@ def _multiplied(
         E=_width(experts),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -487,6 +492,7 @@ def weight_gradient(
             grad_sn, x, order.slots, order.offsets, as_bits(made), order.choices, outputs, inputs,
             grad_sn.stride(0), x.stride(0), output_tiles, input_tiles,
             GATHERS=gathers, N=rows, K=columns, R=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return made
 
@@ -499,7 +505,15 @@ def bias_gradient(grad_sn: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
     width = min(128, _width(columns))
     if made.numel():
         _of_biases[(experts, triton.cdiv(columns, width))](
-            grad, order.offsets, as_bits(made), columns, grad.stride(0), R=SUMMED, B=width, num_warps=4
+            grad,
+            order.offsets,
+            as_bits(made),
+            columns,
+            grad.stride(0),
+            R=SUMMED,
+            B=width,
+            num_warps=4,
+            enable_fp_fusion=True,
         )
     return made
 

@@ -165,6 +165,7 @@ def adamw_step(
         PACKED=isinstance(gradient, Fp8Gradient),
         ROWS=rows,
         num_warps=warps,
+        enable_fp_fusion=True,
     )
 
 
@@ -202,7 +203,14 @@ def code_columns(x: Tensor, into: Coded, tile: int = TILE) -> None:
     peaks = torch.zeros(width, dtype=torch.int32, device=x.device)
     columns = triton.cdiv(width, tile)
     _column_peaks[(triton.cdiv(rows, tile), columns)](
-        x, peaks, rows, width, x.stride(0), TILE=tile, num_warps=4
+        x,
+        peaks,
+        rows,
+        width,
+        x.stride(0),
+        TILE=tile,
+        num_warps=4,
+        enable_fp_fusion=True,
     )
     _code_columns[(triton.cdiv(length, tile), columns)](
         x,

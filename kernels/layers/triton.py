@@ -112,6 +112,7 @@ def cross_entropy_(
             GRADIENTS=scale is not None,
             B=min(LOGITS, triton.next_power_of_2(logits.shape[1])),
             num_warps=8,
+            enable_fp_fusion=True,
         )
     return losses
 
@@ -134,6 +135,7 @@ def drop(x: torch.Tensor, salt: torch.Tensor, share: float, *, first: int, strid
             torch.tensor(1.0 / (1.0 - share), dtype=x.dtype).item(),
             B=ADDED,
             num_warps=8,
+            enable_fp_fusion=True,
         )
     return out
 
@@ -142,7 +144,9 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x + y in x's dtype, float32 or bfloat16; both contiguous."""
     out = torch.empty_like(x)
     if x.numel():
-        _add[(triton.cdiv(x.numel(), ADDED),)](x, y, as_bits(out), x.numel(), B=ADDED, num_warps=8)
+        _add[(triton.cdiv(x.numel(), ADDED),)](
+            x, y, as_bits(out), x.numel(), B=ADDED, num_warps=8, enable_fp_fusion=True
+        )
     return out
 
 

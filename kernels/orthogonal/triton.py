@@ -83,6 +83,7 @@ def symmetric(
         INNER=_size(tiles.inner, inner),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        enable_fp_fusion=True,
     )
 
 
@@ -106,6 +107,7 @@ def product(polynomial: Tensor, x: Tensor, into: Tensor, tiles: Tiles = TILES, *
         INNER=_size(tiles.inner, rows),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        enable_fp_fusion=True,
     )
 
 

@@ -21,6 +21,7 @@ from kernels.blockfloat.triton.store import (
     store_rounded,
     unpack,
 )
+from kernels.common.dispatch import limits_registers
 from kernels.common.triton.e4m3 import magnitude_bits, scale_of, store_codes
 from kernels.common.triton.numbers import as_bits
 from kernels.fp8.rows import Coded
@@ -150,10 +151,10 @@ def _launch(width: int) -> dict[str, int]:
     return {"T": blocks, "num_warps": min(max(blocks // 4, 1), 8)}
 
 
-def _registers(launch: dict[str, int]) -> dict[str, int]:
+def _registers(launch: dict[str, int], device: torch.device) -> dict[str, int]:
     """So few a thread that 16 warps of the backward kernel share a multiprocessor: some read while others
     compute. With more than 16 elements a thread too much of it would go to memory."""
-    return {"maxnreg": 128} if launch["T"] <= 4 * launch["num_warps"] else {}
+    return {"maxnreg": 128} if launch["T"] <= 4 * launch["num_warps"] and limits_registers(device) else {}
 
 
 def norm(
@@ -300,7 +301,7 @@ def norm_backward(
             BITS=bits,
             LAYER=bias is not None,
             **launch,
-            **_registers(launch),
+            **_registers(launch, grad.device),
             enable_fp_fusion=False,
         )
     of_weight = sums[0].sum(0)

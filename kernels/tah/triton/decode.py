@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.dispatch import TAH_DECODE, Launch, starts_early
+from kernels.common.dispatch import TAH_DECODE, Launch, most_warps, starts_early
 from kernels.common.tiles import TILE, tiles_per_row
 from kernels.common.triton.numbers import (
     as_bits,
@@ -223,7 +223,14 @@ def decode(
     early = starts_early(device)
     waiting: dict[str, Any] = {"launch_pdl": True} if early else {}
     _positions[(triton.cdiv(words, _WORDS),)](
-        bit_map, positions, n, EARLY=early, WORDS=_WORDS, BEFORE=_BEFORE, num_warps=32
+        bit_map,
+        positions,
+        n,
+        EARLY=early,
+        WORDS=_WORDS,
+        BEFORE=_BEFORE,
+        num_warps=most_warps(device),
+        enable_fp_fusion=True,
     )
     _restore[(status.numel(),)](
         scales.view(torch.int16),

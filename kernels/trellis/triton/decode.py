@@ -226,6 +226,7 @@ def decode(
         WIDE=where.lanes == LANES.value,
         MANY=False,
         num_warps=TOGETHER,
+        enable_fp_fusion=True,
     )
     return out, ~wrong.any()
 
@@ -277,6 +278,7 @@ def decode_many(
         WIDE=where.lanes == LANES.value,
         MANY=True,
         num_warps=FEW_TOGETHER,
+        enable_fp_fusion=True,
     )
     restore_rows[(triton.cdiv(out.shape[1], _BLOCK), len(out))](
         n,

@@ -220,6 +220,7 @@ def _search(planner: Planner, rooms: _Rooms, salt: int | None, kept: torch.Tenso
             ROWS=high,
             BLOCK=wide,
             MANY=planner.many,
+            enable_fp_fusion=True,
         )
 
     advance(searching.START, 0)
@@ -262,6 +263,7 @@ def _write(planner: Planner, rooms: _Rooms, payload: torch.Tensor, record: int =
         PREDICTS=predicts,
         BLOCK=_BLOCK,
         **records,
+        enable_fp_fusion=True,
     )
     rank = max((rank for rank, _ in settings.kinds), default=1)
     longest = max(settings.rows, settings.columns) * rank
@@ -284,6 +286,7 @@ def _write(planner: Planner, rooms: _Rooms, payload: torch.Tensor, record: int =
         PREDICTS=predicts,
         BLOCK=_OCTETS,
         **records,
+        enable_fp_fusion=True,
     )
     writing.write_groups[(where.groups, _WORD_PROGRAMS, planner.count)](
         lanes.counts,
@@ -299,4 +302,5 @@ def _write(planner: Planner, rooms: _Rooms, payload: torch.Tensor, record: int =
         LANES=32,
         BLOCK=_BLOCK,
         **records,
+        enable_fp_fusion=True,
     )

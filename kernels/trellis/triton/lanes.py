@@ -482,5 +482,12 @@ def join(coded: Coded, out: torch.Tensor) -> None:
     groups, capacity = coded.words.shape
     starts = coded.counts.cumsum(0) - coded.counts
     _join[(groups, triton.cdiv(capacity, _JOIN))](
-        coded.words, coded.counts, starts, out, capacity, BLOCK=_JOIN, num_warps=4
+        coded.words,
+        coded.counts,
+        starts,
+        out,
+        capacity,
+        BLOCK=_JOIN,
+        num_warps=4,
+        enable_fp_fusion=True,
     )

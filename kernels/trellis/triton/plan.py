@@ -237,7 +237,13 @@ class Planner:
         settings, state = self.settings, self.zeros["state"]
         elements = settings.rows * settings.columns
         scaling.largest[(triton.cdiv(elements, 4 * _BLOCK), self.count)](
-            self.x, state, elements, self.record, BLOCK=4 * _BLOCK, MANY=self.many
+            self.x,
+            state,
+            elements,
+            self.record,
+            BLOCK=4 * _BLOCK,
+            MANY=self.many,
+            enable_fp_fusion=True,
         )
         scaling.normalise[(settings.rows, self.count)](
             self.x,
@@ -315,7 +321,7 @@ class Planner:
         basis = torch.empty(_RANK * columns, dtype=torch.float32, device=device)
         matrix = self.field, self.row_scales, self.column_scales, state
         sizes = rows, columns, settings.every
-        spanning.bases[(1,)](self.zeros["row_bins"], self.zeros["column_bins"], state)
+        spanning.bases[(1,)](self.zeros["row_bins"], self.zeros["column_bins"], state, enable_fp_fusion=True)
         across = (triton.cdiv(rows, _ROWS),)
         for turn in range(2):
             start = constants.start if turn == 0 else basis
@@ -398,7 +404,13 @@ class Planner:
         # Costs have the slot of the columns' histogram.
         places = row, column, column, each, slots, self.record
         costing.convolve[(self.count * slots, 4, at.CLASS_SUMS // _SUMS)](
-            *bins, self.row_counts, self.class_sums, *places, BLOCK=_SUMS, MANY=self.many
+            *bins,
+            self.row_counts,
+            self.class_sums,
+            *places,
+            BLOCK=_SUMS,
+            MANY=self.many,
+            enable_fp_fusion=True,
         )
         costing.costs[(self.count * slots, at.COSTS // _STEPS, FAMILIES)](
             *bins,
@@ -409,6 +421,7 @@ class Planner:
             STEPS=_STEPS,
             FAMILIES=FAMILIES,
             MANY=self.many,
+            enable_fp_fusion=True,
         )
 
     def _choose(self) -> None:

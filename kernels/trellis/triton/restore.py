@@ -158,7 +158,14 @@ def classes(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     rows, columns = row.numel(), column.numel()
     out = torch.empty(rows * columns, dtype=torch.uint8, device=row.device)
     _classes[(triton.cdiv(rows, _CLASS_ROWS), triton.cdiv(columns, _CLASS_COLUMNS))](
-        row, column, out, rows, columns, ROWS=_CLASS_ROWS, BLOCK=_CLASS_COLUMNS
+        row,
+        column,
+        out,
+        rows,
+        columns,
+        ROWS=_CLASS_ROWS,
+        BLOCK=_CLASS_COLUMNS,
+        enable_fp_fusion=True,
     )
     return out
 

@@ -1,0 +1,526 @@
+"""Compile every Triton kernel for every kind of GPU in the table, without a GPU.
+
+    python -m scripts.checks.targets [--targets sm_75,gfx942] [--cases NAME,NAME] [--workers N] [--out FILE]
+
+The program's own functions run on tensors in main memory, with kernels that are compiled and assembled by
+Triton's bundled tools instead of launched. So the variants are those that the program would use on that kind
+of device, with its launch shapes. Each is held against the device: shared memory, warps, registers; and it must
+say whether multiplications and additions are fused, because bits depend on that and Triton's default changes.
+Kernels that no case compiles fail the check. The report goes to scripts/results/targets.json.
+"""
+
+import argparse
+import ast
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import kernels
+from kernels.attention.reach import Documents, Reach
+from kernels.blockfloat import ops as storage
+from kernels.common import devices, dispatch
+from kernels.common.devices import Kind
+from kernels.experts import ops as experts
+from kernels.fixed import ops as fixed
+from kernels.fp8 import ops as fp8
+from kernels.fp8 import products
+from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
+from kernels.layers import ops as layers
+from kernels.orthogonal import ops as orthogonal
+from kernels.tah import ops as tah
+from kernels.trellis import ops as trellis
+from kernels.trellis.factors import Factors
+from kernels.trellis.grid import grid
+from kernels.trellis.tables import DITHERED
+from node.lab.results import commit, hardware
+from wire.codecs import tah as tah_codec
+from wire.codecs import trellis as trellis_codec
+from wire.codecs.base import Codec
+from wire.codecs.header import HEADER_BYTES, Header
+from wire.codecs.registry import codec
+from wire.codecs.trellis_payload import Plain
+from wire.spec import TensorSpec
+
+TARGETS = tuple(name for name in devices.TABLE if devices.TABLE[name].kernels)
+REGISTERS = 65536
+"""Of a multiprocessor; a program's threads share them."""
+OUT = Path(__file__).parents[1] / "results" / "targets.json"
+HALF = (torch.bfloat16, torch.float16)
+ALL = (*HALF, torch.float32)
+WIDTH = 1024
+SALT = 77
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One variant of a kernel for one target."""
+
+    kernel: str
+    """Its module and name."""
+    variant: str
+    """Types of its arguments and its constants."""
+    warps: int
+    shared_bytes: int
+    registers: int
+    """Of a thread; vector registers on AMD GPUs."""
+    faults: tuple[str, ...]
+
+
+# ---- the variants: what the program calls
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def payload_of(which: Codec, x: Tensor) -> Tensor:
+    size = which.packed_bytes(TensorSpec(x.dtype, tuple(x.shape)))
+    return torch.zeros(size - HEADER_BYTES, dtype=torch.uint8)
+
+
+def tah_case(dtype: torch.dtype, width: int) -> None:
+    x = drawn(2, 4, width, dtype=dtype)
+    shape, exponent = tuple(x.shape), torch.zeros(1, dtype=torch.int32)
+    payload = payload_of(codec("tah"), x)
+    sections = tah_codec._layout(shape).views(payload)
+    samples, tiles = tah_codec.samples_and_tiles(shape)
+    split = samples, tah_codec.four_bit_tiles(tiles)
+    tah.encode(x, *sections, exponent, *split, tah_codec.TAU)
+    tah.decode(*sections, x, exponent, *split)
+
+
+def fixed_case(dtype: torch.dtype, bits: int, width: int) -> None:
+    which, x = codec(f"fixed-{bits}"), drawn(4, width, dtype=dtype)
+    payload = payload_of(which, x)
+    sections, exponent = which._layout(tuple(x.shape)).views(payload), torch.zeros(1, dtype=torch.int32)
+    fixed.encode(x, *sections, exponent, 1.0)
+    fixed.decode(*sections, x, exponent, 1.0)
+    if dtype == torch.float32:
+        records = torch.zeros(4, -(-(len(payload) + HEADER_BYTES) // 128) * 128, dtype=torch.uint8)
+        exponents = which._pack_rows(x, records, which.packed_bytes(TensorSpec(dtype, (width,))))
+        which._decode_rows(records, x, exponents)
+
+
+def trellis_case(name: str) -> None:
+    from kernels.trellis.triton import encode
+
+    which, x = codec(name).salted(SALT), drawn(40, 48)
+    salt = SALT if which.draws else None
+    payload = payload_of(which, x)
+    encode.encode(x, payload, trellis_codec.settings(40, 48, len(payload), salt), salt)
+
+
+def trellis_rows_case(name: str) -> None:
+    from kernels.trellis.triton import encode
+
+    which, x = codec(name).salted(SALT), drawn(4, 96)
+    salt = SALT if which.draws else None
+    spec, where = TensorSpec(x.dtype, (96,)), grid(96)
+    size = which.packed_bytes(spec)
+    records = torch.zeros(4, -(-size // 128) * 128, dtype=torch.uint8)
+    encode.encode_many(
+        x,
+        trellis_codec.settings(1, 96, size - HEADER_BYTES, salt),
+        salt,
+        payload=records[0, HEADER_BYTES:size],
+        record=records.shape[1],
+        out=torch.empty_like(x),
+    )
+    plain = Plain(0, 0, 0, np.zeros(where.groups, dtype=np.int64))
+    which._decode_rows(
+        records, x, [Header(which.parameters, spec, size - HEADER_BYTES)] * 4, [plain] * 4, where
+    )
+
+
+def trellis_restore_case(dtype: torch.dtype) -> None:
+    rows, columns, rank = 33, 70, 7
+    where, family = grid(rows * columns), DITHERED
+    numbers = trellis.classes(torch.zeros(rows, dtype=torch.int32), torch.zeros(columns, dtype=torch.int32))
+    for first, salt in ((0, None), (family, SALT)):
+        coded = trellis.encode(drawn(rows * columns), numbers, 1.0, where, first, salt)
+        words = torch.empty(64, dtype=torch.int16)
+        trellis.join(coded, words)
+        trellis.decode(coded.states, coded.counts, words, numbers, where, first)
+        factors = Factors(
+            6,
+            torch.ones(rows, rank, dtype=torch.int8),
+            torch.ones(columns, rank, dtype=torch.int8),
+            *(torch.ones(count, dtype=torch.int32) for count in (rank, rows, columns)),
+            -19,
+        )
+        for by in (None, factors):
+            n = torch.zeros(rows * columns, dtype=torch.int32)
+            trellis.restore(n, 20 * 1024, by, 0, torch.empty(rows, columns, dtype=dtype), salt)
+
+
+def storage_case(dtype: torch.dtype, bits: int) -> None:
+    x = drawn(3, WIDTH, dtype=dtype)
+    storage.restore(storage.store(x, bits), x.shape, bits, dtype)
+
+
+def norm_case(dtype: torch.dtype, bits: int, width: int, biased: bool) -> None:
+    x, grad = drawn(3, width), drawn(3, width, dtype=dtype)
+    weight, bias = drawn(width), drawn(width) if biased else None
+    if not bits:
+        layers.norm(x, weight, bias, 1e-5, dtype)
+        layers.norm_backward(grad, x, x, weight, bias, 1e-5)
+        return
+    _, packed = storage.norm_store(x, weight, bias, 1e-5, bits, dtype)
+    storage.norm_from_stored(packed, x.shape, weight, bias, 1e-5, bits, dtype)
+    storage.norm_backward(grad, packed, x, weight, bias, 1e-5, bits)
+
+
+def activation_case(dtype: torch.dtype, bits: int, way: str) -> None:
+    gate, up, grad = (drawn(3, WIDTH, dtype=dtype) for _ in range(3))
+    second, gelu = None if way == "gelu" else up, way == "gated gelu"
+    if bits:
+        _, packed, packed_up = storage.ffn_store(gate, second, bits, gelu)
+        storage.ffn_backward(grad, packed, None if second is None else packed_up, bits, gelu)
+    else:
+        layers.activation(gate, second, gelu)
+        layers.activation_backward(grad, gate, second, gelu)
+
+
+def coded_case(bits: int, gated: bool) -> None:
+    """What runs that multiply in FP8 use."""
+    half = torch.bfloat16
+    x, gate, up, grad = drawn(3, WIDTH), *(drawn(3, WIDTH, dtype=half) for _ in range(3))
+    layers.coded_norm(x, drawn(WIDTH), None, 1e-5, bits, half)
+    second = up if gated else None
+    _, stored = layers.coded_activation(gate, second, bits)
+    inputs = stored if bits else [gate, up]
+    layers.coded_activation_backward(grad, inputs[0], inputs[1] if gated else None, bits)
+    products.code_rows(gate)
+    products.code_halved_rows(x)
+    products.code_columns(gate)
+
+
+def layers_case(dtype: torch.dtype) -> None:
+    logits = drawn(4, 5000, dtype=dtype)
+    for scale in (None, 0.5):
+        layers.cross_entropy_(logits, torch.zeros(4, dtype=torch.int64), -100, scale)
+    layers.residual(drawn(4, WIDTH), drawn(4, WIDTH, dtype=dtype))
+    heads, table = drawn(1, 8, 8, 128, dtype=dtype), drawn(8, 128)
+    layers.rotate(heads, table, table)
+    layers.rotate(heads[..., :64].contiguous(), table[:, :64], table[:, :64], back=True)
+    salt = torch.zeros(1, dtype=torch.int32)
+    if dtype != torch.float16:
+        layers.drop(drawn(4, WIDTH, dtype=dtype), salt, 0.1, first=0, stride=WIDTH)
+
+
+def attention_case(dtype: torch.dtype, width: int, way: str) -> None:
+    from kernels.attention import triton as attention
+
+    query, key, value = (drawn(1, count, 64, width, dtype=dtype) for count in (4, 2, 2))
+    reach, sinks, onto = Reach(), None, None
+    if way != "whole":
+        starts = torch.zeros(1, 64, dtype=torch.bool)
+        starts[0, 5] = True
+        reach, sinks = Reach(window=9, documents=Documents.of(starts, query.device)), drawn(4)
+        onto = torch.zeros(1, 2, 64, width), torch.zeros(1, 2, 64, width)
+    out, sums = attention.forward(query, key, value, reach, sinks)
+    attention.backward(query, query, key, value, out, sums, reach, onto)
+
+
+def experts_case(dtype: torch.dtype, bits: int) -> None:
+    x, logits = drawn(16, WIDTH, dtype=dtype), drawn(16, 8)
+    # What the kernels would give: which expert decides no variant.
+    order = experts.reference.group(torch.zeros(16, 2, dtype=torch.int64), 8)
+    weights: experts.Weights = drawn(8, 256, WIDTH, dtype=dtype)
+    if bits:
+        size = storage.packed_bytes((256, WIDTH), bits)
+        packed = torch.zeros(8, size, dtype=torch.uint8)
+        weights = experts.PackedExperts(packed=packed, outputs=256, inputs=WIDTH, bits=bits)
+    rows = drawn(32, 256, dtype=dtype)
+    gates = experts._kernels(x)
+    for normalize in (False, True):
+        shares, chosen = gates.route(logits, 2, normalize)
+        gates.route_backward(shares, logits, shares, chosen, normalize)
+    gates.group(chosen.zero_(), 8)
+    for bias in (None, drawn(8, 256, dtype=dtype)):
+        experts.matmul(x, weights, order, bias, gathers=True)
+    experts.matmul(drawn(32, WIDTH, dtype=dtype), weights, order, None)
+    experts.input_gradient(rows, weights, order, gathers=True)
+    if not bits:
+        experts.weight_gradient(rows, x, order, dtype, gathers=True)
+        experts.weight_gradient(rows, drawn(32, WIDTH, dtype=dtype), order, dtype)
+        experts.bias_gradient(rows, order, dtype)
+    gates.combine(rows, shares, order)
+    experts.combine_backward(drawn(16, 256, dtype=dtype), rows, shares, order)
+
+
+def fp8_case(dtype: torch.dtype) -> None:
+    cpu = torch.device("cpu")
+    gradient, addend = Fp8Gradient.zeros(1000, cpu), drawn(1000, dtype=dtype)
+    for draw in (None, Draw(torch.zeros(1, dtype=torch.int64), 5)):
+        fp8.accumulate_gradient(gradient, addend, draw)
+    several = torch.zeros(2, 1000, dtype=torch.uint8), torch.zeros(2, 8, dtype=torch.int8)
+    fp8.sum_gradients(*several, gradient)
+    parameter = drawn(1000)
+    step = AdamWStep(
+        lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1, clip_coefficient=1.0, salt=SALT
+    )
+    for given in (gradient, drawn(1000)):
+        fp8.momentum_step(given, Moment.zeros(1000, cpu), 0.95, 1.0)
+        fp8.adamw_step(parameter, given, Moment.zeros(1000, cpu), Moment.zeros(1000, cpu), step)
+
+
+def orthogonal_case(rows: int, columns: int) -> None:
+    orthogonal.orthogonal([drawn(rows, columns), drawn(rows, columns)])
+
+
+Cases = dict[str, Callable[[], None]]
+
+
+def _cases() -> Cases:
+    made: Cases = {}
+
+    def add(name: str, case: Callable[..., None], *ways: Iterable[Any]) -> None:
+        for way in product(*ways):
+            words = " ".join(str(part).removeprefix("torch.") for part in way)
+            made[f"{name} {words}"] = partial(case, *way)
+
+    add("tah", tah_case, ALL, (WIDTH, 200))
+    add("fixed", fixed_case, HALF[:1], (2, 4, 8, 10), (WIDTH,))
+    add("fixed", fixed_case, ALL[1:], (8,), (WIDTH, 200))
+    add("trellis", trellis_case, ("trellis-4.41", "dither-4.41"))
+    add("trellis rows", trellis_rows_case, ("dither-4.41",))
+    add("trellis restore", trellis_restore_case, ALL)
+    add("storage", storage_case, ALL, (4, 8))
+    add("storage", storage_case, HALF[:1], (3, 5, 6, 16))
+    add("norm", norm_case, ALL, (0, 4, 8), (WIDTH,), (False,))
+    add("norm", norm_case, HALF[:1], (0, 4), (8192, 768), (False, True))
+    add("activation", activation_case, ALL, (0, 4, 8), ("gated",))
+    add("activation", activation_case, HALF[:1], (0, 4), ("gelu", "gated gelu"))
+    add("coded", coded_case, (0, 4, 8), (True, False))
+    add("layers", layers_case, ALL)
+    add("attention", attention_case, ALL, (64, 128), ("whole", "chunk"))
+    add("attention", attention_case, HALF, (256,), ("whole", "chunk"))
+    add("experts", experts_case, ALL, (0, 4))
+    add("experts", experts_case, HALF[:1], (3, 8))
+    add("fp8", fp8_case, ALL)
+    add("orthogonal", orthogonal_case, (256,), (256, 512))
+    add("orthogonal", orthogonal_case, (48,), (16,))
+    return made
+
+
+CASES = _cases()
+
+
+# ---- compiling
+
+
+class _Driver:
+    """A GPU driver's place, for Triton: there is a device, and nothing runs on it."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_device(self) -> str:
+        return str(self._target)
+
+    def get_current_stream(self, _device: str) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def target_of(kind: Kind) -> GPUTarget:
+    if kind.name.startswith("sm_"):
+        return GPUTarget("cuda", int(kind.name[3:]), kind.lanes)
+    return GPUTarget("hip", kind.name, kind.lanes)
+
+
+Run = Callable[..., Any]
+
+
+@contextmanager
+def instead_of_launching(
+    kind: Kind, take: Callable[[Run, JITFunction, tuple[Any, ...], dict[str, Any]], None]
+) -> Iterator[None]:
+    """Let the program take main memory for a device of this kind, and hand every launch to `take`, with
+    Triton's own way to run it."""
+    launch, had = JITFunction.run, (dispatch.kind_of, dispatch._has_kernels)
+    chosen = (
+        dispatch.has_large_shared_memory,
+        dispatch.limits_registers,
+        dispatch.most_warps,
+        dispatch.starts_early,
+    )
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        take(launch, self, args, named)
+
+    dispatch.kind_of, dispatch._has_kernels = lambda device: kind, lambda device: True
+    for choice in chosen:
+        choice.cache_clear()
+    JITFunction.run = run
+    driver.set_active(_Driver(target_of(kind)))
+    try:
+        yield
+    finally:
+        driver._active = None
+        JITFunction.run = launch
+        dispatch.kind_of, dispatch._has_kernels = had
+        for choice in chosen:
+            choice.cache_clear()
+
+
+def name_of(kernel: JITFunction) -> str:
+    return f"{kernel.fn.__module__.removeprefix('kernels.')}.{kernel.fn.__name__}"
+
+
+def compiled(target: str, case: str) -> list[Compiled]:
+    """The variants that a case needs on a target."""
+    kind = devices.TABLE[target]
+    made: dict[str, Compiled] = {}
+
+    def take(launch: Run, kernel: JITFunction, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        faults = [] if "enable_fp_fusion" in named else ["does not say whether it fuses"]
+        shown = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+        types = [str(arg.dtype).removeprefix("torch.") for arg in args if isinstance(arg, Tensor)]
+        variant = " ".join([*types, *(f"{name}={value}" for name, value in shown.items())])
+        if f"{name_of(kernel)} {variant}" in made:
+            return
+        shared = registers = 0
+        try:
+            result = launch(kernel, *args, grid=None, warmup=True, **named)
+            shared, registers = result.metadata.shared, registers_of(result.asm)
+        except Exception as error:  # whatever Triton and its tools raise is what this looks for
+            faults.append(
+                f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
+            )
+        warps = named.get("num_warps", 4)
+        if shared > kind.shared_bytes:
+            faults.append(f"{shared} bytes of shared memory, {kind.shared_bytes} there")
+        if warps > kind.warps:
+            faults.append(f"{warps} warps, {kind.warps} at most")
+        if registers * warps * kind.lanes > REGISTERS * (kind.lanes // 32):
+            faults.append(f"{registers} registers for each of {warps * kind.lanes} threads")
+        made[f"{name_of(kernel)} {variant}"] = Compiled(
+            name_of(kernel), variant, warps, shared, registers, tuple(faults)
+        )
+
+    with instead_of_launching(kind, take):
+        CASES[case]()
+    return list(made.values())
+
+
+def registers_of(asm: dict[str, Any]) -> int:
+    """Of a thread, from what was assembled."""
+    if (text := asm.get("amdgcn")) is not None:
+        return int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[-1])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        shown = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, timeout=60, check=True
+        )
+    return int(re.findall(r"REG:(\d+)", shown.stdout)[-1])
+
+
+# ---- which kernels there are
+
+
+def launched_kernels() -> set[str]:
+    """Every kernel that the program launches somewhere, by its source."""
+    found = set()
+    for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        if "triton" not in module.name:
+            continue
+        loaded = importlib.import_module(module.name)
+        if loaded.__file__ is None or module.ispkg:
+            continue
+        for node in ast.walk(ast.parse(Path(loaded.__file__).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                called = node.func.value
+                owner = (
+                    getattr(loaded, called.value.id)
+                    if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name)
+                    else loaded
+                )
+                name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                kernel = getattr(owner, name, None)
+                if isinstance(kernel, JITFunction):
+                    found.add(name_of(kernel))
+    return found
+
+
+def check(targets: Sequence[str], names: Sequence[str], workers: int) -> dict[str, Any]:
+    """The report: of each target its variants, and the kernels that no case compiles."""
+    # Cases of a target one after the other, so that those that take long are spread over the workers.
+    asked = [(target, name) for name in names for target in targets]
+    results: dict[str, dict[str, Compiled]] = {target: {} for target in targets}
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for (target, name), found in zip(asked, pool.map(compiled, *zip(*asked, strict=True)), strict=True):
+            for one in found:
+                results[target][f"{one.kernel} {one.variant}"] = one
+            for fault in (
+                f"{target}: {one.kernel} ({one.variant}): {fault}" for one in found for fault in one.faults
+            ):
+                print(f"{name}: {fault}", file=sys.stderr, flush=True)
+    seen = {one.kernel for variants in results.values() for one in variants.values()}
+    return {
+        "commit": commit(),
+        "hardware": hardware(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "runs": 1,
+        "cases": len(names),
+        "not_compiled": sorted(launched_kernels() - seen) if len(names) == len(CASES) else [],
+        "targets": {
+            target: {
+                "limits": asdict(devices.TABLE[target]),
+                "variants": [asdict(one) for one in variants.values()],
+            }
+            for target, variants in results.items()
+        },
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--targets", default=",".join(TARGETS), help="of the table of devices")
+    parser.add_argument("--cases", default="", help="only those whose names begin with one of these")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(argv)
+    begins = tuple(given.cases.split(","))
+    names = [name for name in CASES if name.startswith(begins)]
+    report = check(given.targets.split(","), names, given.workers)
+    if given.out is not None:
+        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    variants = [one for target in report["targets"].values() for one in target["variants"]]
+    failed = sum(bool(one["faults"]) for one in variants)
+    for name in report["not_compiled"]:
+        print(f"no case compiles {name}", file=sys.stderr)
+    print(
+        f"{len(variants)} variants of {len({one['kernel'] for one in variants})} kernels, {failed} with faults"
+    )
+    return 1 if failed or report["not_compiled"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
