@@ -3,6 +3,7 @@
 Imports no Triton, which only machines with a GPU have.
 """
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -41,13 +42,17 @@ def _has_kernels(device: torch.device) -> bool:
     return kind_of(device).kernels and find_spec("triton") is not None
 
 
-_withdrawn: set[str] = set()
+_PLAIN = "THINWIRE_PLAIN"
+"""Environment variable: `PARTS`, separated by commas, that compute without Triton kernels."""
+_withdrawn = {part for part in os.environ.get(_PLAIN, "").split(",") if part}
 
 
 def withdraw(part: str) -> None:
-    """Compute without the Triton kernels of `part`, one of `PARTS`, in this process from now on."""
+    """Compute without the Triton kernels of `part`, one of `PARTS`, from now on: in this process and in those
+    that it starts later."""
     assert part in PARTS
     _withdrawn.add(part)
+    os.environ[_PLAIN] = ",".join(sorted(_withdrawn))
 
 
 @dataclass(frozen=True, slots=True)

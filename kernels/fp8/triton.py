@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import libdevice
+from triton.language.extra import libdevice
 
 from kernels.common.triton.e4m3 import (
     converts_e4m3,
@@ -21,7 +21,7 @@ from kernels.common.triton.e4m3 import (
     scale_of,
     store_codes,
 )
-from kernels.common.triton.numbers import INTERPRETED, mixed, random_16, wrapped
+from kernels.common.triton.numbers import lacks_functions, mixed, random_16, wrapped
 from kernels.common.triton.tiles import widened
 from kernels.fp8.layout import blocks
 from kernels.fp8.reference import AdamWStep, Draw, Fp8Gradient, Moment
@@ -38,7 +38,6 @@ CHUNK = 4096
 TILE = 64
 """Rows and columns of a tile of a matrix whose columns are coded."""
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
 # Triton compiles again for sizes that are 1 or multiples of 16. Only for the number of elements does that
 # help: Triton then knows that a thread may read several at once.
 
@@ -410,7 +409,7 @@ def _gradient(codes, exponents, row, place, inside, count):
 def _log2(x):
     """Within 2**-22, of the logarithm or of 1: far less than a step of e4m3. Correctly rounded it would take
     most of an update's instructions."""
-    if _INTERPRETED:
+    if lacks_functions():
         return tl.log2(x)
     return libdevice.fast_log2f(x)
 

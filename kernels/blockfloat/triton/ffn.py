@@ -3,7 +3,7 @@
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import libdevice
+from triton.language.extra import libdevice
 
 from kernels.blockfloat.layout import BLOCK, blocks_of, limit
 from kernels.blockfloat.triton.store import (

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
-from triton.language.extra.cuda import libdevice
+from triton.language.extra import cuda, libdevice
+from triton.language.target_info import current_target
+from triton.runtime.jit import constexpr_function
 
 # Bound where kernels are defined: under the interpreter tensors lie on the CPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -41,6 +42,13 @@ _SIZES = (
     "per_row",
     "record",
 )
+
+
+@constexpr_function
+def lacks_functions():
+    """Whether a kernel is interpreted, or compiled for an AMD GPU, whose library has few of CUDA's functions."""
+    target = None if INTERPRETED else current_target()
+    return INTERPRETED or (target is not None and target.backend == "hip")
 
 
 def sized_jit(function: Callable[..., None]) -> triton.runtime.jit.JITFunction:

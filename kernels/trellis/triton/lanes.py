@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import libdevice
+from triton.language.extra import libdevice
 
 from kernels.common.random_bits import signed
-from kernels.common.triton.numbers import INTERPRETED, in_record
+from kernels.common.triton.numbers import in_record, lacks_functions
 from kernels.trellis.code import (
     ESCAPE_BIAS,
     ESCAPE_PIECE,
@@ -30,7 +30,6 @@ from kernels.trellis.tables import CLASSES, ESCAPE, MIDDLE, PRECISION, ROW, SHIF
 from kernels.trellis.triton import state as at
 from kernels.trellis.triton.dither import dither
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
 LANES = tl.constexpr(32)
 # Elements of a lane whose decisions share a word.
 AT_ONCE = tl.constexpr(8)
@@ -84,7 +83,7 @@ def _either(a, b):
 @triton.jit
 def ones(bits):
     """How many bits of uint32 are set, int32."""
-    if _INTERPRETED:
+    if lacks_functions():
         bits -= (bits >> 1) & 0x55555555
         bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
         return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
