@@ -46,7 +46,7 @@ _SIZES = (
 
 @constexpr_function
 def lacks_functions():
-    """Whether a kernel is interpreted, or compiled for an AMD GPU, whose library has few of CUDA's functions."""
+    """Whether a kernel is interpreted, or compiled for an AMD GPU, which lacks most of CUDA's functions."""
     target = None if INTERPRETED else current_target()
     return INTERPRETED or (target is not None and target.backend == "hip")
 
