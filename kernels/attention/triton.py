@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 
 from kernels.attention.reach import EVERYTHING, Reach
-from kernels.common.dispatch import Room, room
+from kernels.common.devices import Room
+from kernels.common.dispatch import room
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 

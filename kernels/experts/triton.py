@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kernels.blockfloat.layout import BLOCK
 from kernels.blockfloat.triton.store import as_stored, load_blocks, load_wide, store_rounded
-from kernels.common.dispatch import Room, room
+from kernels.common.devices import Room
+from kernels.common.dispatch import room
 from kernels.common.triton.numbers import INTERPRETED, as_bits
 from kernels.experts.reference import Order, PackedExperts, Weights
 

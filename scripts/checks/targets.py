@@ -364,7 +364,7 @@ def instead_of_launching(
     Triton's own way to run it."""
     launch, had = JITFunction.run, (dispatch.kind_of, dispatch._has_kernels)
     chosen = (
-        dispatch.has_large_shared_memory,
+        dispatch.room,
         dispatch.limits_registers,
         dispatch.most_warps,
         dispatch.starts_early,
