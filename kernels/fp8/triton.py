@@ -409,9 +409,7 @@ def _gradient(codes, exponents, row, place, inside, count):
 def _log2(x):
     """Within 2**-22, of the logarithm or of 1: far less than a step of e4m3. Correctly rounded it would take
     most of an update's instructions."""
-    if lacks_functions():
-        return tl.log2(x)
-    return libdevice.fast_log2f(x)
+    return tl.log2(x) if lacks_functions() else libdevice.fast_log2f(x)
 
 
 @triton.jit

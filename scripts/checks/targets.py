@@ -4,7 +4,7 @@
 
 The program's own functions run on tensors in main memory, with kernels that are compiled and assembled by
 Triton's bundled tools instead of launched. So the variants are those that the program would use on that kind
-of device, with its launch shapes. Each is held against the device: shared memory, warps, registers; and it must
+of device, with its launch shapes. Each is held against the device: shared memory, warps, registers; and it
 say whether multiplications and additions are fused, because bits depend on that and Triton's default changes.
 Kernels that no case compiles fail the check. The report goes to scripts/results/targets.json.
 """
@@ -408,10 +408,12 @@ def compiled(target: str, case: str) -> list[Compiled]:
         try:
             result = launch(kernel, *args, grid=None, warmup=True, **named)
             shared, registers = result.metadata.shared, registers_of(result.asm)
-        except Exception as error:  # whatever Triton and its tools raise is what this looks for
-            faults.append(
-                f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error) else ''}"
-            )
+        except Exception as raised:  # whatever Triton and its tools raise is what this looks for
+            error: BaseException = raised
+            while error.__cause__ is not None:
+                error = error.__cause__
+            lines = str(error).strip().splitlines() or [""]
+            faults.append(f"{type(error).__name__}: {lines[-1]}")
         warps = named.get("num_warps", 4)
         if shared > kind.shared_bytes:
             faults.append(f"{shared} bytes of shared memory, {kind.shared_bytes} there")
@@ -516,9 +518,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = sum(bool(one["faults"]) for one in variants)
     for name in report["not_compiled"]:
         print(f"no case compiles {name}", file=sys.stderr)
-    print(
-        f"{len(variants)} variants of {len({one['kernel'] for one in variants})} kernels, {failed} with faults"
-    )
+    count = len({one["kernel"] for one in variants})
+    print(f"{len(variants)} variants of {count} kernels, {failed} with faults")
     return 1 if failed or report["not_compiled"] else 0
 
 

@@ -86,8 +86,10 @@ def ones(bits):
     if lacks_functions():
         bits -= (bits >> 1) & 0x55555555
         bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-        return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
-    return libdevice.popc(bits.to(tl.int32))
+        count = ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+    else:
+        count = libdevice.popc(bits.to(tl.int32))
+    return count
 
 
 @triton.jit
