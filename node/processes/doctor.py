@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kernels.common.devices import Kind
 from node.telemetry.format import bytes_text, printable
 from wire import descriptors, event_loop
-from wire.errors import LinkError, TokenError, UserError
+from wire.errors import LinkError, RunError, TokenError, UserError
 from wire.version import VERSION
 
 MIN_PYTHON, END_PYTHON = (3, 11), (3, 14)
@@ -38,6 +39,9 @@ OUR_PACKAGES = ("kernels", "wire", "node") if __name__.startswith("node.") else 
 LAB_GUIDE = Path(__file__).parents[2] / "deploy" / "lab" / "README.md"
 """A wheel has `deploy` beside the packages, as a checkout does."""
 CONTACT_SECONDS = 5.0
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Status(StrEnum):
@@ -183,7 +187,9 @@ def check_device() -> Iterator[Check]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        yield judge_gpu(index, name, free, total, kind_of(torch.device("cuda", index)))
+        kind = kind_of(torch.device("cuda", index))
+        yield judge_gpu(index, name, free, total, kind)
+        yield check_results(torch.device("cuda", index), kind)
 
 
 def judge_gpu(index: int, name: str, free: int, total: int, kind: Kind) -> Check:
@@ -202,6 +208,24 @@ def judge_gpu(index: int, name: str, free: int, total: int, kind: Kind) -> Check
         detail=printable(detail),
         fix="; ".join(fixes),
     )
+
+
+def check_results(device: "torch.device", kind: Kind) -> Check:
+    """Whether the device computes what runs with the default settings need, as a node tests when it joins."""
+    from node.config.schema import RunConfig, TrainingSection
+    from node.stage.self_test import prepared, words_of
+
+    precision = "bfloat16" if kind.bfloat16 else "float16"
+    config = RunConfig(training=TrainingSection(precision=precision))
+    try:
+        failed = prepared(config, device, default_state_root() / "self_test.json")
+    except RunError as error:
+        return Check(name=f"{device} results", status=Status.FAIL, detail=str(error), fix="update its driver")
+    if failed:
+        fix = "update the driver and Triton; runs go on without these kernels until then"
+        return Check(name=f"{device} results", status=Status.WARN, detail=words_of(failed), fix=fix)
+    detail = "codecs, layers and attention agree with their references"
+    return Check(name=f"{device} results", status=Status.OK, detail=detail)
 
 
 def package_owners() -> dict[str, list[str]]:

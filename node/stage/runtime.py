@@ -29,6 +29,7 @@ from node.stage.out_of_memory import device_memory_text, exhausted, ran_out
 from node.stage.packing_meter import PackingMeter
 from node.stage.progress import LOOK_SECONDS, Progress, Reading, Shows, page_address
 from node.stage.run_member import RunMember, RunMessage
+from node.stage.self_test import prepared, words_of
 from node.stage.session import IdentityHolder, Session, renew_certificates, short_reason
 from node.stage.snapshot_transfer import SnapshotTransfer, check_store
 from node.stage.stage_model import StageDevices
@@ -397,6 +398,9 @@ class NodeRuntime:
         cache: SnapshotCache,
         snapshots: SnapshotTransfer,
     ) -> None:
+        self.progress.doing("testing the device")
+        if words := words_of(await self._compute.run(lambda: self._test_device(config))):
+            self._tell(words)
         hardware = self._settings.hardware
         times = None
         on_gpu = self._settings.devices.first.type == "cuda"
@@ -447,6 +451,11 @@ class NodeRuntime:
         if page := page_address(config, self._settings.control_address):
             self._tell(f"the run's page: {page}")
         self.progress.idle("waiting for a stage")
+
+    def _test_device(self, config: RunConfig) -> tuple[str, ...]:
+        """On the compute thread."""
+        at = self._settings.cache_directory
+        return prepared(config, self._settings.devices.first, at.with_name("self_test.json"))
 
     def _make_executor(self, config: RunConfig, room: Room) -> StageExecutor:
         """On the compute thread."""
