@@ -338,7 +338,7 @@ def _adamw(
     inside = place < n
     real = row < count
     if PACKED:
-        g = _gradient(gradient, exponents, row, place, inside, count, False)
+        g = _gradient(gradient, exponents, row, place, inside, count)
     else:
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
     g *= clip
@@ -381,7 +381,7 @@ def _momentum(
     inside = place < n
     real = row < count
     if PACKED:
-        g = _gradient(gradient, exponents, row, place, inside, count, False)
+        g = _gradient(gradient, exponents, row, place, inside, count)
     else:
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
     g *= clip

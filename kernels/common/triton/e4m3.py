@@ -9,11 +9,20 @@ from kernels.common import devices
 from kernels.common.triton.numbers import INTERPRETED, MAGIC, MAGIC_BITS
 
 
+def _of_table() -> bool:
+    target = None if INTERPRETED else current_target()
+    return target is not None and devices.of_target(target.arch).fp8_conversions
+
+
+# Triton refuses functions that are not its own, whose text it would have to know to keep what it compiles. What
+# this one gives follows from the target, which it knows.
+vars(_of_table)["__triton_builtin__"] = True
+
+
 @constexpr_function
 def converts_e4m3():
     """Whether the device that a kernel is compiled for converts to and from e4m3 itself."""
-    target = None if INTERPRETED else current_target()
-    return target is not None and devices.of_target(target.arch).fp8_conversions
+    return _of_table()
 
 
 @triton.jit
