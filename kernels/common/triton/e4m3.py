@@ -14,8 +14,8 @@ def _of_table() -> bool:
     return target is not None and devices.of_target(target.arch).fp8_conversions
 
 
-# Triton refuses functions that are not its own, whose text it would have to know to keep what it compiles. What
-# this one gives follows from the target, which it knows.
+# Triton refuses functions that are not its own, as it could not tell when they change. What this one gives
+# follows from the target, which Triton knows.
 vars(_of_table)["__triton_builtin__"] = True
 
 
