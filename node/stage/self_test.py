@@ -212,7 +212,7 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 def digest(*parts: Tensor) -> str:
     whole = hashlib.sha256()
     for part in parts:
-        whole.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        whole.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return whole.hexdigest()[:16]
 
 
@@ -269,9 +269,9 @@ def _attention(device: torch.device, dtype: torch.dtype) -> bool:
     query, key, value, grad = (part.to(device) for part in parts)
     out, sums = attention.attention(query, key, value)
     found = attention.attention_backward(grad, query, key, value, out, sums)
-    wide = [part.float() for part in parts]
-    wanted, of_sums = attention_reference.attention(*wide[:3], EVERYTHING, None)
-    gradients = attention_reference.attention_backward(wide[3], *wide[:3], wanted, of_sums, EVERYTHING)
+    query, key, value, grad = (part.float() for part in parts)
+    wanted, of_sums = attention_reference.attention(query, key, value, EVERYTHING, None)
+    gradients = attention_reference.attention_backward(grad, query, key, value, wanted, of_sums, EVERYTHING)
     return _near(out, wanted, dtype) and all(map(_near, found, gradients, [dtype] * 3))
 
 

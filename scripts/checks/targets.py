@@ -39,9 +39,11 @@ from triton.runtime.jit import JITFunction
 import kernels
 from kernels.attention.reach import Documents, Reach
 from kernels.blockfloat import ops as storage
+from kernels.blockfloat.layout import packed_bytes
 from kernels.common import devices, dispatch
 from kernels.common.devices import Kind
 from kernels.experts import ops as experts
+from kernels.experts import reference as experts_reference
 from kernels.fixed import ops as fixed
 from kernels.fp8 import ops as fp8
 from kernels.fp8 import products
@@ -57,8 +59,11 @@ from node.lab.results import commit, hardware
 from wire.codecs import tah as tah_codec
 from wire.codecs import trellis as trellis_codec
 from wire.codecs.base import Codec
+from wire.codecs.fixed import FixedCodec
+from wire.codecs.formats import DitherFormat, FixedFormat, four_bit_tiles, samples_and_tiles
 from wire.codecs.header import HEADER_BYTES, Header
 from wire.codecs.registry import codec
+from wire.codecs.trellis import DitherCodec
 from wire.codecs.trellis_payload import Plain
 from wire.spec import TensorSpec
 
@@ -104,14 +109,14 @@ def tah_case(dtype: torch.dtype, width: int) -> None:
     shape, exponent = tuple(x.shape), torch.zeros(1, dtype=torch.int32)
     payload = payload_of(codec("tah"), x)
     sections = tah_codec._layout(shape).views(payload)
-    samples, tiles = tah_codec.samples_and_tiles(shape)
-    split = samples, tah_codec.four_bit_tiles(tiles)
+    samples, tiles = samples_and_tiles(shape)
+    split = samples, four_bit_tiles(tiles)
     tah.encode(x, *sections, exponent, *split, tah_codec.TAU)
     tah.decode(*sections, x, exponent, *split)
 
 
 def fixed_case(dtype: torch.dtype, bits: int, width: int) -> None:
-    which, x = codec(f"fixed-{bits}"), drawn(4, width, dtype=dtype)
+    which, x = FixedCodec(FixedFormat(bits)), drawn(4, width, dtype=dtype)
     payload = payload_of(which, x)
     sections, exponent = which._layout(tuple(x.shape)).views(payload), torch.zeros(1, dtype=torch.int32)
     fixed.encode(x, *sections, exponent, 1.0)
@@ -131,11 +136,10 @@ def trellis_case(name: str) -> None:
     encode.encode(x, payload, trellis_codec.settings(40, 48, len(payload), salt), salt)
 
 
-def trellis_rows_case(name: str) -> None:
+def trellis_rows_case() -> None:
     from kernels.trellis.triton import encode
 
-    which, x = codec(name).salted(SALT), drawn(4, 96)
-    salt = SALT if which.draws else None
+    which, x, salt = DitherCodec(DitherFormat(4.41), SALT), drawn(4, 96), SALT
     spec, where = TensorSpec(x.dtype, (96,)), grid(96)
     size = which.packed_bytes(spec)
     records = torch.zeros(4, -(-size // 128) * 128, dtype=torch.uint8)
@@ -166,7 +170,9 @@ def trellis_restore_case(dtype: torch.dtype) -> None:
             6,
             torch.ones(rows, rank, dtype=torch.int8),
             torch.ones(columns, rank, dtype=torch.int8),
-            *(torch.ones(count, dtype=torch.int32) for count in (rank, rows, columns)),
+            torch.ones(rank, dtype=torch.int32),
+            torch.ones(rows, dtype=torch.int32),
+            torch.ones(columns, dtype=torch.int32),
             -19,
         )
         for by in (None, factors):
@@ -246,10 +252,10 @@ def attention_case(dtype: torch.dtype, width: int, way: str) -> None:
 def experts_case(dtype: torch.dtype, bits: int) -> None:
     x, logits = drawn(16, WIDTH, dtype=dtype), drawn(16, 8)
     # What the kernels would give: which expert decides no variant.
-    order = experts.reference.group(torch.zeros(16, 2, dtype=torch.int64), 8)
+    order = experts_reference.group(torch.zeros(16, 2, dtype=torch.int64), 8)
     weights: experts.Weights = drawn(8, 256, WIDTH, dtype=dtype)
     if bits:
-        size = storage.packed_bytes((256, WIDTH), bits)
+        size = packed_bytes((256, WIDTH), bits)
         packed = torch.zeros(8, size, dtype=torch.uint8)
         weights = experts.PackedExperts(packed=packed, outputs=256, inputs=WIDTH, bits=bits)
     rows = drawn(32, 256, dtype=dtype)
@@ -305,7 +311,7 @@ def _cases() -> Cases:
     add("fixed", fixed_case, HALF[:1], (2, 4, 8, 10), (WIDTH,))
     add("fixed", fixed_case, ALL[1:], (8,), (WIDTH, 200))
     add("trellis", trellis_case, ("trellis-4.41", "dither-4.41"))
-    add("trellis rows", trellis_rows_case, ("dither-4.41",))
+    add("trellis rows", trellis_rows_case)
     add("trellis restore", trellis_restore_case, ALL)
     add("storage", storage_case, ALL, (4, 8))
     add("storage", storage_case, HALF[:1], (3, 5, 6, 16))
@@ -362,8 +368,10 @@ def instead_of_launching(
 ) -> Iterator[None]:
     """Let the program take main memory for a device of this kind, and hand every launch to `take`, with
     Triton's own way to run it."""
-    launch, had = JITFunction.run, (dispatch.kind_of, dispatch._has_kernels)
-    chosen = (
+    # As `Any`, since functions are put in the place of others.
+    owner: Any = dispatch
+    launch, kind_of, has_kernels = JITFunction.run, dispatch.kind_of, dispatch._has_kernels
+    chosen: tuple[Any, ...] = (
         dispatch.room,
         dispatch.limits_registers,
         dispatch.most_warps,
@@ -373,7 +381,7 @@ def instead_of_launching(
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         take(launch, self, args, named)
 
-    dispatch.kind_of, dispatch._has_kernels = lambda device: kind, lambda device: True
+    owner.kind_of, owner._has_kernels = lambda device: kind, lambda device: True
     for choice in chosen:
         choice.cache_clear()
     JITFunction.run = run
@@ -383,7 +391,7 @@ def instead_of_launching(
     finally:
         driver._active = None
         JITFunction.run = launch
-        dispatch.kind_of, dispatch._has_kernels = had
+        owner.kind_of, owner._has_kernels = kind_of, has_kernels
         for choice in chosen:
             choice.cache_clear()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.blockfloat import ops as storage
+from kernels.blockfloat import reference as blockfloat
 from kernels.common import dispatch
 from node.config.schema import PipelineSection, RunConfig, StorageSection, TrainingSection
 from node.stage import self_test
@@ -51,7 +52,7 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
 
 def test_a_kernel_that_stores_zeros_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU does that the compiler does not know well: it writes nothing and reports no error."""
-    right = storage.blockfloat.pack
+    right = blockfloat.pack
 
     def packed(x: Tensor, bits: int) -> Tensor:
         made = right(x, bits)
@@ -60,7 +61,7 @@ def test_a_kernel_that_stores_zeros_is_withdrawn(monkeypatch: pytest.MonkeyPatch
     checks = checks_of(CONFIG)
     pretend_kernels(monkeypatch, "storage")
     monkeypatch.setattr(storage, "store", packed)
-    monkeypatch.setattr(storage, "restore", storage.blockfloat.unpack)
+    monkeypatch.setattr(storage, "restore", blockfloat.unpack)
     assert failing_parts(checks, CPU) == ["storage"]
     assert not dispatch.has_kernels(CPU, "storage")
     assert "storage" in words_of(["storage"]) and words_of([]) == ""
@@ -74,7 +75,12 @@ def test_a_codec_that_is_wrong_without_kernels_too_refuses_the_node(monkeypatch:
 
 def test_results_are_kept_until_the_driver_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, runs, device = tmp_path / "at" / "self_test.json", list[int](), torch.device("mps")
-    monkeypatch.setattr(self_test, "failing_parts", lambda checks, device: runs.append(1) or ["fixed"])
+
+    def failing(checks: dict[str, object], device: torch.device) -> list[str]:
+        runs.append(1)
+        return ["fixed"]
+
+    monkeypatch.setattr(self_test, "failing_parts", failing)
     assert prepared(CONFIG, device, kept) == ("fixed",)
     assert prepared(CONFIG, device, kept) == ("fixed",) and len(runs) == 1
     assert "fixed" in dispatch._withdrawn
