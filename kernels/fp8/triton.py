@@ -241,7 +241,7 @@ def _accumulate(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = place < n
-    value = _gradient(codes, exponents, row, place, inside, count)
+    value = _gradient(codes, exponents, row, place, inside, count, converts_e4m3())
     value += tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
     noise = place
     if STOCHASTIC:
@@ -267,7 +267,7 @@ def _sum(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = place < n
-    value = _gradient(codes, exponents, row, place, inside, count)
+    value = _gradient(codes, exponents, row, place, inside, count, converts_e4m3())
     for more in range(1, MANY):
         offset = tl.cast(more, tl.int64)
         value += _gradient(
@@ -277,6 +277,7 @@ def _sum(
             place,
             inside,
             count,
+            converts_e4m3(),
         )
     _store_gradient(out_codes, out_exponents, value, place, row, place, inside, count, False)
 
@@ -338,7 +339,7 @@ def _adamw(
     inside = place < n
     real = row < count
     if PACKED:
-        g = _gradient(gradient, exponents, row, place, inside, count)
+        g = _gradient(gradient, exponents, row, place, inside, count, False)
     else:
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
     g *= clip
@@ -381,7 +382,7 @@ def _momentum(
     inside = place < n
     real = row < count
     if PACKED:
-        g = _gradient(gradient, exponents, row, place, inside, count)
+        g = _gradient(gradient, exponents, row, place, inside, count, False)
     else:
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
     g *= clip
@@ -392,16 +393,14 @@ def _momentum(
 
 
 @triton.jit
-def _gradient(codes, exponents, row, place, inside, count):
-    """fp32 [ROWS, 128] of a gradient's codes; 0 outside, but of a block that is not finite."""
+def _gradient(codes, exponents, row, place, inside, count, CONVERTS: tl.constexpr):
+    """fp32 [ROWS, 128] of a gradient's codes; 0 outside, but of a block that is not finite. With `CONVERTS`
+    the device converts them; the numbers are the same."""
     code = tl.load(codes + place, mask=inside, other=0)
     exponent = tl.load(exponents + row, mask=row < count, other=0).to(tl.int32)
     scale = power_of_two(tl.maximum(exponent, -126))
     scale = tl.where(exponent == -128, float("nan"), scale)
-    if converts_e4m3():
-        number = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        number = _decode(code.to(tl.int32))
+    number = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if CONVERTS else _decode(code.to(tl.int32))
     return number * scale[:, None]
 
 

@@ -1,16 +1,21 @@
 """Compile every Triton kernel for every kind of GPU in the table, without a GPU.
 
     python -m scripts.checks.targets [--targets sm_75,gfx942] [--cases NAME,NAME] [--workers N] [--out FILE]
+                                     [--assembly FOLDER]
 
 The program's own functions run on tensors in main memory, with kernels that are compiled and assembled by
 Triton's bundled tools instead of launched. So the variants are those that the program would use on that kind
 of device, with its launch shapes. Each is held against the device: shared memory, warps, registers; and it
-say whether multiplications and additions are fused, because bits depend on that and Triton's default changes.
+says whether multiplications and additions are fused, because bits depend on that and Triton's default changes.
 Kernels that no case compiles fail the check. The report goes to scripts/results/targets.json.
+
+With --assembly, what each variant is compiled to goes to files whose names are the target, the kernel and a
+digest: two commits whose folders list the same files compute the same bits on the same GPU.
 """
 
 import argparse
 import ast
+import hashlib
 import importlib
 import json
 import pkgutil
@@ -400,10 +405,13 @@ def name_of(kernel: JITFunction) -> str:
     return f"{kernel.fn.__module__.removeprefix('kernels.')}.{kernel.fn.__name__}"
 
 
-def compiled(target: str, case: str) -> list[Compiled]:
-    """The variants that a case needs on a target."""
+def compiled(target: str, case: str, assembly: Path | None = None) -> list[Compiled]:
+    """The variants that a case needs on a target; their assembly goes to files of the folder `assembly`."""
     kind = devices.TABLE[target]
     made: dict[str, Compiled] = {}
+    if assembly is not None:
+        # Else moved lines change it, too.
+        triton.knobs.compilation.disable_line_info = True
 
     def take(launch: Run, kernel: JITFunction, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         faults = [] if "enable_fp_fusion" in named else ["does not say whether it fuses"]
@@ -416,6 +424,10 @@ def compiled(target: str, case: str) -> list[Compiled]:
         try:
             result = launch(kernel, *args, grid=None, warmup=True, **named)
             shared, registers = result.metadata.shared, registers_of(result.asm)
+            if assembly is not None:
+                text = result.asm.get("ptx") or result.asm["amdgcn"]
+                digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+                (assembly / f"{target} {name_of(kernel)} {digest}").write_text(text, encoding="utf-8")
         except Exception as raised:  # whatever Triton and its tools raise is what this looks for
             error: BaseException = raised
             while error.__cause__ is not None:
@@ -479,13 +491,16 @@ def launched_kernels() -> set[str]:
     return found
 
 
-def check(targets: Sequence[str], names: Sequence[str], workers: int) -> dict[str, Any]:
+def check(
+    targets: Sequence[str], names: Sequence[str], workers: int, assembly: Path | None = None
+) -> dict[str, Any]:
     """The report: of each target its variants, and the kernels that no case compiles."""
     # Cases of a target one after the other, so that those that take long are spread over the workers.
     asked = [(target, name) for name in names for target in targets]
     results: dict[str, dict[str, Compiled]] = {target: {} for target in targets}
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for (target, name), found in zip(asked, pool.map(compiled, *zip(*asked, strict=True)), strict=True):
+        compiling = pool.map(partial(compiled, assembly=assembly), *zip(*asked, strict=True))
+        for (target, name), found in zip(asked, compiling, strict=True):
             for one in found:
                 results[target][f"{one.kernel} {one.variant}"] = one
             for fault in (
@@ -516,10 +531,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", default="", help="only those whose names begin with one of these")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--assembly", type=Path, help="a folder for what the variants are compiled to")
     given = parser.parse_args(argv)
     begins = tuple(given.cases.split(","))
     names = [name for name in CASES if name.startswith(begins)]
-    report = check(given.targets.split(","), names, given.workers)
+    if given.assembly is not None:
+        given.assembly.mkdir(parents=True, exist_ok=True)
+    report = check(given.targets.split(","), names, given.workers, given.assembly)
     if given.out is not None:
         given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     variants = [one for target in report["targets"].values() for one in target["variants"]]
