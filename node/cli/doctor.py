@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
         "--device",
         default="auto",
         metavar="auto|cpu|cuda:N",
-        help="with --run-file: as for `thinwire join`",
+        help="with TOKEN or --run-file: as for `thinwire join`",
     )
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="as for `thinwire join`")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="T", help="as for `thinwire join`")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         from node.processes.reach_check import check_reach
 
         with screen.seconds_of("checking the paths to the coordinator and to others of the run"):
-            checks += check_reach(args.token)
+            checks += check_reach(args.token, chosen[0])
     if args.run_file is not None:
         from node.processes.run_check import check_run
 

@@ -9,7 +9,8 @@ from typing import Literal
 from wire.codecs.formats import codec_format, known_format, ladder
 
 PLANNED = "auto"
-"""In place of a codec's name: the coordinator plans the codecs of each link."""
+"""In place of a codec's name: the coordinator plans the codecs of each link. In place of a precision: it
+decides when all nodes are there."""
 FIRST_BITS = 4.41
 """Bits an element of planned codecs until something is measured; or the fewest that the run allows."""
 Every = int | str
@@ -262,7 +263,9 @@ class TrainingSection:
     """Clip the global gradient norm to this; 0 turns clipping off."""
     precision: str = "float32"
     """Compute in `float32`, or in `bfloat16` (autocast), or in `float16` (autocast too), which GPUs without
-    bfloat16 have: then the loss is scaled, and a step whose gradients overflow is skipped."""
+    bfloat16 have: then the loss is scaled, and a step whose gradients overflow is skipped. `auto` is bfloat16
+    if all machines have it that are there when the first stages could be placed, else float16; it is decided
+    then, written into the run's file, and holds for machines that come later."""
     loss_scale: float = 65536.0
     """With `precision` float16: the loss's first factor, a power of two. It halves after a skipped step."""
     loss_scale_steps: int = 1000

@@ -24,6 +24,8 @@ SETTABLE = (
     *("training.schedule", "training.decay_steps", "training.decay_tokens"),
 )
 """What a run can go on with at once: all that `thinwire resume` changes, but for addresses and the text."""
+DECIDED = ("training.precision",)
+"""What `auto` may stand for until the coordinator decides it."""
 REQUEST_FILE = "change.json"
 SCORES_FILE = "scores-{}.json"
 MOST_BYTES = 65_536
@@ -61,8 +63,8 @@ class Changes:
         return f"after this step and a snapshot {what}"
 
     def move(self, overrides: Sequence[str], what: str) -> None:
-        """After this step and a snapshot, go on with places by a plan, which is on record. An operator's
-        change or end comes first."""
+        """After this step and a snapshot, go on with what was decided: places by a plan, which is on record,
+        or a key of `DECIDED`. An operator's change or end comes first."""
         if not self._wanted:
             self._wanted = tuple(overrides)
             self._emit(events.Notice(text=what))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from kernels.common.devices import of_arithmetic
 from node.config.schema import RunConfig
 from node.coordinator.accounting import Accounting, Answers
 from node.coordinator.changes import Changes
@@ -51,6 +52,7 @@ from node.run_state.actions import (
     Aborted,
     Action,
     Announce,
+    Decide,
     OpenSnapshot,
     RecordCodecs,
     RecordCommit,
@@ -321,6 +323,14 @@ class Coordinator:
         await self._record(record_places, self._store, plan)
         self.changes.move([f"pipeline.split={','.join(map(str, plan.grid.split))}"], what)
 
+    def _decide(self) -> None:
+        """Compute in what all nodes have that are here; the coordinator that goes on tells them."""
+        hardware = [session.hello.hardware for session in self._sessions]
+        without = [one.device for one in hardware if not of_arithmetic(one.arithmetic).bfloat16]
+        precision = "float16" if without else "bfloat16"
+        why = f"{without[0]} has no bfloat16" if without else f"all {len(hardware)} machines have it"
+        self.changes.move([f"training.precision={precision}"], f"the run computes in {precision}: {why}")
+
     def _shut_out(self, node_id: str) -> None:
         """An evicted node is out before it can complain of being refused."""
         finish = Finish(reason=f"you were {EVICTED_WORDS}", failed=True)
@@ -351,6 +361,8 @@ class Coordinator:
         match action:
             case Send():
                 self.send(action.node_id, action.message)
+            case Decide():
+                self._decide()
             case RecordPlacement():
                 self._reporter.placed()
                 self.relays.placed(action.nodes, action.addresses, len(action.groups))

@@ -57,6 +57,8 @@ class Looks:
         """Whether the coordinator relays."""
         self.links: Callable[[], Awaitable[list[str]]] = _no_links
         """Which paths the run's links take, in sentences."""
+        self.precision = self.compute = ""
+        """Of `[training]`: what a device must have to join."""
         self._first = first
         self._refuse = refuse
         self._would_refuse = would_refuse
@@ -129,6 +131,8 @@ class Looks:
             links=[sentence[:MOST_CHARACTERS] for sentence in links[:MOST_SENTENCES]],
             refusal=refusal,
             control_port=self._control_port(),
+            precision=self.precision,
+            compute=self.compute,
         )
 
 

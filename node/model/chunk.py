@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from kernels.attention.reach import Documents
 from kernels.common import dispatch
-from node.config.schema import LoraSection, ModelSection
+from node.config.schema import PLANNED, LoraSection, ModelSection
 from node.model.blocks import Block, Embedding, Head
 from node.model.families.family import Initial, ParameterSpec
 from node.model.gpt2_block import Gpt2Block
@@ -52,8 +52,9 @@ MOST_THREADS = 16
 """Threads that draw initial weights; a stage of a large model has hundreds of millions."""
 
 
-HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What `[training] precision` computes in where that is not float32."""
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16, PLANNED: torch.bfloat16}
+"""What `[training] precision` computes in where that is not float32. Before `auto` is decided estimates take
+it for bfloat16, as on most machines."""
 
 
 class Chunk(nn.Module):

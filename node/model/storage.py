@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kernels.blockfloat.layout import APART, packed_bytes
-from node.config.schema import ModelSection, StorageSection, TrainingSection
+from node.config.schema import PLANNED, ModelSection, StorageSection, TrainingSection
 from node.model.families.known import family_of
 
 AS_COMPUTED = "none"
@@ -125,7 +125,7 @@ def stored_bytes(
     samples = training.microbatch if samples is None else samples
     tokens = (samples, model.sequence)
     element = 4 if training.precision == "float32" else 2
-    is_bf16 = training.precision == "bfloat16"
+    is_bf16 = training.precision in ("bfloat16", PLANNED)
 
     def kept(form: str, *widths: int, computed: int = element, packs: bool = False) -> int:
         if form == RECOMPUTE:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from node.config.schema import RunConfig
-from node.coordinator.changes import SETTABLE
+from node.coordinator.changes import DECIDED, SETTABLE
 from node.coordinator.control_service import ControlService
 from node.coordinator.coordinator import Coordinator
 from node.coordinator.decisions import (
@@ -150,7 +150,7 @@ def run_coordinator(
                 return served.code
             # As by `resume`, but nodes come back by themselves, to the port that they know.
             again = True
-            recorded = change_config(config, served.changes, SETTABLE)
+            recorded = change_config(config, served.changes, (*SETTABLE, *DECIDED))
             listen = join_address(split_listen(config.coordinator.listen)[0], served.port)
             config = replace(recorded, coordinator=replace(recorded.coordinator, listen=listen))
             with _nodes_wait(config, run.authority):
@@ -531,6 +531,7 @@ async def _serve(config: RunConfig, directory: Path, run: _Run, say: Emit, again
             ports.looks.relays = coordinator.relays.addresses
             ports.looks.relayed = True
         ports.looks.links = paths
+        ports.looks.precision, ports.looks.compute = config.training.precision, config.training.compute
         addresses = settings.advertise or own_addresses(split_listen(settings.listen)[0], ports.port)
         run.store.set_addresses(addresses)
         emit(_started(config, directory, run))

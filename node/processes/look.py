@@ -41,6 +41,10 @@ class SeenThere:
     """Why a join with this token would be refused; empty if it would not."""
     control_port: int
     """Of the coordinator, for nodes that were admitted; 0: the one that answered."""
+    precision: str
+    """Of `[training]`, as the coordinator says, and"""
+    compute: str
+    """the same."""
     down: float
     """Bytes a second from the coordinator."""
     up: float
@@ -99,6 +103,8 @@ async def look(
                 links=tuple(seen.links),
                 refusal=seen.refusal,
                 control_port=seen.control_port,
+                precision=seen.precision,
+                compute=seen.compute,
                 down=down,
                 up=sent / max(1e-6, time.monotonic() - began),
             )

@@ -12,10 +12,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
+import torch
 from cryptography import x509
 
+from node.config.schema import PLANNED, TrainingSection
 from node.processes.doctor import CONTACT_SECONDS, Check, Status
 from node.processes.look import look
+from node.stage.machine_info import cannot_compute
 from node.telemetry.format import printable
 from wire import event_loop
 from wire.bootstrap import fetch_authority
@@ -75,14 +78,18 @@ class Findings:
     """This machine's own IPv6 address."""
     refusal: str = ""
     """Why a join would be refused."""
+    precision: str = ""
+    compute: str = ""
+    """Of `[training]`: what a device must have."""
     members: str = ""
     """The coordinator's host:port for admitted nodes, if it is another one than for joining."""
     members_answer: bool = True
     """Whether `members` accepts connections from here."""
 
 
-def check_reach(text: str) -> Iterator[Check]:
-    """The paths from this machine; nothing without a coordinator, as `doctor.check_token` says that already.
+def check_reach(text: str, device: torch.device) -> Iterator[Check]:
+    """The paths from this machine, and whether `device` can compute in the run; nothing without a
+    coordinator, as `doctor.check_token` says that already.
 
     `text` is a token or a join line. Takes some seconds.
     """
@@ -97,6 +104,7 @@ def check_reach(text: str) -> Iterator[Check]:
         return
     if found is not None:
         yield from judged(found)
+        yield from judge_precision(found.precision, found.compute, device)
 
 
 async def _find_by(token: JoinToken) -> Findings | None:
@@ -137,6 +145,21 @@ def judged(found: Findings) -> Iterator[Check]:
     yield _line(found)
     if found.links:
         yield Check(name="links", status=Status.OK, detail=printable("; ".join(found.links)))
+
+
+def judge_precision(precision: str, compute: str, device: torch.device) -> Iterator[Check]:
+    """Whether a device computes in what a run needs, by the coordinator's words."""
+    if not precision:
+        return  # of an older version
+    training = TrainingSection(precision=precision, compute=compute)
+    if line := cannot_compute(training, device):
+        detail, _, fix = line.partition(": ")
+        yield Check(name="precision", status=Status.FAIL, detail=detail, fix=fix)
+        return
+    words = f"the run computes in {precision}" + (", with products in FP8" if compute == "fp8" else "")
+    if precision == PLANNED:
+        words = "the run computes in what all its machines have when it starts"
+    yield Check(name="precision", status=Status.OK, detail=printable(f"{words}; {device} can"))
 
 
 def _members(found: Findings) -> Check:
@@ -291,6 +314,8 @@ async def find(token: JoinToken, address: str, authority: x509.Certificate) -> F
         up=seen.up,
         six=next(iter(ipv6_addresses()), ""),
         refusal=seen.refusal,
+        precision=seen.precision,
+        compute=seen.compute,
         members=members,
         members_answer=not members or await _answers(members),
     )

@@ -41,7 +41,7 @@ from wire.codecs.formats import Carried, codec_format, ladder, names_that_carry
 from wire.errors import CodecError, ConfigError, shortened
 from wire.frames import MAX_TENSOR_BYTES
 
-PRECISIONS = ("float32", "bfloat16", "float16")
+PRECISIONS = ("float32", "bfloat16", "float16", PLANNED)
 WEIGHTS = ("float32", "bfloat16")
 COMPUTES = ("precision", "fp8")
 STORES = ("float32", "fp8")
@@ -318,27 +318,27 @@ def _training(training: TrainingSection, steps: int) -> Iterator[str]:
 
 
 def _float16(config: RunConfig) -> Iterator[str]:
-    """What a run in float16 needs."""
+    """What a run in float16 needs, and one that may become one."""
     training = config.training
     if not LEAST <= training.loss_scale <= MOST or math.frexp(training.loss_scale)[0] != 0.5:
         yield f"training.loss_scale must be a power of two from 1 to {MOST:.0f}, got {training.loss_scale}"
     yield from _at_least(1, {"training.loss_scale_steps": training.loss_scale_steps})
-    if training.precision != "float16":
+    if training.precision not in ("float16", PLANNED):
         return
+    chosen = f'training.precision = "{training.precision}"'
     if training.gradients != "float32":
         yield (
-            'training.precision = "float16" needs training.gradients = "float32": sums in e4m3 do '
-            "not keep what overflows"
+            f'{chosen} needs training.gradients = "float32": sums in e4m3 do not keep what overflows in '
+            "float16"
         )
     if config.model.balance_loss or config.model.z_loss:
         yield (
-            'training.precision = "float16" needs model.balance_loss and model.z_loss of 0: blocks add these '
-            "without the scale of the loss"
+            f"{chosen} needs model.balance_loss and model.z_loss of 0: blocks add these without float16's "
+            "scale of the loss"
         )
     if config.sync.every > 1:
         yield (
-            'training.precision = "float16" needs sync.every = 1: whether a step is skipped is decided '
-            "for all stages"
+            f"{chosen} needs sync.every = 1: whether a step in float16 is skipped is decided for all stages"
         )
 
 

@@ -23,6 +23,11 @@ class Send:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decide:
+    """Stages could be placed: decide what follows from the nodes that are there, and go on with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordPlacement:
     """A new epoch: these nodes, by stage; row after row, if there are several."""
 
@@ -187,6 +192,7 @@ class Stop:
 
 Action = (
     Send
+    | Decide
     | RecordPlacement
     | RecordRestored
     | RecordCodecs

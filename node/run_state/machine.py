@@ -16,6 +16,7 @@ from node.run_state.actions import (
     AbortKind,
     Action,
     Announce,
+    Decide,
     RecordHeldOut,
     RecordPlacement,
     RecordRestored,
@@ -939,6 +940,8 @@ class RunMachine:
         if nodes is None:
             news = self._assigner.news(candidates)
             return [*actions, Announce(text=news)] if news is not None else actions
+        if self.plan.undecided:
+            return [*actions, Decide()]
         return [*actions, *self._begin_epoch(nodes, now)]
 
     def _begin_epoch(self, nodes: tuple[str, ...], now: float) -> list[Action]:
@@ -959,6 +962,8 @@ class RunMachine:
         return [placement, *epoch.announce()]
 
     def _prefetch(self, nodes: Iterable[str]) -> list[Action]:
+        if self.plan.undecided:
+            return []
         nodes = self._newcomers.others(nodes)
         if self.plan.first_weights and not self._epochs.begun:
             return prefetch_first(nodes, self._roster, self.plan.units(self.plan.stages))

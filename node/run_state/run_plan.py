@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from node.config.schema import RunConfig
+from node.config.schema import PLANNED, RunConfig
 from node.model.units import unit_names
 from node.run_state.codec_control import CodecControl, codec_control, no_codecs
 from node.run_state.epoch import Committed, Neighbours, StepPlan
@@ -40,6 +40,9 @@ class RunPlan:
     min_stages: int
     """With fewer nodes than this the run pauses."""
     total_steps: int
+    undecided: bool = False
+    """Something follows from which nodes are there when stages could be placed for the first time, and is
+    decided before they are (`actions.Decide`)."""
     first_weights: bool = False
     """Stages begin with weights of a checkpoint, which nodes may fetch before they have a stage."""
     weights_from: float = math.inf
@@ -145,6 +148,7 @@ def run_plan(config: RunConfig, windows: int, held_out: int = 0, label_weight: f
         groups=pipeline.groups,
         most_rows=pipeline.most_rows,
         total_steps=config.run.steps,
+        undecided=config.training.precision == PLANNED,
         first_weights=bool(config.model.from_) and not pipeline.measures_places,
         weights_from=config.run.steps if has_weights_alone(config, config.run.steps) else math.inf,
         rounds_from=config.sync.warmup if config.sync.every > 1 else None,

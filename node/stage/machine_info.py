@@ -98,19 +98,18 @@ def arithmetic(device: torch.device) -> str:
 
 def cannot_compute(training: TrainingSection, device: torch.device) -> str | None:
     """Why this device cannot compute a stage of such a run, and what to do; None if it can. CPUs can."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_properties(device).name
-    if training.compute == "fp8" and not kind_of(device).fp8_products:
+    kind = kind_of(device)
+    name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else str(device)
+    if training.compute == "fp8" and not kind.fp8_products:
         return (
             f"this run multiplies in FP8 ([training] compute), which this node's {name} cannot: join with a "
             "GPU of compute capability 8.9 or later"
         )
-    if training.precision == "bfloat16" and not kind_of(device).bfloat16:
+    if training.precision == "bfloat16" and not kind.bfloat16:
         return (
             f"this run computes in bfloat16 ([training] precision), which this node's {name} cannot: join "
             "with a GPU of compute capability 8.0 or later, or a CPU, or let the run have training.precision "
-            "float16 or float32"
+            "float16, float32 or auto"
         )
     return None
 

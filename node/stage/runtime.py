@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from node.config.join_options import OwnerAllows
-from node.config.schema import RunConfig
+from node.config.schema import PLANNED, RunConfig
 from node.run_file.loader import from_json
 from node.schedule.placement import slices_of, stage_units
 from node.stage.block_measure import block_seconds, measured_times
@@ -348,10 +348,11 @@ class NodeRuntime:
 
     async def _welcomed(self, group: asyncio.TaskGroup, welcome: Welcome) -> None:
         """Become a member of the run; a welcome after a reconnect must name the same run."""
-        if self._joining is not None:
+        if self._config_json:
             if self._config_json != welcome.config_json:
                 raise RunError("the coordinator came back with another run file: join again")
-            await asyncio.wait([self._joining])
+            if self._joining is not None:
+                await asyncio.wait([self._joining])
             if self._member is not None:
                 self._member.offer_layers()
                 self._member.batches.forget()
@@ -362,6 +363,11 @@ class NodeRuntime:
         config = from_json(welcome.config_json)
         if line := cannot_compute(config.training, self._settings.devices.first):
             raise RunError(line)
+        if config.training.precision == PLANNED:
+            # It ends this visit once it has decided, and says so at the next.
+            self._tasks.append(group.create_task(self._heartbeats(welcome.heartbeat_seconds)))
+            self.progress.idle("waiting for the run's other machines: what it computes in depends on them")
+            return
         if config.sync.every > 1 and self._settings.hardware.devices > 1:
             raise RunError(
                 "this run takes local steps ([sync] every), which need one device a node: join each with a "

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 
-from node.config.schema import ModelSection, RunConfig, StorageSection
+from node.config.schema import PLANNED, ModelSection, RunConfig, StorageSection
 from node.model.families.known import family_of
 from node.model.storage import KINDS, PACKED, Storage, configured
 from node.model.units import block_name, unit_cost
@@ -70,7 +70,10 @@ def allowed_forms(section: StorageSection) -> list[tuple[str, str]]:
 
 def is_packed(config: RunConfig, kind: str, form: str) -> bool:
     """Whether this form is another than that in which the tensors are computed."""
-    computed = config.training.precision == "bfloat16" and kind in ("attention", "attention_output")
+    computed = config.training.precision in ("bfloat16", PLANNED) and kind in (
+        "attention",
+        "attention_output",
+    )
     return form in PACKED and not (form == "bf16" and computed)
 
 

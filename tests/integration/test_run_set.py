@@ -48,3 +48,20 @@ def test_a_run_goes_on_with_other_settings_and_the_same_nodes(prefork: Prefork, 
         assert over.wait_exit() == 2
         assert "the run's coordinator does not run: `thinwire resume" in over.stderr
         run.assert_quiet()
+
+
+def test_a_run_decides_its_precision_once_its_machines_are_there(prefork: Prefork, tmp_path: Path) -> None:
+    """CPUs have bfloat16: nodes come back to a run that says so and ends as one that said so at first."""
+    auto, half = (
+        replace(CONFIG, training=replace(CONFIG.training, precision=p)) for p in ("auto", "bfloat16")
+    )
+    with Run(tmp_path, auto, launch=prefork.popen) as run:
+        first = run.start()
+        nodes = run.add_nodes(2)
+        assert first.wait_exit() == 0
+        assert [node.wait_exit() for node in nodes] == [0, 0]
+        assert [started.first_step for started in first.all(RunStarted)] == [0, 0]
+        assert any("the run computes in bfloat16" in notice.text for notice in first.all(Notice))
+        assert 'precision = "bfloat16"\n' in (run.run_dir / "run.toml").read_text()
+        assert run.losses == undisturbed(half).losses
+        run.assert_quiet()

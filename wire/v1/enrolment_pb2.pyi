@@ -91,7 +91,7 @@ class LookRequest(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., token_id: _Optional[str] = ..., secret: _Optional[bytes] = ..., port: _Optional[int] = ..., mapped_port: _Optional[int] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class Seen(_message.Message):
-    __slots__ = ("host", "reached", "mapped_reached", "relayed", "relays", "refusal", "links", "control_port")
+    __slots__ = ("host", "reached", "mapped_reached", "relayed", "relays", "refusal", "links", "control_port", "precision", "compute")
     HOST_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     MAPPED_REACHED_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,8 @@ class Seen(_message.Message):
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     CONTROL_PORT_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_FIELD_NUMBER: _ClassVar[int]
     host: str
     reached: bool
     mapped_reached: bool
@@ -108,7 +110,9 @@ class Seen(_message.Message):
     refusal: str
     links: _containers.RepeatedScalarFieldContainer[str]
     control_port: int
-    def __init__(self, host: _Optional[str] = ..., reached: bool = ..., mapped_reached: bool = ..., relayed: bool = ..., relays: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., links: _Optional[_Iterable[str]] = ..., control_port: _Optional[int] = ...) -> None: ...
+    precision: str
+    compute: str
+    def __init__(self, host: _Optional[str] = ..., reached: bool = ..., mapped_reached: bool = ..., relayed: bool = ..., relays: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., links: _Optional[_Iterable[str]] = ..., control_port: _Optional[int] = ..., precision: _Optional[str] = ..., compute: _Optional[str] = ...) -> None: ...
 
 class LookReply(_message.Message):
     __slots__ = ("refusal", "seen", "padding", "done")

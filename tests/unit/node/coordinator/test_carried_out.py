@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from node.config.schema import (
+    PLANNED,
     DataSection,
     ModelSection,
     PipelineSection,
@@ -21,6 +22,7 @@ from node.config.schema import (
     TrainingSection,
 )
 from node.coordinator import coordinator as module
+from node.coordinator.changes import DECIDED, SETTABLE
 from node.coordinator.coordinator import Coordinator
 from node.coordinator.enrolment import EnrolmentHandler
 from node.coordinator.relays import RelayOffer
@@ -28,14 +30,14 @@ from node.coordinator.sessions import MOST_WAITING, ControlSession
 from node.coordinator.store import EVICTED_WORDS, PlacedNode, StepOutcome, StepRecord, Store
 from node.data.data import Corpus
 from node.model.labels import BatchPart
-from node.run_file.loader import from_json
+from node.run_file.loader import change_config, from_json
 from node.run_state.actions import Stop
 from node.run_state.run_plan import Past
 from node.schedule.placement import stage_units
 from node.state.families import tensors
 from node.state.weights import CheckpointError
 from node.telemetry import events
-from wire.errors import DataError, ProtocolViolationError, RunError, ThinwireError
+from wire.errors import ConfigError, DataError, ProtocolViolationError, RunError, ThinwireError
 from wire.identity.enrolment import Hardware
 from wire.messages import (
     RELAY_LEFT,
@@ -110,12 +112,14 @@ class FakeStore:
 class Peer:
     """A node's session, without a wire."""
 
-    def __init__(self, coordinator: Coordinator, node_id: str, nonce: int = 1, epoch: int = 0) -> None:
+    def __init__(
+        self, coordinator: Coordinator, node_id: str, nonce: int = 1, epoch: int = 0, arithmetic: str = ""
+    ) -> None:
         hello = Hello(
             version=VERSION,
             protocol=PROTOCOL,
             peer_address=":1",
-            hardware=Hardware("cpu", 2, 0),
+            hardware=Hardware("cpu", 2, 0, arithmetic=arithmetic),
             flops=1.0,
             download_rate=1e6,
             epoch=epoch,
@@ -200,6 +204,34 @@ async def test_a_commit_is_recorded_before_it_is_sent(tmp_path: Path) -> None:
         assert commit.then == Begin(epoch=1, step=1)
         (done,) = [event for event in run.events if isinstance(event, events.StepDone)]
         assert (done.step, done.loss) == (1, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("cards", "precision"),
+    [(("sm_86", "gfx1100"), "bfloat16"), (("sm_86", "sm_75"), "float16"), (("sm_75", "sm_75"), "float16")],
+)
+async def test_a_run_computes_in_what_all_its_machines_have_when_it_starts(
+    tmp_path: Path, cards: tuple[str, str], precision: str
+) -> None:
+    """Before any of them has a stage: they come back to a run in that precision, which is on record."""
+    training = replace(CONFIG.training, precision=PLANNED)
+    config = replace(CONFIG, training=training, pipeline=replace(CONFIG.pipeline, stages=2))
+    async with scene(tmp_path, config) as run:
+        peers = list[Peer]()
+        for name, card in zip("ab", cards, strict=True):
+            assert not run.running.done()
+            peers.append(Peer(run.coordinator, name, arithmetic=f"torch 2.13.0, {card}"))
+            assert isinstance(await peers[-1].hear(), Welcome)
+        for peer in peers:
+            finish = await peer.hear()
+            assert isinstance(finish, Finish) and finish.soon and precision in finish.reason
+        assert not (await run.end(*peers)).failed and run.store.placements == []
+        changes = run.coordinator.changes.applied
+        assert changes == (f"training.precision={precision}",)
+        decided = change_config(config, changes, (*SETTABLE, *DECIDED))
+        assert decided == replace(config, training=replace(training, precision=precision))
+        with pytest.raises(ConfigError):
+            change_config(config, changes, SETTABLE)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels.common.devices import of_capability
 from node.cli.main import main
@@ -43,6 +44,8 @@ from node.processes.doctor import (
     judge_torch,
     package_owners,
 )
+from node.processes.reach_check import judge_precision
+from node.stage import machine_info
 from tests.support.homes import without_home
 from tests.support.ports import free_port
 from wire.descriptors import NEEDED
@@ -385,6 +388,19 @@ def test_a_real_certificate_is_compared_with_the_pin(tmp_path: Path) -> None:
             token = JoinToken((address,), "demo-x", pin, "A" * 8, b"s" * 16)
             assert [check.status for check in check_token(token.encode())] == [Status.OK, status]
         thread.join(30)
+
+
+def test_a_token_says_what_the_device_must_compute_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_info, "kind_of", lambda device: of_capability(7, 5))
+    device = torch.device("cpu")
+    (bad,) = judge_precision("bfloat16", "precision", device)
+    assert bad.status is Status.FAIL and "computes in bfloat16" in bad.detail and "auto" in bad.fix
+    (bad,) = judge_precision("bfloat16", "fp8", device)
+    assert bad.status is Status.FAIL and "8.9" in bad.fix
+    for precision in ("float16", "float32", "auto"):
+        (good,) = judge_precision(precision, "precision", device)
+        assert good.status is Status.OK
+    assert list(judge_precision("", "", device)) == []
 
 
 def test_a_card_without_bfloat16_is_told_which_runs_it_computes() -> None:

@@ -188,6 +188,8 @@ def test_the_most_that_is_allowed() -> None:
         ({"training.eps": 0.0}, "training.eps"),
         ({"training.weight_decay": -0.1}, "training.weight_decay must be a finite number of at least 0"),
         ({"training.clip": float("inf")}, "training.clip"),
+        ({"training.precision": "auto", "training.gradients": "fp8"}, 'precision = "auto" needs'),
+        ({"training.precision": "auto", "training.compute": "fp8"}, 'needs training.precision = "bfloat16"'),
         ({"training.precision": "bf16"}, "training.precision 'bf16' is unknown"),
         ({"pipeline.stages": 0}, "pipeline.stages must be at least 1"),
         ({"pipeline.chunks": 0}, "pipeline.chunks must be at least 1"),

@@ -117,7 +117,7 @@ def test_a_missing_gpu_is_one_line() -> None:
         (
             TrainingSection(precision="bfloat16"),
             (7, 5),
-            "training.precision float16 or float32",
+            "training.precision float16, float32 or auto",
         ),
         (TrainingSection(precision="bfloat16", compute="fp8"), (8, 6), "compute capability 8.9 or later"),
         (TrainingSection(precision="bfloat16", compute="fp8"), (9, 0), None),
