@@ -53,7 +53,9 @@ class Kind:
     own_attention: bool = False
     """cuDNN's forward with our own backward is the fastest attention in a fixed order, as measured."""
     main_memory: bool = False
-    """Its memory is the machine's main memory."""
+    """Its memory is the machine's main memory: codecs run on the CPU, whose loops are the faster."""
+    float64: bool = True
+    """It computes in float64."""
 
     @property
     def warps(self) -> int:
@@ -107,7 +109,7 @@ _AMD = {"gfx9": _INSTINCT, "gfx11": _RADEON_7000, "gfx12": _RADEON_9000}
 
 _PLAIN = Kind(name="", kernels=False, page_locked=False, graphs=False)
 CPU = replace(_PLAIN, name="cpu", fp8_products=True, main_memory=True)
-MPS = replace(_PLAIN, name="mps", main_memory=True)
+MPS = replace(_PLAIN, name="mps", main_memory=True, float64=False)
 XPU = replace(_PLAIN, name="xpu")
 
 TABLE = {kind.name: kind for kind in (*_NVIDIA.values(), *_AMD.values(), MPS, XPU, CPU)}

@@ -31,6 +31,11 @@ def kind_of(device: torch.device) -> Kind:
     return devices.of_capability(*torch.cuda.get_device_capability(device))
 
 
+def in_double(x: torch.Tensor) -> torch.Tensor:
+    """x in float64, on its device if that computes in float64, else on the CPU."""
+    return (x if kind_of(x.device).float64 else x.cpu()).double()
+
+
 def has_kernels(device: torch.device, part: str = "") -> bool:
     """Whether there are Triton kernels for tensors on such a device, and whether `part` of them has not been
     withdrawn (`withdraw`). Without `part`, whether there are any."""

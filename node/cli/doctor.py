@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--device",
         default="auto",
-        metavar="auto|cpu|cuda:N",
+        metavar="auto|cpu|mps|cuda:N",
         help="with TOKEN or --run-file: as for `thinwire join`",
     )
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="as for `thinwire join`")

@@ -41,7 +41,9 @@ def add_parser(commands: Any) -> None:
         "--name", default="", metavar="TEXT", help='what others see this machine called: "Ana\'s 4090"'
     )
     parser.add_argument("--state-dir", type=Path, help="directory of this node's key and certificate")
-    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda:N", help="device to compute on")
+    parser.add_argument(
+        "--device", default="auto", metavar="auto|cpu|mps|cuda:N", help="device to compute on"
+    )
     parser.add_argument(
         "--gpus",
         type=int,

@@ -68,8 +68,8 @@ def add_run_file(parser: argparse.ArgumentParser) -> None:
 
 def check_devices(args: argparse.Namespace) -> None:
     """Raise UsageError unless --device, --gpus and --tensor-parallel make sense together."""
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", args.device):
-        raise UsageError(f"--device must be auto, cpu or cuda:N, got {args.device!r}")
+    if not re.fullmatch(r"auto|cpu|mps|xpu|cuda(:[0-9]+)?", args.device):
+        raise UsageError(f"--device must be auto, cpu, mps or cuda:N, got {args.device!r}")
     if not 1 <= args.gpus <= MOST_DEVICES:
         raise UsageError(f"--gpus must be 1 to {MOST_DEVICES}, got {args.gpus}")
     if args.tensor_parallel < 1 or args.gpus % args.tensor_parallel:

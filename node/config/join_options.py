@@ -39,7 +39,7 @@ class JoinOptions:
     name: str = ""
     """What others see this machine called; empty shows its id alone."""
     device: str = "auto"
-    """`auto` (the first GPU, else the CPU), `cpu` or `cuda:N`."""
+    """`auto` (the first GPU of NVIDIA or AMD, else the CPU), `cpu`, `cuda:N`, or `mps` (a Mac's)."""
     gpus: int = 1
     """Devices that share the stage, from `device` on; processes if that is `cpu`."""
     tensor_parallel: int = 1

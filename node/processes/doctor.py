@@ -180,9 +180,14 @@ def check_device() -> Iterator[Check]:
         detail=f"{os.cpu_count()} cores, {bytes_text(memory)} of memory",
         fix="join a run with a small model, or one with more stages" if small else "",
     )
-    if not torch.cuda.is_available():
+    if torch.backends.mps.is_available():
+        yield from check_mac(torch.device("mps"))
+    elif not torch.cuda.is_available():
         detail = "no GPU that torch can use"
         fix = "fine for small runs; for larger ones install a CUDA build of torch and its driver"
+        if torch.xpu.is_available():
+            detail = "Intel's GPU is of no use here: this program does not compute on it"
+            fix = "fine for small runs, which the CPU computes; for larger ones use a GPU of NVIDIA or AMD"
         yield Check(name="gpu", status=Status.WARN, detail=detail, fix=fix)
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -190,6 +195,24 @@ def check_device() -> Iterator[Check]:
         kind = kind_of(torch.device("cuda", index))
         yield judge_gpu(index, name, free, total, kind)
         yield check_results(torch.device("cuda", index), kind)
+
+
+def check_mac(device: "torch.device") -> Iterator[Check]:
+    """A Mac's GPU: the memory that its driver leaves it, its speed, and whether its results are right."""
+    import torch
+
+    from kernels.common.dispatch import kind_of
+    from node.stage.machine_info import measure_flops
+
+    room = bytes_text(torch.mps.recommended_max_memory())
+    speeds = [measure_flops(one) / 1e12 for one in (device, torch.device("cpu"))]
+    yield Check(
+        name="gpu",
+        status=Status.OK,
+        detail=f"a Mac's GPU, which may take {room} of memory; {speeds[0]:.1f} TFLOP/s in float32, the CPU "
+        f"has {speeds[1]:.1f}: `--device mps` computes on it, in plain torch; auto takes the CPU",
+    )
+    yield check_results(device, kind_of(device))
 
 
 def judge_gpu(index: int, name: str, free: int, total: int, kind: Kind) -> Check:

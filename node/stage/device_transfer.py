@@ -73,6 +73,21 @@ class CpuTransfer(DeviceTransfer):
         return codec.unpack(packed, spec, found, self._buffers.empty(spec.shape, spec.dtype)), None
 
 
+class PlainTransfer(CpuTransfer):
+    """Of a device whose codecs run on the CPU, and whose copies come after its work so far by themselves."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def pack(self, codec: Codec, tensor: Tensor, mark: Mark | None) -> Tensor:
+        return super().pack(codec, tensor.cpu(), mark)
+
+    def unpack(self, codec: Codec, packed: Tensor, spec: TensorSpec) -> tuple[Tensor, None]:
+        tensor, _ = super().unpack(codec, packed, spec)
+        return tensor.to(self._device), None
+
+
 class Streams(host_copies.Streams, Protocol):
     """The part of `torch.cuda` that this module uses; tests replace it."""
 
@@ -166,4 +181,6 @@ class CudaTransfer(DeviceTransfer):
 
 def device_transfer(device: torch.device) -> DeviceTransfer:
     """The transfer for `device`."""
-    return CudaTransfer(device) if device.type == "cuda" else CpuTransfer()
+    if device.type == "cuda":
+        return CudaTransfer(device)
+    return CpuTransfer() if device.type == "cpu" else PlainTransfer(device)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.common.dispatch import in_double
 from node.config.schema import RunConfig
 from node.model.labels import BatchPart, label_weight
 from node.model.units import unit_names
@@ -312,7 +313,7 @@ class StageExecutor:
                 self.model.local.end()
         self.clock.switch(TimeKind.OPTIMIZER)
         sums = {
-            group: float(torch.stack(shares).double().sum()) / scale
+            group: float(in_double(torch.stack(shares)).sum()) / scale
             for group, shares in passes.losses.items()
         }
         norms = self._overflow.told(self._norms())
@@ -354,7 +355,7 @@ class StageExecutor:
         self.clock.switch(TimeKind.OPTIMIZER)
         if not losses:
             return None
-        return float(torch.stack(losses).double().sum()) * self.config.microbatches / microbatches
+        return float(in_double(torch.stack(losses)).sum()) * self.config.microbatches / microbatches
 
     def apply(self, lr: float, clip_coefficient: float) -> None:
         """Commit: clip, step the optimizer, drop the gradients. A round steps the outer optimizer."""

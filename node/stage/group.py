@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kernels.common.dispatch import in_double
 from kernels.fp8.reference import Fp8Gradient
 from node.config.schema import RunConfig
 from node.model.lora_shapes import trained_specs
@@ -281,7 +282,7 @@ class Leader:
         self._ranks.lead(Op.FORWARD, chunk, microbatch, flags, number)
         result = _present(self._model.forward(chunk, microbatch, flags, fed, labels, documents, number))
         # Shares of the loss, always added in the same order.
-        return result if labels is None else result.double().sum().float()
+        return result if labels is None else in_double(result).sum().float().to(result.device)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: Tensor | None, number: int = 0

@@ -13,9 +13,10 @@ import torch.utils.deterministic
 
 from kernels.common.dispatch import kind_of
 from node.config.schema import TrainingSection
+from node.stage.stopwatch import finish
 from node.tuning.device_memory import available_bytes
 from wire.errors import UserError
-from wire.identity.enrolment import CPU, Hardware
+from wire.identity.enrolment import MPS, Hardware
 
 MATRIX = 1024
 MEASURE_SECONDS = 0.2
@@ -27,10 +28,20 @@ _ASK = "import sys, torch; print(min(torch.cuda.mem_get_info(int(index))[0] for 
 
 
 def choose_device(wanted: str) -> torch.device:
-    """`auto` takes the first GPU, else the CPU. Raises UserError for a device that is not there."""
+    """`auto` takes the first GPU of NVIDIA or AMD, else the CPU. Raises UserError for a device that is not
+    there, or that this program does not compute on."""
     if wanted == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     device = torch.device(wanted)
+    if device.type == "xpu":
+        raise UserError(
+            "--device xpu: this program does not compute on Intel's GPUs: use cpu, or a GPU of NVIDIA or AMD"
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError(
+            "--device mps: torch finds no Apple GPU here: it needs macOS 14 on Apple silicon and the arm64 "
+            "build of torch; use cpu"
+        )
     if device.type == "cuda":
         count = torch.cuda.device_count()
         index = device.index or 0
@@ -71,7 +82,9 @@ def describe(
         share = int(HOST_SHARE * available_bytes())
         host = (share if most_host_bytes is None else min(most_host_bytes, 2 * share)) // len(chosen)
     else:
-        name, memory = CPU, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # A Mac's GPU has the main memory, and its driver says how much of it does not slow it down.
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        name, memory = first.type, torch.mps.recommended_max_memory() if first.type == MPS else whole
         memory = min(memory, most_bytes or memory) // len(chosen)
         host = 0  # it is the same memory
     return Hardware(
@@ -92,6 +105,8 @@ def arithmetic(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return f"torch {torch.__version__}, {kind_of(device).name}"
+    if device.type == MPS:
+        return f"torch {torch.__version__}, {platform.machine()}, {device.type}"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
 
@@ -146,8 +161,7 @@ def measure_flops(device: torch.device) -> float:
     products, began = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - began) < MEASURE_SECONDS:
         torch.mm(matrix, matrix)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish(device)
         products += 1
     return products * 2.0 * MATRIX**3 / elapsed
 

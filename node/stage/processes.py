@@ -50,6 +50,10 @@ def devices(first: torch.device, count: int) -> tuple[torch.device, ...]:
         raise UserError(f"--gpus must be at least 1, got {count}")
     if first.type == "cpu":
         return (first,) * count
+    if first.type == "mps":
+        if count > 1:
+            raise UserError(f"--gpus {count}: a Mac has one GPU: leave --gpus out")
+        return (first,)
     there = torch.cuda.device_count()
     start = first.index or 0
     if start + count > there:

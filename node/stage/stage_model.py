@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.attention.reach import Documents
+from kernels.common.dispatch import in_double, kind_of
 from kernels.fp8.reference import Fp8Gradient
 from node.config.schema import RunConfig
 from node.model.blocks import Block
@@ -232,7 +233,7 @@ class StageModel:
             if chunk.dropout is not None:
                 chunk.dropout.row = self.rank // self.tensor_rank.count
         self._move(plan)
-        captured = self.ranks == 1 and config.training.cuda_graphs and self.device.type == "cuda"
+        captured = self.ranks == 1 and config.training.cuda_graphs and kind_of(self.device).graphs
         # Each slice has another length, and sees keys of another.
         captured = captured and len(self._slices) == 1
         # Copies to the host are ordered by events of passes that run operation by operation.
@@ -508,7 +509,7 @@ class StageModel:
         loads = [load for chunk in self._chunks for load in chunk.loads()]
         if not loads:
             return 0.0, 0
-        rows = torch.stack(loads).double()
+        rows = in_double(torch.stack(loads))
         uneven = (rows.amax(1) / rows.mean(1).clamp(min=1.0)).max()
         # One copy from the device, at which the step's norms have waited for it.
         most, dead = torch.stack((uneven, (rows == 0).sum().double())).tolist()

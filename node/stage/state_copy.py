@@ -79,7 +79,7 @@ class StateCopy:
         self._copies = HostCopies()
         self._ahead = threading.Semaphore(AHEAD)
         devices = {one.tensor.device for tensors in self._units.values() for one in tensors.values()}
-        self._device = next((device for device in devices if device.type != "cpu"), None)
+        self._device = next((device for device in devices if device.type == "cuda"), None)
         if self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -196,8 +196,8 @@ class StateCopy:
             raise RunError("this state is no longer read")
         tensor, saved = self._units[unit][name]
         part = tensor.reshape(-1)[first : first + count]
-        if part.device.type == "cpu":
-            return _Slice(name, part, None, saved)
+        if self._device is None:
+            return _Slice(name, part.cpu(), None, saved)
         with torch.cuda.stream(self._stream):
             return _Slice(name, *self._copies.fetch(part), saved)
 

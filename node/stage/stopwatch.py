@@ -34,7 +34,7 @@ def seconds_of(device: torch.device, *parts: Callable[[], object]) -> tuple[floa
     taken: list[tuple[float, ...]] = []
     spent = 0.0
     while len(taken) <= RUNS and (len(taken) < 2 or spent < ENOUGH_SECONDS):
-        taken.append(_on_cpu(parts))
+        taken.append(_one_by_one(parts, device))
         spent += sum(taken[-1]) if len(taken) > 1 else 0.0
     return _medians(taken[1:])
 
@@ -56,10 +56,19 @@ def _on_gpu(parts: tuple[Callable[[], object], ...], delay: float = 0.0) -> tupl
     return tuple(a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
 
 
-def _on_cpu(parts: tuple[Callable[[], object], ...]) -> tuple[float, ...]:
+def finish(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def _one_by_one(parts: tuple[Callable[[], object], ...], device: torch.device) -> tuple[float, ...]:
     marks = [time.perf_counter()]
     for part in parts:
         part()
+        finish(device)
         marks.append(time.perf_counter())
     return tuple(b - a for a, b in pairwise(marks))
 

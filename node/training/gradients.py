@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.common import dispatch
 from kernels.common.matrices import following
 from kernels.fp8.layout import BLOCK, blocks
 from kernels.fp8.ops import accumulate_gradient
@@ -424,6 +425,8 @@ def norms(gradients: Sequence[Tensor | Fp8Gradient]) -> list[list[Tensor]]:
 def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     """In float64. On a GPU in one pass over all and without a copy, unlike `torch.linalg.vector_norm`, which
     this calls elsewhere."""
+    if tensors and not dispatch.kind_of(tensors[0].device).float64:
+        return [dispatch.in_double(torch.linalg.vector_norm(one.float())) for one in tensors]
     return torch._foreach_norm(tensors, 2.0, torch.float64) if tensors else ()
 
 

@@ -54,16 +54,16 @@ class RowPacking(Packing, Protocol):
 
 
 class CodecPacking:
-    """`Packing` by the codec alone, on the calling thread."""
+    """`Packing` by the codec alone, on the CPU and the calling thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def pack(self, which: Codec, tensor: Tensor) -> Tensor:
-        return which.encode(tensor).cpu()
+        return which.encode(tensor.cpu())
 
     def unpack(self, which: Codec, packed: Tensor, spec: TensorSpec) -> Tensor:
-        return which.decode(packed.to(self._device), spec)
+        return which.decode(packed, spec).to(self._device)
 
 
 class PieceSums:

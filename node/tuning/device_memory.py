@@ -37,7 +37,7 @@ from node.model.storage import (
 )
 from node.model.units import EMBED, HEAD, block_name, is_block, parameter_specs
 from node.schedule.placement import longest_slice, slices_of
-from wire.identity.enrolment import CPU, Hardware
+from wire.identity.enrolment import CPU, MPS, Hardware
 
 _GRADIENT_BYTES = 1 + 1 / BLOCK
 """e4m3 (`kernels.fp8.reference`): codes, plus a block's exponent."""
@@ -113,7 +113,8 @@ def devices_of(hardware: Hardware) -> Devices:
         host_bytes=hardware.host_bytes // GIB * GIB,
         count=hardware.devices,
         tensor_parallel=hardware.tensor_parallel,
-        on_cpu=hardware.device == CPU,
+        # A Mac's GPU computes as a CPU does: plain torch, in main memory.
+        on_cpu=hardware.device in (CPU, MPS),
         has_own_attention=of_arithmetic(hardware.arithmetic).own_attention,
     )
 

@@ -8,6 +8,8 @@ from wire.errors import RefusalCode, Refused
 
 CPU = "cpu"
 """The device's name without an accelerator."""
+MPS = "mps"
+"""The name of a Mac's GPU."""
 
 
 def at_least_one(count: int) -> int:
