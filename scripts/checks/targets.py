@@ -6,8 +6,9 @@
 The program's own functions run on tensors in main memory, with kernels that are compiled and assembled by
 Triton's bundled tools instead of launched. So the variants are those that the program would use on that kind
 of device, with its launch shapes. Each is held against the device: shared memory, warps, registers; and it
-says whether multiplications and additions are fused, because bits depend on that and Triton's default changes.
-Kernels that no case compiles fail the check. The report goes to scripts/results/targets.json.
+says whether multiplications and additions are fused: bits depend on that, and Triton's default will change.
+Kernels that no case compiles fail the check. The report on record is scripts/results/targets.json; --out adds
+targets to a report of the same commit, as all of them take hours of a processor.
 
 With --assembly, what each variant is compiled to goes to files whose names are the target, the kernel and a
 digest: two commits whose folders list the same files compute the same bits on the same GPU.
@@ -26,7 +27,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -513,15 +514,34 @@ def check(
         "hardware": hardware(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "runs": 1,
-        "cases": len(names),
+        "cases": list(names),
         "not_compiled": sorted(launched_kernels() - seen) if len(names) == len(CASES) else [],
         "targets": {
             target: {
-                "limits": asdict(devices.TABLE[target]),
-                "variants": [asdict(one) for one in variants.values()],
+                "limits": {"shared_bytes": kind.shared_bytes, "warps": kind.warps},
+                "kernels": _by_kernel(results[target].values()),
             }
-            for target, variants in results.items()
+            for target, kind in devices.TABLE.items()
+            if target in results
         },
+    }
+
+
+def _by_kernel(variants: Iterable[Compiled]) -> dict[str, dict[str, Any]]:
+    """What the variants of each kernel take at most."""
+    kernels: dict[str, list[Compiled]] = {}
+    for one in variants:
+        kernels.setdefault(one.kernel, []).append(one)
+    return {
+        name: {
+            "variants": len(found),
+            "registers": max(one.registers for one in found),
+            "shared_bytes": max(one.shared_bytes for one in found),
+            "warps": max(one.warps for one in found),
+            "faulty": sum(bool(one.faults) for one in found),
+            "faults": [f"{one.variant}: {fault}" for one in found for fault in one.faults],
+        }
+        for name, found in sorted(kernels.items())
     }
 
 
@@ -538,14 +558,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.assembly is not None:
         given.assembly.mkdir(parents=True, exist_ok=True)
     report = check(given.targets.split(","), names, given.workers, given.assembly)
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    variants = [one for target in report["targets"].values() for one in target["variants"]]
-    failed = sum(bool(one["faults"]) for one in variants)
+    kernels = [one for target in report["targets"].values() for one in target["kernels"].items()]
+    count, failed = (sum(one[part] for _, one in kernels) for part in ("variants", "faulty"))
     for name in report["not_compiled"]:
         print(f"no case compiles {name}", file=sys.stderr)
-    count = len({one["kernel"] for one in variants})
-    print(f"{len(variants)} variants of {count} kernels, {failed} with faults")
+    print(f"{count} variants of {len(dict(kernels))} kernels, {failed} with faults")
+    if given.out is not None:
+        if given.out.exists():
+            before = json.loads(given.out.read_text(encoding="utf-8"))
+            if before["commit"] == report["commit"] and before["cases"] == report["cases"]:
+                report["targets"] = before["targets"] | report["targets"]
+        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 1 if failed or report["not_compiled"] else 0
 
 
