@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_TOKEN_FILE = 16_384
+YIELDS_FROM = 25.0
+"""Percent of a GPU. A desktop takes less, games more."""
 
 
 def add_parser(commands: Any) -> None:
@@ -85,6 +87,16 @@ def add_parser(commands: Any) -> None:
         help="memory limit in GB; stages that need more are refused",
     )
     parser.add_argument(
+        "--yield-gpu",
+        type=float,
+        nargs="?",
+        const=YIELDS_FROM,
+        default=0.0,
+        metavar="PERCENT",
+        help=f"go slower while other programs use so much of the GPU ({YIELDS_FROM:g} if no number follows), "
+        "such as a game; NVIDIA's driver says how much that is",
+    )
+    parser.add_argument(
         "--store",
         default="",
         metavar="URL",
@@ -159,6 +171,8 @@ def run(args: argparse.Namespace) -> int:
     check_devices(args)
     if not 0 <= args.threads <= MOST_THREADS:
         raise UsageError(f"--threads must be 0 (torch's own choice) to {MOST_THREADS}, got {args.threads}")
+    if not 0 <= args.yield_gpu <= 100:
+        raise UsageError(f"--yield-gpu must be 1 to 100 percent of the GPU, got {args.yield_gpu:g}")
     limits = {
         "--max-bandwidth": args.max_bandwidth,
         "--relay": args.relay,
@@ -188,6 +202,7 @@ def run(args: argparse.Namespace) -> int:
         relay_mbit=args.relay,
         max_memory_gb=args.max_memory,
         max_host_memory_gb=args.max_host_memory,
+        yield_gpu=args.yield_gpu,
         max_disk_gb=args.max_disk,
         allows=OwnerAllows(store=args.store, hub=tuple(map(_repository, args.hub)), model=args.model),
         metrics=args.metrics,

@@ -57,6 +57,8 @@ class JoinOptions:
     max_host_memory_gb: float | None = None
     """Limit of the main memory that a GPU's stage may move to, in GB (10^9 bytes): 0 is none, None half of
     what is free. It is page-locked: other programs cannot have it meanwhile."""
+    yield_gpu: float = 0.0
+    """Pause between microbatches while other programs use so many percent of the GPU; 0 never pauses."""
     max_disk_gb: float = 0.0
     """Limit of what layers of snapshots take on disk, in GB (10^9 bytes); 0 is half of what is free."""
     allows: OwnerAllows = OwnerAllows()

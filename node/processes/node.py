@@ -32,6 +32,7 @@ from node.processes.locks import StateDirectory, claim
 from node.processes.patience import Patience, answered
 from node.stage.allocator import grow_segments
 from node.stage.coordinator_client import CoordinatorClient
+from node.stage.give_way import GiveWay, OtherUse
 from node.stage.machine_info import describe, fix_order, measure_flops
 from node.stage.node_metrics import serve_metrics
 from node.stage.out_of_memory import MemoryNote, device_memory_text, ran_out
@@ -120,6 +121,7 @@ async def _serve(
     device = chosen[0]
     grow_segments(device)
     fix_order(device)
+    other_use = _other_use(device, options)
     note = MemoryNote(directory, _most_bytes(options))
     hardware = note.limit(
         describe(
@@ -150,6 +152,7 @@ async def _serve(
         cache_directory=directory / "snapshots",
         cache_bytes=int(options.max_disk_gb * 1e9) or shutil.disk_usage(directory).free // 2,
         allows=options.allows,
+        give_way=None if other_use is None else GiveWay(other_use, options.yield_gpu),
         pacer=Pacer(options.max_bandwidth_mbit * 1e6 / 8) if options.max_bandwidth_mbit else None,
     )
 
@@ -235,6 +238,20 @@ class _Reach:
 
 def _metrics(latest: Sequence[NodeRuntime]) -> bytes:
     return latest[-1].metrics() if latest else b""
+
+
+def _other_use(device: torch.device, options: JoinOptions) -> OtherUse | None:
+    """Raises UserError if the owner wants to use the GPU, too, and its driver does not say who uses it."""
+    if not options.yield_gpu:
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise UserError(
+            f"--yield-gpu is for GPUs of NVIDIA, and this node computes on {device}: leave it out"
+        )
+    # Not by its number, which CUDA_VISIBLE_DEVICES changes.
+    use = OtherUse(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    use.start()
+    return use
 
 
 def _devices(chosen: tuple[torch.device, ...], options: JoinOptions) -> StageDevices:

@@ -19,6 +19,7 @@ from node.schedule.routing import StageLayout
 from node.stage.boundary_caches import BoundaryCaches
 from node.stage.device_transfer import device_transfer
 from node.stage.digests import StepDigests
+from node.stage.give_way import GiveWay
 from node.stage.gradient_sync import GradientSync, KeepSums, SyncPlan
 from node.stage.inbox import StepInterrupted
 from node.stage.packing_meter import packing_meter
@@ -97,6 +98,8 @@ class StageExecutor:
         self._codecs = StageCodecs(config, self._caches)
         self._newest_step = 0
         """The step that was begun last."""
+        self.give_way: GiveWay | None = None
+        """Set by the node, if its owner wants to use the GPU, too."""
         self.wants_digests = False
         """Whether the next step's digests are compared, though the run has no audits."""
         self.uncompressed = False
@@ -415,6 +418,7 @@ class StageExecutor:
             step=step,
             io=io,
             samples=samples,
+            give_way=self.give_way,
         )
 
     def _sync_plan(self, step: int) -> SyncPlan:

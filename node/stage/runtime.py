@@ -21,6 +21,7 @@ from node.stage.block_measure import block_seconds, measured_times
 from node.stage.coordinator_client import Batches, CoordinatorClient
 from node.stage.epoch_links import EpochLinks
 from node.stage.executor import StageExecutor
+from node.stage.give_way import GiveWay
 from node.stage.layer_peers import LayerPeers, LayersHeld
 from node.stage.machine_info import cannot_compute
 from node.stage.measure import NodeMeter
@@ -110,6 +111,8 @@ class NodeSettings:
     """Whether routers may be asked for a port that leads here."""
     pacer: Pacer | None = None
     """Limits the bandwidth, if the machine's owner asked for it."""
+    give_way: GiveWay | None = None
+    """Pauses while other programs use the GPU, if the owner asked for it."""
 
 
 class NodeRuntime:
@@ -471,6 +474,7 @@ class NodeRuntime:
             torch.cuda.set_device(device)
         model = self._settings.devices.start(config, room)
         executor = StageExecutor(config, device, self._compute.clock, model, room=room)
+        executor.give_way = self._settings.give_way
         executor.compile_codecs()
         return executor
 

@@ -19,6 +19,7 @@ from node.schedule.placement import boundary_shapes, slice_ranges
 from node.schedule.routing import StageLayout
 from node.schedule.schedule import Action, Kind, Order
 from node.schedule.turns import Turns
+from node.stage.give_way import GiveWay
 from node.stage.gradient_sync import GradientSync, SyncIO
 from node.stage.stage_model import StageCompute
 from node.stage.step_order import StepOrder
@@ -90,6 +91,8 @@ class StepPasses:
     io: StageIO
     samples: Mapping[BatchPart, Mapping[int, Tensor]]
     """By microbatch."""
+    give_way: GiveWay | None = None
+    """Pauses between microbatches while other programs use the GPU."""
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
     """The microbatches' shares of the loss, by group; on the stage with the head."""
 
@@ -148,8 +151,11 @@ class StepPasses:
             self.transfer.look_ahead(upcoming, self.codec, self.io)
             # While the device computes, it is given the next action too, if that is the order's: another one
             # might have to give way to what arrives meanwhile.
-            if not self.transfer.unpacked(needed[turns.choices[0]]):
+            if self.give_way is not None or not self.transfer.unpacked(needed[turns.choices[0]]):
                 self._end_action()
+            if self.give_way is not None:
+                # It counts as work: to the run this node is slow.
+                self.give_way.pause(self.io.check)
             action = order[self._begin_turn(turns, order, needed)]
             phase = points.Phase.FORWARD if action.kind is Kind.FORWARD else points.Phase.BACKWARD
             points.reach(phase, stage=self.layout.stage, step=self.step)

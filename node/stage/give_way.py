@@ -1,0 +1,149 @@
+"""Give way to other programs that use this node's GPU, such as a game (`thinwire join --yield-gpu`).
+
+Between two microbatches the node pauses while others use more of the GPU than its owner set. A pause lasts at
+most a few times as long as the work before it: the run sees a slow node, and lost ones are replaced.
+"""
+
+import contextlib
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from wire.errors import UserError
+
+log = logging.getLogger(__name__)
+
+SLOWEST = 9.0
+"""A pause is so many times as long as the work before it: at most a tenth of the speed is left,"""
+MOST_SECONDS = 20.0
+"""and no pause is longer, however long a microbatch takes."""
+LOOK_SECONDS = 0.1
+ASK_SECONDS = 2.0
+"""Between two readings of the meter."""
+PATIENCE_SECONDS = 20.0
+
+
+class GiveWay:
+    """Call `pause` on the compute thread."""
+
+    def __init__(
+        self,
+        use: Callable[[], float],
+        most: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
+        """
+        Args:
+            use: others' share of the GPU now, in percent. It must not block.
+            most: the share from which the node gives way.
+        """
+        self._use = use
+        self._most = most
+        self._clock = clock
+        self._wait = wait or threading.Event().wait
+        self._since = clock()
+        """The end of the last pause."""
+
+    def pause(self, check: Callable[[], None]) -> None:
+        """Between two microbatches: return once others use less, or the pause has been long enough.
+
+        `check` raises if the step was interrupted.
+        """
+        began = self._clock()
+        longest = min(MOST_SECONDS, SLOWEST * (began - self._since))
+        while self._use() >= self._most and self._clock() - began < longest:
+            check()
+            self._wait(LOOK_SECONDS)
+        self._since = self._clock()
+
+
+class OtherUse:
+    """What other programs take of a GPU, which a thread asks the driver's `nvidia-smi` for. Call it as a
+    function for the newest reading."""
+
+    def __init__(self, gpu: str, ask: Callable[[str], str] | None = None) -> None:
+        """
+        Args:
+            gpu: its UUID.
+            ask: gives what `nvidia-smi pmon` says of it.
+
+        Raises UserError if the driver does not say.
+        """
+        self._gpu, self._ask = gpu, ask or _pmon
+        self._percent = self._read()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep_reading, name="gpu-use", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def __call__(self) -> float:
+        return self._percent
+
+    def _keep_reading(self) -> None:
+        while not self._closed.wait(ASK_SECONDS):
+            try:
+                self._percent = self._read()
+            except UserError as error:
+                # A driver that no longer answers is no reason to stop training.
+                log.warning("%s; this node gives way no longer", error)
+                self._percent = 0.0
+                return
+
+    def _read(self) -> float:
+        return others_percent(self._ask(self._gpu), _own_processes())
+
+
+def others_percent(table: str, own: Collection[int]) -> float:
+    """The share of a GPU that processes other than `own` take, by a table of `nvidia-smi pmon`.
+
+    Raises UserError for a table without these columns.
+    """
+    lines = [line.split() for line in table.splitlines() if line.strip()]
+    names = next((line[1:] for line in lines if line[0] == "#" and {"pid", "sm"} <= set(line)), None)
+    if names is None:
+        raise UserError("--yield-gpu: nvidia-smi pmon does not say which process uses the GPU")
+    process, share = names.index("pid"), names.index("sm")
+    rows = [line for line in lines if line[0] != "#" and len(line) > max(process, share)]
+    return sum(
+        float(row[share])
+        for row in rows
+        if row[process].isdecimal() and row[share].isdecimal() and int(row[process]) not in own
+    )
+
+
+def _own_processes() -> set[int]:
+    """This process and those it started, by Linux's list; elsewhere this process."""
+    own = {os.getpid()}
+    with contextlib.suppress(OSError):
+        listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(encoding="ascii")
+        own |= {int(word) for word in listed.split()}
+    return own
+
+
+def _pmon(gpu: str) -> str:
+    """Raises UserError."""
+    words = ["nvidia-smi", "pmon", "-c", "1", "-s", "u", "-i", gpu]
+    try:
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(
+            f"--yield-gpu asks nvidia-smi who uses the GPU, and it does not run here ({error}): leave the "
+            "option out"
+        ) from None
+    if asked.returncode != 0:
+        why = (asked.stdout + asked.stderr).strip().splitlines() or [f"exit code {asked.returncode}"]
+        raise UserError(
+            f"--yield-gpu asks nvidia-smi who uses the GPU, and it does not know ({why[-1]}): leave the "
+            "option out (in WSL no driver says it)"
+        )
+    return asked.stdout
