@@ -52,6 +52,11 @@ _PLAIN = "THINWIRE_PLAIN"
 _withdrawn = {part for part in os.environ.get(_PLAIN, "").split(",") if part}
 
 
+def withdrawn() -> list[str]:
+    """The `PARTS` that compute without Triton kernels although there are some."""
+    return sorted(_withdrawn)
+
+
 def withdraw(part: str) -> None:
     """Compute without the Triton kernels of `part`, one of `PARTS`, from now on: in this process and in those
     that it starts later."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.common.dispatch import withdrawn
 from node.schedule.routing import Peer
 from node.stage.allocator import largest_allocated
 from node.stage.node_metrics import NodeMetrics
@@ -139,6 +140,7 @@ class NodeMeter:
             gpu_peak_memory_bytes=largest_allocated(self._device) if on_gpu else 0,
             expert_load=expert_load[0],
             dead_experts=expert_load[1],
+            without_kernels=", ".join(withdrawn()),
             clock_skew_seconds=skew,
             clock_error_seconds=self.sync.error,
             relayed_bytes=self.relay.totals.bytes if self.relay is not None else 0,

@@ -242,7 +242,7 @@ class KindSeconds(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Telemetry(_message.Message):
-    __slots__ = ("seconds", "wall_seconds", "links", "epoch", "memory_bytes", "peak_memory_bytes", "gpu_memory_bytes", "gpu_peak_memory_bytes", "clock_skew_seconds", "clock_error_seconds", "relayed_bytes", "relay_pairs", "relay_refused", "line_up", "line_down", "expert_load", "dead_experts")
+    __slots__ = ("seconds", "wall_seconds", "links", "epoch", "memory_bytes", "peak_memory_bytes", "gpu_memory_bytes", "gpu_peak_memory_bytes", "clock_skew_seconds", "clock_error_seconds", "relayed_bytes", "relay_pairs", "relay_refused", "line_up", "line_down", "expert_load", "dead_experts", "without_kernels")
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +260,7 @@ class Telemetry(_message.Message):
     LINE_DOWN_FIELD_NUMBER: _ClassVar[int]
     EXPERT_LOAD_FIELD_NUMBER: _ClassVar[int]
     DEAD_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_KERNELS_FIELD_NUMBER: _ClassVar[int]
     seconds: _containers.RepeatedCompositeFieldContainer[KindSeconds]
     wall_seconds: float
     links: _containers.RepeatedCompositeFieldContainer[LinkFigures]
@@ -277,7 +278,8 @@ class Telemetry(_message.Message):
     line_down: float
     expert_load: float
     dead_experts: int
-    def __init__(self, seconds: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkFigures, _Mapping]]] = ..., epoch: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., gpu_memory_bytes: _Optional[int] = ..., gpu_peak_memory_bytes: _Optional[int] = ..., clock_skew_seconds: _Optional[float] = ..., clock_error_seconds: _Optional[float] = ..., relayed_bytes: _Optional[int] = ..., relay_pairs: _Optional[int] = ..., relay_refused: _Optional[int] = ..., line_up: _Optional[float] = ..., line_down: _Optional[float] = ..., expert_load: _Optional[float] = ..., dead_experts: _Optional[int] = ...) -> None: ...
+    without_kernels: str
+    def __init__(self, seconds: _Optional[_Iterable[_Union[KindSeconds, _Mapping]]] = ..., wall_seconds: _Optional[float] = ..., links: _Optional[_Iterable[_Union[LinkFigures, _Mapping]]] = ..., epoch: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., gpu_memory_bytes: _Optional[int] = ..., gpu_peak_memory_bytes: _Optional[int] = ..., clock_skew_seconds: _Optional[float] = ..., clock_error_seconds: _Optional[float] = ..., relayed_bytes: _Optional[int] = ..., relay_pairs: _Optional[int] = ..., relay_refused: _Optional[int] = ..., line_up: _Optional[float] = ..., line_down: _Optional[float] = ..., expert_load: _Optional[float] = ..., dead_experts: _Optional[int] = ..., without_kernels: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("telemetry", "sent_at")

@@ -76,7 +76,7 @@ function stageCard(stage, away) {
     const part = element("span", { class: `kind ${kind}`, title: `${KINDS[kind]}: ${percent(share)}` });
     bar.append(styled(part, { "flex-grow": share.toFixed(5) }));
   }
-  const facts = [stage.blocks ? `${stage.blocks}\u00a0block${stage.blocks > 1 ? "s" : ""}` : "", memory(stage), experts(stage)];
+  const facts = [stage.blocks ? `${stage.blocks}\u00a0block${stage.blocks > 1 ? "s" : ""}` : "", memory(stage), experts(stage), slower(stage)];
   return element(
     "li",
     { class: `stage${away ? " away" : ""}`, "data-stage": stage.stage },
@@ -115,6 +115,10 @@ function experts(stage) {
   if (!stage.expert_load) return "";
   const dead = stage.dead_experts ? `, ${stage.dead_experts} expert${stage.dead_experts > 1 ? "s" : ""} without tokens` : "";
   return `busiest expert ${stage.expert_load.toFixed(1)}\u00d7 the mean${dead}`;
+}
+
+function slower(stage) {
+  return stage.without_kernels ? `slower: its kernels (${stage.without_kernels}) give wrong results, so plain torch computes` : "";
 }
 
 function linkCard(source, target, there, back) {
