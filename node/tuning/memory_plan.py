@@ -482,7 +482,9 @@ class PlannedStage:
         """A choice for every block. `counts`: for each chunk, how many of its blocks take each column."""
         names, columns = tuple(self.columns), tuple(self.columns.values())
         taken = [column for k, column in enumerate(columns) if any(own[k] for own in counts)]
-        others = max(column.moved for column in taken) + max(column.working for column in taken)
+        # A stage may have the head alone, and no block.
+        others = max((column.moved for column in taken), default=0)
+        others += max((column.working for column in taken), default=0)
         others += self._others_work - self._end_work
         return tuple(names[k] for own in counts for k in spread(columns, own, others))
 

@@ -33,6 +33,8 @@ SHAPES = {
 }
 """Blocks, hidden size, heads, width of the feed-forward, whether embedding and head are tied."""
 CARDS_GB = (6, 8, 10, 11, 12, 16)
+COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+"""Of cards."""
 DESKTOP_GB = 1
 HOST_GB = 8
 """Main memory for what does not fit: half of 16 GB."""
@@ -75,7 +77,7 @@ def plans(config: RunConfig, cards: int, memory: int) -> list[MemoryPlan]:
 def row(shape: str, gb: int, *, adapters: bool) -> dict[str, Any]:
     config, memory = run_of(shape, adapters=adapters), int((gb - DESKTOP_GB) * 1e9)
     made: dict[str, Any] = {"model": shape, "adapters": adapters, "gb": gb}
-    for cards in range(1, config.model.layers + 1):
+    for cards in COUNTS:
         if not (found := plans(config, cards, memory)):
             continue
         slowest = max(found, key=lambda plan: plan.added)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from node.config.schema import LoraSection, ModelSection, PipelineSection, RunConfig, StorageSection
 from node.model.storage import RECOMPUTE, Storage
-from node.schedule.placement import held_blocks
+from node.schedule.placement import held_blocks, stage_units
 from node.stage.stage_model import StageModel
 from node.tuning.block_times import assumed_times
 from node.tuning.device_memory import Devices
@@ -345,3 +345,16 @@ def test_a_head_on_the_first_stage_counts_in_the_schedule() -> None:
     again = one.memory(one.alike(Choice.AGAIN))
     kept, input_alone = (one.columns[choice].kept for choice in (Choice.KEPT, Choice.AGAIN))
     assert everything.kept - again.kept == held * (kept - input_alone)
+
+
+def test_a_stage_without_blocks_has_a_plan() -> None:
+    """That of a tied embedding and head, whose vocabulary is large for so many cards."""
+    model = ModelSection(
+        layers=4, hidden=64, heads=4, kv_heads=4, ffn=96, vocab=60_000, sequence=64, tied=True
+    )
+    config = RunConfig(model=model, pipeline=PipelineSection(stages=3))
+    assert [sum(unit.startswith("block") for unit in units) for units in stage_units(config, 3)] == [0, 2, 2]
+    need = least_stage_bytes(config, 3, GPU)[0]
+    plan = plan_stage(config, 3, 0, GPU, need)
+    assert plan.fits and plan.choices == ()
+    assert not plan_stage(config, 3, 0, GPU, need // 2).fits
