@@ -1,7 +1,7 @@
 """Give way to other programs that use this node's GPU, such as a game (`thinwire join --yield-gpu`).
 
 Between two microbatches the node pauses while others use more of the GPU than its owner set. A pause lasts at
-most a few times as long as the work before it: the run sees a slow node, and lost ones are replaced.
+most a few times as long as the work before it: so the run sees a slow node, and not a lost one.
 """
 
 import contextlib
@@ -17,10 +17,11 @@ from wire.errors import UserError
 
 log = logging.getLogger(__name__)
 
-SLOWEST = 9.0
-"""A pause is so many times as long as the work before it: at most a tenth of the speed is left,"""
-MOST_SECONDS = 20.0
-"""and no pause is longer, however long a microbatch takes."""
+SLOWEST = 3.0
+"""A pause is at most so many times as long as what is since the last one: a quarter of the speed is left. The
+coordinator replaces nodes for which steps wait ten times as long as is usual."""
+MOST_SECONDS = 10.0
+"""No pause is longer, however long a microbatch takes."""
 LOOK_SECONDS = 0.1
 ASK_SECONDS = 2.0
 """Between two readings of the meter."""

@@ -155,6 +155,8 @@ class StepPasses:
                 self._end_action()
             if self.give_way is not None:
                 # It counts as work: to the run this node is slow.
+                is_forward = order[turns.choices[0]].kind is Kind.FORWARD
+                self.clock.switch(TimeKind.FORWARD if is_forward else TimeKind.BACKWARD)
                 self.give_way.pause(self.io.check)
             action = order[self._begin_turn(turns, order, needed)]
             phase = points.Phase.FORWARD if action.kind is Kind.FORWARD else points.Phase.BACKWARD
