@@ -92,7 +92,9 @@ def test_a_mac_offers_what_its_driver_recommends() -> None:
         choose_devices("mps", 2)
     hardware = describe((device,), most_bytes=8 << 30)
     assert (hardware.device, hardware.memory_bytes, hardware.host_bytes) == ("mps", 8 << 30, 0)
-    assert describe((device,)).memory_bytes == 12 << 30
+    again = describe((device,))
+    assert again.memory_bytes == 12 << 30
+    assert again.arithmetic != hardware.arithmetic, "a Mac is compared with no other"
     assert of_arithmetic(hardware.arithmetic) == MPS
     assert devices_of(hardware).on_cpu
     assert cannot_compute(TrainingSection(precision="bfloat16"), device) is None

@@ -31,6 +31,7 @@ def nothing_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THINWIRE_PLAIN", "")
 
 
+@pytest.mark.timeout(300)  # The CPU's loops may have to be compiled.
 @each("name", self_test.GOLDEN)
 def test_golden_digests_are_those_of_the_cpus_codecs(name: str) -> None:
     assert golden(name, CPU) == self_test.GOLDEN[name]
