@@ -9,6 +9,8 @@ from scripts.report import RESULTS, markdown
 LARGEST_MODEL = RESULTS / "largest_model.json"
 LLAMA_7B = RESULTS / "llama_7b.json"
 MEMORY_PLAN = RESULTS / "memory_plan.json"
+SMALL_PLANS = RESULTS / "small_plans.json"
+TARGETS = RESULTS / "targets.json"
 MEMORY_ROWS = RESULTS / "memory_rows.json"
 
 
@@ -133,6 +135,68 @@ def memory_plan() -> str:
     return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}\n\nThe plans:\n\n" + "\n".join(plans)
 
 
+def small_plans() -> str:
+    """How many cards of 6 to 16 GB models take (scripts/bench/small_plans.py)."""
+    report = read_report(SMALL_PLANS)
+    sizes = sorted({row["gb"] for row in report["rows"]})
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in report["rows"]:
+        trained = "adapters, the model in 4 bits" if row["adapters"] else "all weights"
+        cell = "-"
+        if (cards := row.get("cards")) is not None:
+            cell = f"{cards} (+{row['added']:.0%})"
+            if (more := row.get("cards_little")) not in (None, cards):
+                cell += f", {more} (+{row['added_little']:.0%})"
+        cells.setdefault((row["model"], trained), {})[row["gb"]] = cell
+    columns = [("model", "left"), ("trained", "left"), *((f"{gb} GB", "left") for gb in sizes)]
+    caption = (
+        "How many alike cards hold a run, by their memory, and what the plan adds to a microbatch's time: "
+        "the fewest that hold it at all and, if they are others, the fewest with at most "
+        f"{report['little']:.0%} added. {report['desktop_gb']} GB of each is the desktop's; each machine "
+        f"gives {report['host_gb']} GiB of main memory. `-`: more cards do not help, as one of them has "
+        "embedding and head. All weights: in bf16, gradients and moments in FP8, activations `agoq`. "
+        "Adapters of rank 16 in float32. One sample of "
+        f"{report['sequence']} tokens a microbatch, bfloat16. The program's estimates, with times of a "
+        f"typical card; commit {commit(report)}."
+    )
+    lines = [[*names, *(of_size.get(gb, "") for gb in sizes)] for names, of_size in cells.items()]
+    return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
+
+
+def targets() -> str:
+    """Kernels compiled for each kind of GPU (scripts/checks/targets.py)."""
+    report = read_report(TARGETS)
+    kinds = report["targets"]
+    names = sorted({name for kind in kinds.values() for name in kind["kernels"]})
+    columns = [("kernel", "left"), *((name, "right") for name in kinds)]
+
+    def cell(kind: dict[str, Any], name: str) -> str:
+        found = kind["kernels"].get(name)
+        if found is None:
+            return ""
+        if found["faulty"]:
+            return f"{found['faulty']} of {found['variants']} fail"
+        return f"{found['registers']} / {found['shared_bytes'] / 1024:.0f} / {found['warps']}"
+
+    lines = [[f"`{name}`", *(cell(kind, name) for kind in kinds.values())] for name in names]
+    limits = [
+        f"{kind['limits']['shared_bytes'] / 1024:.0f} / {kind['limits']['warps']}" for kind in kinds.values()
+    ]
+    count, faulty = (
+        sum(one[part] for kind in kinds.values() for one in kind["kernels"].values())
+        for part in ("variants", "faulty")
+    )
+    caption = (
+        "Registers of a thread, KiB of shared memory and warps of a program, at most, of the variants of "
+        f"each kernel that {len(report['cases'])} cases of the check use: {count} variants, {faulty} with "
+        "faults. They are compiled and assembled without these GPUs; whether they compute right there is "
+        f"what a node's self-test finds when it joins. Triton {report['versions']['triton']}, commit "
+        f"{commit(report)}."
+    )
+    lines.append(["what the device has: shared memory / warps", *limits])
+    return f"{markdown(columns, lines)}\n\n{fill(caption, 118)}"
+
+
 def _ratios(row: dict[str, Any], estimates: list[dict[str, Any]]) -> tuple[str, str]:
     """What the code as it is says of a row's plan, over what that took; empty if it did not run."""
     for one in estimates:
@@ -149,5 +213,7 @@ def _range(ratios: dict[str, float]) -> str:
 TABLES: Tables = {
     "memory_plan": memory_plan,
     **if_recorded(LARGEST_MODEL, "largest_model", largest_model),
+    **if_recorded(SMALL_PLANS, "small_plans", small_plans),
+    **if_recorded(TARGETS, "targets", targets),
     **if_recorded(LLAMA_7B, "seven_billion", llama_7b),
 }
