@@ -3,8 +3,11 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from node.config.join_options import JoinOptions
 from node.config.schema import ModelSection, PipelineSection, RunConfig, RunSection, TrainingSection
+from node.processes.node import _other_use
 from node.stage.give_way import MOST_SECONDS, SLOWEST, GiveWay, OtherUse, others_percent
 from tests.support.memory_pipeline import MemoryPipeline
 from wire.errors import UserError
@@ -92,3 +95,13 @@ def test_a_stage_pauses_once_a_pass_and_computes_the_same() -> None:
         assert stages.weights_sha256() == weights
     passes = 2 * 2 * CONFIG.training.global_batch
     assert len(pauses) == passes
+
+
+def test_what_nobody_can_read_is_said_before_the_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, asked = torch.device("cpu"), JoinOptions(yield_gpu=25.0)
+    assert _other_use(cpu, JoinOptions()) is None
+    with pytest.raises(UserError, match="this node computes on cpu"):
+        _other_use(cpu, asked)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match="does not run here"):
+        OtherUse("GPU-1")
