@@ -261,7 +261,7 @@ class StageFigures(Figures):
     dead_experts: Count = 0
     """Experts of all blocks that got no token since then."""
     without_kernels: Annotated[str, Line(200)] = ""
-    """What its device computes in plain torch, as kernels give wrong results there; empty if all are right."""
+    """What its device computes in plain torch, as kernels give wrong results there; empty if none do."""
 
     def time_shares(self, kinds: Iterable[str]) -> dict[str, float]:
         """Of `wall_seconds`, 0 to 1, by kind; empty before any time has passed."""

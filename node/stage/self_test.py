@@ -24,6 +24,7 @@ from kernels.attention import reference as attention_reference
 from kernels.attention.reach import EVERYTHING
 from kernels.blockfloat import ops as storage
 from kernels.blockfloat import reference as blockfloat
+from kernels.blockfloat.layout import APART
 from kernels.common import dispatch
 from kernels.common import layers as reference
 from kernels.common.random_bits import random_bits
@@ -172,7 +173,8 @@ def checks_of(config: RunConfig) -> dict[str, tuple[str, Check]]:
         part = CODEC_PARTS[name.partition("-")[0]]
         made[f"codec {name}"] = (part, partial(_codec, name=name))
     for bits in _stored_bits(config):
-        made[f"storage in {bits} bits"] = ("storage", partial(_storage, bits=bits))
+        apart = " with channels apart" if bits >= APART else ""
+        made[f"storage in {bits % APART} bits{apart}"] = ("storage", partial(_storage, bits=bits))
     if "fp8" in (config.training.gradients, config.training.moments, config.training.compute):
         made["gradients in FP8"] = ("fp8", _fp8)
     if "muon" in (config.training.optimizer, config.training.adapter_optimizer):

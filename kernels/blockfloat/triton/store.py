@@ -403,7 +403,16 @@ def channel_sums(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     programs = max(1, triton.cdiv(count, ROWS_SUMMED))
     sums = torch.empty(programs, width, dtype=torch.int64, device=rows.device)
     _channel_sums[(triton.cdiv(width, 128), programs)](
-        rows, by, sums, count, width, rows.stride(0), ROWS_SUMMED, T=16, num_warps=WARPS
+        rows,
+        by,
+        sums,
+        count,
+        width,
+        rows.stride(0),
+        ROWS_SUMMED,
+        T=16,
+        num_warps=WARPS,
+        enable_fp_fusion=True,
     )
     return sums.sum(0)
 
