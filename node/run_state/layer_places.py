@@ -200,9 +200,9 @@ class LayerPlaces:
     def held(self, node_id: str, file: HeldLayer) -> bool:
         """A node has this file on its disk; whether it is a snapshot's."""
         snapshot = self._snapshots.get(file.step)
-        layer = snapshot.layers.get(file.unit) if snapshot is not None else None
-        if layer is None:
+        if snapshot is None or file.unit not in snapshot.layers:
             return False
+        layer = snapshot.layers[file.unit]
         if layer.entry is None:
             if node_id not in layer.makers:
                 return False
